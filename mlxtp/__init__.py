@@ -1,0 +1,1 @@
+"""Turns the Macs on one desk into one model server."""

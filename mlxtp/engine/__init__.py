@@ -1,0 +1,1 @@
+"""The rank process: the only folder that computes with MLX."""

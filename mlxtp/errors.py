@@ -1,0 +1,141 @@
+"""Every error this project raises on purpose.
+
+    MlxtpError
+    ├── UserError                 the person at the keyboard can mend it
+    │   ├── ConfigError           a flag, a variable or a configuration file
+    │   ├── ModelError            a model that is missing, broken or not divisible
+    │   └── RequestError          an HTTP request we understood and refuse
+    ├── ProtocolError             somebody broke the rules of the wire
+    │   ├── LocalProtocolError    we did: a bug here
+    │   └── RemoteProtocolError   the peer did: its frame is refused, the link ends
+    ├── LinkError                 a link broke or fell silent
+    └── GroupError                the ranks no longer agree, or one is gone: the epoch ends
+
+Each carries a `Code`, which is what travels in Error frames, HTTP bodies and logs, and what
+`docs/errors.md` explains. A rank process that ends because of a code exits with `exit_status(code)`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Stable names of everything that can go wrong, grouped by who can mend it."""
+
+    # the user
+    CONFIG = "config_invalid"
+    MODEL_NOT_FOUND = "model_not_found"
+    MODEL_INVALID = "model_invalid"
+    MODEL_NOT_DIVISIBLE = "model_not_divisible"
+    MODEL_UNSUPPORTED = "model_unsupported"
+    BAD_REQUEST = "invalid_request"
+    NOT_SUPPORTED = "not_supported"
+    CONTEXT_OVERFLOW = "context_length_exceeded"
+    NOT_READY = "not_ready"
+    OVERLOADED = "overloaded"
+    # the wire
+    FRAME_OVERSIZE = "frame_oversize"
+    FRAME_MALFORMED = "frame_malformed"
+    UNKNOWN_TYPE = "unknown_type"
+    FIELD_INVALID = "field_invalid"
+    WRONG_SEQ = "wrong_seq"
+    OUT_OF_ORDER = "out_of_order"
+    WRONG_UID = "wrong_uid"
+    NOT_AUTHENTIC = "not_authentic"
+    LINK_LOST = "link_lost"
+    LINK_TIMEOUT = "link_timeout"
+    # the group
+    FORM_FAILED = "group_form_failed"
+    PROOF_FAILED = "group_proof_failed"
+    LOAD_FAILED = "load_failed"
+    FORWARD_FAILED = "forward_failed"
+    ACK_MISSING = "ack_missing"
+    DESYNC = "ranks_disagree"
+    RANK_LOST = "rank_lost"
+    RANK_STALLED = "rank_stalled"
+    OUT_OF_MEMORY = "out_of_memory"
+    SHUTTING_DOWN = "shutting_down"
+    INTERNAL = "internal"
+
+
+_EXIT_STATUS_BASE = 64
+
+
+def exit_status(code: Code) -> int:
+    """The exit status of a rank process that ends because of `code`: 64 + its position in `Code`."""
+    return _EXIT_STATUS_BASE + list(Code).index(code)
+
+
+def code_of_exit(status: int) -> Code | None:
+    """The code behind an exit status, or None for a status that no code has."""
+    codes = list(Code)
+    position = status - _EXIT_STATUS_BASE
+    return codes[position] if 0 <= position < len(codes) else None
+
+
+class MlxtpError(Exception):
+    """Base of all. `code` says what happened, the text says it in the words of whoever reads it."""
+
+    code: Code = Code.INTERNAL
+
+    def __init__(self, detail: str, code: Code | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        if code is not None:
+            self.code = code
+
+
+class UserError(MlxtpError):
+    """Something the user asked for cannot be; the text says what to change."""
+
+    code = Code.CONFIG
+
+
+class ConfigError(UserError):
+    """A flag, an environment variable or a line of the configuration file is wrong."""
+
+
+class ModelError(UserError):
+    """The model is missing, broken, of an unknown kind, or does not divide among the ranks."""
+
+    code = Code.MODEL_INVALID
+
+
+class RequestError(UserError):
+    """A request that is refused before any rank hears of it. `status` is the HTTP status."""
+
+    code = Code.BAD_REQUEST
+
+    def __init__(
+        self, detail: str, code: Code | None = None, *, status: int = 400, param: str | None = None
+    ) -> None:
+        super().__init__(detail, code)
+        self.status = status
+        self.param = param
+
+
+class ProtocolError(MlxtpError):
+    """The rules of the wire were broken. The link that raised it is closed for good."""
+
+    code = Code.OUT_OF_ORDER
+
+
+class LocalProtocolError(ProtocolError):
+    """We tried to send what the rules forbid: a bug on this side; nothing was sent."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what the rules forbid; nothing of that frame was used."""
+
+
+class LinkError(MlxtpError):
+    """The link's other end is gone, or did not answer within its deadline."""
+
+    code = Code.LINK_LOST
+
+
+class GroupError(MlxtpError):
+    """The group of ranks cannot go on; the rank process reports and ends."""
+
+    code = Code.RANK_LOST

@@ -1,0 +1,1 @@
+"""The agent: spawns ranks, watches them, serves requests. Computes nothing with MLX."""

@@ -1,0 +1,1 @@
+"""Bytes and messages: what travels between processes. Pure, except the two shells."""

@@ -20,8 +20,10 @@ PROTOCOL_VERSION = 1
 MAX_RANKS = 8
 MAX_ROWS = 1024
 """Sequences one step may drive."""
-MAX_CONTEXT = 1 << 20
-"""Tokens one frame may carry; a model's own context is usually far shorter."""
+MAX_CONTEXT = 1 << 24
+"""Tokens of prompt and answer; a model's own context is usually far shorter."""
+MAX_FRAME_TOKENS = 1 << 20
+"""Tokens one frame may carry: half of what the largest frame would hold."""
 
 U32 = 2**32 - 1
 U63 = 2**63 - 1
@@ -88,7 +90,7 @@ def _choice(*allowed: str) -> FieldCodec:
             raise ValueError(f"one of {', '.join(allowed)}")
         return value
 
-    return FieldCodec(_same, check)
+    return FieldCodec(str, check)
 
 
 def _bytes(low: int, high: int) -> FieldCodec:
@@ -137,7 +139,7 @@ def _f(codec: FieldCodec) -> Any:
 
 _uid = _int(1, U32)
 _count = _int(0, U63)
-_detail = _str(4000)
+_detail = _str(1000)  # an Error fits the 4 KiB of a link that is not open yet
 _code = _choice(*(code.value for code in Code))
 _seconds = _float(0.0, 1e9)
 
@@ -232,7 +234,7 @@ class PromptTokens(Message):
     uid: int = _f(_uid)
     offset: int = _f(_int(0, MAX_CONTEXT))
     total: int = _f(_int(1, MAX_CONTEXT))
-    tokens: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_CONTEXT))
+    tokens: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +391,7 @@ class Generate(Message):
 
     TYPE: ClassVar[int] = 0x20
     uid: int = _f(_uid)
-    tokens: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_CONTEXT))
+    tokens: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
     max_tokens: int = _f(_int(1, MAX_CONTEXT))
 
 
@@ -405,7 +407,7 @@ class Delta(Message):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(Message):
-    """Agent to rank 0: nobody wants this any more. Answered by Finished, unless that has already been sent."""
+    """Agent to rank 0: nobody wants this any more. Answered by Finished, unless it is over."""
 
     TYPE: ClassVar[int] = 0x22
     uid: int = _f(_uid)
@@ -444,6 +446,12 @@ _CODECS: dict[type[Message], tuple[tuple[str, FieldCodec], ...]] = {
     message: tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]
     for message in MESSAGES.values()
 }
+_PACK = {
+    message: tuple((name, codec.to_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
+}
+_CHECK = {
+    message: tuple((name, codec.from_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
+}
 
 
 def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
@@ -452,24 +460,29 @@ def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
 
 
 def to_body(message: Message) -> dict[str, Wire]:
-    """The map that travels. Values are packed, not checked: `from_body` on the same map is the check."""
-    return {name: codec.to_wire(getattr(message, name)) for name, codec in _CODECS[type(message)]}
+    """The map that travels. Values are packed, not checked: `check_body` on the same map is the check."""
+    return {name: pack(getattr(message, name)) for name, pack in _PACK[type(message)]}
 
 
 def from_body(message_type: type[M], body: Wire) -> M:
-    """A message from what was unpacked.
+    """A message from what was unpacked. Raises RemoteProtocolError as `check_body` does."""
+    return message_type(*check_body(message_type, body))
+
+
+def check_body(message_type: type[Message], body: Wire) -> list[Any]:
+    """The fields' values, in order, from what was unpacked.
 
     Raises RemoteProtocolError (FIELD_INVALID) naming the field: missing, surplus, of the wrong type or out
     of range.
     """
-    codecs = _CODECS[message_type]
+    checks = _CHECK[message_type]
     name = "body"
+    values = []
     try:
-        if type(body) is not dict or len(body) != len(codecs):
-            raise ValueError(f"a map of exactly the fields {', '.join(n for n, _ in codecs) or '(none)'}")
-        values = []
-        for name, codec in codecs:
-            values.append(codec.from_wire(body[name]))
+        if type(body) is not dict or len(body) != len(checks):
+            raise ValueError(f"a map of exactly the fields {', '.join(n for n, _ in checks) or '(none)'}")
+        for name, check in checks:
+            values.append(check(body[name]))
     except KeyError:
         raise RemoteProtocolError(
             f"{message_type.__name__}: field {name!r} is missing", Code.FIELD_INVALID
@@ -478,4 +491,4 @@ def from_body(message_type: type[M], body: Wire) -> M:
         raise RemoteProtocolError(
             f"{message_type.__name__}.{name}: expected {error}", Code.FIELD_INVALID
         ) from None
-    return message_type(*values)
+    return values

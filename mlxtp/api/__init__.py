@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI-compatible endpoint and everything that is text."""

@@ -1,0 +1,87 @@
+"""Runs the app on a socket, inside an event loop that belongs to somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from ..errors import ConfigError
+
+_BACKLOG = 128
+_IDLE_CONNECTION_S = 75
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; clients may connect from now on. Port 0 takes any free one.
+
+    Raises ConfigError in plain words: port in use, no such address, not allowed.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(_cannot_listen(host, port, error)) from error
+    except OverflowError:
+        sock.close()
+        raise ConfigError(f"port {port} is not from 0 to 65535") from None
+    return sock
+
+
+async def serve(app: ASGIApp, sock: socket.socket, stop: asyncio.Event, *, grace_s: int = 5) -> None:
+    """Serves until `stop` is set or the task is cancelled, then takes at most about `grace_s` to finish.
+
+    Requests still open after `grace_s` are cancelled and their connections closed. Closes `sock`.
+    Signals are left to the caller.
+    """
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=grace_s,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        server.should_exit = True
+        stopping.cancel()
+        await serving
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
+    where = f"{host} port {port}"
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"{where} is in use by another program; stop it or choose another port"
+        case errno.EACCES:
+            return f"no permission to listen on {where}; choose a port from 1024 on"
+        case errno.EADDRNOTAVAIL:
+            return f"{host} is not an address of this Mac"
+        case _:
+            return f"cannot listen on {where}: {error.strerror or error}"

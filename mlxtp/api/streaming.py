@@ -1,0 +1,108 @@
+"""Answers that take a while: the client who leaves, the comment that keeps proxies patient."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+COMMENT = b": mlxtp\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads what we would answer."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` as a task and cancels it at once when the client goes away; raises ClientGone then.
+
+    The request's body must have been read. Returns or raises only after `work` has cleaned up.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Sends server-sent events as `events` makes them. `events` handles its own failures.
+
+    Headers and a comment go out at once, then a comment whenever nothing was sent for `keep_alive_s`.
+    `source`, from which `events` are made, is closed however the stream ends, even before it began.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], source: AsyncIterator[Any], keep_alive_s: float
+    ) -> None:
+        self._events = events
+        self._source = source
+        self._keep_alive_s = keep_alive_s
+        self._quiet_since = 0.0
+        self.status_code = 200
+        self.background = None
+        self.media_type = "text/event-stream"
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A client that is gone is no error: it was the one to leave.
+        with suppress(ClientGone, OSError):
+            async with closing(self._source):
+                await unless_gone(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with closing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _send_body(send, COMMENT)
+            self._quiet_since = asyncio.get_running_loop().time()
+            keeper = asyncio.create_task(self._keep_alive(send))
+            try:
+                async for event in events:
+                    await _send_body(send, event)
+                    self._quiet_since = asyncio.get_running_loop().time()
+            finally:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
+        await _send_body(send, b"", more=False)
+
+    async def _keep_alive(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            wait_s = self._quiet_since + self._keep_alive_s - loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                self._quiet_since = loop.time()
+                await _send_body(send, COMMENT)
+
+
+@asynccontextmanager
+async def closing(events: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
+    """Closes `events` on the way out, if it is of a kind that can be closed."""
+    try:
+        yield events
+    finally:
+        aclose = getattr(events, "aclose", None)
+        if aclose is not None:
+            await aclose()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

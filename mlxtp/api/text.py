@@ -1,0 +1,239 @@
+"""Between text and token ids: chat template, tokenizer, and a detokenizer that shows no half characters."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import Code, ModelError, RequestError
+
+_PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
+
+
+class Detokenizer(Protocol):
+    """Token ids of one answer in, its text out. What `push` returned so far is final."""
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that is certain now. An incomplete character waits for the next tokens."""
+        ...
+
+    def finish(self) -> str:
+        """The rest. A character that never got complete is dropped."""
+        ...
+
+
+class Text:
+    """The tokenizer and chat template of one model. Its methods may be called from any thread.
+
+    `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special = frozenset(
+            id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._decoding = _byte_decoding(self._backend, self._special)
+
+    @classmethod
+    def load(cls, path: Path) -> Text:
+        """Reads a model folder. Blocks for a second or more: call it in a thread. Raises ModelError."""
+        if not path.is_dir():
+            raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the Rust side raises plain Exception for a broken file
+            what = str(error).strip().splitlines()[:1] or [""]
+            raise ModelError(
+                f"the tokenizer in {path} cannot be read ({type(error).__name__}: {what[0]}); "
+                "a complete model folder has tokenizer.json and tokenizer_config.json"
+            ) from error
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ModelError(f"{path} has no tokenizer.json; tokenizers written in Python are not supported")
+        return cls(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The tokenizer's own end token, if it has one."""
+        token = self._tokenizer.eos_token_id
+        return () if token is None else (int(token),)
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """The prompt that makes the model answer `messages` (`role` and `content` each).
+
+        The template writes the beginning-of-sequence token, so the tokenizer must not add another.
+        Raises RequestError when there is no template or the template refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template, so it cannot answer chat messages; "
+                "use its instruct or chat version",
+                Code.NOT_SUPPORTED,
+                param="messages",
+            )
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return tuple(self._backend.encode(prompt, add_special_tokens=False).ids)
+
+    def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
+        """For one answer. Special tokens and the ids in `skip` have no text."""
+        if self._decoding is not None:
+            return _ByteDetokenizer(self._decoding, frozenset(skip))
+        return _LibraryDetokenizer(self._backend, frozenset(skip))
+
+
+class _ByteDecoding:
+    """A tokenizer whose tokens are pieces of UTF-8: what each id adds, looked up once and kept."""
+
+    def __init__(self, backend: Any, special: frozenset[int], byte_level: bool, strip: bool) -> None:
+        self.strip = strip  # one space at the very beginning belongs to the tokenizer, not to the text
+        self._backend = backend
+        self._special = special
+        self._to_bytes = _byte_level if byte_level else _byte_fallback
+        self._known: dict[int, bytes] = {}
+
+    def piece(self, token: int) -> bytes:
+        piece = self._known.get(token)
+        if piece is None:
+            name = None if token in self._special or token < 0 else self._backend.id_to_token(token)
+            piece = self._known[token] = b"" if name is None else self._to_bytes(name)
+        return piece
+
+
+class _ByteDetokenizer:
+    """Exact and linear: bytes through Python's incremental UTF-8 decoder."""
+
+    def __init__(self, decoding: _ByteDecoding, skip: frozenset[int]) -> None:
+        self._decoding = decoding
+        self._skip = skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = decoding.strip
+
+    def push(self, tokens: Iterable[int]) -> str:
+        piece, skip = self._decoding.piece, self._skip
+        text = self._utf8.decode(b"".join([piece(token) for token in tokens if token not in skip]))
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        self._utf8.reset()
+        return ""
+
+
+class _LibraryDetokenizer:
+    """For the decoders that are not made of bytes: the library's own stream, started anew where it gives up.
+
+    Its stream raises "Invalid prefix encountered" when a token changes the text of earlier ones, and holds
+    back everything while the text ends in U+FFFD.
+    """
+
+    def __init__(self, backend: Any, skip: frozenset[int]) -> None:
+        self._backend = backend
+        self._skip = skip
+        self._held: list[int] = []
+        self._restart()
+
+    def push(self, tokens: Iterable[int]) -> str:
+        return "".join([self._step(token) for token in tokens if token not in self._skip and token >= 0])
+
+    def finish(self) -> str:
+        return self._flush().rstrip("\ufffd")
+
+    def _step(self, token: int) -> str:
+        self._held.append(token)
+        try:
+            text = self._stream.step(self._backend, token)
+        except Exception:  # noqa: BLE001 - the Rust side knows no narrower type
+            return self._flush()
+        if text is None:
+            return self._flush() if len(self._held) > _LONGEST_HELD else ""
+        self._held.clear()
+        return str(text)
+
+    def _flush(self) -> str:
+        text = self._backend.decode(self._held, skip_special_tokens=True) if self._held else ""
+        self._restart()
+        return str(text)
+
+    def _restart(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._held.clear()
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+
+def _byte_decoding(backend: Any, special: frozenset[int]) -> _ByteDecoding | None:
+    """How to turn this tokenizer's tokens into bytes, or None when its decoder is of another kind.
+
+    Trusted only if it reproduces the library's own decoding of a text with everything difficult in it.
+    """
+    if backend.decoder is None:
+        return None
+    steps = _steps(json.loads(backend.decoder.__getstate__()))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        decoding = _ByteDecoding(backend, special, byte_level=True, strip=False)
+    elif kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        decoding = _ByteDecoding(backend, special, byte_level=False, strip=kinds[-1] == "Strip")
+    else:
+        return None
+    ids = backend.encode(_PROBE, add_special_tokens=False).ids
+    expected = backend.decode(ids, skip_special_tokens=True)
+    return decoding if _ByteDetokenizer(decoding, frozenset()).push(ids) == expected else None
+
+
+def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def _byte_level(token: str) -> bytes:
+    """One character a byte; a token with any other character is literal text (an added token)."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    """`<0xF0>` is a byte, everything else is text with U+2581 for the space."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,169 @@
+"""The distributed group of one epoch: forming it, proving it, agreeing on tokens.
+
+The only file besides the models that names `mx.distributed`. A collective that ranks enter in different
+order does not fail, it returns wrong numbers; so no collective here stands in a branch that ranks could
+take differently, and each one is counted: the counts travel in Acks and must be equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ..errors import Code, GroupError
+
+PAD = 64
+"""Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms."""
+
+_COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
+
+
+class CollectiveCounter:
+    """Counts collectives as the graph is built, those inside mlx-lm's layers included.
+
+    The layers look `mx.distributed.all_sum` up at each call, so counting wrappers see every one. Install
+    once per process.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def install(self) -> None:
+        for name in _COLLECTIVES:
+            setattr(mx.distributed, name, self._counted(getattr(mx.distributed, name)))
+
+    def _counted(self, collective: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return collective(*args, **kwargs)
+
+        return counted
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a rank computed with the others: the sum of everybody's 1; ranks and digests in rank order."""
+
+    total: int
+    ranks: tuple[int, ...]
+    digests: tuple[int, ...]
+
+
+class LoneGroup:
+    """A group of one. It needs no collective: agreeing with itself is what it has computed."""
+
+    rank = 0
+    size = 1
+    handle = None
+
+    def prove(self, digest: int) -> Proof:
+        return Proof(1, (0,), (digest,))
+
+    def agree(self, tokens: mx.array) -> mx.array:
+        return tokens
+
+
+class RingGroup:
+    """A formed MLX group. `handle` is what the models' `shard` takes."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.rank: int = handle.rank()
+        self.size: int = handle.size()
+        self._mine = 1 if self.rank == 0 else 0
+
+    def prove(self, digest: int) -> Proof:
+        """Sum of ones, gather of ranks, gather of `digest` (unsigned 32-bit, keyed by the epoch).
+
+        A foreign process that took a rank's place on the ring cannot know the digest.
+        """
+        total = mx.distributed.all_sum(mx.ones((PAD,), dtype=mx.int32), group=self.handle)
+        row = mx.array([self.rank, digest] + [0] * (PAD - 2), dtype=mx.uint32)
+        rows = mx.distributed.all_gather(row[None], group=self.handle)
+        mx.eval(total, rows)
+        table = cast("list[list[int]]", rows.tolist())
+        return Proof(cast(int, total[0].item()), tuple(r[0] for r in table), tuple(r[1] for r in table))
+
+    def agree(self, tokens: mx.array) -> mx.array:
+        """Rank 0's `tokens` (int32, [rows]) on every rank: the others add zeros to one small in-graph sum.
+
+        Every rank multiplies what it chose by its own 0 or 1, so that all ranks build the same graph and
+        the sum depends on the logits everywhere: a rank that ignored them would skip the last layer's
+        collectives.
+        """
+        rows = tokens.shape[0]
+        mine = tokens * self._mine
+        if rows < PAD:
+            mine = mx.concatenate([mine, mx.zeros((PAD - rows,), dtype=tokens.dtype)])
+        agreed: mx.array = mx.distributed.all_sum(mine, group=self.handle)
+        return agreed[:rows]
+
+
+Group = LoneGroup | RingGroup
+
+
+def form(backend: str, rank: int, world_size: int, hosts: tuple[str, ...], deadline_s: float) -> Group:
+    """Form the group; blocks until every rank is here.
+
+    `hosts` are "ip:port" in rank order. MLX holds the GIL all the while and its accept never gives up, so
+    the deadline is an alarm whose default action ends the process without asking Python.
+
+    Raises GroupError (FORM_FAILED) when MLX reports a failure, or forms something else than was asked for.
+    """
+    if backend == "none":
+        if world_size != 1:
+            raise GroupError(f"{world_size} ranks need a backend, not 'none'", Code.FORM_FAILED)
+        return LoneGroup()
+    with _hostfile(hosts) as path, _deadman(deadline_s):
+        os.environ["MLX_RANK"] = str(rank)
+        os.environ["MLX_HOSTFILE"] = str(path)
+        try:
+            group = RingGroup(mx.distributed.init(strict=True, backend=backend))
+        except RuntimeError as error:
+            raise GroupError(f"rank {rank}: {backend} did not form: {error}", Code.FORM_FAILED) from error
+    if (group.rank, group.size) != (rank, world_size):
+        raise GroupError(
+            f"asked to be rank {rank} of {world_size}, formed rank {group.rank} of {group.size}",
+            Code.FORM_FAILED,
+        )
+    return group
+
+
+def check_proof(proof: Proof, world_size: int, digest: int) -> None:
+    """Raises GroupError (PROOF_FAILED) unless all are here, once, in order, and know the epoch's secret."""
+    expected = Proof(world_size, tuple(range(world_size)), (digest,) * world_size)
+    for what in ("total", "ranks", "digests"):
+        seen, wanted = getattr(proof, what), getattr(expected, what)
+        if seen != wanted:
+            if what == "digests":
+                strangers = [rank for rank, value in enumerate(seen) if value != digest]
+                raise GroupError(f"ranks {strangers} do not know this epoch's key", Code.PROOF_FAILED)
+            raise GroupError(f"the group's {what}: expected {wanted}, computed {seen}", Code.PROOF_FAILED)
+
+
+@contextlib.contextmanager
+def _hostfile(hosts: tuple[str, ...]) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mlxtp-") as folder:
+        path = Path(folder) / "hosts.json"
+        path.write_text(json.dumps([[host] for host in hosts]))
+        yield path
+
+
+@contextlib.contextmanager
+def _deadman(deadline_s: float) -> Iterator[None]:
+    previous = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,86 @@
+"""What arrives at a rank: reader threads put it here, the one MLX thread takes it out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from ..errors import Code, GroupError, LinkError, MlxtpError
+from ..wire.link import Link
+from ..wire.protocol import Received
+
+AGENT = -1
+"""The sender that is this rank's own agent; other senders are ranks."""
+
+Failure = Callable[[MlxtpError], None]
+"""Called by a reader thread whose link broke; does not return."""
+
+
+class Mailbox:
+    """Messages sorted by sender, each sender's in order."""
+
+    def __init__(self) -> None:
+        self._arrived: SimpleQueue[tuple[int, Received]] = SimpleQueue()
+        self._by_sender: dict[int, deque[Received]] = {}
+
+    def post(self, sender: int, received: Received) -> None:
+        """Any thread: hand over one message."""
+        self._arrived.put((sender, received))
+
+    def take(self, sender: int) -> Received | None:
+        """The sender's oldest message that is here, or None."""
+        self._sort()
+        waiting = self._by_sender.get(sender)
+        return waiting.popleft() if waiting else None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until another message arrives; False when the time is up."""
+        try:
+            sender, received = self._arrived.get(timeout=timeout_s)
+        except Empty:
+            return False
+        self._by_sender.setdefault(sender, deque()).append(received)
+        return True
+
+    def receive(self, sender: int, deadline_s: float | None) -> Received:
+        """The sender's next message. Raises LinkError (LINK_TIMEOUT) when none comes in time."""
+        ends_at = None if deadline_s is None else time.monotonic() + deadline_s
+        while (received := self.take(sender)) is None:
+            left_s = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
+            if not self.wait(left_s):
+                raise LinkError(
+                    f"nothing came from {name_of(sender)} within {deadline_s:g} s", Code.LINK_TIMEOUT
+                )
+        return received
+
+    def _sort(self) -> None:
+        while not self._arrived.empty():
+            self.wait(0)
+
+
+def name_of(sender: int) -> str:
+    """How a sender is called in messages to people."""
+    return "the agent" if sender == AGENT else f"rank {sender}"
+
+
+def read_in_background(
+    link: Link, sender: int, deliver: Callable[[Received], None], fail: Failure
+) -> threading.Thread:
+    """Start the thread that reads `link` until it ends in order; `fail` gets anything else."""
+
+    def read() -> None:
+        try:
+            while batch := link.receive():
+                for received in batch:
+                    deliver(received)
+        except LinkError as error:
+            fail(GroupError(f"lost {name_of(sender)}: {error.detail}", Code.RANK_LOST))
+        except MlxtpError as error:
+            fail(type(error)(f"{name_of(sender)}: {error.detail}", error.code))
+
+    thread = threading.Thread(target=read, name=f"read-{name_of(sender)}", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,68 @@
+"""The loop of every rank above 0: obey rank 0's frames, answer each with one message.
+
+It holds no way to emit a token: its pipe knows no message for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..wire.link import Link
+from ..wire.messages import Ack, Done, PromptTokens, SessionEnd, SessionStop, Shutdown, StepToken
+from .mail import Mailbox
+from .rank import Forward, Rank
+
+LEADER = 0
+NEXT_FRAME_WAIT_S = 0.002
+"""How long to look out for the next frame before waiting for the forward that is running.
+
+While rank 0 runs ahead, the next frame is only microseconds away, and building its graph now hides behind
+the running forward. When none comes, the request is at its end and nothing is lost by waiting for the device.
+"""
+
+
+class ServeLoop:
+    """Reads frames in order; at most one forward runs while the next is queued."""
+
+    def __init__(self, rank: Rank, mail: Mailbox, leader: Link) -> None:
+        self._rank = rank
+        self._mail = mail
+        self._leader = leader
+        self._running: deque[Forward] = deque()
+
+    def run(self) -> None:
+        """Serve until rank 0 says Shutdown. Raises what ends the epoch."""
+        while True:
+            received = self._mail.take(LEADER)
+            if received is None:
+                self._wait()
+                continue
+            match received.message:
+                case PromptTokens() | StepToken() as frame:
+                    self._running.append(self._rank.launch(received.seq, frame))
+                    self._settle(keep=1)
+                case SessionStop() as stop:
+                    self._rank.stop(stop.uid, stop.forwards)
+                case Shutdown():
+                    self._settle(keep=0)
+                    self._leader.send(Done())
+                    self._leader.send(SessionEnd())
+                    return
+                case command:
+                    self._settle(keep=0)
+                    self._leader.send(self._rank.execute(command))
+
+    def _wait(self) -> None:
+        if self._running:
+            if not self._mail.wait(NEXT_FRAME_WAIT_S):
+                self._settle(keep=0)
+            return
+        if self._rank.status.phase in ("prefill", "decode"):
+            self._rank.status.enter("idle")
+        self._mail.wait()
+
+    def _settle(self, keep: int) -> None:
+        """Wait for all but the newest `keep` forwards and acknowledge each, in order."""
+        while len(self._running) > keep:
+            result = self._rank.settle(self._running.popleft())
+            self._leader.send(Ack(result.step, result.forwards, result.collectives, result.digest))

@@ -1,0 +1,271 @@
+"""The rank process: `python -m mlxtp.engine.worker`, started by an agent, for one epoch.
+
+The main thread owns all MLX work on one stream. One reader thread for each link takes frames off its socket,
+answers Pings, and ends the process when the link breaks, which works even while the main thread is stuck
+in a collective whose peer is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from ..errors import Code, GroupError, LinkError, MlxtpError, ProtocolError, exit_status
+from ..wire.identity import hello_proof, verify, welcome_proof
+from ..wire.link import Link, connect, secure
+from ..wire.messages import (
+    PROTOCOL_VERSION,
+    Bootstrap,
+    Done,
+    Error,
+    Hello,
+    Ping,
+    SessionEnd,
+    Shutdown,
+    Welcome,
+)
+from ..wire.protocol import LinkKind, Protocol, Received, Side, State
+from .mail import AGENT, Mailbox, read_in_background
+from .status import Status
+
+SEND_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 3.0
+
+
+class Terminated(BaseException):
+    """SIGTERM: the step that runs is finished, then the process ends."""
+
+
+class Process:
+    """The links of this process and its one way out."""
+
+    def __init__(self, rank: int, epoch: int, pipe: Link) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self.pipe = pipe
+        self.mail = Mailbox()
+        self.status = Status()
+        self._decode: list[Link] = []
+        self._ending = threading.Lock()
+
+    def fail(self, error: MlxtpError) -> None:
+        """Any thread: say on every link what happened, then end. The first caller wins; does not return."""
+        self._ending.acquire()
+        for link in (self.pipe, *self._decode):
+            # What cannot be told to a link that is broken or not open yet is seen there as its end.
+            with contextlib.suppress(MlxtpError, OSError):
+                link.send(Error(error.code, error.detail, 0))
+        os._exit(exit_status(error.code))
+
+    def leave(self) -> None:
+        """End in order, without running destructors that could wait for other ranks."""
+        self._ending.acquire()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def listen_to_agent(self) -> None:
+        """Start reading the pipe. Without the agent this process has no reason to be."""
+
+        def deliver(received: Received) -> None:
+            if isinstance(received.message, Ping):
+                self.pipe.send(self.status.pong())
+            else:
+                self.mail.post(AGENT, received)
+
+        read_in_background(self.pipe, AGENT, deliver, self.fail)
+
+    def listen_to_rank(self, link: Link, rank: int) -> None:
+        """Start reading a decode link. A rank that reports its own end ends this process too."""
+        self._decode.append(link)
+
+        def deliver(received: Received) -> None:
+            if isinstance(received.message, Error) and link.protocol.state is State.FAILED:
+                self.fail(GroupError(f"rank {rank}: {received.message.detail}", Code(received.message.code)))
+            self.mail.post(rank, received)
+
+        read_in_background(link, rank, deliver, self.fail)
+
+
+def run(process: Process, listener: socket.socket | None) -> None:
+    """From the first Hello to the last SessionEnd."""
+    pipe, mail = process.pipe, process.mail
+    pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
+    process.listen_to_agent()
+    from .group import CollectiveCounter  # imports MLX: a second during which the agent can already see us
+
+    bootstrap = _bootstrap(process)
+    links = _join(process, bootstrap, listener)
+    counter = CollectiveCounter()
+    counter.install()
+    from .rank import Rank
+
+    rank = Rank(bootstrap, process.epoch, process.status, counter)
+    import mlx_lm.utils  # noqa: F401 - its import takes seconds; now nobody waits for a token
+
+    pipe.send(Done())
+    process.status.enter("idle")
+    if process.rank == 0:
+        from .decode_loop import DecodeLoop, Followers
+
+        DecodeLoop(rank, mail, pipe, Followers(links, mail)).run()
+    else:
+        from .serve_loop import ServeLoop
+
+        ServeLoop(rank, mail, links[0]).run()
+        _await_shutdown(mail)
+    pipe.send(Done())
+    pipe.send(SessionEnd())
+
+
+def _bootstrap(process: Process) -> Bootstrap:
+    while True:
+        if received := process.mail.take(AGENT):
+            if isinstance(received.message, Bootstrap):
+                return received.message
+            if isinstance(received.message, Shutdown):
+                process.pipe.send(Done())
+                process.pipe.send(SessionEnd())
+                process.leave()
+        else:
+            process.mail.wait()
+
+
+def _await_shutdown(mail: Mailbox) -> None:
+    while not ((received := mail.take(AGENT)) and isinstance(received.message, Shutdown)):
+        mail.wait()
+
+
+# --- decode links -----------------------------------------------------------------------------------
+
+
+def _join(process: Process, bootstrap: Bootstrap, listener: socket.socket | None) -> dict[int, Link]:
+    """Open the decode links: rank 0 accepts one from every other rank, the others connect to rank 0.
+
+    Raises LinkError (LINK_TIMEOUT) when they are not all there within the bootstrap's deadline.
+    """
+    if bootstrap.world_size == 1:
+        return {}
+    if bootstrap.rank == 0:
+        assert listener is not None
+        links = _accept_all(process.epoch, bootstrap, listener)
+        listener.close()
+    else:
+        links = {0: _connect(process.epoch, bootstrap)}
+    for rank, link in links.items():
+        process.listen_to_rank(link, rank)
+    return links
+
+
+def _accept_all(epoch: int, bootstrap: Bootstrap, listener: socket.socket) -> dict[int, Link]:
+    links: dict[int, Link] = {}
+    ends_at = time.monotonic() + bootstrap.deadline_s
+    while len(links) < bootstrap.world_size - 1:
+        listener.settimeout(max(ends_at - time.monotonic(), 0.001))
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            missing = sorted(set(range(1, bootstrap.world_size)) - set(links))
+            raise LinkError(
+                f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s", Code.LINK_TIMEOUT
+            ) from None
+        link = Link(secure(sock), Protocol(LinkKind.DECODE, Side.UPPER, epoch), SEND_TIMEOUT_S)
+        try:
+            rank = _greet(link, epoch, bootstrap, taken=set(links))
+        except (MlxtpError, OSError):
+            link.close()  # a stranger; the ranks that belong here are still expected
+            continue
+        links[rank] = link
+    return links
+
+
+def _greet(link: Link, epoch: int, bootstrap: Bootstrap, taken: set[int]) -> int:
+    """Check a Hello's proof and answer it with ours. Raises ProtocolError (NOT_AUTHENTIC) for a stranger."""
+    hello = _first(link)
+    if not isinstance(hello, Hello) or hello.rank in taken or not 0 < hello.rank < bootstrap.world_size:
+        raise ProtocolError("not a rank that is expected here", Code.NOT_AUTHENTIC)
+    key = bootstrap.epoch_key
+    if not verify(hello_proof(key, epoch, hello.rank, hello.nonce), hello.proof):
+        raise ProtocolError(f"rank {hello.rank} does not know this epoch's key", Code.NOT_AUTHENTIC)
+    link.send(Welcome(PROTOCOL_VERSION, welcome_proof(key, epoch, hello.rank, hello.nonce)))
+    return hello.rank
+
+
+def _connect(epoch: int, bootstrap: Bootstrap) -> Link:
+    sock = secure(connect(bootstrap.decode_address, bootstrap.deadline_s))
+    link = Link(sock, Protocol(LinkKind.DECODE, Side.LOWER, epoch), SEND_TIMEOUT_S)
+    key, rank, nonce = bootstrap.epoch_key, bootstrap.rank, os.urandom(16)
+    link.send(Hello(PROTOCOL_VERSION, rank, os.getpid(), nonce, hello_proof(key, epoch, rank, nonce)))
+    welcome = _first(link, bootstrap.deadline_s)
+    if not isinstance(welcome, Welcome) or not verify(welcome_proof(key, epoch, rank, nonce), welcome.proof):
+        raise ProtocolError(
+            "what answers at rank 0's address does not know this epoch's key", Code.NOT_AUTHENTIC
+        )
+    return link
+
+
+def _first(link: Link, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> object:
+    """The one greeting that opens a link."""
+    batch = link.receive(timeout_s)
+    if len(batch) != 1:
+        raise LinkError(f"{len(batch)} frames where one greeting was expected")
+    return batch[0].message
+
+
+# --- the process ------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry. Exits with 0 after an orderly end, otherwise with the `exit_status` of what happened."""
+    parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--pipe-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int)
+    args = parser.parse_args(argv)
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
+    sock = socket.socket(fileno=args.pipe_fd)
+    pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
+    process = Process(args.rank, args.epoch, pipe)
+    listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
+    try:
+        run(process, listener)
+    except Terminated:
+        process.leave()
+    except MlxtpError as error:
+        process.fail(error)
+    except MemoryError:
+        process.fail(GroupError(f"rank {args.rank} ran out of memory", Code.OUT_OF_MEMORY))
+    except Exception as error:  # noqa: BLE001 - the process boundary: whatever it is, the group must hear of it
+        process.fail(GroupError(f"rank {args.rank}: {type(error).__name__}: {error}", Code.FORWARD_FAILED))
+    process.leave()
+
+
+def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _die_with_parent() -> None:
+    """On Linux, ask the kernel to end this process with its agent, even while MLX holds the GIL.
+
+    macOS has no such call: there the end of the pipe does it, and the alarm around the group's forming.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The agent of one machine: puts model, ranks and endpoint together, and takes them apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..api.app import create_app
+from ..api.server import bind, serve
+from ..config import Settings
+from ..errors import ConfigError, GroupError
+from .epoch import State
+from .models import open_model
+from .ranks import WORKER
+from .supervisor import ModelSource, StageListener, Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A running agent."""
+
+    supervisor: Supervisor
+    url: str
+    """Where the endpoint answers, such as http://127.0.0.1:52415."""
+
+    async def wait_ready(self) -> None:
+        """Wait until the model answers. Raises the MlxtpError for which it never will."""
+        if await self.supervisor.wait_until(State.READY, State.FAILED, State.STOPPED) is not State.READY:
+            raise self.supervisor.reason or GroupError("the ranks were stopped before they were ready")
+
+
+@asynccontextmanager
+async def running_agent(
+    settings: Settings,
+    on_stage: StageListener = lambda _stage, _seconds: None,
+    worker: Sequence[str] = WORKER,
+) -> AsyncIterator[Agent]:
+    """An agent from its start to its end; on the way out requests end, ranks leave, ports close.
+
+    Raises ConfigError and ModelError before anything is started.
+    """
+    with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
+        model = await open_model(settings.model)
+        async with _running(settings, sock, model, on_stage, worker) as agent:
+            yield agent
+
+
+@asynccontextmanager
+async def _running(
+    settings: Settings,
+    sock: socket.socket,
+    model: ModelSource,
+    on_stage: StageListener,
+    worker: Sequence[str],
+) -> AsyncIterator[Agent]:
+    supervisor = Supervisor(settings, on_stage, worker)
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve(create_app(supervisor.gateway), sock, stop))
+    supervising = asyncio.create_task(supervisor.run(model))
+    try:
+        yield Agent(supervisor, _url(sock))
+    finally:
+        supervising.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await supervising
+        stop.set()
+        await serving
+
+
+async def until_told_to_stop() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told.set)
+    await told.wait()
+
+
+@contextmanager
+def _own_home(home: Path) -> Iterator[None]:
+    """The home folder, held by this agent alone until it ends, however it ends."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (home / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--home {home}: {error.strerror or error}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another mlxtp node uses {home}; give each its own folder with --home"
+            ) from None
+        shutil.rmtree(home / "run", ignore_errors=True)  # what an agent that was killed left
+        yield
+
+
+def _url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

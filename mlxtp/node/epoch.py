@@ -1,0 +1,149 @@
+"""What an agent decides about epochs. Pure: time comes in as an argument.
+
+An epoch is one group of rank processes, from spawn to the last of them gone. `Watch` judges ranks by
+what they report, `pick_cause` finds what broke an epoch among what everybody reported, `RestartPolicy`
+says when to try again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ..config import Limits
+from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..wire.messages import Pong
+
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+MAX_FAILURES = 5
+FAILURE_WINDOW_S = 120.0
+
+
+class State(StrEnum):
+    """What the cluster is doing, as `/health` shows it."""
+
+    STARTING = "starting"
+    FORMING = "forming"
+    LOADING = "loading"
+    IDLE = "idle"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Backoff 0.5, 1, 2, 4, 8 s; the fifth failed epoch within 120 s is the last."""
+
+    failures: list[float] = field(default_factory=list)
+
+    def delay_s(self, now: float, error: MlxtpError) -> float | None:
+        """How long to wait before the next epoch, after one that failed at `now`; None to give up.
+
+        A model that cannot be loaded will not load the next time either.
+        """
+        if isinstance(error, ModelError) or error.code in _HOPELESS:
+            return None
+        self.failures = [at for at in self.failures if now - at < FAILURE_WINDOW_S] + [now]
+        if len(self.failures) >= MAX_FAILURES:
+            return None
+        return BACKOFF_S[len(self.failures) - 1]
+
+
+_HOPELESS = frozenset(
+    (Code.MODEL_NOT_FOUND, Code.MODEL_INVALID, Code.MODEL_NOT_DIVISIBLE, Code.MODEL_UNSUPPORTED, Code.CONFIG)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Somebody's word about what happened: a rank's own Error, or what the agent saw of it."""
+
+    rank: int
+    error: MlxtpError
+    seen_from_outside: bool = False
+
+
+def pick_cause(reports: Iterable[Report]) -> MlxtpError:
+    """The cause among the consequences, with who it came from.
+
+    A rank's word about itself counts most, then how its process ended, then that others lost it. Among
+    equals the first report counts.
+    """
+    return min(reports, key=_distance_from_cause).error
+
+
+def _distance_from_cause(report: Report) -> int:
+    consequence = report.error.code in (Code.RANK_LOST, Code.LINK_LOST)
+    if not consequence:
+        return 0
+    return 1 if report.seen_from_outside else 2
+
+
+def exit_report(rank: int, status: int, code: Code | None) -> Report:
+    """What a rank's exit status tells. Negative is the signal that ended it, as `subprocess` has it."""
+    if status < 0:
+        hint = " (the system does this when memory runs out)" if status == -9 else ""
+        return Report(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
+    if code is not None:
+        return Report(rank, GroupError(f"rank {rank} ended with {code}", code), code is Code.RANK_LOST)
+    return Report(rank, GroupError(f"rank {rank} exited with status {status}"), True)
+
+
+class Watch:
+    """Judges the ranks of one epoch by their Pongs. Silence and being stuck are two things."""
+
+    def __init__(self, ranks: int, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._heard = dict.fromkeys(range(ranks), now)
+        self._last_tick = now
+        self._lag_until = now
+        self.pongs: dict[int, Pong] = {}
+
+    def heard(self, rank: int, pong: Pong, now: float) -> None:
+        """A rank answered."""
+        self._heard[rank] = now
+        self.pongs[rank] = pong
+
+    def tick(self, now: float) -> GroupError | None:
+        """Call at every heartbeat; the first rank that is silent or stuck for too long, as an error.
+
+        When the observer itself was late, everybody gets twice the time for a while.
+        """
+        if now - self._last_tick > 2 * self._limits.heartbeat_s:
+            self._lag_until = now + 2 * self._limits.silence_s
+        self._last_tick = now
+        factor = 2.0 if now < self._lag_until else 1.0
+        return self._silent(now, factor) or self._stuck(factor)
+
+    def _silent(self, now: float, factor: float) -> GroupError | None:
+        for rank, heard in self._heard.items():
+            if now - heard > self._limits.silence_s * factor:
+                return GroupError(f"rank {rank} has been silent for {now - heard:.1f} s", Code.RANK_LOST)
+        return None
+
+    def _stuck(self, factor: float) -> GroupError | None:
+        allowed = stall_limits_s(self._limits)
+        for pong in self.pongs.values():
+            limit = allowed.get(pong.phase)
+            if limit is not None and pong.phase_s > limit * factor:
+                behind = min(self.pongs, key=lambda rank: self.pongs[rank].step)
+                steps = ", ".join(f"{r} at step {p.step}" for r, p in sorted(self.pongs.items()))
+                return GroupError(
+                    f"no progress in {pong.phase} for {pong.phase_s:.1f} s; rank {behind} is behind: {steps}",
+                    Code.RANK_STALLED,
+                )
+        return None
+
+
+def stall_limits_s(limits: Limits) -> Mapping[str, float]:
+    """The longest time without progress in each phase that has to make some. Idling is not among them."""
+    return {
+        "forming": limits.form_s,
+        "proving": limits.form_s,
+        "loading": limits.load_stall_s,
+        "prefill": limits.prefill_stall_s,
+        "decode": limits.decode_stall_s,
+    }

@@ -1,0 +1,83 @@
+"""From what a user calls a model to a folder on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from ..api.text import Text
+from ..config import EMBEDDED_MODEL, embedded_model_path
+from ..errors import Code, ModelError
+from .supervisor import ModelSource
+
+_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+
+
+async def open_model(name: str) -> ModelSource:
+    """The model `name`: the embedded one, a folder, or an id on the Hugging Face Hub, downloaded if need be.
+
+    Raises ModelError in the words of whoever typed the name.
+    """
+    return await asyncio.to_thread(_open_model, name)
+
+
+def _open_model(name: str) -> ModelSource:
+    path = _find(name)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND)
+    public = name if _is_hub_id(name) else path.name
+    return ModelSource(public, path.resolve(), Text.load(path))
+
+
+def _find(name: str) -> Path:
+    if name == EMBEDDED_MODEL:
+        return embedded_model_path()
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(
+            f"{name} is a file; a model is a folder with config.json and weights", Code.MODEL_NOT_FOUND
+        )
+    if not _is_hub_id(name):
+        raise ModelError(
+            f"{name} is neither a folder nor an id on the Hub (OWNER/NAME); "
+            f"{EMBEDDED_MODEL!r} is the embedded model",
+            Code.MODEL_NOT_FOUND,
+        )
+    return _download(name)
+
+
+def _is_hub_id(name: str) -> bool:
+    owner, _, model = name.partition("/")
+    return (
+        bool(owner and model)
+        and "/" not in model
+        and not name.startswith((".", "~"))
+        and not Path(name).is_dir()
+    )
+
+
+def _download(name: str) -> Path:
+    """The newest snapshot if the Hub answers, else the one already on this machine."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_WANTED_FILES)))
+    except GatedRepoError:
+        why = "it is gated; accept its terms on the Hub and set HF_TOKEN"
+    except RepositoryNotFoundError:
+        why = "the Hub knows no such model, or it is private and HF_TOKEN is missing"
+    except LocalEntryNotFoundError:
+        why = "it is not on this machine and the Hub cannot be reached; check the network or give a folder"
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+    raise ModelError(f"cannot get {name}: {why}", Code.MODEL_NOT_FOUND)

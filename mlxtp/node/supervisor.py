@@ -1,0 +1,211 @@
+"""Keeps one group of ranks alive: starts an epoch, watches it, ends it, starts the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..api.backend import Health, ModelInfo
+from ..api.text import Text
+from ..config import Settings
+from ..errors import Code, GroupError, MlxtpError
+from ..wire.messages import Abort, ClearCache, Unload
+from .epoch import RestartPolicy, State
+from .gateway import Gateway
+from .ranks import WORKER, Ranks
+
+log = logging.getLogger(__name__)
+
+StageListener = Callable[[str, float], None]
+"""Called with the name of a stage that was just reached and the seconds since its epoch began."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model to serve: its public name, its folder on this machine, and its tokenizer."""
+
+    id: str
+    path: Path
+    text: Text
+
+
+class Supervisor:
+    """The desired model, the current epoch, and the state in between."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        on_stage: StageListener = lambda _stage, _seconds: None,
+        worker: Sequence[str] = WORKER,
+    ) -> None:
+        self.gateway = Gateway(self._health, settings.limits.max_open_requests)
+        self.state = State.STARTING
+        self.epoch = 0
+        self.reason: MlxtpError | None = None
+        """Why it is not ready, or why the last epoch ended."""
+        self.ranks: Ranks | None = None
+        self._settings = settings
+        self._on_stage = on_stage
+        self._worker = worker
+        self._policy = RestartPolicy()
+        self._desired: ModelSource | None = None
+        self._changed = asyncio.Event()
+        self._busy = asyncio.Lock()
+
+    async def run(self, model: ModelSource | None) -> None:
+        """Keep the group up until cancelled, or until it cannot be: then `state` is FAILED and this returns.
+
+        Cancelling ends the ranks in order; no process is left when this returns.
+        """
+        self._desired = model
+        while True:
+            error = await self._one_epoch()
+            self.reason = error
+            delay_s = self._policy.delay_s(time.monotonic(), error)
+            if delay_s is None:
+                log.error("epoch %d: %s; giving up", self.epoch, error.detail)
+                self._enter(State.FAILED)
+                return
+            log.warning("epoch %d ended: %s; next one in %g s", self.epoch, error.detail, delay_s)
+            self._enter(State.RESTARTING)
+            await asyncio.sleep(delay_s)
+
+    async def wait_until(self, *states: State) -> State:
+        """Wait until the state is one of `states`; returns it."""
+        while self.state not in states:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.state
+
+    # --- the model -----------------------------------------------------------------------------------
+
+    async def load(self, model: ModelSource) -> None:
+        """Serve another model in the same epoch; requests that are open on the old one end with an error.
+
+        Raises ModelError when it does not load on every rank; then nothing is loaded and the group is up.
+        """
+        async with self._busy:
+            ranks = self._require_ranks()
+            if self.gateway.models():
+                await self._unload(ranks)
+            await self._load(ranks, model)
+
+    async def unload(self) -> None:
+        """Serve nothing; the group stays."""
+        async with self._busy:
+            await self._unload(self._require_ranks())
+            self._desired = None
+
+    async def clear_cache(self) -> None:
+        """Give every rank's cached buffers back to its system."""
+        async with self._busy:
+            await self._require_ranks().do(ClearCache())
+
+    async def abort(self) -> None:
+        """End every request with an error; the model stays loaded."""
+        async with self._busy:
+            await self._require_ranks().do(Abort())
+
+    async def _load(self, ranks: Ranks, model: ModelSource) -> None:
+        self._enter(State.LOADING)
+        try:
+            loaded = await ranks.load(str(model.path), model.text.eos)
+        except MlxtpError as error:
+            self.reason = error
+            self._enter(State.IDLE)
+            raise
+        aliases = ("default",) if model.id != "default" else ()
+        info = ModelInfo(
+            id=model.id,
+            aliases=aliases,
+            path=model.path,
+            context=loaded.context,
+            created=int(time.time()),
+            eos=loaded.eos,
+            vocabulary=loaded.vocabulary,
+        )
+        self._desired, self.reason = model, None
+        self.gateway.serve(ranks, info, model.text)
+        self._enter(State.READY)
+
+    async def _unload(self, ranks: Ranks) -> None:
+        self._enter(State.LOADING)
+        self.gateway.suspend(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        await ranks.do(Unload())
+        self._enter(State.IDLE)
+
+    def _require_ranks(self) -> Ranks:
+        if self.ranks is None:
+            raise GroupError("there is no group right now", Code.NOT_READY)
+        return self.ranks
+
+    # --- epochs --------------------------------------------------------------------------------------
+
+    async def _one_epoch(self) -> MlxtpError:
+        """Run one epoch to its end; returns why it ended."""
+        self.epoch += 1
+        self._enter(State.STARTING)
+        began = time.monotonic()
+        ranks = Ranks(
+            self._settings,
+            self.epoch,
+            self.gateway.on_event,
+            lambda stage: self._on_stage(stage, time.monotonic() - began),
+            self._worker,
+        )
+        try:
+            await ranks.start()
+            self.ranks = ranks
+            if self._desired is None:
+                self._enter(State.IDLE)
+            else:
+                await self._load(ranks, self._desired)
+                self._on_stage("loaded", time.monotonic() - began)
+            error = await asyncio.shield(ranks.failed)
+        except MlxtpError as failure:
+            error = failure
+        except asyncio.CancelledError:
+            self.ranks = None
+            self._enter(State.STOPPED)
+            self.gateway.suspend(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+            await asyncio.shield(ranks.stop())
+            raise
+        self.ranks = None
+        self._enter(State.RESTARTING)
+        self.gateway.suspend(error)
+        await asyncio.shield(ranks.kill())
+        return error
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._changed.set()
+
+    def _health(self, open_requests: int) -> Health:
+        model = next(iter(self.gateway.models()), None)
+        pongs = self.ranks.pongs if self.ranks is not None else {}
+        rows = []
+        for rank, pong in sorted(pongs.items()):
+            row = {
+                name: getattr(pong, name) for name in ("phase", "step", "forwards", "collectives", "emitted")
+            }
+            row |= {
+                "rank": rank,
+                "memory_bytes": pong.memory_bytes,
+                "peak_memory_bytes": pong.peak_memory_bytes,
+            }
+            rows.append(row)
+        return Health(
+            state=str(self.state),
+            epoch=self.epoch,
+            world_size=self._settings.ranks,
+            backend=self._settings.backend,
+            model=model.id if model is not None else None,
+            reason=self.reason.detail if self.reason is not None else None,
+            ready=self.state is State.READY,
+            open_requests=open_requests,
+            ranks=tuple(rows),
+        )

@@ -1,0 +1,221 @@
+"""Bytes to messages and back; no I/O.
+
+A frame is a 4-byte big-endian length, then the msgpack array `[type, epoch, seq, body]`. A length is judged
+as soon as its four bytes are here, before anything is stored on its behalf. What comes next is judged in two
+steps: `_scan` walks the structure without creating an object, msgpack then unpacks it. The scan is what
+bounds memory (1 MB of empty maps would unpack to 73 MB); small frames of an open link go without it, since
+4 KiB cannot unpack to anything large.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final, NamedTuple
+
+import msgpack
+
+from ..errors import Code, LocalProtocolError, RemoteProtocolError
+from .messages import MESSAGES, U63, Message, check_body, from_body, to_body
+
+MAX_OPENING_FRAME: Final = 4 * 1024
+"""Bytes of one frame, without its length, until the link is open."""
+MAX_FRAME: Final = 8 * 1024 * 1024
+"""Bytes of one frame, without its length, from then on."""
+MAX_DEPTH: Final = 4
+MAX_ITEMS: Final = 64
+"""Items of one array, entries of one map. Lists of numbers travel as one packed string of bytes."""
+MAX_OBJECTS: Final = 1024
+"""Objects in one scanned frame."""
+
+_LENGTH = struct.Struct(">I")
+_HEADER_BYTES: Final = _LENGTH.size
+
+# One Packer for all threads: it runs no Python code, so the interpreter lock makes each call atomic.
+_pack = msgpack.Packer().pack
+
+
+class Frame(NamedTuple):
+    """One frame, its body checked field by field. `seq` and `epoch` are not checked here."""
+
+    message: Message
+    epoch: int
+    seq: int
+
+
+def encode(message: Message, epoch: int, seq: int, limit: int = MAX_FRAME) -> bytes:
+    """The frame of `message`, length included.
+
+    Raises LocalProtocolError: FIELD_INVALID for a value no receiver would accept, FRAME_OVERSIZE for more
+    than `limit` bytes.
+    """
+    try:
+        body = to_body(message)
+        check_body(type(message), body)
+        payload: bytes = _pack((message.TYPE, epoch, seq, body))
+    except (RemoteProtocolError, ValueError, TypeError, OverflowError, struct.error) as error:
+        raise LocalProtocolError(
+            f"{type(message).__name__} cannot be sent: {error}", Code.FIELD_INVALID
+        ) from None
+    if len(payload) > limit:
+        raise LocalProtocolError(
+            f"{type(message).__name__} of {len(payload)} bytes; at most {limit} may be sent now",
+            Code.FRAME_OVERSIZE,
+        )
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Decoder:
+    """Cuts a byte stream into frames. Holds less than one frame, plus what was last fed."""
+
+    __slots__ = ("_at", "_buffer", "limit")
+
+    def __init__(self) -> None:
+        self.limit = MAX_OPENING_FRAME
+        self._buffer = bytearray()
+        self._at = 0
+
+    def feed(self, data: bytes) -> None:
+        """Takes bytes as they came. `next_frame` must be called until it returns None before more are fed."""
+        self._buffer += data
+
+    def next_frame(self) -> Frame | None:
+        """The next whole frame, or None until more is fed.
+
+        Raises RemoteProtocolError: FRAME_OVERSIZE, FRAME_MALFORMED, UNKNOWN_TYPE or FIELD_INVALID. The
+        stream cannot be read any further after that.
+        """
+        buffer, at = self._buffer, self._at
+        start = at + _HEADER_BYTES
+        if len(buffer) < start:
+            self._drop_used()
+            return None
+        (length,) = _LENGTH.unpack_from(buffer, at)
+        if length > self.limit:
+            raise RemoteProtocolError(
+                f"a frame of {length} bytes; at most {self.limit} may come now", Code.FRAME_OVERSIZE
+            )
+        end = start + length
+        if len(buffer) < end:
+            self._drop_used()
+            return None
+        self._at = end
+        return _decode(buffer[start:end], self.limit)
+
+    def _drop_used(self) -> None:
+        if self._at:
+            del self._buffer[: self._at]
+            self._at = 0
+
+    @property
+    def pending(self) -> int:
+        """Bytes of a frame that is not complete yet."""
+        return len(self._buffer) - self._at
+
+
+def _decode(payload: bytearray, limit: int) -> Frame:
+    frame = _unpack(payload, scan=len(payload) > MAX_OPENING_FRAME or limit == MAX_OPENING_FRAME)
+    if type(frame) is not list or len(frame) != 4:
+        raise _malformed("not an array of type, epoch, seq and body")
+    number, epoch, seq, body = frame
+    if type(number) is not int or not _is_count(epoch) or not _is_count(seq):
+        raise _malformed("type, epoch and seq must be whole numbers")
+    message_type = MESSAGES.get(number)
+    if message_type is None:
+        raise RemoteProtocolError(f"no message has type {number:#04x}", Code.UNKNOWN_TYPE)
+    return Frame(from_body(message_type, body), epoch, seq)
+
+
+def _is_count(value: object) -> bool:
+    # Exact type: True is an int to isinstance.
+    return type(value) is int and 0 <= value <= U63
+
+
+def _unpack(payload: bytearray, scan: bool) -> Any:
+    try:
+        if scan:
+            _scan(payload)
+        # Strings and bytes need no limit of their own: unpackb takes the payload's size.
+        return msgpack.unpackb(
+            payload,
+            object_pairs_hook=_unique_keys,
+            ext_hook=_no_extension,
+            strict_map_key=True,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise _malformed(f"{error}") from None
+
+
+def _malformed(detail: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"malformed frame: {detail}", Code.FRAME_MALFORMED)
+
+
+def _unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice in one map")
+    return result
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code} is not allowed")
+
+
+_SCALAR, _ARRAY, _MAP = range(3)
+
+_Form = tuple[int, int, int]
+"""Kind, bytes of the length that follows the first byte, and the size when that is 0."""
+
+
+def _forms() -> list[_Form | None]:
+    """What each first byte of a msgpack object announces; None for what is refused."""
+    forms: list[_Form | None] = [(_SCALAR, 0, 0)] * 256  # numbers in one byte, nil, false, true
+    forms[0x80:0x90] = [(_MAP, 0, n) for n in range(16)]
+    forms[0x90:0xA0] = [(_ARRAY, 0, n) for n in range(16)]
+    forms[0xA0:0xC0] = [(_SCALAR, 0, n) for n in range(32)]
+    forms[0xC1] = None  # never used
+    forms[0xC4:0xC7] = [(_SCALAR, n, 0) for n in (1, 2, 4)]  # bytes
+    forms[0xC7:0xCA] = [None] * 3  # extensions
+    forms[0xCA:0xCC] = [(_SCALAR, 0, n) for n in (4, 8)]  # floats
+    forms[0xCC:0xD4] = [(_SCALAR, 0, n) for n in (1, 2, 4, 8, 1, 2, 4, 8)]  # integers
+    forms[0xD4:0xD9] = [None] * 5  # extensions of fixed size, timestamps among them
+    forms[0xD9:0xDC] = [(_SCALAR, n, 0) for n in (1, 2, 4)]  # strings
+    forms[0xDC:0xDE] = [(_ARRAY, n, 0) for n in (2, 4)]
+    forms[0xDE:0xE0] = [(_MAP, n, 0) for n in (2, 4)]
+    return forms
+
+
+_FORMS = _forms()
+
+
+def _scan(payload: bytearray) -> None:
+    """Walks one msgpack object. Raises ValueError if it is cut short or breaks one of the limits above."""
+    at, objects, size = 0, 0, len(payload)
+    missing = [1]  # objects still to come, on each level that is open
+    while missing:
+        if not missing[-1]:
+            missing.pop()
+            continue
+        missing[-1] -= 1
+        objects += 1
+        if objects > MAX_OBJECTS:
+            raise ValueError(f"more than {MAX_OBJECTS} objects")
+        if at >= size:
+            raise ValueError("it ends early")
+        form = _FORMS[payload[at]]
+        if form is None:
+            raise ValueError(f"byte {payload[at]:#04x} starts nothing that is allowed")
+        kind, length_bytes, count = form
+        if length_bytes:
+            count = int.from_bytes(payload[at + 1 : at + 1 + length_bytes], "big")
+        at += 1 + length_bytes
+        if kind == _SCALAR:
+            at += count
+            continue
+        if count > MAX_ITEMS:
+            raise ValueError(f"{count} items; at most {MAX_ITEMS} are allowed")
+        if len(missing) > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        missing.append(count if kind == _ARRAY else 2 * count)

@@ -1,0 +1,260 @@
+"""The legal order of messages, as data: for each kind of link, (state, sender, message) -> next state.
+
+A move that is not in the table is illegal. States that mean the same have the same name on every link:
+
+    new -Hello-> greeted -Welcome-> open -Bootstrap-> linking -Done-> linked
+    linked -Init-> forming -InitDone-> formed -SanityCheck-> proving -SanityDone-> proven
+    proven -LoadShard-> loading -Loaded-> loaded
+
+A state in -ing waits for the reply to one command. Both ends run this table, each at its own time, so a
+message may arrive in a state that its sender had not yet heard of. Where that can happen the table holds
+both orders, and both end in the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+
+from .messages import (
+    Abort,
+    Ack,
+    Bootstrap,
+    Cancel,
+    ClearCache,
+    Delta,
+    Done,
+    Error,
+    Finished,
+    Generate,
+    Hello,
+    Init,
+    InitDone,
+    Loaded,
+    LoadShard,
+    Message,
+    Ping,
+    Pong,
+    PromptTokens,
+    SanityCheck,
+    SanityDone,
+    SessionEnd,
+    SessionStop,
+    Shutdown,
+    StepToken,
+    Unload,
+    Welcome,
+)
+
+
+class Side(Enum):
+    """UPPER gives commands, LOWER says Hello and answers."""
+
+    UPPER = "upper"
+    LOWER = "lower"
+
+    @property
+    def peer(self) -> Side:
+        """The side at the other end."""
+        return Side.LOWER if self is Side.UPPER else Side.UPPER
+
+
+class LinkKind(Enum):
+    """Who is joined: (name of the kind, its upper side, its lower side)."""
+
+    PIPE_LEADER = ("pipe to rank 0", "the agent", "rank 0")
+    PIPE = ("pipe", "the agent", "the rank")
+    DECODE = ("decode link", "rank 0", "the rank")
+
+    def __str__(self) -> str:
+        return self.value[0]
+
+    def who(self, side: Side) -> str:
+        """What `side` of such a link is called."""
+        return self.value[1] if side is Side.UPPER else self.value[2]
+
+
+class State(Enum):
+    """Where a link stands. A plain CLOSING owes the Done of Shutdown, CLOSING_AFTER_* another reply first."""
+
+    NEW = "new"
+    GREETED = "greeted"
+    OPEN = "open"
+    LINKING = "linking"
+    LINKED = "linked"
+    FORMING = "forming"
+    FORMED = "formed"
+    PROVING = "proving"
+    PROVEN = "proven"
+    LOADING = "loading"
+    LOADED = "loaded"
+    CLEARING = "clearing"
+    CLEARING_EMPTY = "clearing, no model"
+    ABORTING = "aborting"
+    UNLOADING = "unloading"
+    CLOSING = "closing"
+    CLOSING_AFTER_DONE = "closing after Done"
+    CLOSING_AFTER_INIT = "closing after InitDone"
+    CLOSING_AFTER_SANITY = "closing after SanityDone"
+    CLOSING_AFTER_LOAD = "closing after Loaded"
+    ENDED = "ended"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+TERMINAL = frozenset((State.CLOSED, State.FAILED))
+"""Nothing is legal here."""
+
+
+class RequestFailed(Message):
+    """How the table calls an Error with a uid: it ends one request, not the link. Never sent itself."""
+
+    __slots__ = ()
+
+
+Row = tuple[State, Side, type[Message], State]
+Moves = dict[type[Message], State]
+Table = dict[State, dict[Side, Moves]]
+
+_UPPER, _LOWER = Side.UPPER, Side.LOWER
+
+_GREETING: tuple[Row, ...] = (
+    (State.NEW, _LOWER, Hello, State.GREETED),
+    (State.GREETED, _UPPER, Error, State.CLOSED),  # refused
+)
+
+_PIPE_START: tuple[Row, ...] = (
+    (State.GREETED, _UPPER, Welcome, State.OPEN),
+    (State.OPEN, _UPPER, Bootstrap, State.LINKING),
+    (State.LINKING, _LOWER, Done, State.LINKED),
+)
+
+_DECODE_START: tuple[Row, ...] = ((State.GREETED, _UPPER, Welcome, State.LINKED),)
+
+_LIFE: tuple[Row, ...] = (
+    (State.LINKED, _UPPER, Init, State.FORMING),
+    (State.FORMING, _LOWER, InitDone, State.FORMED),
+    (State.FORMED, _UPPER, SanityCheck, State.PROVING),
+    (State.PROVING, _LOWER, SanityDone, State.PROVEN),
+    (State.PROVEN, _UPPER, LoadShard, State.LOADING),
+    (State.LOADING, _LOWER, Loaded, State.LOADED),
+    (State.LOADING, _LOWER, Error, State.PROVEN),  # a load that failed leaves the group usable
+    (State.PROVEN, _UPPER, ClearCache, State.CLEARING_EMPTY),
+    (State.CLEARING_EMPTY, _LOWER, Done, State.PROVEN),
+    (State.LOADED, _UPPER, ClearCache, State.CLEARING),
+    (State.CLEARING, _LOWER, Done, State.LOADED),
+    (State.LOADED, _UPPER, Abort, State.ABORTING),
+    (State.ABORTING, _LOWER, Done, State.LOADED),
+    (State.LOADED, _UPPER, Unload, State.UNLOADING),
+    (State.UNLOADING, _LOWER, Done, State.PROVEN),
+)
+
+_ENDING: tuple[Row, ...] = (
+    (State.CLOSING, _LOWER, Done, State.ENDED),
+    (State.ENDED, _LOWER, SessionEnd, State.CLOSED),
+)
+
+_ENDING_BUSY: tuple[Row, ...] = (
+    (State.CLOSING_AFTER_DONE, _LOWER, Done, State.CLOSING),
+    (State.CLOSING_AFTER_INIT, _LOWER, InitDone, State.CLOSING),
+    (State.CLOSING_AFTER_SANITY, _LOWER, SanityDone, State.CLOSING),
+    (State.CLOSING_AFTER_LOAD, _LOWER, Loaded, State.CLOSING),
+    (State.CLOSING_AFTER_LOAD, _LOWER, Error, State.CLOSING),
+)
+
+_SHUTDOWN_WHEN_IDLE = dict.fromkeys(
+    (State.OPEN, State.LINKED, State.FORMED, State.PROVEN, State.LOADED), State.CLOSING
+)
+"""Where Shutdown leads when no reply is owed."""
+
+_SHUTDOWN_WHEN_BUSY = {
+    State.LINKING: State.CLOSING_AFTER_DONE,
+    State.FORMING: State.CLOSING_AFTER_INIT,
+    State.PROVING: State.CLOSING_AFTER_SANITY,
+    State.LOADING: State.CLOSING_AFTER_LOAD,
+    State.CLEARING: State.CLOSING_AFTER_DONE,
+    State.CLEARING_EMPTY: State.CLOSING_AFTER_DONE,
+    State.ABORTING: State.CLOSING_AFTER_DONE,
+    State.UNLOADING: State.CLOSING_AFTER_DONE,
+}
+"""Where it leads when one is: that reply may be on its way already, so it comes first, then Shutdown's."""
+
+_DECODING: tuple[Row, ...] = tuple(
+    (State.LOADED, side, message, State.LOADED)
+    for side, message in (
+        (_UPPER, PromptTokens),
+        (_UPPER, StepToken),
+        (_UPPER, SessionStop),
+        (_LOWER, Ack),
+    )
+)
+
+_REQUESTS: tuple[Row, ...] = tuple(
+    (State.LOADED, _UPPER, message, State.LOADED) for message in (Generate, Cancel)
+)
+
+_VOICE: tuple[Row, ...] = tuple(
+    (state, _LOWER, message, state)
+    for state in (
+        State.LOADED,
+        State.CLEARING,
+        State.ABORTING,
+        State.UNLOADING,
+        State.CLOSING,
+        State.CLOSING_AFTER_DONE,
+    )
+    for message in (Delta, Finished, RequestFailed)
+)
+"""Tokens leave rank 0 until the command that crossed them is answered. No other link has these moves."""
+
+
+def _states(rows: Iterable[Row]) -> frozenset[State]:
+    return frozenset(state for start, _, _, end in rows for state in (start, end)) - TERMINAL
+
+
+def _shutdowns(rows: Iterable[Row], targets: dict[State, State]) -> Iterator[Row]:
+    present = _states(rows)
+    return ((state, _UPPER, Shutdown, end) for state, end in targets.items() if state in present)
+
+
+def _heartbeats(rows: Iterable[Row]) -> Iterator[Row]:
+    for state in _states(rows) - {State.NEW, State.GREETED}:
+        yield (state, _UPPER, Ping, state)
+        yield (state, _LOWER, Pong, state)
+
+
+def _failures(rows: tuple[Row, ...], side: Side) -> Iterator[Row]:
+    """An Error nobody asked for, wherever it is not already a reply: `side` is ending."""
+    replies = {start for start, sender, message, _ in rows if sender is side and message is Error}
+    return ((state, side, Error, State.FAILED) for state in _states(rows) - replies - {State.NEW})
+
+
+def _pipe(rows: tuple[Row, ...]) -> Table:
+    rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_IDLE))
+    rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_BUSY))
+    reached = _states(rows)
+    rows += _ENDING + tuple(row for row in _ENDING_BUSY if row[0] in reached)
+    return _table((*rows, *_heartbeats(rows), *_failures(rows, _LOWER)))
+
+
+def _decode(rows: tuple[Row, ...]) -> Table:
+    rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_IDLE))
+    rows += _ENDING
+    return _table((*rows, *_failures(rows, _LOWER), *_failures(rows, _UPPER)))
+
+
+def _table(rows: tuple[Row, ...]) -> Table:
+    table: Table = {state: {_UPPER: {}, _LOWER: {}} for state in (*_states(rows), *TERMINAL)}
+    for start, side, message, end in rows:
+        table[start][side][message] = end
+    return table
+
+
+TABLES: dict[LinkKind, Table] = {
+    LinkKind.PIPE: _pipe(_GREETING + _PIPE_START),
+    LinkKind.PIPE_LEADER: _pipe(_GREETING + _PIPE_START + _LIFE + _REQUESTS + _VOICE),
+    LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING),
+}

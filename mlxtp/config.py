@@ -107,7 +107,7 @@ def _parse_ranks(value: object, where: str) -> int:
     except ValueError:
         ranks = 0
     if ranks not in RANK_COUNTS:
-        raise ConfigError(f"{where}: {value!r} ranks; one machine runs {', '.join(map(str, RANK_COUNTS))}")
+        raise ConfigError(f"{where} {value}: one machine runs 1, 2 or 4 ranks")
     return ranks
 
 

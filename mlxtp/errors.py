@@ -48,7 +48,6 @@ class Code(StrEnum):
     # the group
     FORM_FAILED = "group_form_failed"
     PROOF_FAILED = "group_proof_failed"
-    LOAD_FAILED = "load_failed"
     FORWARD_FAILED = "forward_failed"
     ACK_MISSING = "ack_missing"
     DESYNC = "ranks_disagree"

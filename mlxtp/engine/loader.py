@@ -38,6 +38,9 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
     the folder. Peak memory is about the share plus one layer, because each layer is cut and evaluated before
     the next is read.
     """
+    from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+    maybe_set_recommended_wired_limit()  # on Metal, keep the weights from being paged out; elsewhere nothing
     config = read_config(folder)
     check_shardable(config, group.size)
     check_divisible(config, group.size)

@@ -16,6 +16,9 @@ from ..errors import Code, GroupError
 from .group import Group
 from .loader import LoadedModel, make_cache
 
+CLEAR_EVERY = 256
+"""Forwards after which buffers that MLX keeps for reuse go back to the system, as mlx-lm does it."""
+
 
 class Runner:
     """The sequences of one loaded model and their KV caches."""
@@ -42,7 +45,8 @@ class Runner:
         if cache is None:
             cache = self._prefilling[uid] = make_cache(self._model)
             self._forwards[uid] = 0
-        self._count(uid)
+        self._forwards[uid] += 1
+        self._count()
         logits = self._model(mx.array(tokens, dtype=mx.int32)[None], cache=cache)
         if not last:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
@@ -64,7 +68,7 @@ class Runner:
             raise GroupError(f"a step for rows {rows}, but this rank runs {tuple(self._rows)}", Code.DESYNC)
         for uid in rows:
             self._forwards[uid] += 1
-        self.forwards += 1
+        self._count()
         tokens = self._choose(self._model(self._tokens[:, None], cache=self._cache))
         mx.async_eval(tokens)
         self._tokens = tokens
@@ -85,9 +89,10 @@ class Runner:
     def _choose(self, logits: mx.array) -> mx.array:
         return self._group.agree(mx.argmax(logits[:, -1, :], axis=-1).astype(mx.int32))
 
-    def _count(self, uid: int) -> None:
-        self._forwards[uid] += 1
+    def _count(self) -> None:
         self.forwards += 1
+        if self.forwards % CLEAR_EVERY == 0:
+            mx.clear_cache()
 
     def _join(self, uid: int, cache: list[Any], token: mx.array) -> None:
         if self._tokens is None:

@@ -8,10 +8,11 @@ import fcntl
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ..api.app import create_app
 from ..api.server import bind, serve
@@ -21,6 +22,8 @@ from .epoch import State
 from .models import open_model
 from .ranks import WORKER
 from .supervisor import ModelSource, StageListener, Supervisor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,19 @@ async def _running(
         await serving
 
 
-async def until_told_to_stop() -> None:
-    """Wait for SIGINT or SIGTERM."""
-    told = asyncio.Event()
+async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:
+    """Run `work` to its end, or cancel it at the first SIGINT or SIGTERM and let it clean up.
+
+    Returns what it returned, and whether a signal ended it.
+    """
+    task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
-    await told.wait()
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task, False
+    except asyncio.CancelledError:
+        return None, True
 
 
 @contextmanager

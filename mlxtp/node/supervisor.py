@@ -12,7 +12,7 @@ from pathlib import Path
 from ..api.backend import Health, ModelInfo
 from ..api.text import Text
 from ..config import Settings
-from ..errors import Code, GroupError, MlxtpError
+from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..wire.messages import Abort, ClearCache, Unload
 from .epoch import RestartPolicy, State
 from .gateway import Gateway
@@ -114,7 +114,7 @@ class Supervisor:
         self._enter(State.LOADING)
         try:
             loaded = await ranks.load(str(model.path), model.text.eos)
-        except MlxtpError as error:
+        except ModelError as error:
             self.reason = error
             self._enter(State.IDLE)
             raise
@@ -163,11 +163,15 @@ class Supervisor:
             if self._desired is None:
                 self._enter(State.IDLE)
             else:
-                await self._load(ranks, self._desired)
+                async with self._busy:
+                    await self._load(ranks, self._desired)
                 self._on_stage("loaded", time.monotonic() - began)
             error = await asyncio.shield(ranks.failed)
         except MlxtpError as failure:
             error = failure
+        except Exception as bug:  # the process boundary of the ranks: they must not outlive a bug here
+            log.exception("epoch %d", self.epoch)
+            error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
         except asyncio.CancelledError:
             self.ranks = None
             self._enter(State.STOPPED)

@@ -46,7 +46,7 @@ class PipeLedger:
     """Pings and their Pongs, between an agent and a rank that does not speak."""
 
     def __init__(self) -> None:
-        self.unanswered = 0
+        self.outstanding = 0
         """Pings whose Pong has not come."""
 
     def rules(self) -> Rules:
@@ -56,12 +56,12 @@ class PipeLedger:
         """Every request or sequence is over."""
 
     def _ping(self, ping: Ping, seq: int) -> None:
-        self.unanswered += 1
+        self.outstanding += 1
 
     def _pong(self, pong: Pong, seq: int) -> None:
-        if not self.unanswered:
+        if not self.outstanding:
             raise Violation(Code.OUT_OF_ORDER, "Pong without a Ping that waits for it")
-        self.unanswered -= 1
+        self.outstanding -= 1
 
 
 class RequestLedger(PipeLedger):
@@ -124,8 +124,13 @@ class DecodeLedger:
         """Of each uid whose prompt is incomplete: (offset of its next chunk, length of the prompt)."""
         self.running: set[int] = set()
         """Uids that a StepToken may name."""
-        self.outstanding: deque[int] = deque()
+        self.steps: deque[int] = deque()
         """Seqs of the steps that wait for their Ack, oldest first."""
+
+    @property
+    def outstanding(self) -> int:
+        """Steps whose Ack has not come."""
+        return len(self.steps)
 
     def rules(self) -> Rules:
         return {
@@ -167,7 +172,7 @@ class DecodeLedger:
             self.prompts[uid] = (end, total)
         else:
             self.running.add(uid)
-        self.outstanding.append(seq)
+        self.steps.append(seq)
 
     def _step(self, step: StepToken, seq: int) -> None:
         rows = step.rows
@@ -176,7 +181,7 @@ class DecodeLedger:
             raise Violation(Code.WRONG_UID, f"StepToken for uid {strangers[0]}, which is not running")
         if len(rows) > 1 and len(set(rows)) != len(rows):
             raise Violation(Code.WRONG_UID, "StepToken names a uid twice")
-        self.outstanding.append(seq)
+        self.steps.append(seq)
 
     def _stop(self, stop: SessionStop, seq: int) -> None:
         if stop.uid in self.running:
@@ -185,17 +190,17 @@ class DecodeLedger:
             raise Violation(Code.WRONG_UID, f"SessionStop for uid {stop.uid}, which is not live")
 
     def _ack(self, ack: Ack, seq: int) -> None:
-        if not self.outstanding:
+        if not self.steps:
             raise Violation(Code.OUT_OF_ORDER, f"Ack of step {ack.step}; no step waits for one")
-        expected = self.outstanding.popleft()
+        expected = self.steps.popleft()
         if ack.step != expected:
             raise Violation(Code.OUT_OF_ORDER, f"Ack of step {ack.step}, expected step {expected}")
 
     def _command(self, command: Message, seq: int) -> None:
-        if self.outstanding:
+        if self.steps:
             raise Violation(
                 Code.OUT_OF_ORDER,
-                f"{type(command).__name__} while {len(self.outstanding)} steps wait for their Ack",
+                f"{type(command).__name__} while {len(self.steps)} steps wait for their Ack",
             )
 
 

@@ -149,6 +149,7 @@ _LIFE: tuple[Row, ...] = (
     (State.LOADED, _UPPER, Abort, State.ABORTING),
     (State.ABORTING, _LOWER, Done, State.LOADED),
     (State.LOADED, _UPPER, Unload, State.UNLOADING),
+    (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # where a load failed on some ranks, all let go
     (State.UNLOADING, _LOWER, Done, State.PROVEN),
 )
 

@@ -67,6 +67,11 @@ class Protocol:
         """Whether the link has ended in any other way: by an Error, a broken rule or the peer's loss."""
         return self._state is State.FAILED
 
+    @property
+    def outstanding(self) -> int:
+        """Replies of the lower side that have not come: Acks on a decode link, Pongs on a pipe."""
+        return self.ledger.outstanding
+
     def send(self, message: Message) -> bytes:
         """The frame to transmit; `seq` is then its number.
 

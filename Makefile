@@ -1,0 +1,40 @@
+# make demo     set up, start two ranks on the embedded model, answer a prompt, serve until Ctrl-C
+# make test     set up, run all tests            make chaos   the long fault tests
+# make lint     ruff and strict types            make bench   benchmarks, one table
+#
+# Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: setup demo test lint bench chaos clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	@sh scripts/setup.sh $(VENV)
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/mlxtp demo $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+chaos: setup
+	$(BIN)/python -m pytest -m "chaos or not chaos" tests/faults $(TEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

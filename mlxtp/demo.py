@@ -1,0 +1,180 @@
+"""`mlxtp demo`: a cluster on this machine, one question over HTTP, and what each stage took."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.markup import escape
+
+from .config import EMBEDDED_MODEL, Settings
+from .errors import Code, GroupError
+from .node.agent import running_agent
+
+EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
+OTHER_PROMPT = "In one sentence: what can two computers do together that one cannot?"
+MAX_TOKENS = 256
+ANSWER_TIMEOUT_S = 120.0
+
+_STAGES = {
+    "spawned": "rank processes started",
+    "linked": "ranks joined by message links",
+    "formed": "MLX group formed",
+    "proven": "group proved by value",
+    "loaded": "model sharded and loaded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed answer. `tokens_per_second` counts the tokens after the first."""
+
+    text: str
+    tokens: int
+    ttft_s: float
+    tokens_per_second: float
+
+
+class View:
+    """What a person sees."""
+
+    def __init__(self, console: Console, settings: Settings) -> None:
+        self._console = console
+        self._settings = settings
+        self.stages: dict[str, float] = {}
+
+    def begin(self) -> None:
+        s = self._settings
+        how = "a ring over loopback" if s.ranks > 1 else "no group"
+        ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
+        self._console.print(f"[bold]mlxtp[/]  {ranks}, {how}, model [cyan]{escape(s.model)}[/]\n")
+
+    def stage(self, name: str, seconds: float) -> None:
+        """A stage was reached, `seconds` after the start."""
+        took = seconds - max(self.stages.values(), default=0.0)
+        self.stages[name] = seconds
+        self._console.print(f"  [green]✓[/] {_STAGES.get(name, name):<32} {took:6.2f} s")
+
+    def ask(self, prompt: str) -> None:
+        self._console.print(f"\n  [dim]›[/] {escape(prompt)}\n  [dim]‹[/] ", end="")
+
+    def text(self, piece: str) -> None:
+        self._console.print(escape(piece), end="", style="bold", soft_wrap=True)
+
+    def answered(self, answer: Answer) -> None:
+        self._console.print(
+            f"\n\n  first token after {answer.ttft_s * 1000:.0f} ms, "
+            f"then {answer.tokens_per_second:.0f} tokens/s ({answer.tokens} tokens)"
+        )
+
+    def serving(self, url: str) -> None:
+        body = json.dumps(
+            {"model": "default", "messages": [{"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}
+        )
+        self._console.print(
+            f"\n  endpoint [bold cyan]{url}/v1[/]   health {url}/health\n\n"
+            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    -d {escape(repr(body))}\n\n  Ctrl-C stops it.",
+            soft_wrap=True,
+        )
+
+
+async def run(settings: Settings, prompt: str | None, view: View, *, once: bool) -> dict[str, Any]:
+    """Start, ask, and either return the outcome or serve until cancelled.
+
+    Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
+    """
+    question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
+    began = time.monotonic()
+    view.begin()
+    async with running_agent(settings, view.stage) as agent:
+        await agent.wait_ready()
+        ready_s = time.monotonic() - began
+        view.ask(question)
+        answer = await asyncio.to_thread(ask, agent.url, question, view.text)
+        view.answered(answer)
+        if not once:
+            view.serving(agent.url)
+            await asyncio.Event().wait()
+    return {
+        **asdict(answer),
+        "prompt": question,
+        "model": settings.model,
+        "ranks": settings.ranks,
+        "backend": settings.backend,
+        "ready_s": round(ready_s, 3),
+        "stages_s": {name: round(at_s, 3) for name, at_s in view.stages.items()},
+    }
+
+
+def ask(url: str, prompt: str, on_text: Callable[[str], None]) -> Answer:
+    """Ask the endpoint at `url` over HTTP and stream the answer. Blocks.
+
+    Raises GroupError when the answer is refused or breaks off.
+    """
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_TIMEOUT_S)
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    with contextlib.closing(connection):
+        sent_at = time.monotonic()
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        text, tokens, arrivals = "", 0, []
+        for chunk in _chunks(connection.getresponse()):
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+            for choice in chunk["choices"]:
+                if piece := choice["delta"].get("content"):
+                    arrivals.append(time.monotonic())
+                    text += piece
+                    on_text(piece)
+        ended_at = time.monotonic()
+    first_at = arrivals[0] if arrivals else ended_at
+    rate = (tokens - 1) / (ended_at - first_at) if tokens > 1 and ended_at > first_at else 0.0
+    return Answer(text, tokens, round(first_at - sent_at, 4), round(rate, 1))
+
+
+def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The data events of a stream up to [DONE]."""
+    if response.status != http.client.OK:
+        raise GroupError(
+            f"the endpoint answered {response.status}: {response.read().decode()}", Code.INTERNAL
+        )
+    for line in response:
+        if not line.startswith(b"data: "):
+            continue
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise GroupError(chunk["error"]["message"], Code.INTERNAL)
+        yield chunk
+    raise GroupError("the answer broke off", Code.LINK_LOST)
+
+
+@contextlib.contextmanager
+def home(given: Path | None) -> Iterator[Path]:
+    """The demo's home: the one that was asked for, else one that is gone afterwards."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory(prefix="mlxtp-demo-") as folder:
+        yield Path(folder)

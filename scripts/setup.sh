@@ -1,0 +1,34 @@
+#!/bin/sh
+# Installs mlxtp with everything for development into the virtual environment $1.
+set -eu
+venv=$1
+cd "$(dirname "$0")/.."
+
+if command -v uv >/dev/null 2>&1; then
+    [ -x "$venv/bin/python" ] || uv venv --quiet --python '>=3.11' "$venv"
+    exec uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt --editable '.[dev]'
+fi
+
+new_enough() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+if ! { [ -x "$venv/bin/python" ] && new_enough "$venv/bin/python"; }; then
+    python=
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+        if new_enough "$candidate"; then
+            python=$candidate
+            break
+        fi
+    done
+    if [ -z "$python" ]; then
+        found=$(python3 --version 2>/dev/null || echo "no python3")
+        echo "mlxtp needs Python 3.11 or newer with venv, and found $found." >&2
+        echo "Install uv (it brings its own Python), or:" >&2
+        echo "  macOS:  brew install python@3.13      Debian, Ubuntu:  apt install python3 python3-venv" >&2
+        exit 1
+    fi
+    "$python" -m venv --clear "$venv"
+fi
+exec "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --constraint constraints.txt --editable '.[dev]'

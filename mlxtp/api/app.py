@@ -51,6 +51,7 @@ def create_app(
         routes=[
             Route("/health", endpoints.health, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
+            Route("/v1/models/", endpoints.models, methods=["GET"]),
             Route("/v1/models/{id:path}", endpoints.model, methods=["GET"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         ],

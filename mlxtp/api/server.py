@@ -6,10 +6,10 @@ import asyncio
 import errno
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
 
@@ -46,7 +46,7 @@ async def serve(app: ASGIApp, sock: socket.socket, stop: asyncio.Event, *, grace
     """
     server = _Server(
         uvicorn.Config(
-            app,
+            _cut_off_quietly(app),
             http="h11",
             ws="none",
             lifespan="off",
@@ -66,6 +66,16 @@ async def serve(app: ASGIApp, sock: socket.socket, stop: asyncio.Event, *, grace
         server.should_exit = True
         stopping.cancel()
         await serving
+
+
+def _cut_off_quietly(app: ASGIApp) -> ASGIApp:
+    """What is still open when the grace is over is cancelled; that is no bug and needs no traceback."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(asyncio.CancelledError):  # the end of the request's own task
+            await app(scope, receive, send)
+
+    return wrapped
 
 
 class _Server(uvicorn.Server):

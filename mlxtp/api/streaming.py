@@ -72,6 +72,8 @@ class EventStream(Response):
                 async for event in events:
                     await _send_body(send, event)
                     self._quiet_since = asyncio.get_running_loop().time()
+                    # Neither `events` nor `send` has to wait: give the others, and a disconnect, their turn.
+                    await asyncio.sleep(0)
             finally:
                 keeper.cancel()
                 await asyncio.gather(keeper, return_exceptions=True)

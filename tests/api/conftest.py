@@ -1,0 +1,219 @@
+"""Small tokenizers made on the spot, a backend that plays a script, and a real server on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mlxtp.api.app import create_app
+from mlxtp.api.backend import End, Event, Health, ModelInfo, Tokens
+from mlxtp.api.server import bind, serve
+from mlxtp.api.text import Text
+
+SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('the first word is the user\\'s') }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+BYTE_LEVEL, BYTE_FALLBACK, METASPACE = "byte_level", "byte_fallback", "metaspace"
+KINDS = [BYTE_LEVEL, BYTE_FALLBACK, METASPACE]
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2, Llama 3 and Qwen have it. Merges cross the borders of characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=SPECIAL,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello wide world, hello 日本語日本語 😀😀😀😁 the end"] * 3, trainer)
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 and Gemma have it: words with a visible space, bytes for everything unknown."""
+    letters = [(c, -5.0) for c in "abcdefghijklmnopqrstuvwxyz,."]
+    words = [("▁", -3.0), ("▁hello", -1.0), ("▁wide", -1.0), ("▁world", -1.0), ("日", -4.0)]
+    bytes_ = [(f"<0x{i:02X}>", -20.0) for i in range(256)]
+    pieces = [(name, 0.0) for name in SPECIAL] + bytes_ + words + letters
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """The same words, decoded in a way of which nothing is known but what the library does."""
+    tokenizer = byte_fallback()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A model folder without weights. Its post-processor adds a second BOS to whoever lets it."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One of the small tokenizers, and the text made of it."""
+
+    kind: str
+    tokenizer: Tokenizer
+    folder: Path
+    text: Text
+
+
+@pytest.fixture(scope="session")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
+    found = {}
+    for make in (byte_level, byte_fallback, metaspace):
+        tokenizer = make()
+        folder = save(tokenizer, tmp_path_factory.mktemp(make.__name__))
+        found[make.__name__] = Loaded(make.__name__, tokenizer, folder, Text.load(folder))
+    return found
+
+
+# --- the backend ------------------------------------------------------------------------------------------
+
+Script = Callable[[], AsyncIterator[Event]]
+CONTEXT = 200
+WAIT_S = 20
+
+
+def says(tokens: list[int], reason: str = "stop", step: int = 1) -> Script:
+    """An answer in pieces of `step` tokens."""
+
+    async def script() -> AsyncIterator[Event]:
+        for i in range(0, len(tokens), step):
+            yield Tokens(tuple(tokens[i : i + step]))
+        yield End(reason, len(tokens))  # type: ignore[arg-type]
+
+    return script
+
+
+def then(first: list[int], act: Callable[[], Any]) -> Script:
+    """Some tokens, then whatever `act` does: wait for ever, raise."""
+
+    async def script() -> AsyncIterator[Event]:
+        if first:
+            yield Tokens(tuple(first))
+        result = act()
+        if asyncio.iscoroutine(result):
+            await result
+        yield End("stop", len(first))
+
+    return script
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+@dataclass
+class FakeBackend:
+    """Plays `script` for every request and keeps what happened."""
+
+    loaded_text: Text
+    script: Script = field(default_factory=lambda: says([]))
+    refusal: Exception | None = None
+    ready: bool = True
+    requests: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    began: threading.Event = field(default_factory=threading.Event)
+    closed: threading.Event = field(default_factory=threading.Event)
+    finished: bool = False
+
+    def health(self) -> Health:
+        ranks = ({"rank": 0, "alive": True},)
+        state, model, reason = ("ready", "tiny", None) if self.ready else ("loading", None, "30 % read")
+        return Health(state, 3, 2, "ring", model, reason, self.ready, 0, ranks)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        if not self.ready:
+            return ()
+        return (ModelInfo("org/tiny", ("tiny", "gpt-x"), Path(), CONTEXT, 1234, (1,), 340),)
+
+    def text(self) -> Text | None:
+        return self.loaded_text if self.ready else None
+
+    def generate(self, prompt: tuple[int, ...], max_tokens: int) -> AsyncIterator[Event]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append((prompt, max_tokens))
+        return self._play(self.script())
+
+    async def _play(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        try:
+            self.began.set()
+            async for event in events:
+                yield event
+            self.finished = True
+        finally:
+            self.closed.set()
+
+
+@dataclass
+class Server:
+    """A running server and its backend."""
+
+    backend: FakeBackend
+    port: int
+    tokenizer: Tokenizer
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="session")
+def running(loaded: dict[str, Loaded]) -> Iterator[Server]:
+    backend = FakeBackend(loaded[BYTE_LEVEL].text)
+    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7)
+    sock = bind("127.0.0.1", 0)
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
+    port = sock.getsockname()[1]
+    thread.start()
+    yield Server(backend, port, loaded[BYTE_LEVEL].tokenizer)
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    loop.close()
+
+
+@pytest.fixture
+def server(running: Server) -> Server:
+    """The running server with a fresh script."""
+    running.backend.__init__(running.backend.loaded_text)  # type: ignore[misc]
+    return running

@@ -1,0 +1,420 @@
+"""Real clients against a real server on loopback; only the model is played."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from mlxtp.api.backend import Tokens
+from mlxtp.errors import Code, GroupError, RequestError
+
+from .conftest import CONTEXT, WAIT_S, Server, forever, says, then
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+ANSWER = " The 日本語 world 😀\n\u2028end"
+
+
+def post(server: Server, body: Any = None, **kwargs: Any) -> httpx.Response:
+    if body is not None:
+        kwargs["json"] = body
+    return httpx.post(f"{server.url}/v1/chat/completions", timeout=WAIT_S, trust_env=False, **kwargs)
+
+
+def get(server: Server, path: str, **kwargs: Any) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=WAIT_S, trust_env=False, **kwargs)
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    return {"model": "default", "messages": HELLO} | fields
+
+
+def data_of(response: httpx.Response) -> list[str]:
+    """The data of every event, comments left out."""
+    blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [block.removeprefix("data: ") for block in blocks]
+
+
+def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a complete answer, each checked as a strict parser does."""
+    *chunks, done = data_of(response)
+    assert done == "[DONE]"
+    parsed = [json.loads(chunk) for chunk in chunks]
+    for chunk in parsed:
+        assert chunk.keys() >= {"id", "object", "created", "model", "choices"}
+        assert chunk["object"] == "chat.completion.chunk"
+        assert {(c["id"], c["created"], c["model"]) for c in parsed} == {
+            (chunk["id"], chunk["created"], "org/tiny")
+        }
+        for choice in chunk["choices"]:
+            assert choice.keys() >= {"index", "delta", "finish_reason"}
+    return parsed
+
+
+def assert_error(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/json"
+    error: dict[str, Any] = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    return error
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_a_whole_answer(server: Server) -> None:
+    tokens = server.ids(ANSWER)
+    server.backend.script = says([*tokens, 1], step=3)
+    answer = server.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=100)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.model == "org/tiny"
+    assert answer.created > 1_700_000_000
+    [choice] = answer.choices
+    assert (choice.index, choice.finish_reason) == (0, "stop")
+    assert (choice.message.role, choice.message.content) == ("assistant", ANSWER)
+    [(prompt, max_tokens)] = server.backend.requests
+    assert server.tokenizer.decode(prompt, skip_special_tokens=False) == "<s><|user|>hello<|assistant|>"
+    assert max_tokens == 100
+    assert answer.usage
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(tokens) + 1
+    assert answer.usage.total_tokens == len(prompt) + len(tokens) + 1
+    assert answer.usage.prompt_tokens_details
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_streamed_answer(server: Server) -> None:
+    server.backend.script = says(server.ids(ANSWER), reason="length")
+    stream = server.client.chat.completions.create(model="default", messages=HELLO, stream=True)
+    chunks = list(stream)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+    assert not any("\ufffd" in (delta.content or "") for delta in deltas)
+    assert len(deltas) > 10
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert server.backend.requests[0][1] == CONTEXT - len(server.backend.requests[0][0])
+
+
+def test_usage_streams_in_one_trailer_when_asked_for(server: Server) -> None:
+    tokens = server.ids(ANSWER)
+    server.backend.script = says(tokens)
+    response = post(server, ask(stream=True, stream_options={"include_usage": True}))
+    *chunks, trailer = chunks_of(response)
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
+    assert trailer["choices"] == []
+    assert trailer["usage"]["completion_tokens"] == len(tokens)
+    assert trailer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert [len(chunks_of(post(server, ask(stream=True)))) - len(chunks)] == [0]
+    assert all("usage" not in chunk for chunk in chunks_of(post(server, ask(stream=True))))
+
+
+def test_an_empty_answer_still_has_its_role(server: Server) -> None:
+    server.backend.script = says([1])
+    first, last = chunks_of(post(server, ask(stream=True)))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert post(server, ask()).json()["choices"][0]["message"]["content"] == ""
+
+
+def test_half_a_character_at_the_end_is_dropped(server: Server) -> None:
+    letter, emoji = server.ids("x"), server.ids("\U0001f9ff")
+    assert len(emoji) > 1
+    server.backend.script = says(letter + emoji[:-1], reason="length")
+    assert post(server, ask()).json()["choices"][0]["message"]["content"] == "x"
+    streamed = chunks_of(post(server, ask(stream=True)))
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == "x"
+
+
+def test_a_text_body_is_read_as_json(server: Server) -> None:
+    server.backend.script = says([1])
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        content = json.dumps(ask()).encode()
+        assert post(server, content=content, headers={"content-type": kind}).status_code == 200
+
+
+def test_a_long_prompt_is_refused_with_the_numbers_before_a_stream_begins(server: Server) -> None:
+    words = [{"role": "user", "content": "hello " * 20_000}]  # long enough for the thread
+    error = assert_error(post(server, ask(messages=words, stream=True)), 400, "context_length_exceeded")
+    assert str(CONTEXT) in error["message"]
+    assert server.backend.requests == []
+
+
+# --- models and health ------------------------------------------------------------------------------------
+
+
+def test_the_models_that_can_be_served(server: Server) -> None:
+    [model] = server.client.models.list().data
+    row = {
+        "id": "org/tiny",
+        "object": "model",
+        "created": 1234,
+        "owned_by": "mlxtp",
+        "context_length": CONTEXT,
+        "max_model_len": CONTEXT,
+    }
+    assert row.items() <= model.model_dump().items()
+    for name in ("org/tiny", "tiny", "default"):
+        assert get(server, f"/v1/models/{name}").json() == row
+    with pytest.raises(openai.NotFoundError, match="available: org/tiny"):
+        server.client.models.retrieve("org/other")
+    server.backend.ready = False
+    assert get(server, "/v1/models").json() == {"object": "list", "data": []}
+
+
+def test_health_says_what_is_going_on(server: Server) -> None:
+    response = get(server, "/health")
+    assert response.status_code == 200
+    assert response.json() == {
+        "status": "ok",
+        "state": "ready",
+        "epoch": 3,
+        "world_size": 2,
+        "backend": "ring",
+        "model": "tiny",
+        "reason": None,
+        "ready": True,
+        "open_requests": 0,
+        "ranks": [{"rank": 0, "alive": True}],
+    }
+    server.backend.ready = False
+    response = get(server, "/health")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "7")
+    assert (response.json()["status"], response.json()["reason"]) == ("unavailable", "30 % read")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_model_is_a_404_for_the_client_library(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        server.client.chat.completions.create(model="gpt-9", messages=HELLO)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_mistake_is_a_400_for_the_client_library(server: Server, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError, match="greedy") as caught:
+        server.client.chat.completions.create(model="tiny", messages=HELLO, temperature=1, stream=stream)
+    error = caught.value
+    assert (error.code, error.param, error.type) == ("not_supported", "temperature", "invalid_request_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_ready_says_when_to_come_back(server: Server, stream: bool) -> None:
+    server.backend.ready = False
+    response = post(server, ask(stream=stream))
+    error = assert_error(response, 503, "not_ready")
+    assert (error["type"], response.headers["retry-after"]) == ("server_error", "7")
+    assert "30 % read" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_backend_refuses_at_once_has_a_real_status(server: Server, stream: bool) -> None:
+    server.backend.refusal = RequestError("full", Code.OVERLOADED, status=429)
+    response = post(server, ask(stream=stream))
+    assert assert_error(response, 429, "overloaded")["type"] == "rate_limit_error"
+    assert response.headers["retry-after"] == "7"
+
+
+def test_every_error_has_the_same_shape(server: Server) -> None:
+    assert_error(get(server, "/v1/nothing"), 404, "not_found")
+    assert_error(get(server, "/v1/models/x/y"), 404, "model_not_found")
+    response = get(server, "/v1/chat/completions")
+    assert_error(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    assert_error(post(server, content=b"{"), 400, "invalid_request")
+    assert_error(post(server, content=b"[]"), 400, "invalid_request")
+    assert_error(post(server, ask(messages=[])), 400, "invalid_request")
+    refused = [{"role": "assistant", "content": "I"}]
+    error = assert_error(post(server, ask(messages=refused)), 400, "invalid_request")
+    assert "the first word is the user's" in error["message"]
+
+
+def test_a_body_too_large_is_refused(server: Server) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(10):
+            yield b"x" * 40_000
+
+    assert_error(post(server, content=b"x" * 300_001), 413, "invalid_request")
+    assert_error(post(server, content=parts()), 413, "invalid_request")
+    request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n"
+    with connect(server) as sock:  # far too large: refused without reading it
+        sock.sendall(request)
+        assert sock.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_bug_shows_no_traceback(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    server.backend.refusal = ZeroDivisionError("secret")
+    response = post(server, ask())
+    assert_error(response, 500, "internal")
+    assert "secret" not in response.text
+    until(lambda: "secret" in caplog.text)  # logged after it was answered
+
+
+# --- Host and Origin --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:52415", "[::1]", "[::1]:80"])
+def test_loopback_names_are_answered(server: Server, host: str) -> None:
+    origin = f"http://{host}"
+    assert get(server, "/health", headers={"host": host, "origin": origin}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "x@localhost", "localhost:x"],
+)
+def test_other_names_are_refused(server: Server, host: str) -> None:
+    assert_error(get(server, "/health", headers={"host": host}), 421, "host_not_allowed")
+    assert_error(get(server, "/health", headers={"origin": f"http://{host}"}), 403, "origin_not_allowed")
+
+
+def test_a_page_without_origin_of_its_own_is_refused(server: Server) -> None:
+    assert_error(get(server, "/health", headers={"origin": "null"}), 403, "origin_not_allowed")
+
+
+# --- failures in the middle -------------------------------------------------------------------------------
+
+
+def fail_with(error: Exception) -> Any:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_lost_group_is_an_error_event_and_no_done(server: Server, first: bool) -> None:
+    tokens = server.ids("ab") if first else []
+    server.backend.script = then(tokens, fail_with(GroupError("rank 1 is gone")))
+    response = post(server, ask(stream=True))
+    *chunks, error = data_of(response)
+    assert response.status_code == 200
+    assert len(chunks) == (2 if first else 0)  # the role and the text
+    assert json.loads(error)["error"] == {
+        "message": "rank 1 is gone",
+        "type": "server_error",
+        "param": None,
+        "code": "rank_lost",
+    }
+    with pytest.raises(openai.APIError, match="rank 1 is gone"):
+        list(server.client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
+
+
+def test_a_lost_group_is_a_503_when_nothing_was_sent(server: Server) -> None:
+    server.backend.script = then(server.ids("ab"), fail_with(GroupError("rank 1 is gone")))
+    response = post(server, ask())
+    assert_error(response, 503, "rank_lost")
+    assert response.headers["retry-after"] == "7"
+
+
+def test_a_bug_in_the_middle_is_an_error_event(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    server.backend.script = then(server.ids("ab"), fail_with(ZeroDivisionError("secret")))
+    *_, error = data_of(post(server, ask(stream=True)))
+    assert json.loads(error)["error"]["code"] == "internal"
+    assert "secret" not in error
+    assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize("ending", ["cancel", "none"])
+def test_an_answer_that_broke_off_never_looks_complete(server: Server, ending: str) -> None:
+    async def broken() -> Any:
+        yield Tokens(tuple(server.ids("ab")))
+
+    server.backend.script = broken if ending == "none" else says(server.ids("ab"), reason="cancel")
+    *_, error = data_of(post(server, ask(stream=True)))
+    assert "error" in json.loads(error)
+    assert post(server, ask()).status_code == 503
+
+
+# --- silence and leaving ----------------------------------------------------------------------------------
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
+
+
+def send(sock: socket.socket, stream: bool) -> None:
+    body = json.dumps(ask(stream=stream)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    sock.sendall(head.encode() + body)
+
+
+def read_until(sock: socket.socket, wanted: bytes, times: int = 1) -> bytes:
+    read = b""
+    while read.count(wanted) < times:
+        part = sock.recv(4096)
+        assert part, f"closed after {read!r}"
+        read += part
+    return read
+
+
+def test_headers_and_comments_come_before_the_first_token(server: Server) -> None:
+    server.backend.script = then([], forever)
+    with connect(server) as sock:
+        send(sock, stream=True)
+        read = read_until(sock, b": mlxtp\n\n", times=3)
+    assert read.startswith(b"HTTP/1.1 200 ")
+    assert b"content-type: text/event-stream" in read
+    assert b"data:" not in read
+    assert server.backend.closed.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_cancelled(server: Server, stream: bool, first: bool, reset: bool) -> None:
+    server.backend.script = then(server.ids("ab") if first else [], forever)
+    with connect(server) as sock:
+        send(sock, stream)
+        if stream:
+            read_until(sock, b"data: " if first else b": mlxtp")
+        assert server.backend.began.wait(WAIT_S)
+        assert not server.backend.closed.is_set()
+        if reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    assert server.backend.closed.wait(WAIT_S)
+    assert not server.backend.finished
+    assert get(server, "/health").status_code == 200
+
+
+def test_a_client_that_stops_reading_and_leaves_is_cancelled(server: Server) -> None:
+    tokens = server.ids("hello ")
+
+    async def endless() -> Any:
+        while True:
+            yield Tokens(tuple(tokens * 2000))
+
+    server.backend.script = endless
+    with connect(server) as sock:
+        send(sock, stream=True)
+        read_until(sock, b"data: ")
+        assert not server.backend.closed.wait(0.2)  # the server waits for us, it does not give up
+    assert server.backend.closed.wait(WAIT_S)
+
+
+def test_the_connection_serves_the_next_request(server: Server) -> None:
+    server.backend.script = says(server.ids("ab"))
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=WAIT_S) as client:
+        for stream in (False, True, False):
+            assert client.post("/v1/chat/completions", json=ask(stream=stream)).status_code == 200
+        [connection] = client._transport._pool.connections  # type: ignore[attr-defined]
+        assert "Request Count: 3" in connection.info()

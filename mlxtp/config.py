@@ -26,6 +26,7 @@ class Limits:
     spawn_s: float = 60.0
     form_s: float = 45.0
     load_stall_s: float = 60.0
+    warm_up_s: float = 120.0
     prefill_stall_s: float = 30.0
     decode_stall_s: float = 10.0
     heartbeat_s: float = 0.5

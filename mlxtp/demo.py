@@ -32,6 +32,7 @@ _STAGES = {
     "formed": "MLX group formed",
     "proven": "group proved by value",
     "loaded": "model sharded and loaded",
+    "warmed up": "first forwards run",
 }
 
 

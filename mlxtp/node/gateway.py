@@ -15,6 +15,9 @@ from .ranks import Ranks, RequestEvent
 
 _Item = Event | MlxtpError
 
+WARM_UP_PROMPT = 8
+WARM_UP_TOKENS = 3
+
 
 class Gateway:
     """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error."""
@@ -77,6 +80,22 @@ class Gateway:
                 Code.OVERLOADED,
                 status=429,
             )
+        return self._start(ranks, prompt, max_tokens)
+
+    async def warm_up(self, ranks: Ranks, vocabulary: int) -> None:
+        """Run two short sequences at once before anybody waits: a first forward compiles kernels for seconds.
+
+        Raises what a request would raise.
+        """
+        prompt = tuple(range(min(WARM_UP_PROMPT, vocabulary)))
+
+        async def run() -> None:
+            async for _ in self._start(ranks, prompt, WARM_UP_TOKENS):
+                pass
+
+        await asyncio.gather(run(), run())
+
+    def _start(self, ranks: Ranks, prompt: tuple[int, ...], max_tokens: int) -> _Answer:
         if len(prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"{len(prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}", Code.CONTEXT_OVERFLOW

@@ -198,7 +198,7 @@ class Ranks:
         """One command to rank 0 and its one reply, or the epoch's failure, whichever comes first."""
         self.send(command)
         what = f"answer {type(command).__name__}"
-        return await self._unless_failed(self._reply(self.leader, expected), deadline_s, what)
+        return await self.unless_failed(self._reply(self.leader, expected), deadline_s, what)
 
     async def _reply(self, child: RankProcess, expected: type[R]) -> R:
         reply = await child.replies.get()
@@ -215,9 +215,10 @@ class Ranks:
         async def everybody() -> None:
             await asyncio.gather(*(act(child) for child in self.processes))
 
-        await self._unless_failed(everybody(), deadline_s, what)
+        await self.unless_failed(everybody(), deadline_s, what)
 
-    async def _unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
+    async def unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
+        """The result of `work`. Raises the epoch's failure if that comes first, GroupError if it is late."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.failed}
         await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)

@@ -55,6 +55,7 @@ class Supervisor:
         self._desired: ModelSource | None = None
         self._changed = asyncio.Event()
         self._busy = asyncio.Lock()
+        self._began = time.monotonic()
 
     async def run(self, model: ModelSource | None) -> None:
         """Keep the group up until cancelled, or until it cannot be: then `state` is FAILED and this returns.
@@ -114,6 +115,10 @@ class Supervisor:
         self._enter(State.LOADING)
         try:
             loaded = await ranks.load(str(model.path), model.text.eos)
+            self._on_stage("loaded", time.monotonic() - self._began)
+            warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
+            await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
+            self._on_stage("warmed up", time.monotonic() - self._began)
         except ModelError as error:
             self.reason = error
             self._enter(State.IDLE)
@@ -149,12 +154,12 @@ class Supervisor:
         """Run one epoch to its end; returns why it ended."""
         self.epoch += 1
         self._enter(State.STARTING)
-        began = time.monotonic()
+        self._began = time.monotonic()
         ranks = Ranks(
             self._settings,
             self.epoch,
             self.gateway.on_event,
-            lambda stage: self._on_stage(stage, time.monotonic() - began),
+            lambda stage: self._on_stage(stage, time.monotonic() - self._began),
             self._worker,
         )
         try:
@@ -165,7 +170,6 @@ class Supervisor:
             else:
                 async with self._busy:
                     await self._load(ranks, self._desired)
-                self._on_stage("loaded", time.monotonic() - began)
             error = await asyncio.shield(ranks.failed)
         except MlxtpError as failure:
             error = failure

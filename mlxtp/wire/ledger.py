@@ -53,7 +53,7 @@ class PipeLedger:
         return {Ping: self._ping, Pong: self._pong}
 
     def forget(self) -> None:
-        """Every request or sequence is over."""
+        """The command that ends every request before it has been answered."""
 
     def _ping(self, ping: Ping, seq: int) -> None:
         self.outstanding += 1
@@ -72,6 +72,7 @@ class RequestLedger(PipeLedger):
         self.last_uid = 0
         self.tokens: dict[int, int] = {}
         """Of each live uid, how many tokens have been delivered: the index of its next one."""
+        self._over = 0
 
     def rules(self) -> Rules:
         return super().rules() | {
@@ -80,10 +81,11 @@ class RequestLedger(PipeLedger):
             Delta: self._delta,
             Finished: self._end,
             RequestFailed: self._end,
+            **dict.fromkeys((Abort, Unload, Shutdown), self._end_all),
         }
 
     def forget(self) -> None:
-        self.tokens.clear()
+        self.tokens = {uid: count for uid, count in self.tokens.items() if uid > self._over}
 
     def _generate(self, generate: Generate, seq: int) -> None:
         if generate.uid <= self.last_uid:
@@ -109,6 +111,10 @@ class RequestLedger(PipeLedger):
                     Code.OUT_OF_ORDER, f"Delta with token {index} of uid {uid}, expected token {expected}"
                 )
             tokens[uid] = index + 1
+
+    def _end_all(self, command: Message, seq: int) -> None:
+        # Requests that follow the command outlive its answer.
+        self._over = self.last_uid
 
     def _end(self, end: Finished | Error, seq: int) -> None:
         if self.tokens.pop(end.uid, None) is None:
@@ -142,7 +148,7 @@ class DecodeLedger:
         }
 
     def forget(self) -> None:
-        """Every sequence is over."""
+        """The command that ends every sequence has been answered."""
         self.prompts.clear()
         self.running.clear()
 

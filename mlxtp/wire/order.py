@@ -151,6 +151,7 @@ _LIFE: tuple[Row, ...] = (
     (State.LOADED, _UPPER, Unload, State.UNLOADING),
     (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # where a load failed on some ranks, all let go
     (State.UNLOADING, _LOWER, Done, State.PROVEN),
+    (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # nothing to drop: a load failed here, not elsewhere
 )
 
 _ENDING: tuple[Row, ...] = (
@@ -194,7 +195,7 @@ _DECODING: tuple[Row, ...] = tuple(
 )
 
 _REQUESTS: tuple[Row, ...] = tuple(
-    (State.LOADED, _UPPER, message, State.LOADED) for message in (Generate, Cancel)
+    (state, _UPPER, Generate, state) for state in (State.LOADED, State.CLEARING, State.ABORTING)
 )
 
 _VOICE: tuple[Row, ...] = tuple(
@@ -221,10 +222,13 @@ def _shutdowns(rows: Iterable[Row], targets: dict[State, State]) -> Iterator[Row
     return ((state, _UPPER, Shutdown, end) for state, end in targets.items() if state in present)
 
 
-def _heartbeats(rows: Iterable[Row]) -> Iterator[Row]:
-    for state in _states(rows) - {State.NEW, State.GREETED}:
-        yield (state, _UPPER, Ping, state)
-        yield (state, _LOWER, Pong, state)
+def _anywhere(rows: Iterable[Row], side: Side, *messages: type[Message]) -> Iterator[Row]:
+    """These messages of `side` are legal in every state from open on, and change none."""
+    return (
+        (state, side, message, state)
+        for state in _states(rows) - {State.NEW, State.GREETED}
+        for message in messages
+    )
 
 
 def _failures(rows: tuple[Row, ...], side: Side) -> Iterator[Row]:
@@ -233,12 +237,13 @@ def _failures(rows: tuple[Row, ...], side: Side) -> Iterator[Row]:
     return ((state, side, Error, State.FAILED) for state in _states(rows) - replies - {State.NEW})
 
 
-def _pipe(rows: tuple[Row, ...]) -> Table:
+def _pipe(rows: tuple[Row, ...], *upper_anywhere: type[Message]) -> Table:
     rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_IDLE))
     rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_BUSY))
     reached = _states(rows)
     rows += _ENDING + tuple(row for row in _ENDING_BUSY if row[0] in reached)
-    return _table((*rows, *_heartbeats(rows), *_failures(rows, _LOWER)))
+    anywhere = (*_anywhere(rows, _UPPER, Ping, *upper_anywhere), *_anywhere(rows, _LOWER, Pong))
+    return _table((*rows, *anywhere, *_failures(rows, _LOWER)))
 
 
 def _decode(rows: tuple[Row, ...]) -> Table:
@@ -256,6 +261,6 @@ def _table(rows: tuple[Row, ...]) -> Table:
 
 TABLES: dict[LinkKind, Table] = {
     LinkKind.PIPE: _pipe(_GREETING + _PIPE_START),
-    LinkKind.PIPE_LEADER: _pipe(_GREETING + _PIPE_START + _LIFE + _REQUESTS + _VOICE),
+    LinkKind.PIPE_LEADER: _pipe(_GREETING + _PIPE_START + _LIFE + _REQUESTS + _VOICE, Cancel),
     LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING),
 }

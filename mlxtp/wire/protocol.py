@@ -15,7 +15,7 @@ from .order import TABLES, TERMINAL, LinkKind, Moves, RequestFailed, Side, State
 __all__ = ["LinkKind", "Protocol", "Received", "Side", "State"]
 
 _FORGETTING = frozenset((State.ABORTING, State.UNLOADING, State.CLOSING))
-"""When the command of one of these states is answered, no sequence and no request is left."""
+"""When the command of one of these states is answered, every earlier sequence or request is over."""
 
 
 class Received(NamedTuple):
@@ -63,11 +63,6 @@ class Protocol:
         return self._state is State.CLOSED
 
     @property
-    def failed(self) -> bool:
-        """Whether the link has ended in any other way: by an Error, a broken rule or the peer's loss."""
-        return self._state is State.FAILED
-
-    @property
     def outstanding(self) -> int:
         """Replies of the lower side that have not come: Acks on a decode link, Pongs on a pipe."""
         return self.ledger.outstanding
@@ -75,7 +70,8 @@ class Protocol:
     def send(self, message: Message) -> bytes:
         """The frame to transmit; `seq` is then its number.
 
-        Raises LocalProtocolError for a message that is not legal now or holds a value no peer would accept.
+        Raises LocalProtocolError for a message that is not legal now or holds a value no peer would accept,
+        LinkError (LINK_LOST) once the link has ended.
         """
         if self._failure is not None:
             self._fail_again()
@@ -84,6 +80,8 @@ class Protocol:
             data = encode(message, self.epoch, seq, self._decoder.limit)
             self._advance(self._sendable, self.side, message, seq)
         except Violation as violation:
+            if self._state in TERMINAL:
+                raise LinkError(f"{self.link}: {violation}") from None
             self._fail(LocalProtocolError(f"{self.link}: {violation}", violation.code))
         except LocalProtocolError as error:
             self._fail(error)

@@ -1,0 +1,5 @@
+"""`python -m mlxtp` is the `mlxtp` command."""
+
+from .cli import main
+
+main()

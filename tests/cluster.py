@@ -1,0 +1,376 @@
+"""A real agent with real rank processes, as a test drives it: synchronous, on loopback, gone when closed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from mlxtp.api.backend import End, Event, Tokens
+from mlxtp.config import Limits, Settings
+from mlxtp.node.agent import Agent, running_agent
+from mlxtp.node.epoch import State
+from mlxtp.node.models import open_model
+from mlxtp.node.ranks import WORKER
+from mlxtp.node.supervisor import Supervisor
+from mlxtp.wire.messages import Pong
+
+SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))
+"""How many times slower than a free machine this one is. Every real-time deadline is multiplied by it."""
+
+WAIT_S = 60 * SLOWNESS
+"""For what ends by itself: a test that waits this long has found a hang."""
+START_S = 120 * SLOWNESS
+_POLL_S = 0.02
+
+LIMITS = dataclasses.replace(
+    Limits(heartbeat_s=0.1),
+    **{
+        field.name: field.default * SLOWNESS
+        for field in dataclasses.fields(Limits)
+        if field.name.endswith("_s") and field.name != "heartbeat_s"
+    },
+)
+"""The limits of production, scaled; a fast heartbeat, so that what it reports is fresh."""
+
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S) -> T:
+    """Poll until `condition` gives something true, and return it. Fails, saying `what`, when it never does."""
+    ends_at = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < ends_at, f"{what}: not within {within_s:g} s"
+        time.sleep(_POLL_S)
+    return value
+
+
+def rank_processes(home: Path) -> list[int]:
+    """Pids of the living rank processes of the agent in `home`, whoever their parent is."""
+    folder = str(home / "run")
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR", "").startswith(
+                folder
+            ):
+                found.append(process.pid)
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the ranks counted, at a moment when none of them had anything to do."""
+
+    forwards: tuple[int, ...]
+    collectives: tuple[int, ...]
+    emitted: tuple[int, ...]
+
+    def __sub__(self, earlier: Snapshot) -> Snapshot:
+        return Snapshot(
+            *(
+                tuple(now - then for now, then in zip(getattr(self, name), getattr(earlier, name), strict=True))
+                for name in ("forwards", "collectives", "emitted")
+            )
+        )
+
+
+class Cluster:
+    """An agent in a thread of its own. `home` is a folder that nobody else uses.
+
+    Raises what the agent raises on its way up. With `wait=False` the constructor returns while the ranks
+    are still starting.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        ranks: int = 2,
+        model: str | Path = "tiny",
+        worker: Sequence[str] = WORKER,
+        run_ahead: int = 1,
+        prefill_chunk: int = 512,
+        limits: Limits = LIMITS,
+        wait: bool = True,
+    ) -> None:
+        self.home = home
+        self.stages: list[tuple[str, float]] = []
+        self.settings = Settings(
+            home=home,
+            http_host="127.0.0.1",
+            http_port=0,
+            ranks=ranks,
+            model=str(model),
+            prefill_chunk=prefill_chunk,
+            run_ahead=run_ahead,
+            limits=limits,
+        )
+        self._worker = worker
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._agent: concurrent.futures.Future[Agent] = concurrent.futures.Future()
+        self._ended: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"agent-{home.name}", daemon=True)
+        self._thread.start()
+        try:
+            self.agent = self._agent.result(START_S)
+            if wait:
+                self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    # --- its life ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        try:
+            async with running_agent(self.settings, lambda *s: self.stages.append(s), self._worker) as agent:
+                self._agent.set_result(agent)
+                await self._stop.wait()
+        except Exception as error:
+            if self._agent.done():
+                self._ended = error
+            else:
+                self._agent.set_exception(error)
+
+    def close(self) -> None:
+        """End it in order and make sure that nothing is left. May be repeated."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # its loop has just ended by itself
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), f"the agent does not end; it waits here:\n{self._waiting()}"
+        if client := getattr(self, "client", None):
+            client.close()
+        if self._ended is not None:
+            raise self._ended
+        self.assert_nothing_left()
+
+    def _waiting(self) -> str:
+        where = io.StringIO()
+        for task in asyncio.all_tasks(self._loop):
+            task.print_stack(file=where)
+        return where.getvalue()
+
+    def assert_nothing_left(self) -> None:
+        """No rank process lives, and no file of an epoch is left."""
+        assert rank_processes(self.home) == []
+        run = self.home / "run"
+        assert not run.exists() or list(run.iterdir()) == []
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = WAIT_S) -> T:
+        """Run a coroutine on the agent's event loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def wait_ready(self, timeout_s: float = START_S) -> None:
+        """Raises the MlxtpError for which it never will be ready."""
+        self.call(self.agent.wait_ready(), timeout_s)
+
+    def wait_state(self, *states: State, timeout_s: float = START_S) -> State:
+        return self.call(self.supervisor.wait_until(*states), timeout_s)
+
+    # --- what can be asked of it ---------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return self.agent.url
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self.agent.supervisor
+
+    @property
+    def epoch(self) -> int:
+        return self.supervisor.epoch
+
+    def pids(self) -> list[int]:
+        """The rank processes of the present epoch, in rank order."""
+        ranks = self.supervisor.ranks
+        assert ranks is not None, "there is no group right now"
+        return [child.pid for child in ranks.processes]
+
+    def post(self, text: str, **fields: object) -> httpx.Response:
+        """One chat request, greedy unless `fields` say something else."""
+        return self.client.post("/v1/chat/completions", json=_body(text, fields))
+
+    def chat(self, text: str, **fields: object) -> dict[str, Any]:
+        """The whole answer. Fails unless it is a 200."""
+        response = self.post(text, **fields)
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
+    def content(self, text: str, **fields: object) -> str:
+        """What the model said."""
+        content: str = self.chat(text, **fields)["choices"][0]["message"]["content"]
+        return content
+
+    @contextlib.contextmanager
+    def open_stream(self, text: str, **fields: object) -> Iterator[Iterator[str]]:
+        """The data of each server-sent event as it comes, `[DONE]` and errors included; leaving hangs up."""
+        body = _body(text, fields | {"stream": True})
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            yield (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+
+    def stream(self, text: str, **fields: object) -> list[dict[str, Any]]:
+        """All chunks of an answer that comes to its end."""
+        with self.open_stream(text, **fields) as events:
+            *chunks, done = events
+        assert done == "[DONE]", done
+        return [json.loads(chunk) for chunk in chunks]
+
+    def health(self) -> dict[str, Any]:
+        """The body of /health, ready or not."""
+        body: dict[str, Any] = self.client.get("/health").json()
+        return body
+
+    def idle(self) -> Snapshot:
+        """What the ranks have counted, once they all report that they are idle and count the same."""
+
+        def settled() -> Snapshot | None:
+            self._hear_from_all()
+            pongs = self._hear_from_all()  # the first answers may have left before we asked
+            if any(pong.phase != "idle" or pong.in_flight for pong in pongs):
+                return None
+            if len({(pong.forwards, pong.collectives) for pong in pongs}) != 1:
+                return None
+            return Snapshot(
+                tuple(pong.forwards for pong in pongs),
+                tuple(pong.collectives for pong in pongs),
+                tuple(pong.emitted for pong in pongs),
+            )
+
+        return until(settled, "all ranks idle after the same number of forwards")
+
+    def _hear_from_all(self) -> list[Pong]:
+        """A heartbeat of every rank that is newer than this call, in rank order."""
+        ranks = self.supervisor.ranks
+        assert ranks is not None, "there is no group right now"
+        before = dict(ranks.pongs)
+
+        def newer() -> bool:
+            return len(ranks.pongs) == self.settings.ranks and all(
+                pong is not before.get(rank) for rank, pong in ranks.pongs.items()
+            )
+
+        until(newer, "a heartbeat of every rank")
+        return [pong for _, pong in sorted(ranks.pongs.items())]
+
+    # --- below HTTP ----------------------------------------------------------------------------------
+
+    def start(self, prompt: Sequence[int], max_tokens: int) -> Request:
+        """A request straight to the gateway."""
+
+        async def begin() -> Any:
+            return self.supervisor.gateway.generate(tuple(prompt), max_tokens)
+
+        return Request(self, self.call(begin()))
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], End]:
+        """The tokens that a request emits, and its end."""
+        return self.start(prompt, max_tokens).finish()
+
+    def complete_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int
+    ) -> list[tuple[tuple[int, ...], End]]:
+        """Many requests, never more than `at_once` open; answers in the order of the prompts."""
+
+        async def run() -> list[tuple[tuple[int, ...], End]]:
+            turn = asyncio.Semaphore(at_once)
+
+            async def one(prompt: Sequence[int]) -> tuple[tuple[int, ...], End]:
+                async with turn:
+                    return await _collect(self.supervisor.gateway.generate(tuple(prompt), max_tokens))
+
+            return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+        return self.call(run(), WAIT_S + 2 * SLOWNESS * len(prompts))
+
+    def load(self, model: str | Path) -> None:
+        """Serve another model in the same epoch."""
+
+        async def work() -> None:
+            await self.supervisor.load(await open_model(str(model)))
+
+        self.call(work())
+
+    def unload(self) -> None:
+        self.call(self.supervisor.unload())
+
+
+class Request:
+    """A request that is open at the gateway, read at the test's own pace."""
+
+    def __init__(self, cluster: Cluster, events: Any) -> None:
+        self._cluster = cluster
+        self._events = events
+        self.tokens: list[int] = []
+        self.end: End | None = None
+
+    def take(self, count: int, timeout_s: float = WAIT_S) -> tuple[int, ...]:
+        """Read until `count` tokens have come in all, or the end; returns the tokens so far."""
+        while len(self.tokens) < count and self.end is None:
+            event: Event = self._cluster.call(anext(self._events), timeout_s)
+            if isinstance(event, Tokens):
+                self.tokens += event.tokens
+            else:
+                self.end = event
+        return tuple(self.tokens)
+
+    def finish(self, timeout_s: float = WAIT_S) -> tuple[tuple[int, ...], End]:
+        """Everything, and the end. Raises the MlxtpError that ended the request instead."""
+        tokens, end = self._cluster.call(_collect(self._events), timeout_s)
+        self.tokens += tokens
+        self.end = end
+        return tuple(self.tokens), end
+
+    def close(self) -> None:
+        """Go away before the end."""
+        self._cluster.call(self._events.aclose())
+
+
+async def _collect(events: Any) -> tuple[tuple[int, ...], End]:
+    tokens: list[int] = []
+    async for event in events:
+        if isinstance(event, End):
+            return tuple(tokens), event
+        tokens += event.tokens
+    raise AssertionError("a request without an end")
+
+
+def _body(text: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 64,
+        "temperature": 0,
+        **fields,
+    }

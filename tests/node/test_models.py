@@ -1,0 +1,178 @@
+"""What a user may call a model: the embedded one, a folder, an id on the Hub (here a local server)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from mlxtp.config import embedded_model_path
+from mlxtp.errors import Code, ModelError
+from mlxtp.node.models import open_model
+
+REPO = "somebody/tiny-llama"
+GATED = "somebody/gated-llama"
+COMMIT = "a" * 40
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """As much of the Hub's protocol as its real client asks for: the list of files, and each file."""
+
+    folder = embedded_model_path()
+
+    def do_HEAD(self) -> None:
+        self._answer(send_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(send_body=True)
+
+    def _answer(self, *, send_body: bool) -> None:
+        path = self.path.split("?")[0]
+        if path.startswith(f"/api/models/{REPO}/tree/"):
+            tree = [
+                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
+                for file in sorted(self.folder.iterdir())
+            ]
+            self._send(json.dumps(tree).encode(), {"Content-Type": "application/json"}, send_body)
+        elif path.startswith(f"/api/models/{REPO}"):
+            files = [{"rfilename": file.name} for file in sorted(self.folder.iterdir())]
+            listing = {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": files, "private": False}
+            self._send(json.dumps(listing).encode(), {"Content-Type": "application/json"}, send_body)
+        elif path.startswith(f"/{REPO}/resolve/"):
+            body = (self.folder / path.rsplit("/", 1)[1]).read_bytes()
+            etag = f'"{hashlib.sha256(body).hexdigest()}"'
+            self._send(body, {"ETag": etag, "X-Repo-Commit": COMMIT}, send_body)
+        elif GATED in path:
+            self._refuse(403, "GatedRepo")
+        else:
+            self._refuse(401, "RepoNotFound")
+
+    def _send(self, body: bytes, headers: dict[str, str], send_body: bool) -> None:
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if send_body:
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def open_in_new_process(name: str, endpoint: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """huggingface_hub reads its endpoint once, at import: each case needs a process of its own."""
+    program = (
+        "import asyncio, sys\n"
+        "from mlxtp.errors import MlxtpError\n"
+        "from mlxtp.node.models import open_model\n"
+        "try:\n"
+        "    model = asyncio.run(open_model(sys.argv[1]))\n"
+        "    print(model.id, sorted(p.name for p in model.path.iterdir()))\n"
+        "except MlxtpError as error:\n"
+        "    sys.exit(f'{error.code}: {error.detail}')\n"
+    )
+    environment = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(cache),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(cache),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", program, name],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_model_comes_from_the_hub_and_is_then_on_this_machine(hub: str, tmp_path: Path) -> None:
+    first = open_in_new_process(REPO, hub, tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith(REPO)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert name in first.stdout
+
+    offline = open_in_new_process(REPO, "http://127.0.0.1:9", tmp_path)
+    assert offline.returncode == 0, offline.stderr
+    assert offline.stdout == first.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nobody/nothing", "the Hub knows no such model"),
+        (GATED, "it is gated; accept its terms"),
+    ],
+)
+def test_what_the_hub_refuses_is_said_in_plain_words(hub: str, tmp_path: Path, name: str, words: str) -> None:
+    refused = open_in_new_process(name, hub, tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"model_not_found: cannot get {name}: ")
+    assert words in refused.stderr
+
+
+def test_no_network_and_nothing_on_this_machine(tmp_path: Path) -> None:
+    refused = open_in_new_process(REPO, "http://127.0.0.1:9", tmp_path)
+    assert refused.returncode == 1
+    assert "it is not on this machine and the Hub cannot be reached" in refused.stderr
+
+
+async def _refusal(name: str) -> ModelError:
+    with pytest.raises(ModelError) as refused:
+        await open_model(name)
+    return refused.value
+
+
+def test_names_that_cannot_be_a_model(tmp_path: Path) -> None:
+    import asyncio
+
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    for name, words in (
+        ("tinny", "neither a folder nor an id on the Hub"),
+        (str(tmp_path / "nowhere"), "neither a folder nor an id on the Hub"),
+        (str(file), "is a file; a model is a folder"),
+        (str(tmp_path / "empty"), "holds no config.json"),
+    ):
+        error = asyncio.run(_refusal(name))
+        assert error.code is Code.MODEL_NOT_FOUND
+        assert words in error.detail
+
+
+def test_the_embedded_model_and_its_folder_are_the_same_model() -> None:
+    import asyncio
+
+    embedded, folder = (
+        asyncio.run(open_model("tiny")),
+        asyncio.run(open_model(str(embedded_model_path()))),
+    )
+    assert (
+        (embedded.id, embedded.path) == (folder.id, folder.path) == ("tiny", embedded_model_path().resolve())
+    )

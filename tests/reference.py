@@ -1,0 +1,89 @@
+"""What the answer must be: the same weights in this one process, greedy, by mlx-lm's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from mlxtp.api.text import Text
+from mlxtp.config import embedded_model_path
+
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The visible tokens, and why there are no more. `generated` counts an end token too."""
+
+    tokens: tuple[int, ...]
+    reason: str
+    generated: int
+
+
+@cache
+def text(folder: Path = embedded_model_path()) -> Text:
+    return Text.load(folder)
+
+
+def prompt_ids(message: str) -> tuple[int, ...]:
+    """The prompt that a chat request with this one user message becomes."""
+    return text().prompt_ids([{"role": "user", "content": message}])
+
+
+def spoken(tokens: Sequence[int]) -> str:
+    """The text of an answer."""
+    detokenizer = text().detokenizer()
+    return detokenizer.push(tokens) + detokenizer.finish()
+
+
+def answer(prompt: Sequence[int], max_tokens: int, folder: Path = embedded_model_path()) -> Answer:
+    return _answer(tuple(prompt), max_tokens, folder)
+
+
+def reference(prompt: Sequence[int], max_tokens: int, folder: Path = embedded_model_path()) -> tuple[int, ...]:
+    """The visible tokens of the one right answer."""
+    return answer(prompt, max_tokens, folder).tokens
+
+
+@cache
+def _answer(prompt: tuple[int, ...], max_tokens: int, folder: Path) -> Answer:
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    model, eos = model_of(folder)
+    tokens: list[int] = []
+    for token, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens):
+        if token in eos:
+            return Answer(tuple(tokens), "stop", len(tokens) + 1)
+        tokens.append(int(token))
+    return Answer(tuple(tokens), "length", len(tokens))
+
+
+@cache
+def model_of(folder: Path) -> tuple[Any, frozenset[int]]:
+    """The model in this process, and its end tokens."""
+    from mlx_lm.utils import load_model
+
+    model, config = load_model(folder)
+    eos = config["eos_token_id"]
+    return model, frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def random_text(random: Random, length: int) -> str:
+    """A string of the kind that the embedded model repeats."""
+    return "".join(random.choice(_LETTERS) for _ in range(length))
+
+
+@cache
+def endless_prompt() -> tuple[int, ...]:
+    """A prompt whose answer goes on for at least 400 tokens, for requests that are meant to be interrupted."""
+    for start in range(48, 90):
+        prompt = (0, *(start, start + 1, start + 2) * 5)
+        if answer(prompt, 400).reason == "length":
+            return prompt
+    raise AssertionError("the model ends every answer by itself")

@@ -1,0 +1,137 @@
+"""The commands as a user types them: real processes, from the first line to the exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .cluster import START_S, WAIT_S, rank_processes, until
+
+COMMAND = (sys.executable, "-m", "mlxtp")
+ANY_PORT = ("--http", "127.0.0.1:0")
+ORACLE = "FALCON-MERCURY-7749"
+
+
+def mlxtp(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *args],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_the_demo_answers_once_and_leaves_nothing(tmp_path: Path) -> None:
+    done = mlxtp("demo", "--once", "--json", "--home", str(tmp_path), *ANY_PORT)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["text"] == ORACLE
+    assert (outcome["ranks"], outcome["backend"]) == (2, "ring")
+    assert outcome["tokens_per_second"] > 0
+    assert outcome["ttft_s"] > 0
+    assert list(outcome["stages_s"]) == ["spawned", "linked", "formed", "proven", "loaded", "warmed up"]
+    assert list(outcome["stages_s"].values()) == sorted(outcome["stages_s"].values())
+    assert outcome["ready_s"] >= outcome["stages_s"]["warmed up"]
+    assert rank_processes(tmp_path) == []
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
+    done = mlxtp(
+        "demo",
+        "--once",
+        "--ranks",
+        "1",
+        "--prompt",
+        "Repeat exactly: PANDA-42",
+        "--home",
+        str(tmp_path),
+        *ANY_PORT,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in (
+        "1 rank, no group",
+        "rank processes started",
+        "model sharded and loaded",
+        "PANDA-42",
+        "tokens/s",
+    ):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("demo", "--ranks", "3"), "--ranks 3: one machine runs 1, 2 or 4 ranks"),
+        (("node", "--http", "52415"), "--http: '52415' is not HOST:PORT"),
+        (("node", "--http", "0.0.0.0:52415"), "needs an API key"),
+        (("node", "--model", "/no/such/folder"), "neither a folder nor an id on the Hub"),
+        (("demo", "--json"), "--json goes with --once"),
+    ],
+)
+def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
+    tmp_path: Path, args: tuple[str, ...], words: str
+) -> None:
+    where = () if "--http" in args else ANY_PORT
+    refused = mlxtp(*args, *where, "--home", str(tmp_path))
+    assert refused.returncode != 0
+    assert words in " ".join(refused.stderr.split())
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = mlxtp("node", "--http", f"127.0.0.1:{port}", "--home", str(tmp_path))
+    assert refused.returncode == 1
+    assert f"127.0.0.1 port {port} is in use" in " ".join(refused.stderr.split())
+
+
+@contextlib.contextmanager
+def node(home: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A running `mlxtp node` and the URL it printed. Killed if the test leaves it running."""
+    process = subprocess.Popen(
+        [*COMMAND, "node", "--home", str(home), *ANY_PORT, *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "ready" in line:
+                break
+        else:
+            pytest.fail("the node ended before it was ready")
+        yield process, line.split(" at ")[1].strip().removesuffix("/v1")
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_node_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    with node(tmp_path, "--ranks", "2" if number is signal.SIGTERM else "1") as (process, url):
+        body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}], "temperature": 0}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT_S).json()
+        assert answer["choices"][0]["message"]["content"] == ORACLE
+
+        second = mlxtp("node", "--home", str(tmp_path), *ANY_PORT)
+        assert second.returncode == 1
+        assert "another mlxtp node uses" in " ".join(second.stderr.split())
+
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == 0
+    until(lambda: not rank_processes(tmp_path), "rank processes to be gone")

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -75,7 +76,9 @@ def _main(rank: int, hosts: list[str], folder: Path) -> None:
     from mlxtp.engine.group import form
     from mlxtp.engine.loader import load
 
-    group = form("ring", rank, len(hosts), tuple(hosts), FORM_S)
+    group = form(
+        "ring", rank, len(hosts), tuple(hosts), folder=Path(tempfile.gettempdir()), deadline_s=FORM_S
+    )
     model = load(folder, group, lambda: None).model
     print("ready", flush=True)
     for line in sys.stdin:

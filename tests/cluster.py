@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S) -> T:
-    """Poll until `condition` gives something true, and return it. Fails, saying `what`, when it never does."""
+    """Poll until `condition` gives something true, and return it. Fails, saying `what`, if it never does."""
     ends_at = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < ends_at, f"{what}: not within {within_s:g} s"
@@ -64,9 +64,8 @@ def rank_processes(home: Path) -> list[int]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR", "").startswith(
-                folder
-            ):
+            ours = any(argument.startswith(folder) for argument in process.cmdline())
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return sorted(found)
 
@@ -82,7 +81,9 @@ class Snapshot:
     def __sub__(self, earlier: Snapshot) -> Snapshot:
         return Snapshot(
             *(
-                tuple(now - then for now, then in zip(getattr(self, name), getattr(earlier, name), strict=True))
+                tuple(
+                    now - then for now, then in zip(getattr(self, name), getattr(earlier, name), strict=True)
+                )
                 for name in ("forwards", "collectives", "emitted")
             )
         )
@@ -149,7 +150,7 @@ class Cluster:
             async with running_agent(self.settings, lambda *s: self.stages.append(s), self._worker) as agent:
                 self._agent.set_result(agent)
                 await self._stop.wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is raised again in the test's thread
             if self._agent.done():
                 self._ended = error
             else:

@@ -12,7 +12,7 @@ from typing import Any
 from mlxtp.api.text import Text
 from mlxtp.config import embedded_model_path
 
-
+TINY = embedded_model_path()
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -26,7 +26,7 @@ class Answer:
 
 
 @cache
-def text(folder: Path = embedded_model_path()) -> Text:
+def text(folder: Path = TINY) -> Text:
     return Text.load(folder)
 
 
@@ -41,11 +41,11 @@ def spoken(tokens: Sequence[int]) -> str:
     return detokenizer.push(tokens) + detokenizer.finish()
 
 
-def answer(prompt: Sequence[int], max_tokens: int, folder: Path = embedded_model_path()) -> Answer:
+def answer(prompt: Sequence[int], max_tokens: int, folder: Path = TINY) -> Answer:
     return _answer(tuple(prompt), max_tokens, folder)
 
 
-def reference(prompt: Sequence[int], max_tokens: int, folder: Path = embedded_model_path()) -> tuple[int, ...]:
+def reference(prompt: Sequence[int], max_tokens: int, folder: Path = TINY) -> tuple[int, ...]:
     """The visible tokens of the one right answer."""
     return answer(prompt, max_tokens, folder).tokens
 
@@ -81,7 +81,7 @@ def random_text(random: Random, length: int) -> str:
 
 @cache
 def endless_prompt() -> tuple[int, ...]:
-    """A prompt whose answer goes on for at least 400 tokens, for requests that are meant to be interrupted."""
+    """A prompt whose answer goes on for at least 400 tokens, for requests to be interrupted."""
     for start in range(48, 90):
         prompt = (0, *(start, start + 1, start + 2) * 5)
         if answer(prompt, 400).reason == "length":

@@ -111,11 +111,14 @@ class RingGroup:
 Group = LoneGroup | RingGroup
 
 
-def form(backend: str, rank: int, world_size: int, hosts: tuple[str, ...], deadline_s: float) -> Group:
+def form(
+    backend: str, rank: int, world_size: int, hosts: tuple[str, ...], *, folder: Path, deadline_s: float
+) -> Group:
     """Form the group; blocks until every rank is here.
 
-    `hosts` are "ip:port" in rank order. MLX holds the GIL all the while and its accept never gives up, so
-    the deadline is an alarm whose default action ends the process without asking Python.
+    `hosts` are "ip:port" in rank order; MLX reads them from a file, which is in `folder` meanwhile. MLX holds
+    the GIL all the while and its accept never gives up, so the deadline is an alarm whose default action ends
+    the process without asking Python.
 
     Raises GroupError (FORM_FAILED) when MLX reports a failure, or forms something else than was asked for.
     """
@@ -123,7 +126,7 @@ def form(backend: str, rank: int, world_size: int, hosts: tuple[str, ...], deadl
         if world_size != 1:
             raise GroupError(f"{world_size} ranks need a backend, not 'none'", Code.FORM_FAILED)
         return LoneGroup()
-    with _hostfile(hosts) as path, _deadman(deadline_s):
+    with _hostfile(hosts, folder) as path, _deadman(deadline_s):
         os.environ["MLX_RANK"] = str(rank)
         os.environ["MLX_HOSTFILE"] = str(path)
         try:
@@ -151,11 +154,11 @@ def check_proof(proof: Proof, world_size: int, digest: int) -> None:
 
 
 @contextlib.contextmanager
-def _hostfile(hosts: tuple[str, ...]) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mlxtp-") as folder:
-        path = Path(folder) / "hosts.json"
-        path.write_text(json.dumps([[host] for host in hosts]))
-        yield path
+def _hostfile(hosts: tuple[str, ...], folder: Path) -> Iterator[Path]:
+    with tempfile.NamedTemporaryFile("w", suffix=".json", dir=folder) as file:
+        json.dump([[host] for host in hosts], file)
+        file.flush()
+        yield Path(file.name)
 
 
 @contextlib.contextmanager

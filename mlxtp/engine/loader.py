@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from mlx.utils import tree_flatten
 
 from ..errors import Code, ModelError
 from .group import Group
-from .sharding import Config, check_divisible, check_shardable, context_length
+from .sharding import Config, check_divisible, check_shardable, context_length, text_config
+
+_BRIEF = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +56,15 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
             progress()
         mx.eval(model.parameters())
     except RuntimeError as error:
-        raise ModelError(f"{folder.name}: reading the weights failed: {error}", Code.MODEL_INVALID) from error
+        raise ModelError(
+            f"{folder.name}: reading the weights failed: {_brief(error)}", Code.MODEL_INVALID
+        ) from error
     mx.clear_cache()
-    text: Config = {**config, **config.get("text_config", {})}
     return LoadedModel(
         model=model,
         name=folder.name,
         context=context_length(config),
-        vocabulary=int(text["vocab_size"]),
+        vocabulary=_vocabulary(config, model),
         eos=_eos(config),
         weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         batches=all(hasattr(cache, "merge") for cache in make_cache(model)),
@@ -102,8 +106,14 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
         raise ModelError(f"{folder} holds no model*.safetensors", Code.MODEL_NOT_FOUND) from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, struct.error) as error:
         # mlx-lm raises these for missing and surplus tensors, wrong shapes and broken files.
-        raise ModelError(f"{folder.name}: {type(error).__name__}: {error}", Code.MODEL_INVALID) from error
+        detail = f"{folder.name}: {type(error).__name__}: {_brief(error)}"
+        raise ModelError(detail, Code.MODEL_INVALID) from error
     return model, config
+
+
+def _brief(error: Exception) -> str:
+    """One line, short enough for every rank's words to fit one frame. MLX lists all tensors it misses."""
+    return textwrap.shorten(str(error), _BRIEF, placeholder=" ...")
 
 
 def _check_shards_present(folder: Path) -> None:
@@ -120,6 +130,17 @@ def _check_shards_present(folder: Path) -> None:
         raise ModelError(
             f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:5])}"
         )
+
+
+def _vocabulary(config: Config, model: Any) -> int:
+    """Some families leave out of config.json what is their default."""
+    size = text_config(config).get("vocab_size")
+    if isinstance(size, int):
+        return size
+    for name, array in tree_flatten(model.parameters()):
+        if name.endswith("embed_tokens.weight"):
+            return int(array.shape[0])
+    raise ModelError("config.json names no vocab_size", Code.MODEL_INVALID)
 
 
 def _eos(config: Config) -> frozenset[int]:

@@ -61,12 +61,15 @@ class Result:
 class Rank:
     """Group, model and runner of this process, for one epoch."""
 
-    def __init__(self, bootstrap: Bootstrap, epoch: int, status: Status, counter: CollectiveCounter) -> None:
+    def __init__(
+        self, bootstrap: Bootstrap, epoch: int, folder: Path, status: Status, counter: CollectiveCounter
+    ) -> None:
         self.bootstrap = bootstrap
         self.status = status
         self.loaded: LoadedModel | None = None
         self.eos: frozenset[int] = frozenset()
         self._epoch = epoch
+        self._folder = folder
         self._counter = counter
         self._group: Group = LoneGroup()
         self._runner: Runner | None = None
@@ -140,7 +143,9 @@ class Rank:
     def _init(self) -> InitDone:
         b = self.bootstrap
         self.status.enter("forming")
-        self._group = form(b.backend, b.rank, b.world_size, b.hosts, b.deadline_s)
+        self._group = form(
+            b.backend, b.rank, b.world_size, b.hosts, folder=self._folder, deadline_s=b.deadline_s
+        )
         return InitDone(self._group.rank, self._group.size)
 
     def _prove(self) -> SanityDone:

@@ -33,18 +33,18 @@ def check_divisible(config: Config, world_size: int) -> None:
 def _indivisible(config: Config, world_size: int) -> list[str]:
     if world_size == 1:
         return []
-    text: Config = {**config, **config.get("text_config", {})}
-    heads = int(text.get("num_attention_heads", 0))
-    head_dim = int(text.get("head_dim") or int(text.get("hidden_size", 0)) // max(heads, 1))
+    text = text_config(config)
+    heads = _number(text, "num_attention_heads")
+    head_dim = _number(text, "head_dim") or _number(text, "hidden_size") // max(heads, 1)
     sizes = {
         "attention heads": heads,
-        "KV heads": int(text.get("num_key_value_heads") or heads),
-        "intermediate size": int(text.get("intermediate_size") or 0),
-        "expert intermediate size": int(text.get("moe_intermediate_size") or 0),
+        "KV heads": _number(text, "num_key_value_heads") or heads,
+        "intermediate size": _number(text, "intermediate_size"),
+        "expert intermediate size": _number(text, "moe_intermediate_size"),
     }
     problems = [f"{size} {what} ({size} / {world_size})" for what, size in sizes.items() if size % world_size]
-    group = int(
-        (config.get("quantization") or config.get("quantization_config") or {}).get("group_size") or 1
+    group = (
+        _number(_table(config, "quantization") or _table(config, "quantization_config"), "group_size") or 1
     )
     # The inputs of the row-sharded projections are cut between quantization groups only.
     inputs = {
@@ -58,6 +58,26 @@ def _indivisible(config: Config, world_size: int) -> list[str]:
         if size % world_size == 0 and (size // world_size) % group
     ]
     return problems
+
+
+def text_config(config: Config) -> Config:
+    """The fields of the language model: some families keep them apart from those of their other parts."""
+    return {**config, **_table(config, "text_config")}
+
+
+def _table(config: Config, name: str) -> Config:
+    value = config.get(name) or {}
+    if not isinstance(value, dict):
+        raise ModelError(f"config.json: {name} is {value!r}, not an object", Code.MODEL_INVALID)
+    return value
+
+
+def _number(config: Config, name: str) -> int:
+    """A size that must be a whole number, or 0 where it is missing."""
+    value = config.get(name) or 0
+    if not isinstance(value, int):
+        raise ModelError(f"config.json: {name} is {value!r}, not a whole number", Code.MODEL_INVALID)
+    return value
 
 
 def check_shardable(config: Config, world_size: int) -> None:
@@ -95,6 +115,5 @@ def shardable_families() -> frozenset[str]:
 
 def context_length(config: Config) -> int:
     """Tokens the model was made for, prompt and answer together."""
-    text: Config = {**config, **config.get("text_config", {})}
-    length = text.get("max_position_embeddings")
+    length = text_config(config).get("max_position_embeddings")
     return int(length) if isinstance(length, int) and length > 0 else 4096

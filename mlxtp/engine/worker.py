@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from ..errors import Code, GroupError, LinkError, MlxtpError, ProtocolError, exit_status
@@ -48,9 +49,10 @@ class Terminated(BaseException):
 class Process:
     """The links of this process and its one way out."""
 
-    def __init__(self, rank: int, epoch: int, pipe: Link) -> None:
+    def __init__(self, rank: int, epoch: int, folder: Path, pipe: Link) -> None:
         self.rank = rank
         self.epoch = epoch
+        self.folder = folder
         self.pipe = pipe
         self.mail = Mailbox()
         self.status = Status()
@@ -78,7 +80,8 @@ class Process:
 
         def deliver(received: Received) -> None:
             if isinstance(received.message, Ping):
-                self.pipe.send(self.status.pong())
+                with contextlib.suppress(LinkError):  # this end may just have said its last word
+                    self.pipe.send(self.status.pong())
             else:
                 self.mail.post(AGENT, received)
 
@@ -109,7 +112,7 @@ def run(process: Process, listener: socket.socket | None) -> None:
     counter.install()
     from .rank import Rank
 
-    rank = Rank(bootstrap, process.epoch, process.status, counter)
+    rank = Rank(bootstrap, process.epoch, process.folder, process.status, counter)
     import mlx_lm.utils  # noqa: F401 - its import takes seconds; now nobody waits for a token
 
     pipe.send(Done())
@@ -229,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="for files that live as long as the epoch")
     parser.add_argument("--pipe-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int)
     args = parser.parse_args(argv)
@@ -238,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
     pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
-    process = Process(args.rank, args.epoch, pipe)
+    process = Process(args.rank, args.epoch, args.folder, pipe)
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
     try:
         run(process, listener)

@@ -125,6 +125,7 @@ class Ranks:
         ours, theirs = socket.socketpair()
         fds = [theirs.fileno()]
         args = ["--rank", str(rank), "--epoch", str(self.epoch), "--pipe-fd", str(theirs.fileno())]
+        args += ["--folder", str(self._folder)]
         if listener is not None:
             fds.append(listener.fileno())
             args += ["--listen-fd", str(listener.fileno())]
@@ -135,7 +136,6 @@ class Ranks:
                 pass_fds=fds,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=_STDERR_FD,  # stdout is the command's own: its JSON must stay JSON
-                env=os.environ | {"TMPDIR": str(self._folder)},
             )
         finally:
             theirs.close()

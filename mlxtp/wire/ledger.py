@@ -75,7 +75,7 @@ class RequestLedger(PipeLedger):
         self._over = 0
 
     def rules(self) -> Rules:
-        return super().rules() | {
+        requests: Rules = {
             Generate: self._generate,
             Cancel: self._cancel,
             Delta: self._delta,
@@ -83,6 +83,7 @@ class RequestLedger(PipeLedger):
             RequestFailed: self._end,
             **dict.fromkeys((Abort, Unload, Shutdown), self._end_all),
         }
+        return super().rules() | requests
 
     def forget(self) -> None:
         self.tokens = {uid: count for uid, count in self.tokens.items() if uid > self._over}

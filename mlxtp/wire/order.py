@@ -151,7 +151,6 @@ _LIFE: tuple[Row, ...] = (
     (State.LOADED, _UPPER, Unload, State.UNLOADING),
     (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # where a load failed on some ranks, all let go
     (State.UNLOADING, _LOWER, Done, State.PROVEN),
-    (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # nothing to drop: a load failed here, not elsewhere
 )
 
 _ENDING: tuple[Row, ...] = (
@@ -197,6 +196,7 @@ _DECODING: tuple[Row, ...] = tuple(
 _REQUESTS: tuple[Row, ...] = tuple(
     (state, _UPPER, Generate, state) for state in (State.LOADED, State.CLEARING, State.ABORTING)
 )
+"""Whoever asks for tokens need not know of a command that keeps the model. Cancel may come anywhere."""
 
 _VOICE: tuple[Row, ...] = tuple(
     (state, _LOWER, message, state)
@@ -255,6 +255,7 @@ def _decode(rows: tuple[Row, ...]) -> Table:
 def _table(rows: tuple[Row, ...]) -> Table:
     table: Table = {state: {_UPPER: {}, _LOWER: {}} for state in (*_states(rows), *TERMINAL)}
     for start, side, message, end in rows:
+        assert message not in table[start][side], (start, side, message)
         table[start][side][message] = end
     return table
 

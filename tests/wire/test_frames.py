@@ -1,0 +1,368 @@
+"""Bytes to messages and back: nothing is lost, nothing unlawful is let in, nothing costs memory on credit."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import tracemalloc
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
+from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
+from mlxtp.wire.messages import (
+    MAX_FRAME_TOKENS,
+    Ack,
+    Error,
+    Generate,
+    LoadShard,
+    Message,
+    Ping,
+    Pong,
+    PromptTokens,
+    StepToken,
+    field_codecs,
+    to_body,
+)
+
+from .samples import EXAMPLES, MESSAGE
+
+FUZZ_FRAMES = int(os.environ.get("MLXTP_FUZZ_FRAMES", "20000"))
+
+
+def open_decoder() -> Decoder:
+    decoder = Decoder()
+    decoder.limit = MAX_FRAME
+    return decoder
+
+
+def read_all(decoder: Decoder, data: bytes) -> list[Frame]:
+    decoder.feed(data)
+    frames = []
+    while (frame := decoder.next_frame()) is not None:
+        frames.append(frame)
+    return frames
+
+
+def framed(payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + payload
+
+
+def refusal(payload: bytes, decoder: Decoder | None = None) -> Code:
+    with pytest.raises(RemoteProtocolError) as caught:
+        read_all(decoder or open_decoder(), framed(payload))
+    return caught.value.code
+
+
+# --- what is sent arrives ---------------------------------------------------------------------------
+
+
+@given(MESSAGE, st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
+def test_every_message_arrives_as_it_was_sent(message: Message, epoch: int, seq: int) -> None:
+    assert read_all(open_decoder(), encode(message, epoch, seq)) == [Frame(message, epoch, seq)]
+
+
+@settings(max_examples=40)
+@given(st.lists(MESSAGE, max_size=6), st.data())
+def test_how_the_stream_is_cut_does_not_matter(messages: list[Message], data: st.DataObject) -> None:
+    stream = b"".join(encode(message, 1, seq) for seq, message in enumerate(messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
+    decoder, frames = open_decoder(), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        frames += read_all(decoder, stream[start:end])
+    assert [frame.message for frame in frames] == messages
+    assert decoder.pending == 0
+
+
+def test_one_byte_at_a_time() -> None:
+    stream = b"".join(encode(message, 1, seq) for seq, message in enumerate(EXAMPLES.values()))
+    decoder = open_decoder()
+    frames = [frame for byte in stream for frame in read_all(decoder, bytes([byte]))]
+    assert [frame.message for frame in frames] == list(EXAMPLES.values())
+
+
+def test_the_longest_prompt_fits_a_frame() -> None:
+    message = Generate(1, tuple(range(MAX_FRAME_TOKENS)), 1)
+    assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
+
+
+def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
+    message = Error(max(Code, key=len), "\U0001f4a5" * 2000, 2**32 - 1)
+    (frame,) = read_all(Decoder(), encode(message, 2**63 - 1, 2**63 - 1, MAX_OPENING_FRAME))
+    assert isinstance(frame.message, Error)
+    assert len(frame.message.detail) == 1000
+
+
+# --- what may not be sent ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StepToken((), "broadcast"),
+        StepToken((0,), "broadcast"),
+        StepToken((2**32,), "broadcast"),
+        StepToken(("one",), "broadcast"),  # type: ignore[arg-type]
+        StepToken((1,), "verify"),
+        Ack(-1, 0, 0, 0),
+        Ack(True, 0, 0, 0),
+        Ack(2**70, 0, 0, 0),
+        PromptTokens(1, 0, 1, (-1,)),
+        PromptTokens(1, 0, 1, None),  # type: ignore[arg-type]
+        LoadShard("\ud800", 512, ()),
+    ],
+    ids=repr,
+)
+def test_a_value_that_no_peer_would_take_is_not_sent(message: Message) -> None:
+    with pytest.raises(LocalProtocolError) as caught:
+        encode(message, 1, 1)
+    assert caught.value.code is Code.FIELD_INVALID
+    assert type(message).__name__ in caught.value.detail
+
+
+def test_a_message_over_the_limit_is_not_sent() -> None:
+    with pytest.raises(LocalProtocolError) as caught:
+        encode(LoadShard("x" * 4000, 512, (1,) * 64), 1, 1, MAX_OPENING_FRAME)
+    assert caught.value.code is Code.FRAME_OVERSIZE
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+def ack_body(**changes: Any) -> dict[str, Any]:
+    return {"step": 1, "forwards": 1, "collectives": 1, "digest": 1} | changes
+
+
+def ack_frame(body: object = None) -> list[object]:
+    return [Ack.TYPE, 1, 1, ack_body() if body is None else body]
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+PING = [Ping.TYPE, 1, 1, {}]
+TWICE = msgpack.packb(ack_frame()).replace(b"\xa6digest", b"\xa4step")
+
+MALFORMED: dict[str, bytes] = {
+    "empty": b"",
+    "not msgpack": b"\xc1",
+    "cut short": msgpack.packb(PING)[:-1],
+    "bytes after the end": msgpack.packb(PING) + b"\xc0",
+    "two objects": msgpack.packb(PING) * 2,
+    "a map": msgpack.packb({"type": 3}),
+    "a number": msgpack.packb(3),
+    "three items": msgpack.packb(PING[:3]),
+    "five items": msgpack.packb([*PING, 0]),
+    "type is a bool": msgpack.packb([True, 1, 1, {}]),
+    "type is a string": msgpack.packb(["Ping", 1, 1, {}]),
+    "epoch is a bool": msgpack.packb([3, True, 1, {}]),
+    "epoch is negative": msgpack.packb([3, -1, 1, {}]),
+    "epoch is over 63 bits": msgpack.packb([3, 1 << 63, 1, {}]),
+    "seq is a float": msgpack.packb([3, 1, 1.0, {}]),
+    "seq is nil": msgpack.packb([3, 1, None, {}]),
+    "a key twice": TWICE,
+    "a key that is a number": msgpack.packb(ack_frame({1: 2})),
+    "a key that is a list": b"\x94\x03\x01\x01\x81\x90\x01",
+    "not UTF-8": msgpack.packb([3, 1, 1, {"a": "b"}]).replace(b"\xa1b", b"\xa1\xff"),
+    "a timestamp": msgpack.packb([3, 1, 1, {"a": msgpack.Timestamp(1)}]),
+    "an extension": msgpack.packb([3, 1, 1, {"a": msgpack.ExtType(5, b"x")}]),
+    "an empty extension": b"\x94\x03\x01\x01\x81\xa1a\xc7\x00\x05",
+    "a long array": msgpack.packb([3, 1, 1, {"a": [0] * 65}]),
+    "an array longer than the frame": b"\x94\x03\x01\x01\x81\xa1a\xdd\xff\xff\xff\xff",
+    "a long map": msgpack.packb([3, 1, 1, {str(n): 0 for n in range(65)}]),
+    "thousands of levels": b"\x91" * 3000 + b"\x90",
+    "deep and large": msgpack.packb([3, 1, 1, {"a": nested(3), "b": b"x" * 5000}]),
+    "many objects": msgpack.packb([3, 1, 1, {"a": [[b"x" * 5] * 60] * 60}]),
+}
+
+FIELDS: dict[str, object] = {
+    "no map": [],
+    "empty": {},
+    "a field too many": ack_body(more=1),
+    "another name": {"step": 1, "forwards": 1, "collectives": 1, "digets": 1},
+    "a key of bytes": {b"step": 1, "forwards": 1, "collectives": 1, "digest": 1},
+    "a bool for a number": ack_body(step=True),
+    "a float for a number": ack_body(step=1.0),
+    "a string for a number": ack_body(step="1"),
+    "nil for a number": ack_body(step=None),
+    "a number below": ack_body(step=-1),
+    "a number above": ack_body(digest=1 << 32),
+    "a list for a number": ack_body(step=[1]),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_frame(what: str) -> None:
+    assert refusal(MALFORMED[what]) is Code.FRAME_MALFORMED
+
+
+@pytest.mark.parametrize("what", [what for what, frame in MALFORMED.items() if len(frame) < 4000])
+def test_a_malformed_frame_before_the_link_is_open(what: str) -> None:
+    assert refusal(MALFORMED[what], Decoder()) is Code.FRAME_MALFORMED
+
+
+def test_how_deep_a_frame_may_be_before_the_link_is_open() -> None:
+    assert refusal(msgpack.packb([3, 1, 1, {"a": nested(1)}]), Decoder()) is Code.FIELD_INVALID
+    assert refusal(msgpack.packb([3, 1, 1, {"a": nested(2)}]), Decoder()) is Code.FRAME_MALFORMED
+
+
+@pytest.mark.parametrize("what", FIELDS)
+def test_a_body_that_does_not_fit_its_type(what: str) -> None:
+    assert refusal(msgpack.packb(ack_frame(FIELDS[what]))) is Code.FIELD_INVALID
+
+
+def pong_with(phase_s: float) -> bytes:
+    frame: bytes = msgpack.packb([Pong.TYPE, 1, 1, to_body(EXAMPLES[Pong]) | {"phase_s": phase_s}])
+    return frame
+
+
+@pytest.mark.parametrize("phase_s", [float("nan"), float("inf"), float("-inf"), -1.0])
+def test_a_float_that_is_no_time(phase_s: float) -> None:
+    assert refusal(pong_with(phase_s)) is Code.FIELD_INVALID
+
+
+@pytest.mark.parametrize(("packed", "why"), [(b"\0" * 3, "odd size"), (b"", "empty"), (b"\0" * 4, "uid 0")])
+def test_packed_integers_that_are_none(packed: bytes, why: str) -> None:
+    body = {"rows": packed, "agreement": "broadcast"}
+    assert refusal(msgpack.packb([StepToken.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+
+
+@pytest.mark.parametrize("message", [m for m in EXAMPLES.values() if field_codecs(type(m))], ids=repr)
+def test_a_refusal_names_the_field(message: Message) -> None:
+    for name, _ in field_codecs(type(message)):
+        payload = msgpack.unpackb(encode(message, 1, 1)[4:])
+        payload[3][name] = {"not": "this"}
+        with pytest.raises(RemoteProtocolError, match=rf"{type(message).__name__}\.{name}: expected"):
+            read_all(open_decoder(), framed(msgpack.packb(payload)))
+        del payload[3][name]
+        payload[3]["surplus"] = 0
+        with pytest.raises(RemoteProtocolError, match=f"{name!r} is missing"):
+            read_all(open_decoder(), framed(msgpack.packb(payload)))
+
+
+@pytest.mark.parametrize("number", [0, 0x05, 0x0B, 0x7F, 0xFE, 0x100, -1])
+def test_an_unknown_type(number: int) -> None:
+    assert refusal(msgpack.packb([number, 1, 1, {}])) is Code.UNKNOWN_TYPE
+
+
+def test_a_peer_before_its_welcome_gets_4_kib() -> None:
+    payload = b"x" * (MAX_OPENING_FRAME + 1)
+    assert refusal(payload, Decoder()) is Code.FRAME_OVERSIZE
+    assert refusal(payload, open_decoder()) is Code.FRAME_MALFORMED
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+
+def peak_bytes(decoder: Decoder, data: bytes, code: Code) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RemoteProtocolError) as caught:
+            read_all(decoder, data)
+        assert caught.value.code is code
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("length", [MAX_FRAME + 1, 2**32 - 1])
+def test_an_oversize_length_is_refused_before_anything_is_stored(length: int) -> None:
+    assert peak_bytes(open_decoder(), struct.pack(">I", length), Code.FRAME_OVERSIZE) < 16 * 1024
+
+
+BOMBS = {
+    "empty maps": b"\xdd" + struct.pack(">I", 1 << 20) + b"\x80" * (1 << 20),
+    "rows of empty maps": b"\xdc\x00\x40" + (b"\xdc\x00\x40" + (b"\xdc\x00\x40" + b"\x80" * 64) * 64) * 64,
+    "arrays in arrays": b"\xdd\x00\x03\xff\xff" * 200_000,
+    "one string too long": b"\xdb\xff\xff\xff\xff" + b"x" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_costs_no_more_than_its_own_bytes(name: str) -> None:
+    data = framed(BOMBS[name])
+    assert peak_bytes(open_decoder(), data, Code.FRAME_MALFORMED) < 3 * len(data) + 64 * 1024
+
+
+@pytest.mark.parametrize("headers", [b"\x91", b"\xdc\x00\x40", b"\xdc\x0f\xff", b"\xde\x00\x40\xa1a"])
+def test_a_small_bomb_on_an_open_link(headers: bytes) -> None:
+    data = framed((headers * 4096)[:MAX_OPENING_FRAME])
+    assert peak_bytes(open_decoder(), data, Code.FRAME_MALFORMED) < 2 << 20
+
+
+def test_nothing_of_earlier_frames_is_kept() -> None:
+    decoder, frame = open_decoder(), encode(PromptTokens(1, 0, 2000, tuple(range(2000))), 1, 1)
+    tracemalloc.start()
+    try:
+        for _ in range(300):
+            assert len(read_all(decoder, frame[:100])) == 0
+            assert len(read_all(decoder, frame[100:])) == 1
+        assert tracemalloc.get_traced_memory()[0] < 10 * len(frame)
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_buffer_never_holds_more_than_a_frame_and_a_read() -> None:
+    read = 64 * 1024
+    stream = encode(Generate(1, tuple(range(MAX_FRAME_TOKENS)), 1), 1, 1) * 3
+    decoder, frames = open_decoder(), 0
+    for start in range(0, len(stream), read):
+        frames += len(read_all(decoder, stream[start : start + read]))
+        assert decoder.pending <= 4 + MAX_FRAME
+    assert frames == 3
+
+
+# --- noise ------------------------------------------------------------------------------------------
+
+
+def mutated(rng: random.Random, frame: bytes) -> bytes:
+    """The frame with a few bytes changed, cut out or put in; often its length is mended afterwards."""
+    data = bytearray(frame)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data)) if data else 0
+        match rng.randrange(4):
+            case 0 if data:
+                data[at] = rng.randrange(256)
+            case 1 if data:
+                data[at] ^= 1 << rng.randrange(8)
+            case 2:
+                del data[at : at + rng.randint(1, 8)]
+            case _:
+                data[at:at] = rng.randbytes(rng.randint(1, 8))
+    return framed(bytes(data[4:])) if rng.random() < 0.8 else bytes(data)
+
+
+@pytest.mark.parametrize("limit", [MAX_OPENING_FRAME, MAX_FRAME])
+def test_noise_is_refused_and_leaves_nothing_behind(limit: int) -> None:
+    rng = random.Random(20_000)
+    frames = [encode(message, 1, 1) for message in EXAMPLES.values()]
+    frames.append(encode(PromptTokens(1, 0, 2000, tuple(range(2000))), 1, 1))
+    refused = 0
+    tracemalloc.start()
+    try:
+        for _ in range(FUZZ_FRAMES // 2):
+            noise = mutated(rng, rng.choice(frames))
+            if rng.random() < 0.1:
+                noise = rng.randbytes(rng.randint(1, 100))
+            decoder = Decoder()
+            decoder.limit = limit
+            try:
+                read_all(decoder, noise)
+            except RemoteProtocolError:
+                refused += 1
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert refused > FUZZ_FRAMES // 4
+    # Some MB may be the interpreter's own: its table of interned strings grows once.
+    assert kept < 4 << 20
+    assert peak < 8 << 20

@@ -1,0 +1,273 @@
+"""The blocking shell over real sockets: what it adds is waiting, so that is what is tested."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+
+from mlxtp.errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
+from mlxtp.wire.frames import encode
+from mlxtp.wire.link import Link, connect, listen, secure
+from mlxtp.wire.messages import Ack, Delta, Generate, Ping, PromptTokens, SessionEnd, StepToken
+from mlxtp.wire.protocol import LinkKind, Received, State
+
+from .walk import EPOCH, pair_in
+
+T = TypeVar("T")
+
+TIMEOUT_S = 5.0
+"""Far longer than anything here takes: a test that reaches it fails."""
+
+
+def in_background(act: Callable[..., T], *args: object) -> Future[T]:
+    """`act` in a thread of its own, which a test that fails does not wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act(*args))
+        except MlxtpError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class Joined:
+    """Two links over a socket pair, in LOADED with uid 1 live. `upper_sock` is the upper side's socket."""
+
+    def __init__(
+        self, kind: LinkKind, state: State = State.LOADED, upper_timeout_s: float = TIMEOUT_S
+    ) -> None:
+        pair = pair_in(kind, state)
+        self.upper_sock, self.lower_sock = socket.socketpair()
+        self.upper = Link(self.upper_sock, pair.upper, upper_timeout_s)
+        self.lower = Link(self.lower_sock, pair.lower, TIMEOUT_S)
+
+    def close(self) -> None:
+        self.upper.close()
+        self.lower.close()
+
+
+@pytest.fixture
+def decode() -> Iterator[Joined]:
+    joined = Joined(LinkKind.DECODE)
+    yield joined
+    joined.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Joined]:
+    joined = Joined(LinkKind.PIPE_LEADER)
+    yield joined
+    joined.close()
+
+
+def test_a_step_and_its_ack(decode: Joined) -> None:
+    seq = decode.upper.send(StepToken((1,), "broadcast"))
+    assert decode.lower.receive() == [Received(seq, StepToken((1,), "broadcast"))]
+    decode.lower.send(Ack(seq, 1, 1, 0))
+    ((_, ack),) = decode.upper.receive()
+    assert ack == Ack(seq, 1, 1, 0)
+
+
+def test_a_frame_in_two_halves(decode: Joined) -> None:
+    frame = decode.upper.protocol.send(StepToken((1,), "broadcast"))
+    received = in_background(decode.lower.receive)
+    decode.upper_sock.sendall(frame[:7])
+    decode.upper_sock.sendall(frame[7:])
+    assert len(received.result(TIMEOUT_S)) == 1
+
+
+def test_a_frame_larger_than_the_socket_buffers(decode: Joined) -> None:
+    tokens = tuple(range(500_000))
+    received = in_background(decode.lower.receive)
+    decode.upper.send(PromptTokens(2, 0, len(tokens), tokens))
+    ((_, prompt),) = received.result(TIMEOUT_S)
+    assert prompt == PromptTokens(2, 0, len(tokens), tokens)
+
+
+def test_the_end_in_order() -> None:
+    joined = Joined(LinkKind.PIPE, State.ENDED)
+    joined.lower.send(SessionEnd())
+    joined.lower.close()
+    ((_, message),) = joined.upper.receive()
+    assert message == SessionEnd()
+    assert joined.upper.receive() == []
+    assert joined.upper.receive(timeout_s=TIMEOUT_S) == []
+    joined.close()
+
+
+def test_a_peer_that_is_gone(decode: Joined) -> None:
+    decode.lower.close()
+    with pytest.raises(LinkError, match="the rank is gone, in state loaded") as caught:
+        decode.upper.receive()
+    assert caught.value.code is Code.LINK_LOST
+    with pytest.raises(LinkError):
+        decode.upper.send(StepToken((1,), "broadcast"))
+
+
+def test_sending_to_a_peer_that_is_gone(decode: Joined) -> None:
+    decode.lower.close()
+    with pytest.raises(LinkError) as caught:
+        decode.upper.send(StepToken((1,), "broadcast"))
+    assert caught.value.code is Code.LINK_LOST
+
+
+def test_half_a_frame_and_then_the_end(decode: Joined) -> None:
+    decode.lower_sock.sendall(encode(Ack(1, 1, 1, 0), EPOCH, 9)[:10])
+    decode.lower.close()
+    with pytest.raises(LinkError, match="in the middle of a frame"):
+        decode.upper.receive()
+
+
+def test_a_peer_that_breaks_a_rule(decode: Joined) -> None:
+    decode.lower_sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, decode.lower.protocol.seq + 1))
+    with pytest.raises(RemoteProtocolError, match="the rank may not send Delta"):
+        decode.upper.receive()
+    with pytest.raises(RemoteProtocolError, match="the rank may not send Delta"):
+        decode.upper.send(StepToken((1,), "broadcast"))
+
+
+def test_a_rule_that_is_broken_here_sends_nothing(decode: Joined) -> None:
+    with pytest.raises(LocalProtocolError):
+        decode.lower.send(Delta((1,), (0,), (5,)))
+    decode.upper_sock.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        decode.upper_sock.recv(1)
+
+
+def test_a_peer_that_does_not_read() -> None:
+    joined = Joined(LinkKind.DECODE, upper_timeout_s=0.2)
+    tokens = tuple(range(500_000))
+    with pytest.raises(LinkError, match=r"PromptTokens was not taken within 0\.2 s") as caught:
+        joined.upper.send(PromptTokens(2, 0, len(tokens), tokens))
+    assert caught.value.code is Code.LINK_TIMEOUT
+    with pytest.raises(LinkError) as caught:
+        joined.upper.send(StepToken((1,), "broadcast"))
+    assert caught.value.code is Code.LINK_LOST
+    joined.close()
+
+
+def test_a_peer_that_does_not_read_can_still_be_heard(pipe: Joined) -> None:
+    sending = in_background(pipe.upper.send, Generate(2, tuple(range(500_000)), 9))
+    pipe.lower.send(Delta((1,), (0,), (5,)))
+    ((_, delta),) = pipe.upper.receive()
+    assert delta == Delta((1,), (0,), (5,))
+    assert not sending.done()
+    pipe.lower.receive()
+    sending.result(TIMEOUT_S)
+
+
+def test_waiting_outlasts_the_send_timeout() -> None:
+    joined = Joined(LinkKind.DECODE, upper_timeout_s=0.02)
+    received = in_background(joined.upper.receive)
+    with pytest.raises(TimeoutError):
+        received.result(0.1)
+    seq = joined.upper.send(StepToken((1,), "broadcast"))
+    joined.lower.receive()
+    joined.lower.send(Ack(seq, 1, 1, 0))
+    assert len(received.result(TIMEOUT_S)) == 1
+    joined.close()
+
+
+def test_receive_with_a_deadline(decode: Joined) -> None:
+    decode.lower_sock.sendall(b"\0\0")  # a part of a frame does not extend it
+    start = time.monotonic()
+    with pytest.raises(LinkError, match=r"nothing came within 0\.05 s") as caught:
+        decode.upper.receive(timeout_s=0.05)
+    assert caught.value.code is Code.LINK_TIMEOUT
+    assert time.monotonic() - start < TIMEOUT_S
+
+
+@pytest.mark.parametrize("timeout_s", [None, TIMEOUT_S])
+def test_close_wakes_the_reader(decode: Joined, timeout_s: float | None) -> None:
+    received = in_background(decode.upper.receive, timeout_s)
+    decode.upper.close()
+    decode.upper.close()
+    assert received.result(TIMEOUT_S) == []
+    assert decode.upper.receive(timeout_s) == []
+    with pytest.raises(LinkError, match="closed at this end"):
+        decode.upper.send(StepToken((1,), "broadcast"))
+
+
+def test_close_wakes_the_sender(decode: Joined) -> None:
+    tokens = tuple(range(500_000))
+    sending = in_background(decode.upper.send, PromptTokens(2, 0, len(tokens), tokens))
+    decode.lower_sock.recv(1)  # it has begun
+    decode.upper.close()
+    with pytest.raises(LinkError):
+        sending.result(TIMEOUT_S)
+
+
+def test_frames_of_many_threads_do_not_mix(pipe: Joined) -> None:
+    count = 200
+    seen: list[Received] = []
+
+    def read() -> None:
+        while len(seen) < 4 * count:
+            seen.extend(pipe.lower.receive())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with ThreadPoolExecutor(4) as pool:
+        seqs = [*pool.map(lambda _: pipe.upper.send(Ping()), range(4 * count))]
+    reader.join(TIMEOUT_S)
+    assert sorted(seqs) == [received.seq for received in seen]
+
+
+# --- how sockets come to be -------------------------------------------------------------------------
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_connect_and_accept(host: str) -> None:
+    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    try:
+        listener = listen(host)
+    except OSError:
+        pytest.skip(f"{host} is not there")
+    with listener:
+        lower = Link(secure(connect(address_of(listener), TIMEOUT_S)), pair.lower, TIMEOUT_S)
+        sock, _ = listener.accept()
+        upper = Link(secure(sock), pair.upper, TIMEOUT_S)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        upper.send(StepToken((1,), "broadcast"))
+        assert len(lower.receive()) == 1
+        upper.close()
+        lower.close()
+
+
+def test_connect_waits_for_the_listener() -> None:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    with listener:
+        connecting = in_background(connect, address_of(listener), TIMEOUT_S)
+        with pytest.raises(TimeoutError):
+            connecting.result(0.1)
+        listener.listen()
+        connecting.result(TIMEOUT_S).close()
+
+
+def test_connect_gives_up() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        with pytest.raises(LinkError, match="nobody answered at 127") as caught:
+            connect(address_of(closed), 0.1)
+    assert caught.value.code is Code.LINK_TIMEOUT
+
+
+def test_connect_to_no_host() -> None:
+    with pytest.raises(LinkError, match="cannot connect to") as caught:
+        connect("255.255.255.255:1", TIMEOUT_S)
+    assert caught.value.code is Code.LINK_LOST

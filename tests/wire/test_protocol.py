@@ -1,0 +1,501 @@
+"""One end of a link against the other: whole lives, every illegal move, the envelope, the end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
+from mlxtp.wire.frames import encode
+from mlxtp.wire.messages import (
+    MESSAGES,
+    Abort,
+    Ack,
+    Cancel,
+    ClearCache,
+    Delta,
+    Done,
+    Error,
+    Finished,
+    Generate,
+    Init,
+    LoadShard,
+    Message,
+    Ping,
+    Pong,
+    PromptTokens,
+    SanityCheck,
+    SessionEnd,
+    SessionStop,
+    Shutdown,
+    StepToken,
+    Unload,
+)
+from mlxtp.wire.order import TABLES, TERMINAL, RequestFailed
+from mlxtp.wire.protocol import LinkKind, Protocol, Received, Side, State
+
+from .samples import EXAMPLES, MESSAGE
+from .walk import EPOCH, Pair, example, pair_in, path_to, requests, sequences
+
+EVERYWHERE = [(link, state) for link in LinkKind for state in TABLES[link]]
+KINDS: list[type[Message]] = [*MESSAGES.values(), RequestFailed]
+
+
+def say(name: str) -> Message:
+    return next(message for kind, message in EXAMPLES.items() if kind.__name__ == name)
+
+
+# --- stories ----------------------------------------------------------------------------------------
+
+
+def test_the_life_of_a_decode_link() -> None:
+    link = Pair.of(LinkKind.DECODE)
+    link.down(say("Hello"))
+    link.up(say("Welcome"))
+    link.up(Init())
+    link.down(say("InitDone"))
+    link.up(SanityCheck())
+    link.down(say("SanityDone"))
+
+    link.up(LoadShard("/models/missing", 512, ()))
+    link.down(Error(Code.MODEL_INVALID, "no such folder", 0))
+    assert link.upper.state is State.PROVEN, "a load that failed leaves the group usable"
+    link.up(Unload())  # other ranks could load it
+    link.down(Done())
+    link.up(LoadShard("/models/tiny", 512, ()))
+    link.down(say("Loaded"))
+
+    link.up(PromptTokens(1, 0, 5, (10, 11, 12)))
+    link.up(PromptTokens(1, 3, 5, (13, 14)))  # ahead of the first one's Ack
+    first, second = link.upper.seq - 1, link.upper.seq
+    assert link.upper.outstanding == link.lower.outstanding == 2
+    link.down(Ack(first, 1, 2, 0))
+    link.up(StepToken((1,), "broadcast"))
+    link.down(Ack(second, 2, 4, 99), Ack(link.upper.seq, 3, 6, 98))
+    link.up(PromptTokens(2, 0, 1, (20,)), StepToken((2, 1), "broadcast"))
+    link.up(SessionStop(1, "stop", 4))
+    link.down(Ack(link.upper.seq - 2, 4, 8, 97), Ack(link.upper.seq - 1, 5, 10, 96))
+
+    link.up(ClearCache())
+    link.down(Done())
+    link.up(StepToken((2,), "broadcast"))
+    link.down(Ack(link.upper.seq, 6, 12, 95))
+    link.up(Abort())
+    link.down(Done())
+    link.up(Unload())
+    link.down(Done())
+    link.up(ClearCache())
+    link.down(Done())
+    link.up(Shutdown())
+    link.down(Done(), SessionEnd())
+
+    assert link.upper.closed
+    assert link.lower.closed
+    link.upper.receive_eof()
+    link.lower.receive_eof()
+
+
+def test_the_life_of_a_pipe_to_rank_0() -> None:
+    pipe = Pair.of(LinkKind.PIPE_LEADER)
+    pipe.down(say("Hello"))
+    pipe.up(say("Welcome"), Ping(), say("Bootstrap"))
+    pipe.down(say("Pong"), Done())
+    pipe.up(Init())
+    pipe.up(Ping(), Ping())
+    pipe.down(say("Pong"), say("InitDone"), say("Pong"))
+    pipe.up(SanityCheck())
+    pipe.down(say("SanityDone"))
+    pipe.up(say("LoadShard"))
+    pipe.down(say("Loaded"))
+
+    pipe.up(Generate(1, (5, 6), 10), Generate(2, (7,), 10), Generate(5, (8,), 10))
+    pipe.down(Delta((1,), (0,), (50,)))
+    pipe.down(Delta((1, 2), (1, 0), (51, 60)))
+    pipe.down(Error(Code.CONTEXT_OVERFLOW, "too long", 5))
+    pipe.up(Cancel(5), Cancel(2))
+    pipe.down(Delta((2, 2), (1, 2), (61, 62)), Finished(2, "cancel", 3, 3))
+    pipe.down(Finished(1, "stop", 2, 2))
+
+    pipe.up(Generate(6, (9,), 10))
+    pipe.up(Abort())
+    pipe.down(Delta((6, 6, 6), (0, 1, 2), (70, 71, 72)))  # it crossed the Abort
+    pipe.up(Generate(7, (9,), 10), Cancel(6))
+    pipe.down(Done())
+    pipe.down(Delta((7,), (0,), (80,)), Finished(7, "stop", 1, 1))
+    pipe.up(Unload(), Cancel(7))
+    pipe.down(Done())
+    pipe.up(Shutdown())
+    pipe.down(Done(), SessionEnd())
+    assert pipe.upper.closed
+    assert pipe.lower.closed
+
+
+def test_the_life_of_a_plain_pipe() -> None:
+    pipe = Pair.of(LinkKind.PIPE)
+    pipe.down(say("Hello"))
+    pipe.up(say("Welcome"), say("Bootstrap"))
+    pipe.down(Done())
+    pipe.up(Ping())
+    pipe.down(say("Pong"))
+    pipe.up(Shutdown())
+    pipe.down(Done(), SessionEnd())
+    assert pipe.upper.closed
+
+
+def test_a_hello_that_is_refused() -> None:
+    link = pair_in(LinkKind.DECODE, State.GREETED)
+    link.up(Error(Code.NOT_AUTHENTIC, "another epoch's key", 0))
+    assert link.lower.closed
+    link.lower.receive_eof()
+
+
+def test_tokens_on_their_way_when_shutdown_was_sent() -> None:
+    pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    shutdown = pipe.upper.send(Shutdown())
+    late = pipe.lower.send(Delta((1,), (0,), (50,))) + pipe.lower.send(Finished(1, "stop", 1, 1))
+    assert len(pipe.upper.receive_data(late)) == 2
+    pipe.lower.receive_data(shutdown)
+    pipe.down(Done(), SessionEnd())
+
+
+@pytest.mark.parametrize("crossed", [True, False])
+@pytest.mark.parametrize(
+    ("state", "reply"),
+    [
+        (State.LINKING, "Done"),
+        (State.FORMING, "InitDone"),
+        (State.PROVING, "SanityDone"),
+        (State.LOADING, "Loaded"),
+        (State.LOADING, "Error"),
+        (State.CLEARING, "Done"),
+        (State.ABORTING, "Done"),
+        (State.UNLOADING, "Done"),
+    ],
+)
+def test_shutdown_of_a_busy_rank_gets_both_replies(state: State, reply: str, crossed: bool) -> None:
+    pipe = pair_in(LinkKind.PIPE_LEADER, state)
+    shutdown = pipe.upper.send(Shutdown())
+    if crossed:
+        pipe.upper.receive_data(pipe.lower.send(say(reply)))
+        pipe.lower.receive_data(shutdown)
+    else:
+        pipe.lower.receive_data(shutdown)
+        pipe.down(say(reply))
+    pipe.down(Done(), SessionEnd())
+    assert pipe.upper.closed
+
+
+# --- order ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("link", "state"), EVERYWHERE)
+def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: State) -> None:
+    for side in Side:
+        for kind, end in TABLES[link][state][side].items():
+            pair = pair_in(link, state)
+            if kind is Cancel and not requests(pair.upper).last_uid:
+                continue  # the way here led past no request
+            prepare(pair, kind)
+            pair.move(side, legal(pair, kind))
+            assert pair.upper.state is end
+
+
+def prepare(pair: Pair, kind: type[Message]) -> None:
+    """What must have been said before, other than what the state tells."""
+    if kind is Pong:
+        pair.up(Ping())
+    if kind is Ack:
+        pair.up(StepToken((1,), "broadcast"))
+
+
+def legal(pair: Pair, kind: type[Message]) -> Message:
+    if kind is Ack:
+        return Ack(pair.upper.seq, 1, 1, 0)
+    if kind is Generate:
+        return Generate(2, (5,), 10)
+    if kind is PromptTokens:
+        return PromptTokens(2, 0, 1, (5,))
+    return example(kind)
+
+
+@pytest.mark.parametrize(("link", "state"), EVERYWHERE)
+def test_every_illegal_move_is_refused_at_both_ends(link: LinkKind, state: State) -> None:
+    for side in Side:
+        for kind in KINDS:
+            if kind not in TABLES[link][state][side]:
+                refuse_to_send(link, state, side, example(kind))
+                refuse_to_receive(link, state, side, example(kind))
+
+
+def refuse_to_send(link: LinkKind, state: State, side: Side, message: Message) -> None:
+    sender = pair_in(link, state).end(side)
+    if state in TERMINAL:
+        with pytest.raises(LinkError, match=f"in state {state}"):
+            sender.send(message)
+        assert sender.state is state
+        return
+    for attempt in (message, Ping(), Done()):
+        with pytest.raises(LocalProtocolError) as caught:
+            sender.send(attempt)
+        assert caught.value.code is Code.OUT_OF_ORDER
+        for part in (str(link), link.who(side), type(message).__name__, f"in state {state}"):
+            assert part in caught.value.detail
+    assert sender.state is State.FAILED
+    with pytest.raises(LocalProtocolError):
+        sender.receive_data(b"")
+    with pytest.raises(LocalProtocolError):
+        sender.receive_eof()
+
+
+def refuse_to_receive(link: LinkKind, state: State, side: Side, message: Message) -> None:
+    pair = pair_in(link, state)
+    receiver = pair.end(side.peer)
+    frame = encode(message, EPOCH, pair.end(side).seq + 1)
+    if state in TERMINAL and path_to(link, state)[-1][0] is receiver.side:
+        assert receiver.receive_data(frame) == [], "what was on its way when we ended is discarded"
+        receiver.receive_eof()
+        return
+    with pytest.raises(RemoteProtocolError) as caught:
+        receiver.receive_data(frame)
+    assert caught.value.code is Code.OUT_OF_ORDER
+    for part in (str(link), link.who(side), type(message).__name__, f"in state {state}"):
+        assert part in caught.value.detail
+    assert receiver.state is State.FAILED
+    with pytest.raises(RemoteProtocolError, match="may not send"):
+        receiver.receive_data(b"")
+    with pytest.raises(RemoteProtocolError, match="may not send"):
+        receiver.send(Ping())
+
+
+def test_a_rank_other_than_0_that_speaks() -> None:
+    pipe = pair_in(LinkKind.PIPE, State.LINKED)
+    with pytest.raises(LocalProtocolError, match="pipe: the rank may not send Delta in state linked"):
+        pipe.lower.send(say("Delta"))
+
+
+# --- the envelope -----------------------------------------------------------------------------------
+
+
+def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
+    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    stale = encode(SessionEnd(), EPOCH - 1, 1) + encode(Ack(1, 1, 1, 1), EPOCH + 1, 900)
+    assert pair.upper.receive_data(stale) == []
+    assert pair.upper.dropped == 2
+    pair.up(StepToken((1,), "broadcast"))
+    pair.down(Ack(pair.upper.seq, 1, 1, 0))
+
+
+@pytest.mark.parametrize("offset", [-1, 0, 2, 1000])
+def test_a_wrong_seq(offset: int) -> None:
+    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    last = pair.upper.seq
+    with pytest.raises(RemoteProtocolError) as caught:
+        pair.lower.receive_data(encode(StepToken((1,), "broadcast"), EPOCH, last + offset))
+    assert caught.value.code is Code.WRONG_SEQ
+    assert f"numbered {last + offset}, expected {last + 1}" in caught.value.detail
+    assert pair.lower.state is State.FAILED
+
+
+def test_frames_are_numbered_from_1_in_each_direction() -> None:
+    pair = Pair.of(LinkKind.DECODE)
+    assert pair.move(Side.LOWER, say("Hello")) == [Received(1, say("Hello"))]
+    assert pair.move(Side.UPPER, say("Welcome")) == [Received(1, say("Welcome"))]
+    assert pair.move(Side.UPPER, Init()) == [Received(2, Init())]
+    assert (pair.upper.seq, pair.lower.seq) == (2, 1)
+
+
+def test_a_bad_value_is_not_sent() -> None:
+    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    with pytest.raises(LocalProtocolError) as caught:
+        pair.upper.send(StepToken((), "broadcast"))
+    assert caught.value.code is Code.FIELD_INVALID
+    assert pair.upper.state is State.FAILED
+
+
+def test_an_error_does_not_repeat_secrets() -> None:
+    pair = pair_in(LinkKind.PIPE, State.OPEN)
+    bad = replace(say("Bootstrap"), world_size=99)  # type: ignore[type-var]
+    with pytest.raises(LocalProtocolError) as caught:
+        pair.upper.send(bad)
+    assert "world_size" in caught.value.detail
+    assert "kkkk" not in caught.value.detail
+
+
+def test_the_frame_limit_rises_with_welcome_even_in_the_middle_of_a_read() -> None:
+    pair = pair_in(LinkKind.DECODE, State.GREETED)
+    data = pair.upper.send(say("Welcome"))
+    long = LoadShard("x" * 4000, 512, (1,) * 64)
+    stray = encode(long, EPOCH, 2)
+    assert len(stray) > 4096
+    with pytest.raises(RemoteProtocolError) as caught:
+        pair.lower.receive_data(data + stray)
+    assert caught.value.code is Code.OUT_OF_ORDER, "judged by its order, not by its size"
+    with pytest.raises(RemoteProtocolError) as caught:
+        Protocol(LinkKind.DECODE, Side.LOWER, EPOCH).receive_data(stray)
+    assert caught.value.code is Code.FRAME_OVERSIZE
+
+
+@given(st.lists(st.integers(1, 200), max_size=30))
+def test_how_the_stream_is_cut_does_not_matter(sizes: list[int]) -> None:
+    stream, expected = STREAM
+    lower = pair_in(LinkKind.DECODE, State.LOADED).lower
+    received: list[Received] = []
+    for size in [*sizes, len(stream)]:
+        received += lower.receive_data(stream[:size])
+        stream = stream[size:]
+    assert received == expected
+
+
+def _recorded() -> tuple[bytes, list[Received]]:
+    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    messages: list[Message] = [
+        PromptTokens(2, 0, 9, tuple(range(8))),
+        PromptTokens(2, 8, 9, (1,)),
+        *(StepToken((1, 2), "broadcast") for _ in range(5)),
+        SessionStop(1, "length", 5),
+        StepToken((2,), "broadcast"),
+    ]
+    first = pair.upper.seq + 1
+    stream = b"".join(pair.upper.send(message) for message in messages)
+    return stream, [Received(first + n, message) for n, message in enumerate(messages)]
+
+
+STREAM = _recorded()
+
+
+# --- the end ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("link", "state"), [(k, s) for k, s in EVERYWHERE if s not in TERMINAL])
+def test_eof_before_session_end_is_a_lost_link(link: LinkKind, state: State) -> None:
+    upper = pair_in(link, state).upper
+    with pytest.raises(LinkError, match=f"is gone, in state {state}") as caught:
+        upper.receive_eof()
+    assert caught.value.code is Code.LINK_LOST
+    assert upper.state is State.FAILED
+    with pytest.raises(LinkError):
+        upper.send(Ping())
+
+
+def test_eof_in_the_middle_of_a_frame() -> None:
+    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    pair.upper.receive_data(encode(Ack(1, 1, 1, 1), EPOCH, 1)[:-1])
+    with pytest.raises(LinkError, match="the rank is gone, in the middle of a frame"):
+        pair.upper.receive_eof()
+
+
+def test_rank_0_reports_its_end_to_the_others() -> None:
+    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link.up(StepToken((1,), "broadcast"))
+    ack = link.lower.send(Ack(link.upper.seq, 1, 1, 0))
+    link.lower.receive_data(link.upper.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
+    assert link.lower.state is State.FAILED
+    assert link.upper.receive_data(ack) == []
+    with pytest.raises(LinkError, match="the rank may not send Ack in state failed"):
+        link.lower.send(Ack(2, 1, 1, 0))
+
+
+def test_a_rank_that_reported_its_end_hears_nothing_more() -> None:
+    pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    ping = pipe.upper.send(Ping())
+    pipe.upper.receive_data(pipe.lower.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
+    assert pipe.lower.receive_data(ping) == []
+    pipe.lower.receive_eof()
+    assert pipe.upper.state is State.FAILED
+    with pytest.raises(LinkError, match="is gone, in state failed"):
+        pipe.upper.receive_eof()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(LinkKind), st.sampled_from(Side), MESSAGE)
+def test_whatever_a_peer_says_is_taken_or_refused(link: LinkKind, side: Side, message: Message) -> None:
+    pair = pair_in(link, State.LINKED if link is LinkKind.PIPE else State.LOADED)
+    receiver = pair.end(side)
+    try:
+        received = receiver.receive_data(encode(message, EPOCH, pair.end(side.peer).seq + 1))
+    except RemoteProtocolError:
+        assert receiver.state is State.FAILED
+    else:
+        assert [r.message for r in received] == [message]
+
+
+# --- two ends that are never at the same place ------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(LinkKind), st.integers(0, 2**32))
+def test_lawful_ends_never_accuse_each_other(link: LinkKind, seed: int) -> None:
+    """Both ends say whatever is legal for them, and bytes arrive late; nobody ever breaks a rule."""
+    rng = random.Random(seed)
+    pair = Pair.of(link)
+    on_the_way = {Side.UPPER: b"", Side.LOWER: b""}
+    for _ in range(150):
+        side = rng.choice((Side.UPPER, Side.LOWER))
+        end = pair.end(side)
+        if rng.random() < 0.5:
+            size = rng.randint(0, len(on_the_way[side]))
+            end.receive_data(on_the_way[side][:size])
+            on_the_way[side] = on_the_way[side][size:]
+        elif (message := anything_legal(rng, end)) is not None:
+            on_the_way[side.peer] += end.send(message)
+    for side, data in on_the_way.items():
+        pair.end(side).receive_data(data)
+    ended = {pair.upper.state, pair.lower.state} & TERMINAL
+    assert ended or pair.upper.state is pair.lower.state
+
+
+def anything_legal(rng: random.Random, end: Protocol) -> Message | None:
+    kinds = list(TABLES[end.link][end.state][end.side])
+    rng.shuffle(kinds)
+    for kind in kinds:
+        rare = kind in (Error, Shutdown) and rng.random() < 0.9
+        message = None if rare else lawful(rng, end, kind)
+        if message is not None:
+            return message
+    return None
+
+
+def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | None:
+    """A message of this kind that the ledger allows, if there is one."""
+    if end.link is LinkKind.DECODE:
+        return lawful_on_decode(rng, end, kind)
+    if kind is Pong:
+        return example(kind) if end.outstanding else None
+    if kind not in (Generate, Cancel, Delta, Finished, RequestFailed):
+        return example(kind)
+    ledger = requests(end)
+    if kind is Generate:
+        return Generate(ledger.last_uid + rng.randint(1, 3), (5,), 10)
+    if kind is Cancel:
+        return Cancel(rng.randint(1, ledger.last_uid)) if ledger.last_uid else None
+    if not ledger.tokens:
+        return None
+    uid, index = rng.choice(list(ledger.tokens.items()))
+    if kind is Delta:
+        return Delta((uid, uid), (index, index + 1), (50, 51))
+    return Finished(uid, "stop", 1, 1) if kind is Finished else Error(Code.INTERNAL, "", uid)
+
+
+def lawful_on_decode(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | None:
+    ledger = sequences(end)
+    if kind is PromptTokens:
+        if ledger.prompts and rng.random() < 0.7:
+            uid, (offset, total) = rng.choice(list(ledger.prompts.items()))
+            return PromptTokens(uid, offset, total, (5,) * rng.randint(1, total - offset))
+        return PromptTokens(ledger.last_uid + 1, 0, 4, (5,) * rng.randint(1, 4))
+    if kind is StepToken:
+        running = sorted(ledger.running)
+        rows = rng.sample(running, rng.randint(1, len(running))) if running else None
+        return StepToken(tuple(rows), "broadcast") if rows else None
+    if kind is SessionStop:
+        live = sorted(ledger.running | set(ledger.prompts))
+        return SessionStop(rng.choice(live), "stop", 1) if live else None
+    if kind is Ack:
+        return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
+    if kind in (ClearCache, Abort, Unload, Shutdown) and ledger.steps:
+        return None
+    return example(kind)

@@ -1,0 +1,113 @@
+"""Two protocols joined back to back, and the way to any state of any link."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from mlxtp.errors import Code
+from mlxtp.wire.ledger import DecodeLedger, RequestLedger
+from mlxtp.wire.messages import Ack, Error, Generate, Message, PromptTokens
+from mlxtp.wire.order import TABLES, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.protocol import Protocol, Received
+
+from .samples import EXAMPLES
+
+EPOCH = 7
+
+Move = tuple[Side, type[Message]]
+
+
+def example(kind: type[Message]) -> Message:
+    """A message for one column of the table."""
+    return Error(Code.BAD_REQUEST, "too long", 1) if kind is RequestFailed else EXAMPLES[kind]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both ends of one link; what one sends, the other receives at once."""
+
+    upper: Protocol
+    lower: Protocol
+
+    @classmethod
+    def of(cls, link: LinkKind) -> Pair:
+        return cls(Protocol(link, Side.UPPER, EPOCH), Protocol(link, Side.LOWER, EPOCH))
+
+    def end(self, side: Side) -> Protocol:
+        return self.upper if side is Side.UPPER else self.lower
+
+    def move(self, side: Side, message: Message) -> list[Received]:
+        received = self.end(side.peer).receive_data(self.end(side).send(message))
+        assert self.upper.state is self.lower.state
+        return received
+
+    def up(self, *messages: Message) -> None:
+        """The upper side sends."""
+        for message in messages:
+            assert [r.message for r in self.move(Side.UPPER, message)] == [message]
+
+    def down(self, *messages: Message) -> None:
+        """The lower side sends."""
+        for message in messages:
+            assert [r.message for r in self.move(Side.LOWER, message)] == [message]
+
+
+def path_to(link: LinkKind, target: State) -> list[Move]:
+    """A legal way from NEW to `target`: through LOADED if that can be, the shortest otherwise."""
+    ways = _ways(link, State.NEW)
+    if State.LOADED in ways and target not in _before_loaded(ways):
+        after = _ways(link, State.LOADED)
+        if target in after:
+            return [*ways[State.LOADED], *after[target]]
+    return ways[target]
+
+
+def _ways(link: LinkKind, start: State) -> dict[State, list[Move]]:
+    ways: dict[State, list[Move]] = {start: []}
+    waiting = deque([start])
+    while waiting:
+        state = waiting.popleft()
+        for side, moves in TABLES[link][state].items():
+            for kind, end in moves.items():
+                if end not in ways:
+                    ways[end] = [*ways[state], (side, kind)]
+                    waiting.append(end)
+    return ways
+
+
+def _before_loaded(ways: dict[State, list[Move]]) -> set[State]:
+    whole = ways[State.LOADED]
+    return {state for state, way in ways.items() if way == whole[: len(way)]}
+
+
+def pair_in(link: LinkKind, target: State) -> Pair:
+    """A pair in `target`. Where the way leads through LOADED, uid 1 is live there."""
+    pair = Pair.of(link)
+    for side, kind in path_to(link, target):
+        start_uid_1(pair)
+        pair.move(side, example(kind))
+    start_uid_1(pair)
+    assert pair.upper.state is target
+    return pair
+
+
+def start_uid_1(pair: Pair) -> None:
+    """In LOADED: one request, or one sequence with its prompt complete."""
+    if pair.upper.state is not State.LOADED:
+        return
+    if pair.upper.link is LinkKind.PIPE_LEADER:
+        pair.up(Generate(1, (5, 6), 10))
+    else:
+        pair.up(PromptTokens(1, 0, 2, (5, 6)))
+        pair.down(Ack(pair.upper.seq, 1, 1, 0))
+
+
+def requests(end: Protocol) -> RequestLedger:
+    assert isinstance(end.ledger, RequestLedger)
+    return end.ledger
+
+
+def sequences(end: Protocol) -> DecodeLedger:
+    assert isinstance(end.ledger, DecodeLedger)
+    return end.ledger

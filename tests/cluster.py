@@ -64,8 +64,7 @@ def rank_processes(home: Path) -> list[int]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            ours = any(argument.startswith(folder) for argument in process.cmdline())
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
+            if any(argument.startswith(folder) for argument in process.cmdline()):
                 found.append(process.pid)
     return sorted(found)
 

@@ -100,6 +100,8 @@ class Rank:
     def launch(self, step: int, frame: PromptTokens | StepToken) -> Forward:
         """Queue the forward that frame number `step` names. Returns at once; the device works on."""
         runner = self._require_runner()
+        if not self.status.in_flight:
+            self.status.progress()  # the time since the last forward was idling
         if isinstance(frame, PromptTokens):
             self.status.phase = "prefill"
             last = frame.offset + len(frame.tokens) == frame.total

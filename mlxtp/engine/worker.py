@@ -62,11 +62,13 @@ class Process:
     def fail(self, error: MlxtpError) -> None:
         """Any thread: say on every link what happened, then end. The first caller wins; does not return."""
         self._ending.acquire()
-        for link in (self.pipe, *self._decode):
-            # What cannot be told to a link that is broken or not open yet is seen there as its end.
-            with contextlib.suppress(MlxtpError, OSError):
-                link.send(Error(error.code, error.detail, 0))
-        os._exit(exit_status(error.code))
+        try:
+            for link in (self.pipe, *self._decode):
+                # What cannot be told to a link that is broken or not open yet is seen there as its end.
+                with contextlib.suppress(MlxtpError, OSError):
+                    link.send(Error(error.code, error.detail, 0))
+        finally:
+            os._exit(exit_status(error.code))  # a SIGTERM that comes now changes nothing
 
     def leave(self) -> None:
         """End in order, without running destructors that could wait for other ranks."""
@@ -244,17 +246,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
     process = Process(args.rank, args.epoch, args.folder, pipe)
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
+    with contextlib.suppress(Terminated):
+        _run_or_fail(process, listener)
+    process.leave()
+
+
+def _run_or_fail(process: Process, listener: socket.socket | None) -> None:
     try:
         run(process, listener)
-    except Terminated:
-        process.leave()
     except MlxtpError as error:
         process.fail(error)
     except MemoryError:
-        process.fail(GroupError(f"rank {args.rank} ran out of memory", Code.OUT_OF_MEMORY))
+        process.fail(GroupError(f"rank {process.rank} ran out of memory", Code.OUT_OF_MEMORY))
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever it is, the group must hear of it
-        process.fail(GroupError(f"rank {args.rank}: {type(error).__name__}: {error}", Code.FORWARD_FAILED))
-    process.leave()
+        process.fail(GroupError(f"rank {process.rank}: {type(error).__name__}: {error}", Code.FORWARD_FAILED))
 
 
 def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:

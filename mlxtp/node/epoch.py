@@ -76,19 +76,29 @@ def pick_cause(reports: Iterable[Report]) -> MlxtpError:
 
 
 def _distance_from_cause(report: Report) -> int:
-    consequence = report.error.code in (Code.RANK_LOST, Code.LINK_LOST)
-    if not consequence:
+    if not is_consequence(report.error):
         return 0
     return 1 if report.seen_from_outside else 2
 
 
+def is_consequence(error: MlxtpError) -> bool:
+    """Whether it only says that somebody is gone: why may still be on its way."""
+    return error.code in (Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY)
+
+
+_ALARM = 14
+"""SIGALRM: the rank's own limit for forming the group, which holds while MLX lets no Python run."""
+
+
 def exit_report(rank: int, status: int, code: Code | None) -> Report:
     """What a rank's exit status tells. Negative is the signal that ended it, as `subprocess` has it."""
+    if status == -_ALARM:
+        return Report(rank, GroupError(f"rank {rank} did not form the group in time", Code.FORM_FAILED))
     if status < 0:
         hint = " (the system does this when memory runs out)" if status == -9 else ""
         return Report(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
     if code is not None:
-        return Report(rank, GroupError(f"rank {rank} ended with {code}", code), code is Code.RANK_LOST)
+        return Report(rank, GroupError(f"rank {rank} ended with {code}", code))
     return Report(rank, GroupError(f"rank {rank} exited with status {status}"), True)
 
 

@@ -41,7 +41,7 @@ from ..wire.messages import (
 )
 from ..wire.protocol import LinkKind, Protocol, Side
 from ..wire.protocol import State as ProtocolState
-from .epoch import Report, Watch, exit_report, pick_cause
+from .epoch import Report, Watch, exit_report, is_consequence, pick_cause
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +223,12 @@ class Ranks:
         either: set[asyncio.Future[Any]] = {task, self.failed}
         await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            return task.result()
+            error = task.exception()
+            if not (isinstance(error, MlxtpError) and is_consequence(error)):
+                return task.result()
+            self._report(Report(0, error))
+            await asyncio.wait({self.failed}, timeout=2 * CAUSE_GRACE_S)
+            raise self.failed.result() if self.failed.done() else error
         task.cancel()
         if self.failed.done():
             raise self.failed.result()

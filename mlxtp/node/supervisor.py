@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..api.backend import Health, ModelInfo
 from ..api.text import Text
@@ -65,7 +66,6 @@ class Supervisor:
         self._desired = model
         while True:
             error = await self._one_epoch()
-            self.reason = error
             delay_s = self._policy.delay_s(time.monotonic(), error)
             if delay_s is None:
                 log.error("epoch %d: %s; giving up", self.epoch, error.detail)
@@ -180,12 +180,12 @@ class Supervisor:
             self.ranks = None
             self._enter(State.STOPPED)
             self.gateway.suspend(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
-            await asyncio.shield(ranks.stop())
+            await _to_its_end(ranks.stop())
             raise
-        self.ranks = None
+        self.ranks, self.reason = None, error
         self._enter(State.RESTARTING)
         self.gateway.suspend(error)
-        await asyncio.shield(ranks.kill())
+        await _to_its_end(ranks.kill())
         return error
 
     def _enter(self, state: State) -> None:
@@ -217,3 +217,17 @@ class Supervisor:
             open_requests=open_requests,
             ranks=tuple(rows),
         )
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, whoever cancels meanwhile and how often; then be cancelled."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    task.result()

@@ -1,12 +1,17 @@
-"""Clusters that live as long as the session, started when the first test asks for them."""
+"""Settings of all tests, and clusters that live as long as the session, started when a test asks for one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from .cluster import Cluster
+
+# A busy machine is no counterexample.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.fixture(scope="session")

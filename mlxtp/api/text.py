@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ..errors import Code, ModelError, RequestError
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
+_SHOWN = 200  # characters of another library's error
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
 
@@ -56,9 +57,9 @@ class Text:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the Rust side raises plain Exception for a broken file
-            what = str(error).strip().splitlines()[:1] or [""]
+            what = " ".join(str(error).split())[:_SHOWN]
             raise ModelError(
-                f"the tokenizer in {path} cannot be read ({type(error).__name__}: {what[0]}); "
+                f"the tokenizer in {path} cannot be read ({type(error).__name__}: {what}); "
                 "a complete model folder has tokenizer.json and tokenizer_config.json"
             ) from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:

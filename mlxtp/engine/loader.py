@@ -48,16 +48,16 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
     check_shardable(config, group.size)
     check_divisible(config, group.size)
     model, config = _read_weights(folder)
-    if group.size > 1:
-        model.shard(group.handle)
     try:
+        if group.size > 1:
+            model.shard(group.handle)
         for layer in model.layers:
             mx.eval(layer.parameters())
             progress()
         mx.eval(model.parameters())
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise ModelError(
-            f"{folder.name}: reading the weights failed: {_brief(error)}", Code.MODEL_INVALID
+            f"{folder.name}: sharding or reading the weights failed: {_brief(error)}", Code.MODEL_INVALID
         ) from error
     mx.clear_cache()
     return LoadedModel(

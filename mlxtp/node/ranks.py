@@ -221,7 +221,10 @@ class Ranks:
         """The result of `work`. Raises the epoch's failure if that comes first, GroupError if it is late."""
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.failed}
-        await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()  # unless it is done; also when the agent stops meanwhile
         if task.done():
             error = task.exception()
             if not (isinstance(error, MlxtpError) and is_consequence(error)):
@@ -229,7 +232,6 @@ class Ranks:
             self._report(Report(0, error))
             await asyncio.wait({self.failed}, timeout=2 * CAUSE_GRACE_S)
             raise self.failed.result() if self.failed.done() else error
-        task.cancel()
         if self.failed.done():
             raise self.failed.result()
         raise GroupError(f"the ranks did not {what} within {deadline_s:g} s", Code.LINK_TIMEOUT)

@@ -1,0 +1,101 @@
+"""Model folders made on the spot: any family, random weights, the embedded model's tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
+
+from mlxtp.config import embedded_model_path
+
+CONFIG: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": [5, 1],
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def write_model(folder: Path, *, seed: int = 0, quantize: int = 0, **changes: object) -> Path:
+    """A whole model folder; `quantize` is a group size for 4-bit weights. Returns `folder`."""
+    config = {**CONFIG, **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        shutil.copy(embedded_model_path() / name, folder / name)
+    mx.random.seed(seed)
+    model_class, arguments_class = _get_classes(config)
+    model = model_class(arguments_class.from_dict(config))
+    # Large enough for one token to stand out, so that rounding changes no answer.
+    model.update(
+        {
+            "model": {
+                "embed_tokens": {"weight": mx.random.normal((config["vocab_size"], config["hidden_size"]))}
+            }
+        }
+    )
+    if quantize:
+        nn.quantize(model, group_size=quantize, bits=4)
+        config["quantization"] = {"group_size": quantize, "bits": 4}
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    write_config(folder, config)
+    return folder
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    """Set fields; a field that becomes None is left out."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    write_config(folder, {name: value for name, value in config.items() if value is not None})
+
+
+def change_weights(folder: Path, **changes: mx.array | None) -> None:
+    """Set tensors, `__` for a dot in a name; one that becomes None is left out."""
+    path = folder / "model.safetensors"
+    weights = mx.load(str(path))
+    for name, value in changes.items():
+        weights[name.replace("__", ".")] = value
+    mx.eval(weights)
+    kept = {name: value for name, value in weights.items() if value is not None}
+    mx.save_safetensors(str(path), kept, metadata={"format": "mlx"})
+
+
+def split_weights(folder: Path, parts: int = 2) -> list[Path]:
+    """Spread the weights over several files with an index, as large models come."""
+    whole = folder / "model.safetensors"
+    weights = mx.load(str(whole))
+    mx.eval(weights)
+    names = sorted(weights)
+    files = []
+    weight_map = {}
+    for part in range(parts):
+        file = folder / f"model-{part + 1:05}-of-{parts:05}.safetensors"
+        chosen = names[part::parts]
+        mx.save_safetensors(str(file), {name: weights[name] for name in chosen}, metadata={"format": "mlx"})
+        weight_map |= dict.fromkeys(chosen, file.name)
+        files.append(file)
+    whole.unlink()
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    return files

@@ -1,0 +1,253 @@
+"""Model folders, whole and broken: a whole model comes out, or words that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxtp.config import embedded_model_path
+from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.loader import LoadedModel, load, make_cache, read_config
+from mlxtp.errors import Code, ModelError
+
+from .small_models import change_config, change_weights, split_weights, write_config, write_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "small")
+
+
+def load_alone(folder: Path) -> LoadedModel:
+    return load(folder, LoneGroup(), lambda: None)
+
+
+# --- whole ------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_says_what_it_is() -> None:
+    loaded = load_alone(embedded_model_path())
+    config = read_config(embedded_model_path())
+    assert loaded.name == "tiny"
+    assert loaded.context == config["max_position_embeddings"]
+    assert loaded.vocabulary == config["vocab_size"]
+    assert loaded.eos == frozenset(config["eos_token_id"])
+    assert loaded.batches
+
+
+def test_every_weight_is_in_memory_and_counted(folder: Path) -> None:
+    loaded = load_alone(folder)
+    stored = mx.load(str(folder / "model.safetensors"))
+    assert loaded.weight_bytes == sum(array.nbytes for array in stored.values())
+    (folder / "model.safetensors").unlink()
+    logits = loaded.model(mx.array([[1, 2, 3]]), cache=make_cache(loaded.model))
+    assert logits.shape == (1, 3, 512)
+    assert mx.isfinite(logits).all().item()
+
+
+def test_progress_is_said_after_each_layer(folder: Path) -> None:
+    steps: list[None] = []
+    load(folder, LoneGroup(), lambda: steps.append(None))
+    assert len(steps) == 2
+
+
+def test_weights_in_several_files_are_the_same_model(folder: Path) -> None:
+    prompt = mx.array([[3, 1, 4, 1, 5]])
+    whole = load_alone(folder).model(prompt)
+    mx.eval(whole)
+    split_weights(folder, parts=3)
+    assert mx.array_equal(whole, load_alone(folder).model(prompt))
+
+
+def test_one_end_token_may_be_a_plain_number(folder: Path) -> None:
+    change_config(folder, eos_token_id=7)
+    assert load_alone(folder).eos == {7}
+    change_config(folder, eos_token_id=None)
+    assert load_alone(folder).eos == frozenset()
+
+
+def test_a_family_may_leave_its_usual_numbers_out(tmp_path: Path) -> None:
+    """Gemma 3 comes with a text_config that holds only what differs from the defaults."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    folder = write_model(tmp_path / "gemma", **text, vocab_size=262144)
+    change_config(folder, vocab_size=None)
+    loaded = load_alone(folder)
+    assert loaded.vocabulary == 262144
+    assert loaded.context == 512
+
+
+def test_quantized_weights_load(tmp_path: Path) -> None:
+    loaded = load_alone(write_model(tmp_path / "quantized", quantize=32))
+    assert loaded.weight_bytes < load_alone(write_model(tmp_path / "plain")).weight_bytes / 2
+
+
+# --- broken -----------------------------------------------------------------------------------------------
+
+Break = Callable[[Path], object]
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def config_cut_off(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama",')
+
+
+def config_not_text(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00\x80")
+
+
+def config_a_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[1, 2]")
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def a_file_of_the_index_is_missing(folder: Path) -> None:
+    split_weights(folder, parts=3)[1].unlink()
+
+
+def index_cut_off(folder: Path) -> None:
+    split_weights(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
+
+
+def index_of_something_else(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": None}))
+
+
+def weights_cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def weights_cut_off_early(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def weights_empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def weights_garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"garbage" * 100)
+
+
+def a_tensor_is_missing(folder: Path) -> None:
+    change_weights(folder, model__layers__1__mlp__up_proj__weight=None)
+
+
+def a_tensor_too_many(folder: Path) -> None:
+    change_weights(folder, model__layers__0__mlp__sideways_proj__weight=mx.zeros((4, 4)))
+
+
+def a_tensor_of_another_shape(folder: Path) -> None:
+    change_weights(folder, model__norm__weight=mx.ones((65,)))
+
+
+def fewer_layers_than_weights(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=1)
+
+
+def more_layers_than_weights(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=3)
+
+
+def a_number_is_missing(folder: Path) -> None:
+    change_config(folder, hidden_size=None)
+
+
+def a_number_is_a_word(folder: Path) -> None:
+    change_config(folder, num_attention_heads="many")
+
+
+def numbers_in_a_list(folder: Path) -> None:
+    change_config(folder, text_config=[64, 128])
+
+
+def code_of_its_own(folder: Path) -> None:
+    (folder / "evil.py").write_text("raise SystemExit('this ran')")
+    change_config(folder, model_file="evil.py")
+
+
+def a_family_that_is_no_model(folder: Path) -> None:
+    change_config(folder, model_type="cache")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "words"),
+    [
+        (without_config, Code.MODEL_NOT_FOUND, ["no config.json", "not a model folder"]),
+        (config_cut_off, Code.MODEL_INVALID, ["config.json cannot be read"]),
+        (config_not_text, Code.MODEL_INVALID, ["config.json cannot be read"]),
+        (config_a_list, Code.MODEL_INVALID, ["config.json is not a JSON object"]),
+        (without_weights, Code.MODEL_NOT_FOUND, ["no model*.safetensors"]),
+        (a_file_of_the_index_is_missing, Code.MODEL_INVALID, ["lacks 1 of 3", "model-00002-of-00003"]),
+        (index_cut_off, Code.MODEL_INVALID, ["index.json cannot be read"]),
+        (index_of_something_else, Code.MODEL_INVALID, ["index.json cannot be read"]),
+        (weights_cut_off, Code.MODEL_INVALID, ["small"]),
+        (weights_cut_off_early, Code.MODEL_INVALID, ["small"]),
+        (weights_empty, Code.MODEL_INVALID, ["small"]),
+        (weights_garbage, Code.MODEL_INVALID, ["small"]),
+        (a_tensor_is_missing, Code.MODEL_INVALID, ["Missing 1", "model.layers.1.mlp.up_proj.weight"]),
+        (a_tensor_too_many, Code.MODEL_INVALID, ["sideways_proj.weight", "not in model"]),
+        (a_tensor_of_another_shape, Code.MODEL_INVALID, ["(64", "(65", "model.norm.weight"]),
+        (fewer_layers_than_weights, Code.MODEL_INVALID, ["layers.1", "not in model"]),
+        (more_layers_than_weights, Code.MODEL_INVALID, ["Missing", "layers.2"]),
+        (a_number_is_missing, Code.MODEL_INVALID, ["hidden_size"]),
+        (a_number_is_a_word, Code.MODEL_INVALID, ["small"]),
+        (code_of_its_own, Code.MODEL_INVALID, ["custom module"]),
+        (numbers_in_a_list, Code.MODEL_INVALID, ["text_config"]),
+        (a_family_that_is_no_model, Code.MODEL_INVALID, ["small"]),
+    ],
+)
+def test_a_broken_folder_is_refused_in_plain_words(
+    folder: Path, spoil: Break, code: Code, words: list[str]
+) -> None:
+    spoil(folder)
+    with pytest.raises(ModelError) as refused:
+        load_alone(folder)
+    assert refused.value.code is code
+    for word in words:
+        assert word in refused.value.detail
+    # Several ranks' words must fit one frame, and a log's line.
+    assert "\n" not in refused.value.detail
+    assert len(refused.value.detail) < 400
+
+
+def test_a_model_that_cannot_be_read_is_the_same_error(tmp_path: Path) -> None:
+    folder = tmp_path / "unreadable"
+    folder.mkdir()
+    (folder / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        load_alone(folder)
+
+
+def test_after_a_refusal_the_next_model_loads(folder: Path, tmp_path: Path) -> None:
+    without = write_model(tmp_path / "without")
+    a_tensor_is_missing(without)
+    with pytest.raises(ModelError):
+        load_alone(without)
+    assert load_alone(folder).name == "small"
+
+
+def test_read_config_gives_what_stands_there(tmp_path: Path) -> None:
+    write_config(tmp_path, {"model_type": "llama", "x": [1, {"y": None}]})
+    assert read_config(tmp_path) == {"model_type": "llama", "x": [1, {"y": None}]}

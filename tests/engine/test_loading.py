@@ -1,0 +1,245 @@
+"""Loading on a real group: all ranks have the model or none has, and the group outlives a refusal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxtp.errors import Code, MlxtpError, ModelError
+from mlxtp.node.epoch import State
+
+from ..cluster import Cluster, until
+from ..reference import TINY, answer, endless_prompt, prompt_ids, reference
+from .small_models import change_weights, split_weights, write_model
+
+ANSWER = "FALCON-MERCURY-7749"
+QUESTION = f"Repeat exactly: {ANSWER}"
+EMPTY_BYTES = 100_000
+"""What a rank without a model may still hold."""
+
+
+class Group:
+    """Two ranks that can be sent to different folders."""
+
+    def __init__(self, folder: Path, signposts: Path) -> None:
+        self._signposts = signposts
+        worker = (sys.executable, str(Path(__file__).parent / "misled_worker.py"), str(signposts))
+        self.cluster = Cluster(folder, ranks=2, worker=worker)
+
+    def mislead(self, **folders: Path) -> None:
+        """`rank_1=folder`: that rank loads this folder from now on. The others load what they are told."""
+        for post in self._signposts.iterdir():
+            post.unlink()
+        for rank, folder in folders.items():
+            (self._signposts / rank.replace("_", "-")).write_text(str(folder))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
+    group = Group(tmp_path_factory.mktemp("loading"), tmp_path_factory.mktemp("signposts"))
+    with group.cluster:
+        yield group
+
+
+@pytest.fixture
+def group(shared: Group) -> Iterator[Group]:
+    """A group that serves the embedded model, and must do so again when a test is over, in the same epoch."""
+    shared.mislead()
+    if shared.cluster.supervisor.state is not State.READY:
+        shared.cluster.load("tiny")
+    yield shared
+    shared.mislead()
+    assert shared.cluster.epoch == 1
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without one of its tensors."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "lacking")
+    change_weights(folder, model__layers__1__mlp__up_proj__weight=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is whole, but does not divide by two."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
+    return write_model(tmp_path_factory.mktemp("models") / "odd", **heads)
+
+
+def refusal(group: Group, model: Path) -> ModelError:
+    with pytest.raises(ModelError) as refused:
+        group.cluster.load(model)
+    return refused.value
+
+
+def assert_nothing_is_loaded(cluster: Cluster) -> None:
+    assert cluster.supervisor.state is State.IDLE
+    assert cluster.post(QUESTION).status_code == 503
+    assert cluster.health()["model"] is None
+
+    def empty() -> bool:
+        ranks = cluster.supervisor.ranks
+        assert ranks is not None
+        return all(p.model == "" and p.memory_bytes < EMPTY_BYTES for p in ranks.pongs.values())
+
+    until(empty, "every rank without a model")
+
+
+def assert_the_group_works(group: Group) -> None:
+    group.mislead()
+    group.cluster.load("tiny")
+    assert group.cluster.content(QUESTION) == ANSWER
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_no_rank_can_load_names_every_rank_leader_first(group: Group, lacking: Path) -> None:
+    error = refusal(group, lacking)
+    assert error.code is Code.MODEL_INVALID
+    assert error.detail.startswith("rank 0: lacking: ")
+    assert "; rank 1: lacking: " in error.detail
+    assert error.detail.count("up_proj.weight") == 2
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_that_one_rank_lacks_is_let_go_by_the_other(
+    group: Group, small: Path, lacking: Path, rank: int
+) -> None:
+    group.mislead(**{f"rank_{rank}": lacking})
+    error = refusal(group, small)
+    assert error.code is Code.MODEL_INVALID
+    assert error.detail.startswith(f"rank {rank}: lacking: ")
+    assert f"rank {1 - rank}:" not in error.detail
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+def test_two_reasons_are_both_told_and_the_leaders_comes_first(
+    group: Group, small: Path, odd: Path, tmp_path: Path
+) -> None:
+    group.mislead(rank_0=odd, rank_1=tmp_path)
+    error = refusal(group, small)
+    assert error.code is Code.MODEL_NOT_DIVISIBLE
+    leader, other = error.detail.split("; rank 1: ")
+    assert leader.startswith("rank 0: this model does not divide among 2 ranks: 3 attention heads (3 / 2)")
+    assert "no config.json" in other
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+def test_a_file_that_only_one_rank_lacks(group: Group, tmp_path: Path) -> None:
+    whole, torn = write_model(tmp_path / "whole"), write_model(tmp_path / "torn")
+    split_weights(torn, parts=3)[2].unlink()
+    group.mislead(rank_1=torn)
+    error = refusal(group, whole)
+    assert error.detail.startswith("rank 1: ")
+    assert "lacks 1 of 3 weight files: model-00003-of-00003.safetensors" in error.detail
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+def test_refusals_may_follow_each_other(group: Group, lacking: Path, odd: Path, small: Path) -> None:
+    for _ in range(2):
+        refusal(group, lacking)
+        refusal(group, odd)
+    group.cluster.load(small)
+    group.cluster.unload()
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+# --- one after the other ----------------------------------------------------------------------------------
+
+
+def test_one_model_after_another_in_one_epoch(group: Group, small: Path) -> None:
+    cluster = group.cluster
+    pids = cluster.pids()
+    prompt = prompt_ids(QUESTION)
+    for folder in (small, TINY, small, TINY):
+        cluster.load(folder)
+        expected = answer(prompt, 12, folder)
+        tokens, end = cluster.complete(prompt, 12)
+        assert (tokens, end.reason) == (expected.tokens, expected.reason)
+        assert cluster.health()["model"] == folder.name
+    assert reference(prompt, 12, small) != reference(prompt, 12, TINY)
+    assert cluster.pids() == pids
+
+
+def test_unloading_leaves_nothing_and_loading_brings_it_back(group: Group) -> None:
+    cluster = group.cluster
+    cluster.unload()
+    assert_nothing_is_loaded(cluster)
+    cluster.load("tiny")
+    assert cluster.content(QUESTION) == ANSWER
+
+
+def test_requests_on_a_model_that_is_taken_away_end_with_an_error(group: Group, small: Path) -> None:
+    cluster = group.cluster
+    requests = [cluster.start(endless_prompt(), 3000) for _ in range(3)]
+    for request in requests:
+        request.take(2)
+    cluster.load(small)
+    for request in requests:
+        with pytest.raises(MlxtpError) as gone:
+            request.finish()
+        assert gone.value.code is Code.SHUTTING_DOWN
+        assert request.end is None
+    prompt = prompt_ids(QUESTION)
+    assert cluster.complete(prompt, 12)[0] == reference(prompt, 12, small)
+    cluster.load("tiny")
+    assert cluster.content(QUESTION) == ANSWER
+
+
+def test_clearing_caches_between_requests_changes_nothing(group: Group) -> None:
+    cluster = group.cluster
+    running = cluster.start(prompt_ids(QUESTION), 64)
+    running.take(1)
+    cluster.call(cluster.supervisor.clear_cache())
+    assert running.finish()[0] == reference(prompt_ids(QUESTION), 64)
+    assert cluster.content(QUESTION) == ANSWER
+
+
+def test_abort_ends_every_request_and_keeps_the_model(group: Group) -> None:
+    cluster = group.cluster
+    running = cluster.start(endless_prompt(), 3000)
+    running.take(2)
+    cluster.call(cluster.supervisor.abort())
+    with pytest.raises(MlxtpError) as gone:
+        running.finish()
+    assert gone.value.code is Code.SHUTTING_DOWN
+    assert cluster.supervisor.state is State.READY
+    assert cluster.content(QUESTION) == ANSWER
+
+
+# --- from the start ---------------------------------------------------------------------------------------
+
+
+def test_an_agent_whose_model_does_not_divide_says_so_and_does_not_try_again(
+    odd: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(tmp_path / "home", ranks=2, model=odd, wait=False)
+    try:
+        with pytest.raises(ModelError, match=r"rank 0: .*3 attention heads.*rank 1: "):
+            cluster.wait_ready()
+        assert cluster.epoch == 1
+        assert cluster.supervisor.state is State.FAILED
+        health = cluster.health()
+        assert health["ready"] is False
+        assert "3 attention heads (3 / 2)" in health["reason"]
+        refused = cluster.post(QUESTION)
+        assert refused.status_code == 503
+        assert "3 attention heads" in refused.text
+    finally:
+        cluster.close()

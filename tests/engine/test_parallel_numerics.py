@@ -1,0 +1,180 @@
+"""Two ranks against one process on the same weights: the same words, and logits that rounding alone parts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxtp.engine.group import CollectiveCounter, LoneGroup, Proof, check_proof, form
+from mlxtp.errors import Code, GroupError
+
+from ..cluster import SLOWNESS, WAIT_S
+from ..reference import TINY
+from .group_member import STEPS, forwards
+from .small_models import write_model
+
+MEMBER = Path(__file__).parent / "group_member.py"
+FAMILIES = ["tiny", "llama", "untied", "quantized", "qwen2", "qwen3"]
+DIGEST = 4_000_000_000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What both members of the group saw, and the folders of their models."""
+
+    facts: list[dict[str, Any]]
+    logits: list[dict[str, Any]]
+    folders: dict[str, Path]
+
+
+def free_hosts(count: int) -> str:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    hosts = ",".join("{}:{}".format(*sock.getsockname()) for sock in sockets)
+    for sock in sockets:
+        sock.close()
+    return hosts
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    root = tmp_path_factory.mktemp("numerics")
+    folders = {
+        "tiny": TINY,
+        "llama": write_model(root / "llama"),
+        "untied": write_model(root / "untied", tie_word_embeddings=False),
+        "quantized": write_model(root / "quantized", quantize=32),
+        "qwen2": write_model(root / "qwen2", model_type="qwen2"),
+        "qwen3": write_model(root / "qwen3", model_type="qwen3"),
+    }
+    hosts = free_hosts(2)
+    models = [str(folder) for folder in folders.values()]
+    members = [
+        subprocess.Popen([sys.executable, str(MEMBER), str(rank), hosts, str(root / f"rank-{rank}"), *models])
+        for rank in range(2)
+    ]
+    try:
+        assert [member.wait(WAIT_S) for member in members] == [0, 0]
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    facts = [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    logits = [dict(np.load(root / f"rank-{rank}.npz")) for rank in range(2)]
+    return Outcome(facts, logits, folders)
+
+
+def alone(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    return forwards(folder, LoneGroup(), CollectiveCounter())
+
+
+# --- forwards ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_say_what_one_says(outcome: Outcome, family: str) -> None:
+    facts, logits = alone(outcome.folders[family])
+    for rank in range(2):
+        assert outcome.facts[rank][family]["tokens"] == facts["tokens"]
+        for step in range(1 + STEPS):
+            np.testing.assert_allclose(
+                outcome.logits[rank][f"{family}-{step}"], logits[str(step)], rtol=0, atol=1e-3
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_ranks_hold_the_same_bits(outcome: Outcome, family: str) -> None:
+    names = [name for name in outcome.logits[0] if name.startswith(f"{family}-")]
+    assert len(names) == 1 + STEPS
+    for name in names:
+        assert np.array_equal(outcome.logits[0][name], outcome.logits[1][name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_takes_two_collectives_a_layer_and_one_to_agree(outcome: Outcome, family: str) -> None:
+    for facts in outcome.facts:
+        expected = 2 * facts[family]["layers"] + 1
+        assert facts[family]["collectives"] == [expected] * (1 + STEPS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_rank_holds_about_half_of_what_is_divided(outcome: Outcome, family: str) -> None:
+    whole = alone(outcome.folders[family])[0]["weight_bytes"]
+    shares = [facts[family]["weight_bytes"] for facts in outcome.facts]
+    assert shares[0] == shares[1]
+    assert whole / 2 < shares[0] < whole
+
+
+# --- the group itself -------------------------------------------------------------------------------------
+
+
+def test_the_group_is_proved_by_value(outcome: Outcome) -> None:
+    assert [(f["rank"], f["size"]) for f in outcome.facts] == [(0, 2), (1, 2)]
+    for facts in outcome.facts:
+        assert facts["proof"] == {"total": 2, "ranks": [0, 1], "digests": [DIGEST, DIGEST]}
+        assert facts["proof_collectives"] == 2
+
+
+def test_a_stranger_is_found_by_its_digest(outcome: Outcome) -> None:
+    for facts in outcome.facts:
+        proof = facts["proof_of_strangers"]
+        assert proof["digests"] == [100, 101]
+        with pytest.raises(GroupError, match=r"ranks \[1\] do not know") as refused:
+            check_proof(Proof(proof["total"], tuple(proof["ranks"]), tuple(proof["digests"])), 2, 100)
+        assert refused.value.code is Code.PROOF_FAILED
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 100])
+def test_what_rank_0_chose_is_what_every_rank_feeds(outcome: Outcome, rows: int) -> None:
+    for facts in outcome.facts:
+        assert facts["agreed"][str(rows)] == list(range(rows))
+
+
+@pytest.mark.parametrize(
+    ("proof", "words"),
+    [
+        (Proof(3, (0, 1), (7, 7)), "total: expected 2, computed 3"),
+        (Proof(2, (1, 0), (7, 7)), r"ranks: expected \(0, 1\), computed \(1, 0\)"),
+        (Proof(2, (0, 0), (7, 7)), r"ranks: expected \(0, 1\), computed \(0, 0\)"),
+        (Proof(2, (0, 1), (8, 7)), r"ranks \[0\] do not know this epoch's key"),
+        (Proof(2, (0, 1), (8, 9)), r"ranks \[0, 1\] do not know this epoch's key"),
+    ],
+)
+def test_a_wrong_proof_is_refused(proof: Proof, words: str) -> None:
+    with pytest.raises(GroupError, match=words) as refused:
+        check_proof(proof, 2, 7)
+    assert refused.value.code is Code.PROOF_FAILED
+
+
+def test_a_right_proof_is_accepted() -> None:
+    check_proof(Proof(2, (0, 1), (7, 7)), 2, 7)
+    check_proof(LoneGroup().prove(7), 1, 7)
+
+
+def test_one_alone_needs_no_backend_and_two_do(tmp_path: Path) -> None:
+    assert isinstance(form("none", 0, 1, (), folder=tmp_path, deadline_s=1.0), LoneGroup)
+    with pytest.raises(GroupError, match="need a backend") as refused:
+        form("none", 0, 2, (), folder=tmp_path, deadline_s=1.0)
+    assert refused.value.code is Code.FORM_FAILED
+
+
+def test_a_rank_whose_peer_never_comes_ends_at_its_deadline(tmp_path: Path) -> None:
+    """MLX holds the GIL while it waits, for ever if need be; only the alarm can end it."""
+    script = f"""
+from pathlib import Path
+from mlxtp.engine.group import form
+print("forming", flush=True)
+form("ring", 0, 2, {tuple(free_hosts(2).split(","))!r}, folder=Path({str(tmp_path)!r}), deadline_s=1.0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, timeout=WAIT_S + 30 * SLOWNESS, check=False
+    )
+    assert done.stdout == b"forming\n"
+    assert done.returncode == -14

@@ -1,0 +1,194 @@
+"""What does not divide is refused before anything is loaded, with the number that does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.engine.sharding import (
+    check_divisible,
+    check_shardable,
+    context_length,
+    shardable_families,
+)
+from mlxtp.errors import Code, ModelError
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+
+def refusal(world_size: int, **changes: object) -> str:
+    with pytest.raises(ModelError) as refused:
+        check_divisible(LLAMA_8B | changes, world_size)
+    assert refused.value.code is Code.MODEL_NOT_DIVISIBLE
+    return refused.value.detail
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_a_llama_8b_divides_by_powers_of_two(world_size: int) -> None:
+    check_divisible(LLAMA_8B, world_size)
+
+
+def test_one_rank_takes_anything() -> None:
+    check_divisible({"num_attention_heads": 7, "num_key_value_heads": 7, "intermediate_size": 13}, 1)
+    check_divisible({"num_attention_heads": 8, "intermediate_size": [512, 1024]}, 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "words"),
+    [
+        (2, {"num_attention_heads": 33, "num_key_value_heads": 33}, "33 attention heads (33 / 2)"),
+        (4, {"num_key_value_heads": 2}, "2 KV heads (2 / 4)"),
+        (4, {"num_attention_heads": 34, "num_key_value_heads": None}, "34 KV heads (34 / 4)"),
+        (2, {"intermediate_size": 14337}, "14337 intermediate size (14337 / 2)"),
+        (2, {"moe_intermediate_size": 769}, "769 expert intermediate size (769 / 2)"),
+    ],
+)
+def test_the_refusal_names_the_number(world_size: int, changes: dict[str, object], words: str) -> None:
+    assert words in refusal(world_size, **changes)
+
+
+def test_all_that_does_not_fit_is_named_at_once() -> None:
+    detail = refusal(3)
+    for words in ("32 attention heads", "8 KV heads", "14336 intermediate size"):
+        assert words in detail
+    assert "among 3 ranks" in detail
+
+
+def test_the_refusal_says_how_many_ranks_would_do() -> None:
+    assert refusal(8, num_key_value_heads=4).endswith("It does among 1, 2, 4.")
+
+
+def test_a_quantization_group_is_not_cut() -> None:
+    quantized = {"quantization": {"group_size": 64, "bits": 4}}
+    check_divisible(LLAMA_8B | quantized, 2)
+    # 11008 / 4 = 2752 = 43 groups of 64; 11008 / 8 = 1376 is none.
+    llama_2 = quantized | {"intermediate_size": 11008, "num_key_value_heads": 32}
+    check_divisible(LLAMA_8B | llama_2, 4)
+    detail = refusal(8, **llama_2)
+    assert "intermediate size 11008 / 8 = 1376, no multiple of the quantization group 64" in detail
+    detail = refusal(8, quantization={"group_size": 1024})
+    assert "attention output 4096 / 8 = 512, no multiple of the quantization group 1024" in detail
+
+
+def test_a_quantization_config_counts_too() -> None:
+    detail = refusal(2, quantization_config={"group_size": 4096})
+    assert "quantization group 4096" in detail
+
+
+def test_the_head_dimension_need_not_be_the_quotient() -> None:
+    quantized = {"quantization": {"group_size": 64}, "num_attention_heads": 8, "hidden_size": 512}
+    check_divisible(LLAMA_8B | quantized | {"head_dim": 128}, 8)
+    assert "attention output 256 / 8 = 32" in refusal(8, **quantized, head_dim=32)
+
+
+def test_numbers_of_a_text_config_count() -> None:
+    nested = {"model_type": "qwen3_5", "text_config": LLAMA_8B | {"num_key_value_heads": 2}}
+    with pytest.raises(ModelError, match="2 KV heads"):
+        check_divisible(nested, 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": "many"},
+        {"num_key_value_heads": 2.5},
+        {"intermediate_size": [1]},
+        {"text_config": "none"},
+    ],
+)
+def test_a_number_that_is_none_is_named(changes: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=next(iter(changes))) as refused:
+        check_divisible(LLAMA_8B | changes, 2)
+    assert refused.value.code is Code.MODEL_INVALID
+
+
+@given(
+    heads=st.integers(1, 128),
+    groups=st.integers(1, 16),
+    width=st.integers(1, 1 << 16),
+    world_size=st.integers(1, 8),
+)
+def test_accepted_exactly_when_every_share_is_whole(
+    heads: int, groups: int, width: int, world_size: int
+) -> None:
+    config = {
+        "num_attention_heads": heads * groups,
+        "num_key_value_heads": heads,
+        "head_dim": 64,
+        "intermediate_size": width,
+    }
+    whole = world_size == 1 or not any(n % world_size for n in (heads * groups, heads, width))
+    try:
+        check_divisible(config, world_size)
+        accepted = True
+    except ModelError:
+        accepted = False
+    assert accepted == whole
+
+
+# --- families ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_families_that_are_known_to_work(family: str, world_size: int) -> None:
+    check_shardable({"model_type": family}, world_size)
+
+
+@pytest.mark.parametrize("family", ["no_such_family", "../llama", "llama.attention", ""])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_unknown_family_is_named(family: str, world_size: int) -> None:
+    with pytest.raises(ModelError) as refused:
+        check_shardable({"model_type": family}, world_size)
+    assert refused.value.code is Code.MODEL_UNSUPPORTED
+    assert repr(family) in refused.value.detail
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": 7}])
+def test_a_model_that_does_not_say_what_it_is(config: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match="names no model_type") as refused:
+        check_shardable(config, 1)
+    assert refused.value.code is Code.MODEL_INVALID
+
+
+def test_a_family_that_cannot_be_sharded_runs_on_one_rank_only() -> None:
+    unshardable = "gemma3_text"
+    assert unshardable not in shardable_families()
+    check_shardable({"model_type": unshardable}, 1)
+    with pytest.raises(ModelError) as refused:
+        check_shardable({"model_type": unshardable}, 2)
+    assert refused.value.code is Code.MODEL_UNSUPPORTED
+    for family in ("'gemma3_text'", "llama", "qwen3_moe", "gpt_oss"):
+        assert family in refused.value.detail
+
+
+def test_the_list_of_shardable_families_is_true() -> None:
+    import importlib
+
+    for family in ("llama", "qwen2", "qwen3"):
+        assert family in shardable_families()
+        assert hasattr(importlib.import_module(f"mlx_lm.models.{family}").Model, "shard")
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 8192}, 8192),
+        ({"text_config": {"max_position_embeddings": 1024}}, 1024),
+        ({}, 4096),
+        ({"max_position_embeddings": None}, 4096),
+        ({"max_position_embeddings": 0}, 4096),
+    ],
+)
+def test_the_context_is_what_the_configuration_says(config: dict[str, Any], length: int) -> None:
+    assert context_length(config) == length

@@ -1,0 +1,52 @@
+"""An agent takes its home for itself, and leaves nothing in it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from pathlib import Path
+
+import pytest
+
+from mlxtp.config import Settings
+from mlxtp.errors import ConfigError
+from mlxtp.node.agent import running_agent
+
+from ..cluster import Cluster, rank_processes, until
+
+
+async def start_and_stop(settings: Settings) -> None:
+    async with running_agent(settings):
+        pass
+
+
+def test_a_home_has_one_agent_at_a_time(one_rank: Cluster) -> None:
+    before = one_rank.pids()
+    with pytest.raises(ConfigError, match=r"another mlxtp node uses .* give each its own folder with --home"):
+        asyncio.run(start_and_stop(one_rank.settings))
+    assert rank_processes(one_rank.home) == before
+    assert one_rank.health()["ready"]
+
+
+def test_a_home_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    settings = Settings(tmp_path / "file" / "home", "127.0.0.1", 0, 1, "tiny")
+    with pytest.raises(ConfigError, match=r"--home .*file/home: "):
+        asyncio.run(start_and_stop(settings))
+
+
+def test_what_a_killed_agent_left_is_cleared_and_ending_early_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rest = tmp_path / "run" / "epoch-7" / "hosts.json"
+    rest.parent.mkdir(parents=True)
+    rest.write_text("[]")
+    cluster = Cluster(tmp_path, ranks=2, wait=False)
+    until(lambda: len(rank_processes(tmp_path)) == 2, "two rank processes")
+    assert not rest.exists()
+    cluster.close()  # while it waits for the ranks' first word
+    gc.collect()  # asyncio tells of a task that was left behind when it is thrown away
+    assert [
+        r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR
+    ] == []

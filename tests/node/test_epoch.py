@@ -1,0 +1,252 @@
+"""When to try again, who is silent, who is stuck, and whose fault it was. Time is an argument."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.config import Limits
+from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, code_of_exit, exit_status
+from mlxtp.node.epoch import (
+    BACKOFF_S,
+    FAILURE_WINDOW_S,
+    MAX_FAILURES,
+    Report,
+    RestartPolicy,
+    Watch,
+    exit_report,
+    pick_cause,
+    stall_limits_s,
+)
+from mlxtp.wire.messages import Pong
+
+LIMITS = Limits(heartbeat_s=0.5, silence_s=3.0, decode_stall_s=10.0, prefill_stall_s=30.0)
+LOST = GroupError("gone")
+
+
+# --- trying again -----------------------------------------------------------------------------------------
+
+
+def test_each_failure_waits_longer_and_the_fifth_is_the_last() -> None:
+    policy = RestartPolicy()
+    delays = [policy.delay_s(now, LOST) for now in (0, 5, 10, 20, 30)]
+    assert delays == [*BACKOFF_S[: MAX_FAILURES - 1], None]
+
+
+def test_failures_long_ago_are_forgotten() -> None:
+    policy = RestartPolicy()
+    for now in (0, 1, 2, 3):
+        assert policy.delay_s(now, LOST) is not None
+    assert policy.delay_s(FAILURE_WINDOW_S + 2.5, LOST) == BACKOFF_S[1]
+
+
+def test_one_failure_every_forty_seconds_goes_on_for_ever() -> None:
+    policy = RestartPolicy()
+    assert all(policy.delay_s(now, LOST) is not None for now in range(0, 4000, 40))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelError("does not divide", Code.MODEL_NOT_DIVISIBLE),
+        ModelError("broken"),
+        GroupError("no such model", Code.MODEL_NOT_FOUND),
+        MlxtpError("wrong flag", Code.CONFIG),
+    ],
+)
+def test_what_will_not_change_is_not_tried_again(error: MlxtpError) -> None:
+    assert RestartPolicy().delay_s(0, error) is None
+
+
+@given(st.lists(st.floats(0, 30), max_size=30))
+def test_it_never_gives_up_before_five_failures_in_the_window(gaps: list[float]) -> None:
+    policy, now, failures = RestartPolicy(), 0.0, []
+    for gap in gaps:
+        now += gap
+        failures.append(now)
+        recent = [at for at in failures if now - at < FAILURE_WINDOW_S]
+        delay_s = policy.delay_s(now, LOST)
+        assert (delay_s is None) == (len(recent) >= MAX_FAILURES)
+        if delay_s is None:
+            return
+        assert delay_s == BACKOFF_S[len(recent) - 1]
+
+
+# --- watching ---------------------------------------------------------------------------------------------
+
+
+def pong(phase: str = "idle", phase_s: float = 0.0, step: int = 0) -> Pong:
+    return Pong(phase, phase_s, 0, step, 0, 0, 0, 0, 0, "")
+
+
+class Story:
+    """A watch whose clock ticks at every heartbeat."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.now = 100.0
+        self.watch = Watch(ranks, LIMITS, self.now)
+
+    def beats(self, seconds: float, **pongs: Pong) -> GroupError | None:
+        """Heartbeats for `seconds`; `rank_K` answers each of them with its pong, others are silent."""
+        ends_at = self.now + seconds
+        while self.now < ends_at:
+            for name, answer in pongs.items():
+                self.watch.heard(int(name.removeprefix("rank_")), answer, self.now)
+            self.now += LIMITS.heartbeat_s
+            if error := self.watch.tick(self.now):
+                return error
+        return None
+
+
+def test_ranks_that_answer_are_well() -> None:
+    assert Story().beats(60, rank_0=pong(), rank_1=pong()) is None
+
+
+def test_idling_for_days_is_neither_silence_nor_being_stuck() -> None:
+    idle = pong("idle", phase_s=1e6)
+    assert Story().beats(60, rank_0=idle, rank_1=idle) is None
+
+
+def test_silence_is_noticed_after_its_limit_and_not_before() -> None:
+    story = Story()
+    assert story.beats(5, rank_0=pong(), rank_1=pong()) is None
+    assert story.beats(LIMITS.silence_s - 0.5, rank_0=pong()) is None
+    error = story.beats(1.0, rank_0=pong())
+    assert error is not None
+    assert error.code is Code.RANK_LOST
+    assert error.detail.startswith("rank 1 has been silent for 3.")
+
+
+def test_a_rank_that_never_answers_is_silent_too() -> None:
+    error = Story().beats(10, rank_0=pong())
+    assert error is not None
+    assert "rank 1 has been silent" in error.detail
+
+
+@pytest.mark.parametrize(("phase", "limit_s"), stall_limits_s(LIMITS).items())
+def test_each_phase_that_must_progress_has_its_limit(phase: str, limit_s: float) -> None:
+    at_limit = pong(phase, phase_s=limit_s)
+    assert Story().beats(5, rank_0=at_limit, rank_1=pong()) is None
+    error = Story().beats(5, rank_0=pong(phase, phase_s=limit_s + 0.1), rank_1=pong())
+    assert error is not None
+    assert error.code is Code.RANK_STALLED
+    assert f"no progress in {phase} for {limit_s + 0.1:.1f} s" in error.detail
+
+
+@pytest.mark.parametrize("phase", ["starting", "idle", "closing"])
+def test_other_phases_have_none(phase: str) -> None:
+    assert Story().beats(5, rank_0=pong(phase, phase_s=1e6), rank_1=pong()) is None
+
+
+def test_decoding_is_allowed_less_than_prefilling() -> None:
+    allowed = stall_limits_s(LIMITS)
+    assert allowed["decode"] < allowed["prefill"]
+
+
+def test_the_rank_that_is_behind_is_named() -> None:
+    error = Story(3).beats(
+        5,
+        rank_0=pong("decode", 11, step=70),
+        rank_1=pong("decode", 11, step=69),
+        rank_2=pong("decode", 11, step=70),
+    )
+    assert error is not None
+    assert "rank 1 is behind: 0 at step 70, 1 at step 69, 2 at step 70" in error.detail
+
+
+def test_an_observer_that_was_late_gives_twice_the_time() -> None:
+    story = Story()
+    assert story.beats(5, rank_0=pong(), rank_1=pong()) is None
+    story.now += 4.0  # our own loop slept
+    assert story.watch.tick(story.now) is None
+    error = story.beats(10)
+    assert error is not None
+    assert story.now - 105.0 == pytest.approx(2 * LIMITS.silence_s, abs=2 * LIMITS.heartbeat_s)
+
+
+def test_an_observer_that_was_late_forgives_being_stuck_as_well() -> None:
+    story = Story()
+    stuck = pong("decode", phase_s=LIMITS.decode_stall_s * 1.5)
+    story.now += 3.0
+    assert story.beats(1, rank_0=stuck, rank_1=stuck) is None
+
+
+def test_after_a_while_on_time_the_limits_are_what_they_were() -> None:
+    story = Story()
+    story.now += 2.0
+    assert story.beats(LIMITS.silence_s * 2 + 1, rank_0=pong(), rank_1=pong()) is None
+    error = story.beats(LIMITS.silence_s + 1, rank_0=pong())
+    assert error is not None
+    assert "silent for 3." in error.detail
+
+
+def test_the_newest_answer_of_each_rank_is_kept() -> None:
+    watch = Watch(2, LIMITS, 0)
+    watch.heard(1, pong(step=1), 0.1)
+    watch.heard(1, pong(step=2), 0.2)
+    assert watch.pongs == {1: pong(step=2)}
+
+
+# --- whose fault it was -----------------------------------------------------------------------------------
+
+
+def lost(rank: int, other: int) -> Report:
+    return Report(rank, GroupError(f"lost rank {other}: its link is gone", Code.RANK_LOST))
+
+
+def test_a_rank_that_says_why_explains_those_that_lost_it() -> None:
+    why = Report(1, GroupError("rank 1: step 7: digest differs", Code.DESYNC))
+    ended = exit_report(1, exit_status(Code.DESYNC), Code.DESYNC)
+    assert pick_cause([lost(0, 1), why, ended]) is why.error
+
+
+def test_how_a_process_ended_explains_those_that_lost_it() -> None:
+    killed = exit_report(1, -9, None)
+    assert pick_cause([lost(0, 1), killed]) is killed.error
+    assert pick_cause([killed, lost(0, 1)]) is killed.error
+
+
+@pytest.mark.parametrize("status", [-9, -11, -6, 1])
+def test_a_rank_that_left_because_it_lost_another_is_not_the_cause(status: int) -> None:
+    crashed = exit_report(1, status, code_of_exit(status))
+    followed = exit_report(0, exit_status(Code.RANK_LOST), Code.RANK_LOST)
+    for reports in ([crashed, lost(0, 1), followed], [lost(0, 1), followed, crashed]):
+        assert pick_cause(reports) is crashed.error
+
+
+def test_among_equals_the_first_report_counts() -> None:
+    first = Report(0, GroupError("a", Code.DESYNC))
+    assert pick_cause([first, Report(1, GroupError("b", Code.FORWARD_FAILED))]) is first.error
+
+
+def test_a_consequence_alone_is_better_than_nothing() -> None:
+    only = lost(0, 1)
+    assert pick_cause([only]) is only.error
+
+
+def test_a_signal_is_named() -> None:
+    assert exit_report(1, -11, None).error.detail == "rank 1 was ended by signal 11"
+    assert "memory runs out" in exit_report(1, -9, None).error.detail
+
+
+def test_the_alarm_around_forming_is_named() -> None:
+    report = exit_report(1, -14, None)
+    assert report.error.code is Code.FORM_FAILED
+    assert report.error.detail == "rank 1 did not form the group in time"
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_an_exit_status_gives_its_code_back(code: Code) -> None:
+    status = exit_status(code)
+    assert 64 <= status < 128
+    assert code_of_exit(status) is code
+    assert exit_report(0, status, code).error.code is code
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 63, 127, 200])
+def test_any_other_exit_status_is_a_loss(status: int) -> None:
+    assert code_of_exit(status) is None
+    report = exit_report(1, status, None)
+    assert report.error.code is Code.RANK_LOST
+    assert report.error.detail == f"rank 1 exited with status {status}"

@@ -1,0 +1,370 @@
+"""The gateway before ranks that only remember what they were sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.api.backend import End, Event, Health, ModelInfo, Tokens
+from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
+from mlxtp.node.gateway import WARM_UP_TOKENS, Gateway
+from mlxtp.node.ranks import Ranks
+from mlxtp.wire.messages import MAX_FRAME_TOKENS, Cancel, Delta, Error, Finished, Generate, Message
+
+MODEL = ModelInfo("tiny", ("default",), Path(), 100, 0, (1,), 512)
+TEXT: Any = object()
+
+
+class FakeRanks:
+    """Keeps what is sent to rank 0; `broken` is raised instead."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.broken: MlxtpError | None = None
+
+    def send(self, message: Message) -> None:
+        if self.broken is not None:
+            raise self.broken
+        self.sent.append(message)
+
+    def sent_of(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+class Stage:
+    """A gateway that serves, and the ranks behind it."""
+
+    def __init__(self, max_open: int = 4) -> None:
+        def health(open_requests: int) -> Health:
+            return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
+
+        self.ranks = FakeRanks()
+        self.gateway = Gateway(health, max_open)
+        self.gateway.serve(cast(Ranks, self.ranks), MODEL, TEXT)
+
+    @property
+    def open(self) -> int:
+        return self.gateway.health().open_requests
+
+    def say(self, uid: int, *tokens: int, start: int = 0) -> None:
+        for index, token in enumerate(tokens, start):
+            self.gateway.on_event(Delta((uid,), (index,), (token,)))
+
+    def finish(self, uid: int, reason: str = "stop", generated: int = 1) -> None:
+        self.gateway.on_event(Finished(uid, reason, generated, generated))
+
+
+async def everything(events: Any) -> list[Event]:
+    return [event async for event in events]
+
+
+def play(story: Callable[[Stage], Awaitable[None]], max_open: int = 4) -> None:
+    async def run() -> None:
+        await story(Stage(max_open))
+
+    asyncio.run(run())
+
+
+# --- one request ------------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_to_rank_0_and_its_tokens_come_back() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate((1, 2, 3), 9)
+        assert stage.ranks.sent == [Generate(1, (1, 2, 3), 9)]
+        assert stage.open == 1
+        stage.say(1, 50, 51)
+        stage.finish(1, "stop", 3)
+        assert stage.open == 0
+        assert await everything(answer) == [Tokens((50,)), Tokens((51,)), End("stop", 3)]
+        assert stage.ranks.sent_of(Cancel) == []
+
+    play(story)
+
+
+def test_after_the_end_there_is_nothing() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate((1,), 9)
+        stage.finish(1)
+        assert len(await everything(answer)) == 1
+        assert await everything(answer) == []
+
+    play(story)
+
+
+def test_uids_rise_and_are_never_used_again() -> None:
+    async def story(stage: Stage) -> None:
+        for _ in range(3):
+            stage.gateway.generate((1,), 9)
+        stage.finish(2)
+        stage.gateway.generate((1,), 9)
+        assert [generate.uid for generate in stage.ranks.sent_of(Generate)] == [1, 2, 3, 4]
+
+    play(story)
+
+
+def test_one_step_of_several_requests_reaches_each_of_them() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate((1,), 9) for _ in range(3)]
+        stage.gateway.on_event(Delta((3, 1), (0, 0), (33, 11)))
+        stage.gateway.on_event(Delta((1, 2), (1, 0), (12, 22)))
+        for uid in (1, 2, 3):
+            stage.finish(uid)
+        seen = [[e.tokens[0] for e in await everything(a) if isinstance(e, Tokens)] for a in answers]
+        assert seen == [[11, 12], [22], [33]]
+
+    play(story)
+
+
+@given(st.permutations([(uid, index) for uid in (1, 2, 3) for index in range(4)]))
+def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate((1,), 9) for _ in range(3)]
+        for uid, index in order:
+            stage.gateway.on_event(Delta((uid,), (index,), (100 * uid + index,)))
+        for uid, answer in enumerate(answers, 1):
+            stage.finish(uid)
+            tokens = [e.tokens[0] for e in await everything(answer) if isinstance(e, Tokens)]
+            assert tokens == [100 * uid + index for one, index in order if one == uid]
+
+    play(story)
+
+
+# --- going away -------------------------------------------------------------------------------------------
+
+
+def test_closing_before_the_end_cancels_once() -> None:
+    async def story(stage: Stage) -> None:
+        answer: Any = stage.gateway.generate((1,), 9)
+        stage.say(1, 50)
+        assert await anext(answer) == Tokens((50,))
+        await answer.aclose()
+        await answer.aclose()
+        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+        assert stage.open == 0
+        assert await everything(answer) == []
+
+    play(story)
+
+
+def test_closing_what_was_never_read_cancels_too() -> None:
+    async def story(stage: Stage) -> None:
+        answer: Any = stage.gateway.generate((1,), 9)
+        await answer.aclose()
+        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+
+    play(story)
+
+
+def test_closing_after_the_end_says_nothing() -> None:
+    async def story(stage: Stage) -> None:
+        answer: Any = stage.gateway.generate((1,), 9)
+        stage.finish(1)
+        await everything(answer)
+        await answer.aclose()
+        assert stage.ranks.sent_of(Cancel) == []
+
+    play(story)
+
+
+def test_a_reader_whose_task_is_cancelled_cancels_the_request() -> None:
+    async def story(stage: Stage) -> None:
+        reader = asyncio.create_task(everything(stage.gateway.generate((1,), 9)))
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+
+    play(story)
+
+
+def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
+    async def story(stage: Stage) -> None:
+        answer: Any = stage.gateway.generate((1,), 9)
+        await answer.aclose()
+        stage.say(1, 50)
+        stage.finish(1, "cancel", 1)
+        stage.gateway.on_event(Error(Code.INTERNAL, "", 1))
+        assert await everything(answer) == []
+
+    play(story)
+
+
+def test_cancelling_at_a_rank_that_is_gone_is_no_error() -> None:
+    async def story(stage: Stage) -> None:
+        answer: Any = stage.gateway.generate((1,), 9)
+        stage.ranks.broken = LinkError("gone")
+        await answer.aclose()
+        assert stage.open == 0
+
+    play(story)
+
+
+# --- refusals and failures --------------------------------------------------------------------------------
+
+
+def test_without_a_model_nothing_is_started() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway.suspend(GroupError("gone"))
+        assert stage.gateway.models() == ()
+        assert stage.gateway.text() is None
+        with pytest.raises(RequestError) as refused:
+            stage.gateway.generate((1,), 9)
+        assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
+        assert stage.ranks.sent == []
+
+    play(story)
+
+
+def test_what_is_served_is_shown() -> None:
+    async def story(stage: Stage) -> None:
+        assert stage.gateway.models() == (MODEL,)
+        assert stage.gateway.text() is TEXT
+
+    play(story)
+
+
+def test_more_than_the_limit_is_refused_until_one_ends() -> None:
+    async def story(stage: Stage) -> None:
+        answers: list[Any] = [stage.gateway.generate((1,), 9) for _ in range(2)]
+        with pytest.raises(RequestError) as refused:
+            stage.gateway.generate((1,), 9)
+        assert (refused.value.code, refused.value.status) == (Code.OVERLOADED, 429)
+        assert "2 requests are open" in refused.value.detail
+        stage.finish(1)
+        stage.gateway.generate((1,), 9)
+        await answers[1].aclose()
+        stage.gateway.generate((1,), 9)
+        assert stage.open == 2
+
+    play(story, max_open=2)
+
+
+def test_a_prompt_that_no_frame_holds_is_refused() -> None:
+    async def story(stage: Stage) -> None:
+        with pytest.raises(RequestError) as refused:
+            stage.gateway.generate((1,) * (MAX_FRAME_TOKENS + 1), 9)
+        assert refused.value.code is Code.CONTEXT_OVERFLOW
+        assert stage.ranks.sent == []
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_a_rank_that_is_gone_refuses_and_leaves_no_request_open() -> None:
+    async def story(stage: Stage) -> None:
+        stage.ranks.broken = LinkError("its link is gone")
+        with pytest.raises(RequestError, match="its link is gone") as refused:
+            stage.gateway.generate((1,), 9)
+        assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
+        assert stage.open == 0
+
+    play(story)
+
+
+@pytest.mark.parametrize("code", [Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW])
+def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate((1,), 9)
+        stage.gateway.on_event(Error(code, "too much", 1))
+        with pytest.raises(RequestError, match="too much") as refused:
+            await everything(answer)
+        assert refused.value.code is code
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_any_other_error_is_ours() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate((1,), 9)
+        stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
+        with pytest.raises(GroupError, match="bye") as failed:
+            await everything(answer)
+        assert failed.value.code is Code.SHUTTING_DOWN
+        assert await everything(answer) == []
+
+    play(story)
+
+
+def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate((1,), 9) for _ in range(3)]
+        stage.say(2, 50)
+        stage.finish(3)
+        stage.gateway.suspend(GroupError("rank 1 is gone", Code.RANK_LOST))
+        assert stage.open == 0
+        waiting, answered = answers[0], cast(Any, answers[1])
+        with pytest.raises(GroupError, match="rank 1 is gone"):
+            await everything(waiting)
+        assert await anext(answered) == Tokens((50,))
+        with pytest.raises(GroupError, match="rank 1 is gone"):
+            await anext(answered)
+        assert await everything(answers[2]) == [End("stop", 1)]
+
+    play(story)
+
+
+def test_a_late_word_of_the_old_epoch_harms_nobody_in_the_new_one() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway.generate((1,), 9)
+        stage.gateway.suspend(GroupError("gone"))
+        ranks = FakeRanks()
+        stage.gateway.serve(cast(Ranks, ranks), MODEL, TEXT)
+        answer = stage.gateway.generate((7,), 9)
+        assert ranks.sent == [Generate(2, (7,), 9)]
+        stage.say(1, 50)
+        stage.finish(1)
+        stage.say(2, 60)
+        stage.finish(2)
+        assert await everything(answer) == [Tokens((60,)), End("stop", 1)]
+
+    play(story)
+
+
+def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> None:
+    async def story(stage: Stage) -> None:
+        old: Any = stage.gateway.generate((1,), 9)
+        stage.gateway.suspend(GroupError("gone"))
+        ranks = FakeRanks()
+        stage.gateway.serve(cast(Ranks, ranks), MODEL, TEXT)
+        await old.aclose()
+        assert ranks.sent == []
+
+    play(story)
+
+
+# --- warming up -------------------------------------------------------------------------------------------
+
+
+def test_warming_up_runs_two_sequences_at_once() -> None:
+    async def story(stage: Stage) -> None:
+        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), 5))
+        await asyncio.sleep(0)
+        prompt = tuple(range(5))
+        await asyncio.sleep(0)
+        assert stage.ranks.sent == [Generate(uid, prompt, WARM_UP_TOKENS) for uid in (1, 2)]
+        for uid in (1, 2):
+            stage.finish(uid)
+        await warming
+
+    play(story)
+
+
+def test_warming_up_fails_as_a_request_would() -> None:
+    async def story(stage: Stage) -> None:
+        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), 512))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        stage.gateway.suspend(GroupError("rank 1 is gone"))
+        with pytest.raises(GroupError, match="rank 1 is gone"):
+            await warming
+
+    play(story)

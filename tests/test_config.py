@@ -1,0 +1,179 @@
+"""Settings: who wins over whom, and what is said about a wrong value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from mlxtp.config import (
+    DEFAULT_HTTP,
+    Limits,
+    Settings,
+    embedded_model_path,
+    resolve_settings,
+)
+from mlxtp.errors import Code, ConfigError
+
+
+def resolve(home: Path, /, file: str = "", **given: str) -> Settings:
+    """Settings of a node in `home`; lower case are flags, capitals are environment variables."""
+    if file:
+        home.mkdir(exist_ok=True)
+        (home / "config.toml").write_text(file)
+    flags = {name: value for name, value in given.items() if name.islower()}
+    environment = {name: value for name, value in given.items() if name.isupper()}
+    return resolve_settings({"home": home, **flags}, environment)
+
+
+def refusal(home: Path, /, file: str = "", **given: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        resolve(home, file, **given)
+    assert refused.value.code is Code.CONFIG
+    return refused.value.detail
+
+
+# --- who wins ---------------------------------------------------------------------------------------------
+
+
+def test_defaults(tmp_path: Path) -> None:
+    settings = resolve(tmp_path)
+    assert settings == Settings(
+        home=tmp_path, http_host="127.0.0.1", http_port=52415, ranks=1, model="tiny", limits=Limits()
+    )
+    assert f"{settings.http_host}:{settings.http_port}" == DEFAULT_HTTP
+    assert settings.backend == "none"
+    assert (embedded_model_path() / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("key", "low", "high", "attribute", "expected"),
+    [
+        ("ranks", "2", "4", "ranks", (2, 4)),
+        ("model", "here", "there", "model", ("here", "there")),
+        ("http", "127.0.0.1:1000", "localhost:2000", "http_port", (1000, 2000)),
+    ],
+)
+def test_flag_over_variable_over_file(
+    tmp_path: Path, key: str, low: str, high: str, attribute: str, expected: tuple[object, object]
+) -> None:
+    variable = f"MLXTP_{key.upper()}"
+    in_file = f'{key} = "{low}"'
+    assert getattr(resolve(tmp_path, in_file), attribute) == expected[0]
+    assert getattr(resolve(tmp_path, in_file, **{variable: high}), attribute) == expected[1]
+    assert getattr(resolve(tmp_path, in_file, **{variable: low, key: high}), attribute) == expected[1]
+
+
+def test_a_flag_that_is_not_given_is_no_flag(tmp_path: Path) -> None:
+    flags = {"home": tmp_path, "ranks": None, "model": None, "http": None}
+    assert resolve_settings(flags, {"MLXTP_RANKS": "2"}).ranks == 2
+
+
+def test_the_file_has_toml_types(tmp_path: Path) -> None:
+    assert resolve(tmp_path, "ranks = 4").ranks == 4
+
+
+def test_home_by_flag_over_variable_over_the_systems_place(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert resolve_settings({"home": first}, {"MLXTP_HOME": str(second)}).home == first
+    assert resolve_settings({}, {"MLXTP_HOME": str(second)}).home == second
+    assert resolve_settings({}, {}).home == Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
+
+
+def test_a_tilde_in_home_is_the_users_folder() -> None:
+    assert resolve_settings({}, {"MLXTP_HOME": "~/somewhere"}).home == Path.home() / "somewhere"
+
+
+def test_the_file_is_read_from_the_home_that_was_chosen(tmp_path: Path) -> None:
+    home = tmp_path / "chosen"
+    home.mkdir()
+    (home / "config.toml").write_text('model = "from-file"')
+    assert resolve_settings({}, {"MLXTP_HOME": str(home)}).model == "from-file"
+
+
+def test_a_home_that_does_not_exist_yet_has_no_file(tmp_path: Path) -> None:
+    assert resolve(tmp_path / "new" / "home").ranks == 1
+
+
+def test_the_real_environment_counts_when_none_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXTP_HOME", str(tmp_path))
+    monkeypatch.setenv("MLXTP_RANKS", "4")
+    assert resolve_settings({}).ranks == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_ranks_need_the_ring(tmp_path: Path, ranks: int) -> None:
+    assert resolve(tmp_path, ranks=str(ranks)).backend == "ring"
+
+
+@pytest.mark.parametrize(
+    ("value", "host", "port"),
+    [
+        ("127.0.0.1:0", "127.0.0.1", 0),
+        ("localhost:65535", "localhost", 65535),
+        ("[::1]:8080", "::1", 8080),
+    ],
+)
+def test_addresses(tmp_path: Path, value: str, host: str, port: int) -> None:
+    settings = resolve(tmp_path, http=value)
+    assert (settings.http_host, settings.http_port) == (host, port)
+
+
+# --- what is wrong, and where -----------------------------------------------------------------------------
+
+
+def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
+    wrong = "3: one machine runs 1, 2 or 4 ranks"
+    assert refusal(tmp_path, ranks="3") == f"--ranks {wrong}"
+    assert refusal(tmp_path, MLXTP_RANKS="3") == f"MLXTP_RANKS {wrong}"
+    assert refusal(tmp_path, 'ranks = "3"') == f"ranks in {tmp_path / 'config.toml'} {wrong}"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "8", "two", "", "2.0"])
+def test_ranks_that_cannot_be(tmp_path: Path, value: str) -> None:
+    assert refusal(tmp_path, MLXTP_RANKS=value).startswith(f"MLXTP_RANKS {value}: ")
+
+
+@pytest.mark.parametrize(
+    "value", ["", "8080", ":8080", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "[]:1", "::1:-1", "h:65536"]
+)
+def test_addresses_that_are_none(tmp_path: Path, value: str) -> None:
+    assert refusal(tmp_path, http=value) == f"--http: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.com", "::", "127.0.0.2"])
+def test_beyond_this_machine_nothing_is_served(tmp_path: Path, host: str) -> None:
+    detail = refusal(tmp_path, MLXTP_HTTP=f"[{host}]:8080")
+    assert detail.startswith(f"MLXTP_HTTP: {host} is not this machine's loopback")
+    assert "127.0.0.1:8080" in detail
+
+
+def test_a_key_that_nobody_knows(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    detail = refusal(tmp_path, 'modle = "x"\nranks = 2')
+    assert detail == f"{path}: unknown key 'modle'; known are home, http, ranks, model"
+
+
+@pytest.mark.parametrize("content", ["ranks = ", "ranks 2", "[", "\x00"])
+def test_a_file_that_is_no_toml(tmp_path: Path, content: str) -> None:
+    assert refusal(tmp_path, content).startswith(f"{tmp_path / 'config.toml'}: ")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
+    assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: ")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").mkdir()
+    assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: ")
+
+
+def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:
+    """The agent says what is wrong with such a home when it takes it."""
+    home = tmp_path / "file"
+    home.write_text("")
+    assert resolve(home).ranks == 1

@@ -1,0 +1,531 @@
+"""Rules about the source itself, read off the syntax tree. Beside each rule stands code that breaks it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from .cluster import WAIT_S
+
+ROOT = Path(__file__).parents[1]
+Source = Mapping[str, str]
+"""Texts by module name, such as `mlxtp.wire.link`."""
+Rule = Callable[[Source], list[str]]
+
+
+def read(folder: str) -> dict[str, str]:
+    modules = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return modules
+
+
+PACKAGE = read("mlxtp")
+TESTS = read("tests")
+
+
+def trees(source: Source) -> Iterator[tuple[str, ast.Module]]:
+    return ((module, ast.parse(text)) for module, text in source.items())
+
+
+def imports(module: str, tree: ast.AST, *, packages: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Full names of what is imported, wherever the import stands; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = node.level - (module in packages)
+                parents = module.split(".")[: len(module.split(".")) - up]
+                base = ".".join([*parents, *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.expr) -> str:
+    """`mx.distributed.all_sum` for the expression that says so, else an empty string."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+# --- collectives ------------------------------------------------------------------------------------------
+
+GROUP = "mlxtp.engine.group"
+COLLECTIVES = frozenset(
+    ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
+)
+
+
+def distributed_outside_group(source: Source) -> list[str]:
+    """`mx.distributed` is named in one file only."""
+    found = []
+    for module, tree in trees(source):
+        if module == GROUP:
+            continue
+        if any("distributed" in name.split(".") for name in imports(module, tree)):
+            found.append(f"{module} imports it")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == "distributed":
+                found.append(f"{module}:{node.lineno} names it")
+            if isinstance(node, ast.Constant) and node.value == "distributed":
+                found.append(f"{module}:{node.lineno} names it in a string")
+    return found
+
+
+BRANCHES = (
+    ast.If, ast.IfExp, ast.For, ast.While, ast.Match, ast.Try, ast.BoolOp,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
+)  # fmt: skip
+
+
+def collectives_in_branches(source: Source) -> list[str]:
+    """Where ranks could part ways, or could have left already, no collective stands."""
+    found = []
+    for module, tree in trees(source):
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            if not list(collective_calls(function)):
+                continue
+            for branch in ast.walk(function):
+                if not isinstance(branch, BRANCHES):
+                    continue
+                found += [f"{module}:{call.lineno} in a branch" for call in collective_calls(branch)]
+                if any(isinstance(node, (ast.Return, ast.Raise)) for node in ast.walk(branch)):
+                    found.append(f"{module}:{branch.lineno} may leave before a collective")
+    return found
+
+
+def collective_calls(node: ast.AST) -> Iterator[ast.Call]:
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call):
+            *owner, name = dotted(call.func).split(".")
+            if name in COLLECTIVES and owner[-1:] == ["distributed"]:
+                yield call
+
+
+def test_collectives_are_named_in_one_file() -> None:
+    assert distributed_outside_group(PACKAGE) == []
+    assert "mx.distributed" in PACKAGE[GROUP]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import mlx.core as mx\nmx.distributed.all_sum(x)",
+        "from mlx.core import distributed",
+        "import mlx.core.distributed as d",
+        "from mlx.core.distributed import all_sum",
+        "import mlx\ndef f():\n    return mlx.core.distributed.init()",
+        "import mlx.core as mx\ngetattr(mx, 'distributed').init()",
+    ],
+)
+def test_a_collective_elsewhere_is_found(bad: str) -> None:
+    assert distributed_outside_group({"mlxtp.engine.runner": bad})
+    assert not distributed_outside_group({GROUP: bad})
+
+
+def test_no_collective_stands_in_a_branch() -> None:
+    assert collectives_in_branches(PACKAGE) == []
+    assert len(list(collective_calls(ast.parse(PACKAGE[GROUP])))) >= 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if rank == 0:\n        mx.distributed.all_sum(x)",
+        "y = mx.distributed.all_sum(x) if debug else x",
+        "for _ in range(n):\n        mx.distributed.all_gather(x)",
+        "debug and mx.distributed.all_max(x)",
+        "try:\n        mx.distributed.all_sum(x)\n    except RuntimeError:\n        pass",
+        "if late:\n        return\n    mx.distributed.all_sum(x)",
+        "[mx.distributed.all_sum(y) for y in x]",
+    ],
+)
+def test_a_collective_in_a_branch_is_found(body: str) -> None:
+    assert collectives_in_branches({GROUP: f"def f(x):\n    {body}\n"})
+
+
+# --- who imports whom -------------------------------------------------------------------------------------
+
+MAY_IMPORT: Mapping[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "config": frozenset({"errors"}),
+    "wire": frozenset({"errors"}),
+    "engine": frozenset({"wire", "errors"}),
+    "api": frozenset({"errors"}),
+    "node": frozenset({"api", "wire", "config", "errors"}),
+    "demo": frozenset({"node", "api", "config", "errors"}),
+    "cli": frozenset({"demo", "node", "config", "errors", ""}),
+    "__main__": frozenset({"cli"}),
+    "": frozenset(),
+}
+"""For each part of the package, the parts it may know; the package itself, with its version, is ""."""
+
+
+def imported_modules(source: Source) -> dict[str, set[str]]:
+    """For each module the modules of `source` that it imports."""
+    packages = frozenset(
+        module for module in source if any(other.startswith(f"{module}.") for other in source)
+    )
+    graph: dict[str, set[str]] = {}
+    for module, tree in trees(source):
+        graph[module] = set()
+        for name in imports(module, tree, packages=packages):
+            target = name if name in source else name.rpartition(".")[0]
+            if target in source and target != module:
+                graph[module].add(target)
+    return graph
+
+
+def part(module: str) -> str:
+    return module.removeprefix("mlxtp").removeprefix(".").split(".")[0]
+
+
+def wrong_directions(source: Source) -> list[str]:
+    found = []
+    for module, targets in imported_modules(source).items():
+        if part(module) not in MAY_IMPORT:
+            found.append(f"nobody has said what {module} may import")
+            continue
+        found += [
+            f"{module} imports {target}"
+            for target in sorted(targets)
+            if part(target) != part(module) and part(target) not in MAY_IMPORT[part(module)]
+        ]
+    return found
+
+
+def cycles(source: Source) -> list[str]:
+    try:
+        TopologicalSorter(imported_modules(source)).prepare()
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
+
+
+def test_imports_follow_the_direction() -> None:
+    assert wrong_directions(PACKAGE) == []
+    graph = imported_modules(PACKAGE)
+    assert "mlxtp.wire.messages" in graph["mlxtp.engine.decode_loop"]
+    assert "mlxtp.errors" in graph["mlxtp.wire.frames"]
+
+
+@pytest.mark.parametrize(
+    ("module", "bad"),
+    [
+        ("mlxtp.wire.link", "from ..engine import scheduler"),
+        ("mlxtp.wire.link", "from .. import config"),
+        ("mlxtp.engine.worker", "from ..config import Settings"),
+        ("mlxtp.engine.worker", "import mlxtp.node.agent"),
+        ("mlxtp.api.app", "def f():\n    from ..wire.messages import Delta"),
+        ("mlxtp.node.agent", "from ..engine.worker import main"),
+        ("mlxtp.node.agent", "from .. import cli"),
+        ("mlxtp.errors", "from .wire import messages"),
+        ("mlxtp.plugins", "x = 1"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(module: str, bad: str) -> None:
+    assert wrong_directions({**PACKAGE, module: bad})
+
+
+def test_no_imports_go_in_circles() -> None:
+    assert cycles(PACKAGE) == []
+
+
+def test_a_circle_is_found() -> None:
+    circle = {
+        "mlxtp.a": "from .b import x",
+        "mlxtp.b": "def f():\n    from . import c",
+        "mlxtp.c": "import mlxtp.a",
+    }
+    assert cycles({"mlxtp": "", **circle})
+    assert not cycles({"mlxtp": "", **circle, "mlxtp.c": ""})
+
+
+# --- pure modules -----------------------------------------------------------------------------------------
+
+PURE = (
+    "mlxtp.engine.scheduler",
+    "mlxtp.wire.messages",
+    "mlxtp.wire.frames",
+    "mlxtp.wire.protocol",
+    "mlxtp.wire.order",
+    "mlxtp.wire.ledger",
+    "mlxtp.wire.identity",
+    "mlxtp.node.epoch",
+)
+IMPURE = frozenset(
+    ("asyncio", "io", "logging", "mlx", "mlx_lm", "multiprocessing", "os", "pathlib", "queue", "random",
+     "secrets", "select", "selectors", "signal", "socket", "ssl", "subprocess", "sys", "threading", "time")
+)  # fmt: skip
+IMPURE_CALLS = frozenset(("open", "print", "input"))
+
+
+def impurities(source: Source) -> list[str]:
+    """What reads a clock, a socket or a file, or computes with MLX, in modules that only decide."""
+    found = []
+    for module, tree in trees(source):
+        if module not in PURE:
+            continue
+        found += [f"{module} imports {name}" for name in imports(module, tree) if top(name) in IMPURE]
+        found += [
+            f"{module}:{node.lineno} calls {dotted(node.func)}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and dotted(node.func) in IMPURE_CALLS
+        ]
+    return found
+
+
+def test_pure_modules_are_pure() -> None:
+    assert impurities(PACKAGE) == []
+    assert set(PURE) <= set(PACKAGE)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import time",
+        "from socket import create_server",
+        "def f():\n    import asyncio",
+        "import mlx.core as mx",
+        "from threading import Thread",
+        "open('x')",
+    ],
+)
+def test_an_impurity_is_found(bad: str) -> None:
+    assert impurities({PURE[0]: bad})
+    assert not impurities({"mlxtp.wire.link": bad})
+
+
+# --- MLX --------------------------------------------------------------------------------------------------
+
+
+def mlx_outside_engine(source: Source) -> list[str]:
+    """An agent that never touches MLX cannot be taken along by a rank's crash."""
+    return [
+        f"{module} imports {name}"
+        for module, tree in trees(source)
+        if part(module) != "engine"
+        for name in imports(module, tree)
+        if top(name) in ("mlx", "mlx_lm")
+    ]
+
+
+def test_only_ranks_know_mlx() -> None:
+    assert mlx_outside_engine(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "bad", ["import mlx.core as mx", "def f():\n    from mlx_lm.utils import load_model"]
+)
+def test_mlx_elsewhere_is_found(bad: str) -> None:
+    assert mlx_outside_engine({"mlxtp.node.agent": bad})
+    assert not mlx_outside_engine({"mlxtp.engine.runner": bad})
+
+
+def test_an_agent_starts_without_mlx() -> None:
+    script = (
+        "import sys, mlxtp.node.agent, mlxtp.node.models\n"
+        "from mlxtp.api.text import Text\n"
+        "from mlxtp.config import embedded_model_path\n"
+        "Text.load(embedded_model_path()).prompt_ids([{'role': 'user', 'content': 'x'}])\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+# --- nothing executable, one voice, one way out -----------------------------------------------------------
+
+EXECUTABLE_MODULES = frozenset(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"))
+EXECUTABLE_CALLS = frozenset(("eval", "exec", "compile", "__import__", "yaml.load", "yaml.unsafe_load"))
+
+
+def executable_data(source: Source) -> list[str]:
+    """Data that would run as a program when it is read."""
+    found = []
+    for module, tree in trees(source):
+        found += [
+            f"{module} imports {name}"
+            for name in imports(module, tree)
+            if top(name) in EXECUTABLE_MODULES or name in EXECUTABLE_CALLS
+        ]
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            if dotted(node.func) in EXECUTABLE_CALLS:
+                found.append(f"{module}:{node.lineno} calls {dotted(node.func)}")
+            for keyword in node.keywords:
+                trusted = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                if keyword.arg in ("trust_remote_code", "allow_pickle") and not trusted:
+                    found.append(f"{module}:{node.lineno} gives {keyword.arg}")
+    return found
+
+
+def test_nothing_that_is_read_can_run() -> None:
+    assert executable_data(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "def f(x):\n    return eval(x)",
+        "exec('x = 1')",
+        "import yaml\nyaml.load(x)",
+        "from yaml import load",
+        "AutoTokenizer.from_pretrained(x, trust_remote_code=True)",
+        "AutoTokenizer.from_pretrained(x, trust_remote_code=trust)",
+        "np.load(x, allow_pickle=True)",
+    ],
+)
+def test_what_could_run_is_found(bad: str) -> None:
+    assert executable_data({"mlxtp.api.text": bad})
+
+
+def test_evaluating_an_array_is_not_that() -> None:
+    assert executable_data({"mlxtp.engine.runner": "mx.eval(x)\nload(x, trust_remote_code=False)"}) == []
+
+
+ONLY_IN = {
+    "Delta": "mlxtp.engine.decode_loop",
+    "Finished": "mlxtp.engine.decode_loop",
+    "StepToken": "mlxtp.engine.decode_loop",
+    "PromptTokens": "mlxtp.engine.decode_loop",
+    "SessionStop": "mlxtp.engine.decode_loop",
+    "Ack": "mlxtp.engine.serve_loop",
+    "os._exit": "mlxtp.engine.worker",
+    "mx.distributed.init": GROUP,
+}
+"""Rank 0 alone decides and speaks, the others alone acknowledge, and each process has one way out."""
+
+
+def out_of_place(source: Source) -> list[str]:
+    """Calls that stand elsewhere than in the one module that may make them; `case Delta():` is no call."""
+    return [
+        f"{module}:{node.lineno} calls {dotted(node.func)}"
+        for module, tree in trees(source)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ONLY_IN.get(dotted(node.func), module) != module
+    ]
+
+
+def test_each_thing_is_done_in_its_one_place() -> None:
+    assert out_of_place(PACKAGE) == []
+    for call, module in ONLY_IN.items():
+        assert f"{call}(" in PACKAGE[module]
+
+
+@pytest.mark.parametrize(
+    ("module", "bad"),
+    [
+        ("mlxtp.engine.serve_loop", "pipe.send(Delta((1,), (0,), (5,)))"),
+        ("mlxtp.engine.serve_loop", "link.send(StepToken((1,), 'broadcast'))"),
+        ("mlxtp.engine.decode_loop", "link.send(Ack(1, 1, 1, 1))"),
+        ("mlxtp.node.supervisor", "os._exit(1)"),
+    ],
+)
+def test_a_thing_done_elsewhere_is_found(module: str, bad: str) -> None:
+    assert out_of_place({module: bad})
+
+
+# --- the tests themselves ---------------------------------------------------------------------------------
+
+
+def toothless(source: Source) -> list[str]:
+    """Test files in which nothing is asserted, and tests that pass whatever happens.
+
+    A test without an assertion says that something is accepted: it must call it, and let its errors out.
+    """
+    found = []
+    for module, tree in trees(source):
+        functions = [
+            node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
+        asserting = {function.name for function in functions if asserts(function)}
+        tests = [function for function in functions if function.name.startswith("test_")]
+        if tests and not asserting:
+            found.append(module)
+        for test in tests:
+            called = {name for name, _ in calls(test)}
+            if test.name in asserting or called & asserting:
+                continue
+            swallows = any(isinstance(node, ast.Try) for node in ast.walk(test)) or "suppress" in called
+            if swallows or not called:
+                found.append(f"{module}.{test.name}")
+    return found
+
+
+def calls(function: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Each call in it, with the last part of the name of what is called."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call):
+            yield node.func.attr if isinstance(node.func, ast.Attribute) else dotted(node.func), node
+
+
+def asserts(function: ast.AST) -> bool:
+    """Whether it asserts or expects an error."""
+    return any(isinstance(node, ast.Assert) for node in ast.walk(function)) or any(
+        name.startswith(("assert", "raises")) for name, _ in calls(function)
+    )
+
+
+def test_every_test_can_fail() -> None:
+    assert toothless(TESTS) == []
+    assert len(TESTS) > 10
+
+
+SOUND = "def test_sound():\n    assert f()\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def test_a():\n    f()",
+        "def check(x):\n    return x\ndef test_a():\n    check(f())",
+        "async def test_a():\n    await f()",
+        SOUND + "def test_a():\n    pass",
+        SOUND + "def test_a():\n    x = 1",
+        SOUND + "def test_a():\n    try:\n        f()\n    except E:\n        pass",
+        SOUND + "class TestB:\n    def test_a(self):\n        with suppress(E):\n            f()",
+    ],
+)
+def test_a_test_that_cannot_fail_is_found(text: str) -> None:
+    assert toothless({"tests.test_x": text})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def helper():\n    f()",
+        SOUND,
+        SOUND + "def test_accepted():\n    f()",
+        "def test_a():\n    with pytest.raises(E):\n        f()",
+        "def check(x):\n    assert x\ndef test_a():\n    try:\n        check(f())\n    finally:\n        g()",
+    ],
+)
+def test_a_test_that_can_fail_is_left_alone(text: str) -> None:
+    assert toothless({"tests.test_x": text}) == []
+
+
+@pytest.mark.parametrize("rule", [cycles, impurities, executable_data, out_of_place, collectives_in_branches])
+def test_an_empty_module_breaks_no_rule(rule: Rule) -> None:
+    assert rule({"mlxtp.node.agent": ""}) == []

@@ -1,0 +1,322 @@
+"""The agent as a process of its own, with the limits of production: how it ends, and what it leaves.
+
+Agents outlive ranks; ranks do not outlive agents.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from ..cluster import SLOWNESS, START_S, rank_processes, until
+from .harness import COUNT, SHORT, Answer, alive, assert_honest, kill, listening, processes_of, read_events
+
+chaos = pytest.mark.chaos
+
+RANKS_GONE_S = 2.0 * SLOWNESS
+ORDERLY_END_S = 10.0 * SLOWNESS
+
+
+class Agent:
+    """`mlxtp node` with two ranks."""
+
+    def __init__(self, home: Path, port: int) -> None:
+        self.home = home
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "mlxtp", "node", "--ranks", "2", "--model", "tiny"]
+        command += ["--home", str(home), "--http", f"127.0.0.1:{port}"]
+        self._log = (home.parent / f"{home.name}-{time.monotonic_ns()}.log").open("w+")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def health(self) -> dict[str, object]:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=10 * SLOWNESS).json()
+        except httpx.TransportError:
+            return {"ready": False, "state": ""}
+
+    def wait_ready(self) -> None:
+        until(lambda: self.process.poll() is not None or self.health()["ready"], "ready", START_S)
+        assert self.process.poll() is None, self.log()
+
+    def wait_ranks(self) -> list[int]:
+        """Pids of both ranks as soon as they are there."""
+        until(lambda: len(rank_processes(self.home)) == 2, "two ranks", START_S)
+        return rank_processes(self.home)
+
+    def content(self, prompt: str) -> str:
+        body = {"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 400}
+        response = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60 * SLOWNESS)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"]["content"]
+
+    def wait_end(self, within_s: float) -> int:
+        """Its exit status."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the agent did not end within {within_s:g} s:\n{self.log()}")
+
+    def log(self) -> str:
+        self._log.flush()
+        self._log.seek(0)
+        return self._log.read()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            left = processes_of(self.pid)
+            self.process.kill()
+            self.process.wait()
+            for pid in left:
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+        self._log.close()
+
+
+class Agents:
+    """Starts agents and ends what a test leaves of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home = folder / "home"
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            self.port = sock.getsockname()[1]
+        self._started: list[Agent] = []
+
+    def start(self) -> Agent:
+        self._started.append(Agent(self.home, self.port))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for agent in self._started:
+            agent.close()
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    agents = Agents(tmp_path)
+    yield agents
+    agents.close()
+
+
+class Reader:
+    """A client in the background that streams a long answer."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.answer = Answer()
+        self.broken = False
+        self._url = f"{agent.url}/v1/chat/completions"
+        self._text_came = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        body = {"messages": [{"role": "user", "content": COUNT}], "temperature": 0, "max_tokens": 400}
+        try:
+            with httpx.stream(
+                "POST", self._url, json=body | {"stream": True}, timeout=60 * SLOWNESS
+            ) as response:
+                for line in response.iter_lines():
+                    read_events(iter([line]), self.answer)
+                    if line.startswith("data: "):
+                        self._text_came.set()
+        except httpx.TransportError:
+            self.broken = True
+
+    def wait_text(self) -> None:
+        assert self._text_came.wait(60 * SLOWNESS), "the answer stands still"
+
+    def result(self) -> Answer:
+        self._thread.join(70 * SLOWNESS)
+        assert not self._thread.is_alive(), "the client hangs"
+        return self.answer
+
+
+def crowd(agent: Agent) -> list[Reader]:
+    """Clients enough to keep the ranks busy for a second, all of whom have begun to read."""
+    readers = [Reader(agent) for _ in range(12)]
+    for reader in readers:
+        reader.wait_text()
+    return readers
+
+
+def wait_gone(pids: list[int], within_s: float) -> float:
+    """How long it took until none of them lived."""
+    began = time.monotonic()
+    until(lambda: not any(alive(pid) for pid in pids), f"processes {pids} are gone", within_s)
+    return time.monotonic() - began
+
+
+def assert_nothing_left(agents: Agents, pids: list[int]) -> None:
+    assert not [pid for pid in pids if alive(pid)]
+    assert rank_processes(agents.home) == []
+    run = agents.home / "run"
+    assert not run.exists() or list(run.iterdir()) == []
+    with socket.socket() as sock:  # not reusing an address: nobody listens, nobody is bound
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", agents.port))
+
+
+def test_killed_while_it_decodes(agents: Agents) -> None:
+    """Its ranks follow it; the next agent on the same home and port cleans up and serves."""
+    agent = agents.start()
+    agent.wait_ready()
+    expected = agent.content(COUNT)
+    pids = agent.wait_ranks()
+    assert listening({agent.pid}) == {agents.port}
+    leftover = agents.home / "run" / "epoch-1" / "leftover"
+    leftover.write_text("")
+    readers = crowd(agent)
+    kill(agent.pid)
+    answers = [reader.result() for reader in readers]
+    assert any(reader.broken for reader in readers)
+    for reader, answer in zip(readers, answers, strict=True):
+        assert expected.startswith(answer.text)
+        assert answer.done != reader.broken
+    gone_s = wait_gone(pids, RANKS_GONE_S)
+    print(f"ranks gone after {gone_s:.2f} s")
+    agent.process.wait()
+    following = agents.start()
+    following.wait_ready()
+    assert following.content(COUNT) == expected
+    assert not leftover.exists()
+    assert not set(following.wait_ranks()) & set(pids)
+    pids = following.wait_ranks()
+    kill(following.pid, signal.SIGTERM)
+    assert following.wait_end(ORDERLY_END_S) == 0
+    assert_nothing_left(agents, pids)
+
+
+@chaos
+@pytest.mark.parametrize("stage", ["spawned", "linked", "loaded"])
+def test_killed_on_its_way_up(agents: Agents, stage: str) -> None:
+    agent = agents.start()
+    until(lambda: f"{stage} after" in agent.log(), stage, START_S)
+    pids = sorted(processes_of(agent.pid))
+    kill(agent.pid)
+    agent.process.wait()
+    wait_gone(pids, RANKS_GONE_S)
+
+
+@chaos
+def test_killed_while_a_rank_is_stopped(agents: Agents) -> None:
+    """A rank that does not run cannot see that its agent is gone; the kernel can."""
+    agent = agents.start()
+    agent.wait_ready()
+    pids = agent.wait_ranks()
+    kill(pids[0], signal.SIGSTOP)
+    kill(agent.pid)
+    agent.process.wait()
+    wait_gone(pids, RANKS_GONE_S)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=chaos)], ids=lambda number: number.name
+)
+def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -> None:
+    """SIGTERM to the agent, or Ctrl-C to the whole group of processes: an end in order."""
+    agent = agents.start()
+    agent.wait_ready()
+    expected = agent.content(COUNT)
+    pids = agent.wait_ranks()
+    readers = crowd(agent)
+    began = time.monotonic()
+    if number is signal.SIGINT:
+        os.killpg(agent.pid, number)
+    else:
+        kill(agent.pid, number)
+    for reader in readers:
+        assert_honest(reader.result(), expected)
+    assert {reader.answer.code for reader in readers} <= {None, "shutting_down"}
+    assert any(reader.answer.error for reader in readers)
+    assert agent.wait_end(ORDERLY_END_S) == 0
+    print(f"{number.name}: ended after {time.monotonic() - began:.2f} s")
+    assert_nothing_left(agents, pids)
+    log = agent.log()
+    assert "Traceback" not in log
+    assert "never" not in log, "a coroutine or task was forgotten"
+
+
+@chaos
+@pytest.mark.parametrize("stage", ["spawned", "linked", "loaded"])
+def test_told_to_stop_on_its_way_up(agents: Agents, stage: str) -> None:
+    agent = agents.start()
+    until(lambda: f"{stage} after" in agent.log(), stage, START_S)
+    pids = sorted(processes_of(agent.pid))
+    kill(agent.pid, signal.SIGTERM)
+    assert agent.wait_end(ORDERLY_END_S) == 0
+    assert_nothing_left(agents, pids)
+
+
+def test_told_to_stop_while_it_ends_an_epoch(agents: Agents) -> None:
+    """One rank is dead, the other stopped and must be killed; two signals come meanwhile."""
+    agent = agents.start()
+    agent.wait_ready()
+    pids = agent.wait_ranks()
+    kill(pids[0], signal.SIGSTOP)
+    kill(pids[1])
+    until(lambda: agent.health()["state"] == "restarting", "restarting")
+    kill(agent.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    kill(agent.pid, signal.SIGTERM)
+    assert agent.wait_end(ORDERLY_END_S) == 0
+    assert_nothing_left(agents, pids)
+    assert "Traceback" not in agent.log()
+
+
+@chaos
+def test_told_to_stop_while_it_waits_for_the_next_epoch(agents: Agents) -> None:
+    agent = agents.start()
+    agent.wait_ready()
+    pids = agent.wait_ranks()
+    kill(pids[1])
+    until(lambda: "next one in" in agent.log(), "waiting")
+    kill(agent.pid, signal.SIGTERM)
+    assert agent.wait_end(ORDERLY_END_S) == 0
+    assert_nothing_left(agents, pids)
+
+
+@chaos
+def test_stopped_itself_for_a_while(agents: Agents) -> None:
+    """It blames no rank for what it did not hear meanwhile."""
+    agent = agents.start()
+    agent.wait_ready()
+    expected = agent.content(SHORT)
+    kill(agent.pid, signal.SIGSTOP)
+    time.sleep(2)
+    kill(agent.pid, signal.SIGCONT)
+    time.sleep(2)
+    assert agent.health()["epoch"] == 1
+    assert agent.content(SHORT) == expected
+
+
+@chaos
+def test_five_ranks_killed_within_a_minute(agents: Agents) -> None:
+    """It ends in `failed`, with the agent alive and stoppable."""
+    agent = agents.start()
+    for _ in range(5):
+        agent.wait_ready()
+        kill(agent.wait_ranks()[1])
+        until(lambda: not agent.health()["ready"], "not ready")
+    until(lambda: agent.health()["state"] == "failed", "failed")
+    assert "signal 9" in str(agent.health()["reason"])
+    assert psutil.Process(agent.pid).children() == []
+    kill(agent.pid, signal.SIGTERM)
+    assert agent.wait_end(ORDERLY_END_S) == 0
+    assert_nothing_left(agents, [])

@@ -1,0 +1,231 @@
+"""Ranks that are killed, stopped, or stand still, at every point of their life."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from mlxtp.errors import Code
+from mlxtp.node.epoch import State
+
+from ..cluster import SLOWNESS, until
+from .harness import (
+    LONG,
+    SHORT,
+    STALL_S,
+    FaultyCluster,
+    alive,
+    assert_honest,
+    assert_recovered,
+    assert_sound,
+    before,
+    kill,
+)
+from .orders import Order
+
+chaos = pytest.mark.chaos
+
+NOTICED_S = 0.4 * SLOWNESS
+"""A child's death and the end of a pipe are seen at once; then one tenth of a second for other reports."""
+SILENCE_S = 3.5 * SLOWNESS + 0.1
+"""The promise, and the tenth of a second for other reports."""
+HELD_S = 60 * SLOWNESS
+"""How long a rank is held at the point where it shall die: longer than any test waits."""
+
+LOST = {Code.RANK_LOST}
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_killed_while_idle(cluster: FaultyCluster, rank: int) -> None:
+    was = before(cluster)
+    at = kill(was.pids[rank])
+    case = f"kill -9 of rank {rank}, idle"
+    end = assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case)
+    assert f"rank {rank} was ended by signal 9" in end.error.detail
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank"),
+    [("prefill", 1), ("decode", 1), ("decode", 0), pytest.param("prefill", 0, marks=chaos)],
+)
+def test_killed_while_working(cluster: FaultyCluster, phase: str, rank: int) -> None:
+    """In the third chunk of a prompt, or at the 20th token; two clients wait."""
+    expected = {LONG: cluster.right(LONG), SHORT: cluster.right(SHORT)}
+    was = before(cluster)
+    cluster.order("hold", rank, on=phase, at=3 if phase == "prefill" else 20, seconds=HELD_S)
+    with cluster.asking(LONG) as first, cluster.asking(SHORT) as second:
+        cluster.wait_note("held")
+        time.sleep(0.1)
+        at = kill(was.pids[rank])
+        answers = ((first(), expected[LONG]), (second(), expected[SHORT]))
+    assert any(answer.error for answer, _ in answers)
+    for answer, _ in answers:
+        assert answer.code in (None, Code.RANK_LOST)
+        assert answer.ended_at - at <= NOTICED_S + 0.5 * SLOWNESS
+    assert_recovered(
+        cluster,
+        was,
+        LOST,
+        since=at,
+        detected_within_s=NOTICED_S,
+        case=f"kill -9 of rank {rank} in {phase}",
+        answers=answers,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+@chaos
+def test_killed_at_any_time(cluster: FaultyCluster, seed: int) -> None:
+    """Under the load of four clients, without any hold."""
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    rank = rng.randrange(2)
+    with (
+        cluster.asking(LONG) as a,
+        cluster.asking(LONG) as b,
+        cluster.asking(LONG) as c,
+        cluster.asking(LONG) as d,
+    ):
+        time.sleep(rng.uniform(0.02, 0.6) * SLOWNESS)
+        at = kill(was.pids[rank])
+        answers = tuple((client(), expected) for client in (a, b, c, d))
+    assert_recovered(
+        cluster,
+        was,
+        LOST,
+        since=at,
+        detected_within_s=NOTICED_S,
+        case=f"kill -9 of rank {rank}, seed {seed}",
+        answers=answers,
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"),
+    [("form", 1), ("load", 1), pytest.param("form", 0, marks=chaos), pytest.param("load", 0, marks=chaos)],
+)
+def test_killed_on_the_way_up(cluster: FaultyCluster, place: str, victim: int) -> None:
+    """The victim is held before it forms the group or reads the weights; the other is in the midst of it."""
+    was = before(cluster)
+    cluster.order("hold", victim, epoch=was.epoch + 1, on=place, seconds=HELD_S)
+    kill(was.pids[0])
+    cluster.wait_note("held")
+    pids = [process.pid for process in until(lambda: cluster.rank_processes(2), "two ranks")]
+    at = kill(pids[victim])
+    case = f"kill -9 of rank {victim}, {place}"
+    end = assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, epochs=2, case=case)
+    assert f"rank {victim} was ended by signal 9" in end.error.detail
+    assert not [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
+def test_stopped_for_ever(cluster: FaultyCluster, rank: int) -> None:
+    """SIGSTOP: nothing closes; the heartbeat stays away."""
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.order("hold", 1, on="decode", at=1, times=0, seconds=0.03)
+    with cluster.asking(LONG) as client:
+        until(lambda: len(cluster.book.notes("held")) > 10, "ten tokens")
+        at = kill(was.pids[rank], signal.SIGSTOP)
+        answer = client()
+    assert answer.code == Code.RANK_LOST
+    end = assert_recovered(
+        cluster,
+        was,
+        LOST,
+        since=at,
+        detected_within_s=SILENCE_S,
+        case=f"SIGSTOP of rank {rank}",
+        answers=((answer, expected),),
+    )
+    assert f"rank {rank} has been silent" in end.error.detail
+
+
+def test_stopped_for_a_moment(cluster: FaultyCluster) -> None:
+    """0.8 s: nothing may happen, and the answer is right."""
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.order("hold", 1, on="decode", at=1, times=0, seconds=0.01)
+    with cluster.asking(LONG) as client:
+        until(lambda: len(cluster.book.notes("held")) > 5, "five tokens")
+        kill(was.pids[1], signal.SIGSTOP)
+        time.sleep(0.8)
+        kill(was.pids[1], signal.SIGCONT)
+        answer = client()
+    assert_honest(answer, expected)
+    assert answer.error is None
+    assert cluster.epoch == was.epoch
+    assert_sound(cluster, was)
+
+
+@chaos
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loop_that_holds_the_gil(cluster: FaultyCluster, rank: int) -> None:
+    """No thread of that rank runs: silence, and only SIGKILL ends it."""
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.order("hold", rank, on="decode", at=20, seconds=HELD_S, how="gil")
+    answer = cluster.ask(LONG)
+    answers = ((answer, expected),)
+    case = f"rank {rank} holds the GIL"
+    assert_recovered(cluster, was, LOST, detected_within_s=SILENCE_S, case=case, answers=answers)
+
+
+@chaos
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
+def test_ended_by_somebody_else(cluster: FaultyCluster, number: signal.Signals) -> None:
+    was = before(cluster)
+    at = kill(was.pids[1], number)
+    case = f"{number.name} of rank 1"
+    assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case)
+
+
+@chaos
+def test_a_prefill_that_stands_still(cluster: FaultyCluster) -> None:
+    was = before(cluster)
+    cluster.tighten(prefill_stall_s=STALL_S - 1)
+    cluster.order("hold", 1, on="prefill", at=2, seconds=HELD_S)
+    answer = cluster.ask(LONG)
+    answers = ((answer, cluster.right(LONG)),)
+    codes = {Code.RANK_STALLED}
+    assert_recovered(cluster, was, codes, detected_within_s=STALL_S, case="stuck in prefill", answers=answers)
+
+
+def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:
+    """Then it says why, for as long as somebody asks."""
+    orders = [Order("exit", rank=0, epoch=epoch, on="start") for epoch in range(1, 7)]
+    began = time.monotonic()
+    with FaultyCluster(tmp_path, orders=orders, wait=False) as cluster:
+        assert cluster.wait_state(State.FAILED, State.READY, timeout_s=60 * SLOWNESS) is State.FAILED
+        health = cluster.client.get("/health")
+        assert health.status_code == 503
+        body = health.json()
+        assert (body["state"], body["epoch"], body["ready"]) == ("failed", 5, False)
+        assert body["reason"] == "rank 0 exited with status 7"
+        refused = cluster.post(SHORT)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == Code.NOT_READY
+        assert "exited with status 7" in refused.json()["error"]["message"]
+        assert cluster.rank_processes(0) == []
+        backoff_s = 0.5 + 1 + 2 + 4
+        assert time.monotonic() - began >= backoff_s
+        assert cluster.states().count(State.STARTING) >= 4  # the first is over before anybody looks
+        print(f"failed for good after {time.monotonic() - began:.1f} s")
+
+
+def test_the_reason_is_shown_while_it_restarts(cluster: FaultyCluster) -> None:
+    was = before(cluster)
+    kill(was.pids[1])
+    body = until(lambda: (b := cluster.health())["state"] == "restarting" and b, "restarting")
+    assert "rank 1 was ended by signal 9" in body["reason"]
+    refused = cluster.post(SHORT)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    cluster.wait_ready()
+    assert_sound(cluster, was)

@@ -1,0 +1,422 @@
+"""`python -m tests.faults.worker FOLDER <arguments of mlxtp.engine.worker>`: a rank that errs on order.
+
+It puts functions around methods of the engine, in its own process only, then runs the real entry. Without an
+order (see `orders.py`; FOLDER is where they stand) each of them calls the original and does nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgpack
+
+from mlxtp.engine import rank as rank_module
+from mlxtp.engine import worker
+from mlxtp.engine.mail import Mailbox
+from mlxtp.engine.rank import Forward, Rank
+from mlxtp.engine.runner import Runner
+from mlxtp.engine.scheduler import Decode, Move, Scheduler, Stop
+from mlxtp.wire.frames import MAX_FRAME, encode
+from mlxtp.wire.link import Link
+from mlxtp.wire.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Bootstrap,
+    Delta,
+    Hello,
+    Message,
+    PromptTokens,
+    SessionStop,
+    StepToken,
+)
+from mlxtp.wire.protocol import LinkKind, Protocol, Received, Side
+
+from .orders import Order, Orders
+
+orders: Orders
+links: dict[LinkKind, Link] = {}
+"""The links of this process: with two ranks there is one of a kind."""
+
+Wrapped = Callable[..., Any]
+
+
+def around(owner: Any, attribute: str) -> Callable[[Wrapped], Wrapped]:
+    """Put the decorated function around `owner.attribute`. It gets the original as its first argument."""
+
+    def decorate(function: Wrapped) -> Wrapped:
+        original = getattr(owner, attribute)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        setattr(owner, attribute, wrapped)
+        return function
+
+    return decorate
+
+
+def put(link: Link, message: Message, *, epoch: int | None = None, seq: int | None = None) -> int:
+    """A frame that no protocol here has seen; it takes the next number unless `seq` says another."""
+    if seq is None:
+        seq = link.protocol.seq = link.protocol.seq + 1
+    put_bytes(link, encode(message, link.protocol.epoch if epoch is None else epoch, seq))
+    return seq
+
+
+def put_bytes(link: Link, data: bytes) -> None:
+    with link._turn_to_send:
+        link._sock.sendall(data)
+
+
+def pause(order: Order) -> None:
+    """Stand still. "gil": so that no other thread of this process runs either."""
+    orders.note("held", place=order.on)
+    if order.how == "gil":
+        ctypes.PyDLL(None).usleep(int(order.seconds * 1e6))
+    else:
+        time.sleep(order.seconds)
+
+
+@around(Link, "__init__")
+def know_links(
+    original: Wrapped, link: Link, sock: socket.socket, protocol: Protocol, timeout_s: float
+) -> None:
+    original(link, sock, protocol, timeout_s)
+    links[protocol.link] = link
+
+
+@around(Mailbox, "post")
+def record(original: Wrapped, mail: Mailbox, sender: int, received: Received) -> None:
+    """Write down what comes, in the order in which it comes."""
+    if orders.order("record"):
+        message = received.message
+        orders.note(
+            "frame",
+            sender=sender,
+            type=type(message).__name__,
+            uid=getattr(message, "uid", 0),
+            dropped=links[LinkKind.DECODE].protocol.dropped,
+        )
+    original(mail, sender, received)
+
+
+# --- a rank that stands still, or fails --------------------------------------------------------------
+
+
+@around(Rank, "launch")
+def hold_forward(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    place = "prefill" if isinstance(frame, PromptTokens) else "decode"
+    if order := orders.due("hold", place):
+        pause(order)
+    return original(rank, step, frame)
+
+
+@around(rank_module, "form")
+def hold_form(original: Wrapped, *args: Any, **kwargs: Any) -> Any:
+    if order := orders.due("hold", "form"):
+        pause(order)
+    return original(*args, **kwargs)
+
+
+@around(rank_module, "load")
+def hold_load(original: Wrapped, *args: Any) -> Any:
+    if order := orders.due("hold", "load"):
+        pause(order)
+    return original(*args)
+
+
+@around(worker, "_await_shutdown")
+def hold_shutdown(original: Wrapped, mail: Mailbox) -> None:
+    if order := orders.due("hold", "shutdown"):
+        pause(order)
+    original(mail)
+
+
+@around(Rank, "launch")
+def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    """The step's frame has gone out already."""
+    if order := orders.due("raise_in_forward", type(frame).__name__):
+        raise MemoryError if order.how == "memory" else RuntimeError("no such luck")
+    return original(rank, step, frame)
+
+
+# --- a rank above 0 that does something else ----------------------------------------------------------
+
+
+@around(Mailbox, "take")
+def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Received | None:
+    received: Received | None = original(mail, sender)
+    if received and isinstance(received.message, StepToken) and orders.due("skip_step"):
+        return original(mail, sender)
+    return received
+
+
+@around(Rank, "launch")
+def run_twice(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    forward: Forward = original(rank, step, frame)
+    if isinstance(frame, StepToken) and orders.due("run_twice"):
+        return original(rank, step, frame)
+    return forward
+
+
+@around(Rank, "launch")
+def swallow_exception(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    """The forward raises; somebody catches it, goes on, and answers with what the last forward gave."""
+    if not (isinstance(frame, StepToken) and orders.due("swallow_exception")):
+        swallow_exception.last = original(rank, step, frame)  # type: ignore[attr-defined]
+        return swallow_exception.last  # type: ignore[attr-defined]
+    rank.status.in_flight += 1
+    return dataclasses.replace(swallow_exception.last, step=step)  # type: ignore[attr-defined]
+
+
+@around(Runner, "step")
+def take_another_token(original: Wrapped, runner: Runner, rows: tuple[int, ...]) -> mx.array:
+    tokens: mx.array = original(runner, rows)
+    if orders.due("take_another_token"):
+        runner._tokens = tokens = tokens + 1
+    return tokens
+
+
+@around(Runner, "_choose")
+def flip_logit_bit(original: Wrapped, runner: Runner, logits: mx.array) -> mx.array:
+    """The highest bit of the exponent: a small number becomes a huge one, the argmax with it."""
+    if not orders.due("flip_logit_bit"):
+        return original(runner, logits)
+    bits = mx.zeros((logits.shape[-1],), dtype=mx.uint32)
+    scores = logits.astype(mx.float32)
+    bits[mx.argmin(mx.where(scores[0, -1] > 0, scores[0, -1], mx.inf))] = 0x40000000
+    flipped = (scores.view(mx.uint32) ^ bits).view(mx.float32)
+    before, after = mx.argmax(logits[0, -1]).item(), mx.argmax(flipped[0, -1]).item()
+    orders.note("flipped", before=before, after=after)
+    return original(runner, flipped)
+
+
+@around(Link, "send")
+def lie(original: Wrapped, link: Link, message: Message) -> int:
+    """One field of an Ack is one too high."""
+    if isinstance(message, Ack) and (order := orders.due("lie")):
+        message = dataclasses.replace(message, **{order.how: getattr(message, order.how) + 1})
+    return original(link, message)
+
+
+@around(Rank, "launch")
+def speak(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    """Emission is on where it must not be: the token that rank 0 sends goes out here as well."""
+    if isinstance(frame, StepToken) and (order := orders.due("speak")):
+        pipe = links[LinkKind.PIPE]
+        delta = Delta((frame.rows[0],), (0,), (7,))
+        if order.how == "politely":
+            pipe.send(delta)
+        else:
+            put(pipe, delta)
+    return original(rank, step, frame)
+
+
+# --- a rank 0 that takes one step too many ------------------------------------------------------------
+
+
+@around(Scheduler, "next")
+def extra_step(original: Wrapped, scheduler: Scheduler) -> Move | None:
+    """As the first published loop of this kind did: sent and run once more, after the last token."""
+    move: Move | None = original(scheduler)
+    if isinstance(move, Stop) and orders.due("extra_step"):
+        scheduler._stops.appendleft(move)
+        return Decode((move.uid,))
+    return move
+
+
+@around(Link, "send")
+def extra_frame(original: Wrapped, link: Link, message: Message) -> int:
+    """Sent, and not run here; "late": after the sequence has been stopped."""
+    if not (isinstance(message, SessionStop) and (order := orders.due("extra_frame"))):
+        return original(link, message)
+    extra = StepToken((message.uid,), "broadcast")
+    if order.how == "late":
+        seq = original(link, message)
+        put(link, extra)
+        return seq
+    put(link, extra)
+    return original(link, message)
+
+
+# --- frames that break the rules ----------------------------------------------------------------------
+
+Send = Callable[[Message], int]
+
+
+def _ahead_of(other: Callable[[Message], Message]) -> Callable[[Send, Link, Message], int]:
+    def act(send: Send, link: Link, message: Message) -> int:
+        put(link, other(message))
+        return send(message)
+
+    return act
+
+
+def _other_epoch_as_well(send: Send, link: Link, message: Message) -> int:
+    put(link, message, epoch=link.protocol.epoch + 1, seq=link.protocol.seq + 1)
+    return send(message)
+
+
+def _other_epoch(send: Send, link: Link, message: Message) -> int:
+    return put(link, message, epoch=link.protocol.epoch + 1)
+
+
+def _seq_ahead(send: Send, link: Link, message: Message) -> int:
+    return put(link, message, seq=link.protocol.seq + 2)
+
+
+def _seq_again(send: Send, link: Link, message: Message) -> int:
+    seq = send(message)
+    return put(link, message, seq=seq)
+
+
+def _unknown_type(send: Send, link: Link, message: Message) -> int:
+    payload = msgpack.packb((0x7E, link.protocol.epoch, link.protocol.seq + 1, {}))
+    put_bytes(link, struct.pack(">I", len(payload)) + payload)
+    return send(message)
+
+
+def _truncated(send: Send, link: Link, message: Message) -> int:
+    payload = encode(message, link.protocol.epoch, link.protocol.seq + 1)[4:-3]
+    put_bytes(link, struct.pack(">I", len(payload)) + payload)
+    return send(message)
+
+
+def _oversize(send: Send, link: Link, message: Message) -> int:
+    put_bytes(link, struct.pack(">I", MAX_FRAME + 1))
+    return send(message)
+
+
+def _garbage(send: Send, link: Link, message: Message) -> int:
+    put_bytes(link, b"\0\0\0\x20" + bytes(range(0xC1, 0xE1)))
+    return send(message)
+
+
+def _twice(send: Send, link: Link, message: Message) -> int:
+    seq = send(message)
+    put(link, message)
+    return seq
+
+
+def _missing(send: Send, link: Link, message: Message) -> int:
+    return link.protocol.seq
+
+
+WAYS: dict[str, Callable[[Send, Link, Message], int]] = {
+    "prompt first": _ahead_of(lambda _: PromptTokens(1, 0, 4, (1, 2, 3, 4))),
+    "unknown uid": _ahead_of(lambda _: StepToken((4_000_000_000,), "broadcast")),
+    "hello again": _ahead_of(lambda _: Hello(PROTOCOL_VERSION, 1, 1, bytes(16), bytes(32))),
+    "delta": _ahead_of(lambda _: Delta((1,), (0,), (7,))),
+    "other epoch as well": _other_epoch_as_well,
+    "other epoch": _other_epoch,
+    "seq ahead": _seq_ahead,
+    "seq again": _seq_again,
+    "unknown type": _unknown_type,
+    "truncated": _truncated,
+    "oversize": _oversize,
+    "garbage": _garbage,
+    "twice": _twice,
+    "missing": _missing,
+}
+
+
+@around(Link, "send")
+def wrong_frame(original: Wrapped, link: Link, message: Message) -> int:
+    """On the decode link, at the message that `on` names, in one of the `WAYS`."""
+    if link.protocol.link is LinkKind.DECODE and (order := orders.due("wrong_frame", type(message).__name__)):
+        return WAYS[order.how](functools.partial(original, link), link, message)
+    return original(link, message)
+
+
+@around(Link, "send")
+def late(original: Wrapped, link: Link, message: Message) -> int:
+    if link.protocol.link is LinkKind.DECODE and (order := orders.due("late", type(message).__name__)):
+        time.sleep(order.seconds)
+    return original(link, message)
+
+
+# --- strangers ----------------------------------------------------------------------------------------
+
+
+def _knock(address: str, data: bytes) -> tuple[socket.socket, float]:
+    host, _, port = address.rpartition(":")
+    ends_at = time.monotonic() + 30
+    while True:
+        try:
+            sock = socket.create_connection((host, int(port)), timeout=10)
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > ends_at:
+                raise
+            time.sleep(0.01)
+    sock.sendall(data)
+    return sock, time.monotonic()
+
+
+def _hello(epoch: int, rank: int) -> bytes:
+    return Protocol(LinkKind.DECODE, Side.LOWER, epoch).send(
+        Hello(PROTOCOL_VERSION, rank, os.getpid(), os.urandom(16), os.urandom(32))
+    )
+
+
+@around(worker, "_connect")
+def strangers_first(original: Wrapped, epoch: int, bootstrap: Bootstrap) -> Link:
+    """Before this rank connects to rank 0, others do who do not know the epoch's key."""
+    if orders.due("strangers_first"):
+        greetings = {
+            "garbage": b"GET / HTTP/1.1\r\n\r\n",
+            "wrong key": _hello(epoch, 1),
+            "rank 0 itself": _hello(epoch, 0),
+            "no such rank": _hello(epoch, 7),
+            "silent": b"",
+        }
+        for who, data in greetings.items():
+            sock, since = _knock(bootstrap.decode_address, data)
+            try:
+                answer = sock.recv(4096)
+            except ConnectionResetError:
+                answer = b""
+            orders.note("stranger", who=who, answer=answer.hex(), seconds=time.monotonic() - since)
+            sock.close()
+    return original(epoch, bootstrap)
+
+
+@around(rank_module, "form")
+def ring_stranger(
+    original: Wrapped, backend: str, rank: int, world: int, hosts: tuple[str, ...], **how: Any
+) -> Any:
+    """Somebody reaches rank 0's ring port before this rank does, and speaks or is silent."""
+    if order := orders.due("ring_stranger"):
+        sock, _ = _knock(hosts[0], b"\x01" * 100_000 if order.how == "garbage" else b"")
+        ring_stranger.sock = sock  # type: ignore[attr-defined]  # stays open as long as this process
+        time.sleep(0.2)
+    return original(backend, rank, world, hosts, **how)
+
+
+# --- entry --------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    global orders  # noqa: PLW0603 - as long as the process, and only main sets it
+    folder, *argv = sys.argv[1:]
+    given = dict(zip(argv[::2], argv[1::2], strict=True))
+    orders = Orders(Path(folder), int(given["--rank"]), int(given["--epoch"]))
+    if orders.due("exit", "start"):
+        os._exit(7)
+    worker.main(argv)
+
+
+if __name__ == "__main__":
+    main()

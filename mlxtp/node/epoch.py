@@ -139,13 +139,19 @@ class Watch:
         for pong in self.pongs.values():
             limit = allowed.get(pong.phase)
             if limit is not None and pong.phase_s > limit * factor:
-                behind = min(self.pongs, key=lambda rank: self.pongs[rank].step)
                 steps = ", ".join(f"{r} at step {p.step}" for r, p in sorted(self.pongs.items()))
                 return GroupError(
-                    f"no progress in {pong.phase} for {pong.phase_s:.1f} s; rank {behind} is behind: {steps}",
+                    f"no progress in {pong.phase} for {pong.phase_s:.1f} s; {self._who_is_behind()}: {steps}",
                     Code.RANK_STALLED,
                 )
         return None
+
+    def _who_is_behind(self) -> str:
+        # Who has nothing in flight has not started what the others wait for.
+        places = {rank: (pong.in_flight, pong.step) for rank, pong in self.pongs.items()}
+        if len(set(places.values())) == 1:
+            return "no rank is behind"
+        return f"rank {min(places, key=lambda rank: places[rank])} is behind"
 
 
 def stall_limits_s(limits: Limits) -> Mapping[str, float]:

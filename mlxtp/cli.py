@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from . import __version__, demo
 from .config import DEFAULT_HTTP, EMBEDDED_MODEL, Settings, resolve_settings
@@ -65,10 +67,10 @@ def demo_command(
     """Start two ranks, ask one question, show every stage with its time, then serve until Ctrl-C."""
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
-    with demo.home(home) as folder:
-        settings = _settings(2 if ranks is None else ranks, model, http, folder)
+    with demo.temporary_home() as folder:
+        settings = _settings(ranks, model, http, home, defaults={"ranks": demo.RANKS, "home": folder})
         logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
-        view = demo.View(Console(stderr=as_json, highlight=False), settings)
+        view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
         outcome = _run(demo.run(settings, prompt, view, once=once), interrupted=INTERRUPTED if once else 0)
     if as_json and outcome is not None:
         print(json.dumps(outcome, ensure_ascii=False))
@@ -93,29 +95,37 @@ async def _node(settings: Settings) -> None:
         await asyncio.Event().wait()
 
 
-def _settings(ranks: int | None, model: str | None, http: str | None, home: Path | None) -> Settings:
+def _settings(
+    ranks: int | None,
+    model: str | None,
+    http: str | None,
+    home: Path | None,
+    defaults: Mapping[str, object] | None = None,
+) -> Settings:
     try:
-        settings = resolve_settings({"ranks": ranks, "model": model, "http": http, "home": home})
+        flags = {"ranks": ranks, "model": model, "http": http, "home": home}
+        settings = resolve_settings(flags, defaults=defaults)
     except MlxtpError as error:
         _refuse(error)
     return replace(settings, home=settings.home.resolve())
 
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
-    """Run to the end, or until SIGINT or SIGTERM; both leave in order."""
+    """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
     try:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))
     except MlxtpError as error:
         _refuse(error)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     if by_signal and interrupted:
         raise typer.Exit(interrupted)
     return outcome
 
 
 def _refuse(error: MlxtpError) -> Any:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(
-        f"[bold red]mlxtp:[/] {error.detail}", markup=True
-    )
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]mlxtp:[/] {escape(error.detail)}")
     raise typer.Exit(1)
 
 
@@ -132,4 +142,6 @@ def _log_to_terminal() -> None:
 
 def main() -> None:
     """Entry of the `mlxtp` command."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8
     app()

@@ -17,6 +17,7 @@ RANK_COUNTS = (1, 2, 4)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _KEYS = ("home", "http", "ranks", "model")
+_FILE_KEYS = ("http", "ranks", "model")  # the file is in the home, so it cannot name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +62,30 @@ def embedded_model_path() -> Path:
 
 
 def resolve_settings(
-    flags: Mapping[str, object | None], environment: Mapping[str, str] | None = None
+    flags: Mapping[str, object | None],
+    environment: Mapping[str, str] | None = None,
+    defaults: Mapping[str, object] | None = None,
 ) -> Settings:
-    """Settings from `flags` (None = not given), `MLXTP_*` variables, and `config.toml` in the home folder.
+    """Settings from `flags` (None = not given), `MLXTP_*` variables, `config.toml` in the home, `defaults`.
 
-    Raises ConfigError naming where the wrong value stands.
+    An empty variable counts as not set. Raises ConfigError naming where the wrong value stands.
     """
     environment = os.environ if environment is None else environment
     given = {key: (value, f"--{key}") for key, value in flags.items() if value is not None}
-    variables = {
-        key: (environment[name], name) for key in _KEYS if (name := f"MLXTP_{key.upper()}") in environment
+    names = {key: f"MLXTP_{key.upper()}" for key in _KEYS}
+    variables = {key: (environment[name], name) for key, name in names.items() if environment.get(name)}
+    fallback: dict[str, tuple[Any, str]] = {
+        "ranks": (1, ""),
+        "http": (DEFAULT_HTTP, ""),
+        "model": (EMBEDDED_MODEL, ""),
+        **{key: (value, "") for key, value in (defaults or {}).items()},
     }
-    home_value, _ = given.get("home") or variables.get("home") or (_default_home(), "")
-    home = Path(str(home_value)).expanduser()
-    merged = _read_file(home / "config.toml") | variables | given
-    ranks, where = merged.get("ranks", (1, ""))
-    host, port = _parse_address(*merged.get("http", (DEFAULT_HTTP, "")))
-    model, _ = merged.get("model", (EMBEDDED_MODEL, ""))
-    return Settings(
-        home=home, http_host=host, http_port=port, ranks=_parse_ranks(ranks, where), model=str(model)
-    )
+    chosen = fallback | variables | given
+    home = Path(str(chosen["home"][0] if "home" in chosen else _default_home())).expanduser()
+    chosen = fallback | _read_file(home / "config.toml") | variables | given
+    host, port = _parse_address(*chosen["http"])
+    ranks = _parse_ranks(*chosen["ranks"])
+    return Settings(home=home, http_host=host, http_port=port, ranks=ranks, model=str(chosen["model"][0]))
 
 
 def _default_home() -> Path:
@@ -96,9 +101,9 @@ def _read_file(path: Path) -> dict[str, tuple[Any, str]]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    unknown = sorted(set(table) - set(_KEYS))
+    unknown = sorted(set(table) - set(_FILE_KEYS))
     if unknown:
-        raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
+        raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(_FILE_KEYS)}")
     return {key: (value, f"{key} in {path}") for key, value in table.items()}
 
 

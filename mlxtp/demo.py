@@ -23,17 +23,19 @@ from .node.agent import running_agent
 
 EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
 OTHER_PROMPT = "In one sentence: what can two computers do together that one cannot?"
+RANKS = 2
 MAX_TOKENS = 256
 ANSWER_TIMEOUT_S = 120.0
 
 _STAGES = {
-    "spawned": "rank processes started",
-    "linked": "ranks joined by message links",
+    "spawned": "rank processes spawned",
+    "linked": "Python and MLX up, links open",
     "formed": "MLX group formed",
     "proven": "group proved by value",
     "loaded": "model sharded and loaded",
     "warmed up": "first forwards run",
 }
+_GROUP_STAGES = ("formed", "proven")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,13 @@ class Answer:
     tokens: int
     ttft_s: float
     tokens_per_second: float
+
+
+class Screen(Console):
+    """A console whose reader may leave; rich would end the process from whichever task printed last."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 class View:
@@ -64,6 +73,8 @@ class View:
         """A stage was reached, `seconds` after the start."""
         took = seconds - max(self.stages.values(), default=0.0)
         self.stages[name] = seconds
+        if self._settings.ranks == 1 and name in _GROUP_STAGES:
+            return
         self._console.print(f"  [green]✓[/] {_STAGES.get(name, name):<32} {took:6.2f} s")
 
     def ask(self, prompt: str) -> None:
@@ -172,10 +183,7 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def home(given: Path | None) -> Iterator[Path]:
-    """The demo's home: the one that was asked for, else one that is gone afterwards."""
-    if given is not None:
-        yield given
-        return
+def temporary_home() -> Iterator[Path]:
+    """A home that is gone afterwards, for when no other was asked for."""
     with tempfile.TemporaryDirectory(prefix="mlxtp-demo-") as folder:
         yield Path(folder)

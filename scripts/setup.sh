@@ -2,6 +2,7 @@
 # Installs mlxtp with everything for development into the virtual environment $1.
 set -eu
 venv=$1
+echo "Installing into $venv; the first time this takes a minute or two." >&2
 cd "$(dirname "$0")/.."
 
 if command -v uv >/dev/null 2>&1; then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -62,7 +63,7 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in (
         "1 rank, no group",
-        "rank processes started",
+        "rank processes spawned",
         "model sharded and loaded",
         "PANDA-42",
         "tokens/s",
@@ -78,6 +79,7 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
         (("node", "--http", "0.0.0.0:52415"), "needs an API key"),
         (("node", "--model", "/no/such/folder"), "neither a folder nor an id on the Hub"),
         (("demo", "--json"), "--json goes with --once"),
+        (("demo", "--model", "[/no]/such"), "[/no]/such is neither a folder"),
     ],
 )
 def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
@@ -96,6 +98,23 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         refused = mlxtp("node", "--http", f"127.0.0.1:{port}", "--home", str(tmp_path))
     assert refused.returncode == 1
     assert f"127.0.0.1 port {port} is in use" in " ".join(refused.stderr.split())
+
+
+def test_a_terminal_without_utf_8_and_a_reader_that_leaves(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "demo", "--once", "--ranks", "1", "--home", str(tmp_path), *ANY_PORT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert process.stdout is not None
+    assert b"1 rank" in process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    complaints = process.stderr.read()
+    process.wait(START_S)
+    assert b"Traceback" not in complaints
+    assert rank_processes(tmp_path) == []
 
 
 @contextlib.contextmanager
@@ -121,7 +140,7 @@ def node(home: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_node_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     with node(tmp_path, "--ranks", "2" if number is signal.SIGTERM else "1") as (process, url):
         body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}], "temperature": 0}

@@ -132,7 +132,7 @@ def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
     assert refusal(tmp_path, 'ranks = "3"') == f"ranks in {tmp_path / 'config.toml'} {wrong}"
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "8", "two", "", "2.0"])
+@pytest.mark.parametrize("value", ["0", "-1", "8", "two", "2.0"])
 def test_ranks_that_cannot_be(tmp_path: Path, value: str) -> None:
     assert refusal(tmp_path, MLXTP_RANKS=value).startswith(f"MLXTP_RANKS {value}: ")
 
@@ -154,7 +154,24 @@ def test_beyond_this_machine_nothing_is_served(tmp_path: Path, host: str) -> Non
 def test_a_key_that_nobody_knows(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     detail = refusal(tmp_path, 'modle = "x"\nranks = 2')
-    assert detail == f"{path}: unknown key 'modle'; known are home, http, ranks, model"
+    assert detail == f"{path}: unknown key 'modle'; known are http, ranks, model"
+
+
+def test_the_file_cannot_name_the_home_it_is_in(tmp_path: Path) -> None:
+    assert "unknown key 'home'" in refusal(tmp_path, 'home = "/elsewhere"')
+
+
+def test_an_empty_variable_is_not_set(tmp_path: Path) -> None:
+    assert resolve(tmp_path, MLXTP_RANKS="", MLXTP_MODEL="") == resolve(tmp_path)
+
+
+def test_a_command_has_defaults_that_everything_else_beats(tmp_path: Path) -> None:
+    defaults = {"ranks": 2, "home": tmp_path}
+    assert resolve_settings({}, {}, defaults).ranks == 2
+    assert resolve_settings({}, {"MLXTP_RANKS": "4"}, defaults).ranks == 4
+    (tmp_path / "config.toml").write_text("ranks = 1")
+    assert resolve_settings({}, {}, defaults).ranks == 1
+    assert resolve_settings({}, {"MLXTP_HOME": str(tmp_path / "other")}, defaults).home == tmp_path / "other"
 
 
 @pytest.mark.parametrize("content", ["ranks = ", "ranks 2", "[", "\x00"])

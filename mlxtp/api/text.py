@@ -59,7 +59,7 @@ class Text:
         except Exception as error:  # the Rust side raises plain Exception for a broken file
             what = " ".join(str(error).split())[:_SHOWN]
             raise ModelError(
-                f"the tokenizer in {path} cannot be read ({type(error).__name__}: {what}); "
+                f"the tokenizer or config.json in {path} cannot be read ({type(error).__name__}: {what}); "
                 "a complete model folder has tokenizer.json and tokenizer_config.json"
             ) from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:

@@ -79,13 +79,13 @@ async def _running(
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:
-    """Run `work` to its end, or cancel it at the first SIGINT or SIGTERM and let it clean up.
+    """Run `work` to its end, or cancel it at SIGINT, SIGTERM or SIGHUP and let it clean up.
 
     Returns what it returned, and whether a signal ended it.
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, task.cancel)
     try:
         return await task, False

@@ -95,7 +95,7 @@ def exit_report(rank: int, status: int, code: Code | None) -> Report:
     if status == -_ALARM:
         return Report(rank, GroupError(f"rank {rank} did not form the group in time", Code.FORM_FAILED))
     if status < 0:
-        hint = " (the system does this when memory runs out)" if status == -9 else ""
+        hint = " (the system may do this when memory runs out)" if status == -9 else ""
         return Report(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
     if code is not None:
         return Report(rank, GroupError(f"rank {rank} ended with {code}", code))

@@ -26,6 +26,8 @@ def _open_model(name: str) -> ModelSource:
     path = _find(name)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND)
+    if set(str(path)) & set("[]*?"):
+        raise ModelError(f"{path}: mlx-lm finds no weights in folders whose path has one of [ ] * ?")
     public = name if _is_hub_id(name) else path.name
     return ModelSource(public, path.resolve(), Text.load(path))
 

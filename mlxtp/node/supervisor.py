@@ -115,10 +115,10 @@ class Supervisor:
         self._enter(State.LOADING)
         try:
             loaded = await ranks.load(str(model.path), model.text.eos)
-            self._on_stage("loaded", time.monotonic() - self._began)
+            self._reached("loaded")
             warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
             await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
-            self._on_stage("warmed up", time.monotonic() - self._began)
+            self._reached("warmed up")
         except ModelError as error:
             self.reason = error
             self._enter(State.IDLE)
@@ -159,7 +159,7 @@ class Supervisor:
             self._settings,
             self.epoch,
             self.gateway.on_event,
-            lambda stage: self._on_stage(stage, time.monotonic() - self._began),
+            self._reached,
             self._worker,
         )
         try:
@@ -187,6 +187,12 @@ class Supervisor:
         self.gateway.suspend(error)
         await _to_its_end(ranks.kill())
         return error
+
+    def _reached(self, stage: str) -> None:
+        try:
+            self._on_stage(stage, time.monotonic() - self._began)
+        except Exception:  # whoever only watches must not end the epoch
+            log.debug("the listener failed at %r", stage, exc_info=True)
 
     def _enter(self, state: State) -> None:
         self.state = state

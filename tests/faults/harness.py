@@ -40,8 +40,9 @@ STALL_S = FAULT_LIMITS.decode_stall_s + 2 * FAULT_LIMITS.heartbeat_s + 0.5 * SLO
 ACK_S = FAULT_LIMITS.ack_s + 0.5 * SLOWNESS
 """When an acknowledgement that does not come must have been noticed."""
 
-RESTART_S = 8 * SLOWNESS
-"""For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next."""
+RESTART_S = 15 * SLOWNESS
+"""For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next. A free
+machine takes 1.4 to 4 s; most of it is imports, which suffer most from a busy one."""
 
 LONG = "Repeat exactly: " + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 3
 """117 tokens, four chunks of prefill in a `FaultyCluster`; the answer is about as long."""

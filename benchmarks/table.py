@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+
+_WIDTH = 110
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +39,4 @@ def show(rows: list[Row]) -> None:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         spread = "" if row.spread is None else f"±{row.spread / 2:.0%}"
         table.add_row(row.name, f"{row.value:.4g}", row.unit, row.peer, ratio, spread, row.goal)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)

@@ -237,9 +237,13 @@ class DecodeLoop:
         """
         self._followers.send(command)
         replies: dict[int, Message] = {0: self._rank.execute(command)}
-        # A load may take as long as it makes progress; the agents watch that.
-        deadline_s = None if isinstance(command, LoadShard) else self._rank.bootstrap.deadline_s
-        replies |= self._followers.replies(deadline_s)
+        if isinstance(command, LoadShard):
+            # A load may take as long as some rank makes progress; the agent judges that by the phase.
+            self._rank.status.enter("loading")
+            replies |= self._followers.replies(None)
+            self._rank.status.enter("idle")
+        else:
+            replies |= self._followers.replies(self._rank.bootstrap.deadline_s)
         errors = {rank: reply for rank, reply in replies.items() if isinstance(reply, Error)}
         if not errors:
             return replies[0]

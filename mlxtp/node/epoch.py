@@ -120,28 +120,32 @@ class Watch:
     def tick(self, now: float) -> GroupError | None:
         """Call at every heartbeat; the first rank that is silent or stuck for too long, as an error.
 
-        When the observer itself was late, everybody gets twice the time for a while.
+        When the observer itself was late, that time counts against nobody, and for a while ranks may be stuck
+        for twice as long.
         """
-        if now - self._last_tick > 2 * self._limits.heartbeat_s:
+        lag_s = now - self._last_tick - self._limits.heartbeat_s
+        if lag_s > self._limits.heartbeat_s:
             self._lag_until = now + 2 * self._limits.silence_s
+            # What came while we stood still has not been read yet: that time is ours, not theirs.
+            self._heard = {rank: heard + lag_s for rank, heard in self._heard.items()}
         self._last_tick = now
         factor = 2.0 if now < self._lag_until else 1.0
-        return self._silent(now, factor) or self._stuck(factor)
+        return self._silent(now) or self._stuck(factor)
 
-    def _silent(self, now: float, factor: float) -> GroupError | None:
+    def _silent(self, now: float) -> GroupError | None:
         for rank, heard in self._heard.items():
-            if now - heard > self._limits.silence_s * factor:
+            if now - heard > self._limits.silence_s:
                 return GroupError(f"rank {rank} has been silent for {now - heard:.1f} s", Code.RANK_LOST)
         return None
 
     def _stuck(self, factor: float) -> GroupError | None:
-        allowed = stall_limits_s(self._limits)
-        for pong in self.pongs.values():
-            limit = allowed.get(pong.phase)
-            if limit is not None and pong.phase_s > limit * factor:
+        # Ranks wait for each other: as long as one of them gets on in a phase, the group does.
+        for phase, limit_s in stall_limits_s(self._limits).items():
+            stood_s = min((p.phase_s for p in self.pongs.values() if p.phase == phase), default=0.0)
+            if stood_s > limit_s * factor:
                 steps = ", ".join(f"{r} at step {p.step}" for r, p in sorted(self.pongs.items()))
                 return GroupError(
-                    f"no progress in {pong.phase} for {pong.phase_s:.1f} s; {self._who_is_behind()}: {steps}",
+                    f"no progress in {phase} for {stood_s:.1f} s; {self._who_is_behind()}: {steps}",
                     Code.RANK_STALLED,
                 )
         return None

@@ -145,7 +145,7 @@ def _unpack(payload: bytearray, scan: bool) -> Any:
             max_ext_len=0,
         )
     except (ValueError, msgpack.UnpackException) as error:
-        raise _malformed(f"{error}") from None
+        raise _malformed(str(error) or type(error).__name__) from None
 
 
 def _malformed(detail: str) -> RemoteProtocolError:

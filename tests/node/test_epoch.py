@@ -155,14 +155,24 @@ def test_the_rank_that_is_behind_is_named() -> None:
     assert "rank 1 is behind: 0 at step 70, 1 at step 69, 2 at step 70" in error.detail
 
 
-def test_an_observer_that_was_late_gives_twice_the_time() -> None:
+@pytest.mark.parametrize("slept_s", [4.0, 20.0])
+def test_what_an_observer_slept_through_is_nobody_elses_silence(slept_s: float) -> None:
     story = Story()
     assert story.beats(5, rank_0=pong(), rank_1=pong()) is None
-    story.now += 4.0  # our own loop slept
+    story.now += slept_s
     assert story.watch.tick(story.now) is None
     error = story.beats(10)
     assert error is not None
-    assert story.now - 105.0 == pytest.approx(2 * LIMITS.silence_s, abs=2 * LIMITS.heartbeat_s)
+    silent_s = story.now - 105.0 - slept_s
+    assert silent_s == pytest.approx(LIMITS.silence_s, abs=2 * LIMITS.heartbeat_s)
+
+
+def test_a_group_in_which_one_rank_gets_on_is_not_stuck() -> None:
+    done, reading = pong("loading", LIMITS.load_stall_s * 3), pong("loading", 1.0)
+    assert Story().beats(5, rank_0=done, rank_1=reading) is None
+    error = Story().beats(5, rank_0=done, rank_1=pong("idle", 1.0))
+    assert error is not None
+    assert error.code is Code.RANK_STALLED
 
 
 def test_an_observer_that_was_late_forgives_being_stuck_as_well() -> None:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import Code, GroupError
 from ..wire.link import Link
 from ..wire.messages import (
     Abort,
-    Ack,
     Cancel,
     Delta,
     Error,
@@ -32,6 +30,7 @@ from ..wire.messages import (
     StepToken,
     Unload,
 )
+from .followers import Followers
 from .mail import AGENT, Mailbox
 from .rank import Forward, Rank, Result
 from .scheduler import Decode, End, Move, Outcome, Prefill, Scheduler, Stop, Token
@@ -47,63 +46,6 @@ class Unconfirmed:
     result: Result
     outcomes: tuple[Outcome, ...]
     settled_at: float
-
-
-class Followers:
-    """The decode links to ranks 1..N-1. What is sent goes to all of them; what is read is read from all."""
-
-    def __init__(self, links: Mapping[int, Link], mail: Mailbox) -> None:
-        self._links = dict(sorted(links.items()))
-        self._mail = mail
-        self._step = 0
-        self._acknowledged: set[int] = set()
-
-    def send(self, message: Message) -> int:
-        """Send to every rank; returns the frame's seq, which is the same on all links.
-
-        Without other ranks the frames are numbered all the same.
-        """
-        self._step += 1
-        for link in self._links.values():
-            self._step = link.send(message)
-        return self._step
-
-    def replies(self, deadline_s: float | None) -> dict[int, Message]:
-        """One reply of each rank, whatever the others said. Raises LinkError when one stays away."""
-        return {rank: self._mail.receive(rank, deadline_s).message for rank in self._links}
-
-    def acknowledged(self, result: Result) -> bool:
-        """Whether every rank has acknowledged `result`'s step; ask until it is true, then for the next step.
-
-        Raises GroupError (DESYNC) when a rank did or chose something else.
-        """
-        for rank in self._links.keys() - self._acknowledged:
-            received = self._mail.take(rank)
-            if received is None:
-                continue
-            if not isinstance(received.message, Ack):
-                raise GroupError(
-                    f"rank {rank} sent {type(received.message).__name__} for an Ack", Code.DESYNC
-                )
-            _compare(rank, received.message, result)
-            self._acknowledged.add(rank)
-        if len(self._acknowledged) < len(self._links):
-            return False
-        self._acknowledged.clear()
-        return True
-
-    def silent(self) -> str:
-        """The ranks that have not acknowledged the step asked for last, in words."""
-        return " and ".join(f"rank {rank}" for rank in sorted(self._links.keys() - self._acknowledged))
-
-
-def _compare(rank: int, ack: Ack, result: Result) -> None:
-    for what in ("step", "forwards", "collectives", "digest"):
-        theirs, ours = getattr(ack, what), getattr(result, what)
-        if theirs != ours:
-            raise GroupError(
-                f"step {result.step}: rank {rank} reports {what} {theirs}, rank 0 has {ours}", Code.DESYNC
-            )
 
 
 class Emitter:

@@ -120,7 +120,8 @@ def run(process: Process, listener: socket.socket | None) -> None:
     pipe.send(Done())
     process.status.enter("idle")
     if process.rank == 0:
-        from .decode_loop import DecodeLoop, Followers
+        from .decode_loop import DecodeLoop
+        from .followers import Followers
 
         DecodeLoop(rank, mail, pipe, Followers(links, mail)).run()
     else:

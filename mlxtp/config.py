@@ -27,9 +27,9 @@ class Limits:
     spawn_s: float = 60.0
     form_s: float = 45.0
     load_stall_s: float = 60.0
-    warm_up_s: float = 120.0
-    prefill_stall_s: float = 30.0
-    decode_stall_s: float = 10.0
+    warm_up_s: float = 300.0
+    prefill_stall_s: float = 120.0
+    decode_stall_s: float = 30.0
     heartbeat_s: float = 0.5
     silence_s: float = 3.0
     ack_s: float = 8.0

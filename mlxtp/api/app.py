@@ -124,6 +124,7 @@ class _Endpoints:
             raise self._not_ready()
         model = openai.find_model(chat.model, models)
         messages = openai.chat_messages(chat.messages)
+        openai.check_may_fit(messages, text.longest_token, model)
         prompt = await _in_thread_if(size > _LARGE_BYTES, lambda: text.prompt_ids(messages))
         max_tokens = openai.token_budget(chat.budget, prompt, model)
         if self._backend.text() is not text:  # another model was loaded while we were in the thread

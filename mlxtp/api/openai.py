@@ -7,7 +7,7 @@ passed over in silence.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from .backend import Health, ModelInfo
 
 Json = dict[str, Any]
 
+_MOST_TOKENS = 2**31 - 1
 _SHOWN = 80  # characters of a refused value that go back to the client
 
 
@@ -46,8 +47,8 @@ class ChatRequest(_Schema):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
     # without effect while decoding is greedy
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -123,6 +124,21 @@ def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo:
         status=404,
         param="model",
     )
+
+
+def check_may_fit(messages: Sequence[Mapping[str, str]], longest_token: int, model: ModelInfo) -> None:
+    """Refuse what cannot fit before it is tokenized: that takes seconds in which nothing else runs.
+
+    `longest_token` is in characters. Raises RequestError with the numbers.
+    """
+    characters = sum(len(message["content"]) for message in messages)
+    if characters > longest_token * model.context:
+        raise RequestError(
+            f"the messages have {characters} characters; the model's context of {model.context} tokens "
+            f"holds at most {longest_token * model.context}",
+            Code.CONTEXT_OVERFLOW,
+            param="messages",
+        )
 
 
 def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:

@@ -45,6 +45,8 @@ class Text:
             id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self._decoding = _byte_decoding(self._backend, self._special)
+        self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        """In characters: `n` tokens make at most `n` times as many."""
 
     @classmethod
     def load(cls, path: Path) -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import resource
 import shutil
 import signal
 import socket
@@ -24,6 +25,8 @@ from .ranks import WORKER
 from .supervisor import ModelSource, StageListener, Supervisor
 
 T = TypeVar("T")
+
+MANY_FILES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,18 @@ def _own_home(home: Path) -> Iterator[None]:
             raise ConfigError(
                 f"another mlxtp node uses {home}; give each its own folder with --home"
             ) from None
-        shutil.rmtree(home / "run", ignore_errors=True)  # what an agent that was killed left
+        for left in (home / "run").glob("epoch-*"):  # by an agent that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        _allow_many_files()
         yield
+
+
+def _allow_many_files() -> None:
+    """Clients hold descriptors, and ranks need some to start: macOS gives a shell 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _url(sock: socket.socket) -> str:

@@ -157,6 +157,20 @@ def test_a_long_prompt_is_refused_with_the_numbers_before_a_stream_begins(server
     assert server.backend.requests == []
 
 
+def test_what_cannot_fit_is_refused_without_tokenizing_it(server: Server) -> None:
+    words = [{"role": "user", "content": "a" * 4_000_000}]
+    error = assert_error(post(server, ask(messages=words)), 400, "context_length_exceeded")
+    assert "4000000 characters" in error["message"]
+    assert server.backend.requests == []
+
+
+def test_an_absurd_budget_is_a_mistake_of_the_client(server: Server) -> None:
+    body = '{"messages": [{"role": "user", "content": "x"}], "max_tokens": ' + "9" * 4300 + "}"
+    headers = {"content-type": "application/json"}
+    assert post(server, content=body.encode(), headers=headers).status_code == 400
+    assert post(server, ask(max_tokens=2**31)).status_code == 400
+
+
 # --- models and health ------------------------------------------------------------------------------------
 
 

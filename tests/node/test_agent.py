@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.errors import ConfigError
+from mlxtp.errors import ConfigError, ModelError
 from mlxtp.node.agent import running_agent
 
 from ..cluster import Cluster, rank_processes, until
@@ -50,3 +50,14 @@ def test_what_a_killed_agent_left_is_cleared_and_ending_early_leaves_nothing(
     assert [
         r.getMessage() for r in caplog.records if r.name == "asyncio" and r.levelno >= logging.ERROR
     ] == []
+
+
+def test_a_folder_of_somebody_else_in_the_home_stays(tmp_path: Path) -> None:
+    theirs, left = tmp_path / "run" / "important", tmp_path / "run" / "epoch-7"
+    theirs.mkdir(parents=True)
+    left.mkdir()
+    settings = Settings(tmp_path, "127.0.0.1", 0, 1, "/no/such/model")
+    with pytest.raises(ModelError):
+        asyncio.run(start_and_stop(settings))
+    assert theirs.exists()
+    assert not left.exists()

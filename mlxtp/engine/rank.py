@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import mlx.core as mx
 
@@ -74,7 +73,6 @@ class Rank:
         self._counter = counter
         self._group: Group = LoneGroup()
         self._runner: Runner | None = None
-        self._phases: deque[Literal["prefill", "decode"]] = deque()
 
     def execute(self, command: Message) -> Message:
         """Carry out one command of a rank's life and return its one reply.
@@ -105,18 +103,15 @@ class Rank:
         if not self.status.in_flight:
             self.status.progress()  # the time since the last forward was idling
         if isinstance(frame, PromptTokens):
-            self._phases.append("prefill")
+            self.status.phase = "prefill"
             last = frame.offset + len(frame.tokens) == frame.total
             tokens = runner.prefill(frame.uid, frame.tokens, last=last)
             uids: tuple[int, ...] = (frame.uid,) if last else ()
         else:
-            self._phases.append("decode")
+            self.status.phase = "decode"
             tokens = runner.step(frame.rows)
             uids = frame.rows
         self.status.in_flight += 1
-        self.status.phase = self._phases[
-            0
-        ]  # the limit is that of the forward that runs, not of the queued one
         return Forward(step, uids, tokens, runner.forwards, self._counter.count)
 
     def settle(self, forward: Forward) -> Result:
@@ -125,9 +120,6 @@ class Rank:
         tokens = tuple(chosen[: len(forward.uids)])
         status = self.status
         status.in_flight -= 1
-        self._phases.popleft()
-        if self._phases:
-            status.phase = self._phases[0]
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives

@@ -34,6 +34,7 @@ class Code(StrEnum):
     CONTEXT_OVERFLOW = "context_length_exceeded"
     NOT_READY = "not_ready"
     OVERLOADED = "overloaded"
+    GRAMMAR_STUCK = "grammar_stuck"
     # the wire
     FRAME_OVERSIZE = "frame_oversize"
     FRAME_MALFORMED = "frame_malformed"

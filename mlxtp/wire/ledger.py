@@ -8,22 +8,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from operator import gt
 from typing import Any
 
 from ..errors import Code
 from .messages import (
     Abort,
+    Accepted,
     Ack,
     Cancel,
     ClearCache,
     Delta,
     Error,
+    Evict,
     Finished,
     Generate,
     Message,
     Ping,
     Pong,
+    PromptBatch,
     PromptTokens,
+    SanityCheck,
+    ScoredDelta,
     SessionStop,
     Shutdown,
     StepToken,
@@ -78,7 +84,9 @@ class RequestLedger(PipeLedger):
         requests: Rules = {
             Generate: self._generate,
             Cancel: self._cancel,
+            Accepted: self._accepted,
             Delta: self._delta,
+            ScoredDelta: self._scored,
             Finished: self._end,
             RequestFailed: self._end,
             **dict.fromkeys((Abort, Unload, Shutdown), self._end_all),
@@ -99,19 +107,37 @@ class RequestLedger(PipeLedger):
         if cancel.uid > self.last_uid:
             raise Violation(Code.WRONG_UID, f"Cancel for uid {cancel.uid}, which no Generate named")
 
+    def _accepted(self, accepted: Accepted, seq: int) -> None:
+        if accepted.uid not in self.tokens:
+            raise Violation(Code.WRONG_UID, f"Accepted for uid {accepted.uid}, which is not live")
+
+    def _scored(self, scored: ScoredDelta, seq: int) -> None:
+        count = len(scored.tokens)
+        if len(scored.logprobs) != count or not (
+            len(scored.top_tokens) == len(scored.top_logprobs) == count * scored.top
+        ):
+            raise Violation(
+                Code.FIELD_INVALID, "ScoredDelta with tokens and log-probabilities that do not fit"
+            )
+        self._deliver(scored, scored.uid, scored.index)
+        self.tokens[scored.uid] += count - 1
+
     def _delta(self, delta: Delta, seq: int) -> None:
         if not len(delta.uids) == len(delta.indices) == len(delta.tokens):
             raise Violation(Code.FIELD_INVALID, "Delta with uids, indices and tokens of different lengths")
-        tokens = self.tokens
         for uid, index in zip(delta.uids, delta.indices, strict=True):
-            expected = tokens.get(uid)
-            if expected is None:
-                raise Violation(Code.WRONG_UID, f"Delta for uid {uid}, which is not live")
-            if index != expected:
-                raise Violation(
-                    Code.OUT_OF_ORDER, f"Delta with token {index} of uid {uid}, expected token {expected}"
-                )
-            tokens[uid] = index + 1
+            self._deliver(delta, uid, index)
+
+    def _deliver(self, message: Message, uid: int, index: int) -> None:
+        expected = self.tokens.get(uid)
+        if expected is None:
+            raise Violation(Code.WRONG_UID, f"{type(message).__name__} for uid {uid}, which is not live")
+        if index != expected:
+            raise Violation(
+                Code.OUT_OF_ORDER,
+                f"{type(message).__name__} with token {index} of uid {uid}, expected token {expected}",
+            )
+        self.tokens[uid] = index + 1
 
     def _end_all(self, command: Message, seq: int) -> None:
         # Requests that follow the command outlive its answer.
@@ -129,8 +155,10 @@ class DecodeLedger:
         self.last_uid = 0
         self.prompts: dict[int, tuple[int, int]] = {}
         """Of each uid whose prompt is incomplete: (offset of its next chunk, length of the prompt)."""
-        self.running: set[int] = set()
-        """Uids that a StepToken may name."""
+        self.running: dict[int, int] = {}
+        """Uids that a StepToken may name, with the most tokens that their KV caches may hold."""
+        self.kept: dict[int, int] = {}
+        """Uids of ended sequences whose KV cache is still held, with its length."""
         self.steps: deque[int] = deque()
         """Seqs of the steps that wait for their Ack, oldest first."""
 
@@ -142,23 +170,31 @@ class DecodeLedger:
     def rules(self) -> Rules:
         return {
             PromptTokens: self._prompt,
+            PromptBatch: self._prompts,
             StepToken: self._step,
             SessionStop: self._stop,
+            Evict: self._evict,
             Ack: self._ack,
-            **dict.fromkeys((ClearCache, Abort, Unload, Shutdown), self._command),
+            **dict.fromkeys((SanityCheck, ClearCache, Abort, Unload, Shutdown), self._command),
         }
 
     def forget(self) -> None:
         """The command that ends every sequence has been answered."""
         self.prompts.clear()
         self.running.clear()
+        self.kept.clear()
 
     def _prompt(self, prompt: PromptTokens, seq: int) -> None:
         uid = prompt.uid
         if uid in self.prompts:
             offset, total = self.prompts.pop(uid)
+            if prompt.source or prompt.take:
+                raise Violation(
+                    Code.OUT_OF_ORDER, f"PromptTokens of uid {uid} names a source in a later chunk"
+                )
         elif uid > self.last_uid:
-            offset, total = 0, prompt.total
+            self._start(prompt, uid, prompt.offset, prompt.source, take=prompt.take)
+            offset, total = prompt.offset, prompt.total
             self.last_uid = uid
         else:
             raise Violation(
@@ -178,23 +214,93 @@ class DecodeLedger:
         if end < total:
             self.prompts[uid] = (end, total)
         else:
-            self.running.add(uid)
+            self.running[uid] = total
         self.steps.append(seq)
+
+    def _prompts(self, batch: PromptBatch, seq: int) -> None:
+        count = len(batch.uids)
+        columns = (batch.totals, batch.offsets, batch.sources, batch.takes, batch.samplings)
+        if any(len(column) != count for column in columns):
+            raise Violation(Code.FIELD_INVALID, "PromptBatch with fields of different lengths")
+        rests = [total - offset for total, offset in zip(batch.totals, batch.offsets, strict=True)]
+        if min(rests) < 1 or sum(rests) != len(batch.tokens):
+            raise Violation(
+                Code.FIELD_INVALID, f"PromptBatch of {rests} tokens by its prompts, {len(batch.tokens)} here"
+            )
+        starts = zip(batch.uids, batch.offsets, batch.sources, batch.takes, strict=True)
+        for uid, offset, source, take in starts:
+            if uid <= self.last_uid:
+                raise Violation(Code.WRONG_UID, f"PromptBatch with uid {uid} after uid {self.last_uid}")
+            self.last_uid = uid
+            self._start(batch, uid, offset, source, take=bool(take))
+        # Only now: none of them can start from another one, which this forward has yet to compute.
+        self.running.update(zip(batch.uids, batch.totals, strict=True))
+        self.steps.append(seq)
+
+    def _start(self, message: Message, uid: int, offset: int, source: int, *, take: bool) -> None:
+        """A new prompt begins behind what its source holds, if it has one."""
+        kind = type(message).__name__
+        if take and not source:
+            raise Violation(Code.FIELD_INVALID, f"{kind}: uid {uid} takes over a source of no name")
+        if not source:
+            if offset:
+                raise Violation(Code.OUT_OF_ORDER, f"{kind} starts uid {uid} at {offset}, behind nothing")
+            return
+        held = self.kept.get(source) or (0 if take else self.running.get(source, 0))
+        if not held:
+            raise Violation(Code.WRONG_UID, f"{kind}: uid {uid} starts from uid {source}, which is not there")
+        if not 1 <= offset <= held:
+            raise Violation(
+                Code.OUT_OF_ORDER,
+                f"{kind}: uid {uid} starts behind {offset} tokens of uid {source}, which holds {held}",
+            )
+        if take:
+            del self.kept[source]
 
     def _step(self, step: StepToken, seq: int) -> None:
         rows = step.rows
-        if not self.running.issuperset(rows):
-            strangers = sorted(set(rows) - self.running)
+        if len(step.positions) != len(rows) or (step.widths and len(step.widths) != len(rows)):
+            raise Violation(
+                Code.FIELD_INVALID, "StepToken with rows, positions and widths of different lengths"
+            )
+        if sum(step.widths) != len(step.tokens):
+            raise Violation(
+                Code.FIELD_INVALID,
+                f"StepToken of {sum(step.widths)} tokens by its widths, {len(step.tokens)} here",
+            )
+        running = self.running
+        if not running.keys() >= set(rows):
+            strangers = sorted(set(rows) - running.keys())
             raise Violation(Code.WRONG_UID, f"StepToken for uid {strangers[0]}, which is not running")
         if len(rows) > 1 and len(set(rows)) != len(rows):
             raise Violation(Code.WRONG_UID, "StepToken names a uid twice")
+        if any(map(gt, step.positions, map(running.__getitem__, rows))):
+            raise Violation(
+                Code.OUT_OF_ORDER, f"StepToken at positions {step.positions}, past what its rows hold"
+            )
+        widths = step.widths or (1,) * len(rows)
+        for uid, at, width in zip(rows, step.positions, widths, strict=True):
+            running[uid] = at + (width or 1)
         self.steps.append(seq)
 
     def _stop(self, stop: SessionStop, seq: int) -> None:
-        if stop.uid in self.running:
-            self.running.remove(stop.uid)
-        elif self.prompts.pop(stop.uid, None) is None:
+        held = self.running.pop(stop.uid, None)
+        if held is None:
+            held, _ = self.prompts.pop(stop.uid, (None, 0))
+        if held is None:
             raise Violation(Code.WRONG_UID, f"SessionStop for uid {stop.uid}, which is not live")
+        if stop.keep > held:
+            raise Violation(
+                Code.OUT_OF_ORDER,
+                f"SessionStop keeps {stop.keep} tokens of uid {stop.uid}, which holds {held}",
+            )
+        if stop.keep:
+            self.kept[stop.uid] = stop.keep
+
+    def _evict(self, evict: Evict, seq: int) -> None:
+        for uid in evict.uids:
+            if self.kept.pop(uid, None) is None:
+                raise Violation(Code.WRONG_UID, f"Evict for uid {uid}, which is not kept")
 
     def _ack(self, ack: Ack, seq: int) -> None:
         if not self.steps:

@@ -9,12 +9,25 @@ Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and 
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from ..errors import Code, RemoteProtocolError
+from .codecs import (
+    FieldCodec,
+    Wire,
+    binary,
+    boolean,
+    choice,
+    integer,
+    integers,
+    number,
+    numbers,
+    record,
+    records,
+    text,
+    texts,
+)
 
 PROTOCOL_VERSION = 1
 MAX_RANKS = 8
@@ -22,126 +35,77 @@ MAX_ROWS = 1024
 """Sequences one step may drive."""
 MAX_CONTEXT = 1 << 24
 """Tokens of prompt and answer; a model's own context is usually far shorter."""
+MAX_PROMPTS = 16
+"""Prompts that one forward may compute together."""
+MAX_WIDTH = 64
+"""Tokens one row may feed in one step."""
+MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20
 """Tokens one frame may carry: half of what the largest frame would hold."""
+
+MAX_BIASES = 1024
+MAX_GRAMMAR = 1 << 19
+"""Characters of one grammar or schema: with four bytes each, a quarter of the largest frame."""
+MAX_TOP_LOGPROBS = 20
 
 U32 = 2**32 - 1
 U63 = 2**63 - 1
 
-Wire = Any
-"""What msgpack packs: int, str, bytes, bool, float, list, dict."""
+
+def _f(codec: FieldCodec, **default: Any) -> Any:
+    return field(metadata={"codec": codec}, **default)
+
+
+_uid = integer(1, U32)
+_count = integer(0, U63)
+_detail = text(1000, cut=True)  # an Error fits the 4 KiB of a link that is not open yet
+_code = choice(*(code.value for code in Code))
+_seconds = number(0.0, 1e9)
+
+
+# --- how a request wants its tokens chosen ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class FieldCodec:
-    """How one field is packed (`to_wire`) and how a received value is checked and unpacked (`from_wire`).
+class Sampling:
+    """How a token is chosen from logits. Needs nothing but the logits and the token's position, so that every
+    rank can do it alike.
 
-    `from_wire` raises ValueError with what it expected; it never trusts the type of what it gets.
+    `temperature` 0 is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0 leave everything in.
+    Draws are keyed by (`seed`, position).
     """
 
-    to_wire: Callable[[Any], Wire]
-    from_wire: Callable[[Wire], Any]
+    temperature: float = _f(number(0.0, 100.0), default=0.0)
+    top_p: float = _f(number(0.0, 1.0), default=1.0)
+    top_k: int = _f(integer(0, 2**31 - 1), default=0)
+    min_p: float = _f(number(0.0, 1.0), default=0.0)
+    xtc_probability: float = _f(number(0.0, 1.0), default=0.0)
+    xtc_threshold: float = _f(number(0.0, 0.5), default=0.1)
+    seed: int = _f(integer(0, U63), default=0)
 
 
-def _same(value: Any) -> Any:
-    return value
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """What rank 0 alone does to the logits before a token is chosen from them.
+
+    Penalties look at prompt and answer as described in `engine/sampler.py`. `bias_values[i]` is added to
+    `bias_tokens[i]`. No end token comes before `min_tokens`. `grammar` is text of the kind `grammar_kind`.
+    """
+
+    repetition_penalty: float = _f(number(0.01, 100.0), default=1.0)
+    presence_penalty: float = _f(number(-100.0, 100.0), default=0.0)
+    frequency_penalty: float = _f(number(-100.0, 100.0), default=0.0)
+    bias_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BIASES), default=())
+    bias_values: tuple[float, ...] = _f(numbers(-1e9, 1e9, MAX_BIASES), default=())
+    min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)
+    grammar_kind: str = _f(choice("", "json_object", "json_schema", "regex", "lark"), default="")
+    grammar: str = _f(text(MAX_GRAMMAR), default="")
 
 
-def _int(low: int, high: int) -> FieldCodec:
-    def check(value: Wire) -> int:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"an integer from {low} to {high}")
-        return value
-
-    return FieldCodec(_same, check)
-
-
-def _float(low: float, high: float) -> FieldCodec:
-    def check(value: Wire) -> float:
-        # NaN fails both comparisons.
-        if type(value) is not float or not low <= value <= high:
-            raise ValueError(f"a number from {low} to {high}")
-        return value
-
-    return FieldCodec(float, check)
-
-
-def _bool() -> FieldCodec:
-    def check(value: Wire) -> bool:
-        if type(value) is not bool:
-            raise ValueError("true or false")
-        return value
-
-    return FieldCodec(_same, check)
-
-
-def _str(max_chars: int) -> FieldCodec:
-    def check(value: Wire) -> str:
-        if type(value) is not str or len(value) > max_chars:
-            raise ValueError(f"a string of at most {max_chars} characters")
-        return value
-
-    return FieldCodec(lambda value: value[:max_chars], check)
-
-
-def _choice(*allowed: str) -> FieldCodec:
-    def check(value: Wire) -> str:
-        if type(value) is not str or value not in allowed:
-            raise ValueError(f"one of {', '.join(allowed)}")
-        return value
-
-    return FieldCodec(str, check)
-
-
-def _bytes(low: int, high: int) -> FieldCodec:
-    def check(value: Wire) -> bytes:
-        if type(value) is not bytes or not low <= len(value) <= high:
-            raise ValueError(f"{low} to {high} bytes")
-        return value
-
-    return FieldCodec(_same, check)
-
-
-def _ints(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
-    """A tuple of integers as packed little-endian 32-bit words: four bytes an item, no object each."""
-    unsigned = high > 2**31 - 1
-    kind = "I" if unsigned else "i"
-
-    def pack(value: tuple[int, ...]) -> bytes:
-        return struct.pack(f"<{len(value)}{kind}", *value)
-
-    def check(value: Wire) -> tuple[int, ...]:
-        if type(value) is not bytes or len(value) % 4 or not min_items <= len(value) // 4 <= max_items:
-            raise ValueError(f"{min_items} to {max_items} packed 32-bit integers")
-        items = struct.unpack(f"<{len(value) // 4}{kind}", value)
-        if items and not (low <= min(items) and max(items) <= high):
-            raise ValueError(f"integers from {low} to {high}")
-        return items
-
-    return FieldCodec(pack, check)
-
-
-def _strs(max_items: int, max_chars: int) -> FieldCodec:
-    def check(value: Wire) -> tuple[str, ...]:
-        if type(value) is not list or len(value) > max_items:
-            raise ValueError(f"a list of at most {max_items} strings")
-        for item in value:
-            if type(item) is not str or len(item) > max_chars:
-                raise ValueError(f"strings of at most {max_chars} characters")
-        return tuple(value)
-
-    return FieldCodec(list, check)
-
-
-def _f(codec: FieldCodec) -> Any:
-    return field(metadata={"codec": codec})
-
-
-_uid = _int(1, U32)
-_count = _int(0, U63)
-_detail = _str(1000)  # an Error fits the 4 KiB of a link that is not open yet
-_code = _choice(*(code.value for code in Code))
-_seconds = _float(0.0, 1e9)
+GREEDY = Sampling()
+PLAIN = Shaping()
+_sampling = record(Sampling)
+_shaping = record(Shaping)
 
 
 class Message:
@@ -159,11 +123,11 @@ class Hello(Message):
     """First frame of whoever opens a link. On decode, `proof` is keyed by the epoch's secret."""
 
     TYPE: ClassVar[int] = 0x01
-    version: int = _f(_int(0, U32))
-    rank: int = _f(_int(0, MAX_RANKS - 1))
+    version: int = _f(integer(0, U32))
+    rank: int = _f(integer(0, MAX_RANKS - 1))
     pid: int = _f(_count)
-    nonce: bytes = _f(_bytes(16, 16))
-    proof: bytes = _f(_bytes(0, 32))
+    nonce: bytes = _f(binary(16, 16))
+    proof: bytes = _f(binary(0, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +135,8 @@ class Welcome(Message):
     """The answer to a Hello that was accepted; a refused one gets an Error and the link ends."""
 
     TYPE: ClassVar[int] = 0x02
-    version: int = _f(_int(0, U32))
-    proof: bytes = _f(_bytes(0, 32))
+    version: int = _f(integer(0, U32))
+    proof: bytes = _f(binary(0, 32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +148,16 @@ class Ping(Message):
 
 @dataclass(frozen=True, slots=True)
 class Pong(Message):
-    """What a rank is doing. `phase_s` is the time since it entered the phase or last made progress in it."""
+    """What a rank is doing. `phase_s` is the time since it entered the phase or last made progress in it.
+
+    `kv_bytes` counts what its KV caches hold, `load_peak_bytes` the most memory while loading. `step_us` and
+    `wait_us` are averages over recent steps, as in Ack; `collective_us` is what one small collective took at
+    the last proof. MLX does not tell what part of a step its collectives wait.
+    """
 
     TYPE: ClassVar[int] = 0x04
     phase: str = _f(
-        _choice("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
+        choice("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
     )
     phase_s: float = _f(_seconds)
     in_flight: int = _f(_count)
@@ -198,7 +167,13 @@ class Pong(Message):
     emitted: int = _f(_count)
     memory_bytes: int = _f(_count)
     peak_memory_bytes: int = _f(_count)
-    model: str = _f(_str(1000))
+    model: str = _f(text(1000, cut=True))
+    weight_bytes: int = _f(_count, default=0)
+    load_peak_bytes: int = _f(_count, default=0)
+    kv_bytes: int = _f(_count, default=0)
+    step_us: int = _f(_count, default=0)
+    wait_us: int = _f(_count, default=0)
+    collective_us: int = _f(_count, default=0)
 
 
 # 0x05 DesiredState, 0x06 Members and 0x0B SideChannel belong to links between Macs and come with them.
@@ -206,71 +181,139 @@ class Pong(Message):
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap(Message):
-    """Agent to its rank: the group this process will be part of, for one epoch."""
+    """Agent to its rank: the group this process will be part of, for one epoch.
+
+    `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s` proves itself.
+    """
 
     TYPE: ClassVar[int] = 0x07
-    rank: int = _f(_int(0, MAX_RANKS - 1))
-    world_size: int = _f(_int(1, MAX_RANKS))
-    backend: str = _f(_choice("none", "ring"))
-    hosts: tuple[str, ...] = _f(_strs(MAX_RANKS, 100))
-    decode_address: str = _f(_str(100))
-    epoch_key: bytes = _f(_bytes(32, 32))
+    rank: int = _f(integer(0, MAX_RANKS - 1))
+    world_size: int = _f(integer(1, MAX_RANKS))
+    backend: str = _f(choice("none", "ring"))
+    hosts: tuple[str, ...] = _f(texts(MAX_RANKS, 100))
+    decode_address: str = _f(text(100))
+    epoch_key: bytes = _f(binary(32, 32))
     deadline_s: float = _f(_seconds)
     ack_deadline_s: float = _f(_seconds)
-    run_ahead: int = _f(_int(0, 1))
+    run_ahead: int = _f(integer(0, 1))
+    queue_s: float = _f(_seconds, default=300.0)
+    canary_s: float = _f(_seconds, default=60.0)
+    agreement: str = _f(choice("auto", "broadcast", "verify"), default="auto")
+    compiled: bool = _f(boolean(), default=True)
+    speculation: bool = _f(boolean(), default=True)
+    prefix_cache: bool = _f(boolean(), default=True)
 
 
 # --- decoding ---------------------------------------------------------------------------------------
+
+
+_exchange = choice("winners", "logits")
+_agreement = choice("verify", "broadcast")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens(Message):
     """One prefill forward over `tokens`, which start at position `offset` of a prompt of `total` tokens.
 
-    The chunk that ends the prompt (offset + len(tokens) == total) also produces the first new token.
+    The chunk that ends the prompt (offset + len(tokens) == total) also produces the first new token, chosen
+    by `sampling`; for `exchange` and `agreement` see StepToken. A first chunk may start behind position 0:
+    then the KV cache before it is that of `source`, a sequence that runs or was kept; `take` says that
+    `source` ends with it. Later chunks have source 0.
     """
 
     TYPE: ClassVar[int] = 0x08
     uid: int = _f(_uid)
-    offset: int = _f(_int(0, MAX_CONTEXT))
-    total: int = _f(_int(1, MAX_CONTEXT))
-    tokens: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
+    offset: int = _f(integer(0, MAX_CONTEXT))
+    total: int = _f(integer(1, MAX_CONTEXT))
+    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
+    source: int = _f(integer(0, U32), default=0)
+    take: bool = _f(boolean(), default=False)
+    sampling: Sampling = _f(_sampling, default=GREEDY)  # noqa: RUF009 - a field
+    exchange: str = _f(_exchange, default="winners")
+    agreement: str = _f(_agreement, default="verify")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch(Message):
+    """One prefill forward over the rest of several prompts, each of which joins the batch and gets a token.
+
+    Prompt i has `totals[i]` tokens; those from `offsets[i]` on are here, one prompt's after the other's. The
+    other fields are those of PromptTokens (`takes` as 0 or 1).
+    """
+
+    TYPE: ClassVar[int] = 0x0D
+    uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_PROMPTS))
+    totals: tuple[int, ...] = _f(integers(1, MAX_CONTEXT, 1, MAX_PROMPTS))
+    offsets: tuple[int, ...] = _f(integers(0, MAX_CONTEXT, 1, MAX_PROMPTS))
+    sources: tuple[int, ...] = _f(integers(0, U32, 1, MAX_PROMPTS))
+    takes: tuple[int, ...] = _f(integers(0, 1, 1, MAX_PROMPTS))
+    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
+    samplings: tuple[Sampling, ...] = _f(records(Sampling, 1, MAX_PROMPTS))
+    exchange: str = _f(_exchange, default="winners")
+    agreement: str = _f(_agreement, default="verify")
 
 
 @dataclass(frozen=True, slots=True)
 class StepToken(Message):
     """One decode forward for the running batch: the uids of its rows, in row order.
 
-    The token each row feeds is the one its previous forward produced, already agreed on inside the graph.
+    `positions[i]` is the length of row i's KV cache before this step; what a rank holds beyond it is rolled
+    back. `widths` is empty when every row feeds the one token that its previous forward produced, inside the
+    graph. Otherwise `widths[i]` counts the tokens that row i feeds from `tokens` (0: the one inside the
+    graph); the choice after each of them comes back.
+
+    `exchange`: "winners" when every row is greedy and ranks only exchange the best of their share of the
+    vocabulary, "logits" when they gather the whole. `agreement`: "verify" when every rank chooses alike and
+    digests are compared, "broadcast" when rank 0's choice is summed into every rank's graph.
     """
 
     TYPE: ClassVar[int] = 0x09
-    rows: tuple[int, ...] = _f(_ints(1, U32, 1, MAX_ROWS))
-    agreement: str = _f(_choice("broadcast"))
+    rows: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
+    positions: tuple[int, ...] = _f(integers(0, MAX_CONTEXT, 1, MAX_ROWS))
+    widths: tuple[int, ...] = _f(integers(0, MAX_WIDTH, 0, MAX_ROWS), default=())
+    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_FRAME_TOKENS), default=())
+    exchange: str = _f(_exchange, default="winners")
+    agreement: str = _f(_agreement, default="verify")
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStop(Message):
-    """A sequence is over. `forwards` counts its prefill chunks and steps; every rank checks its own count."""
+    """A sequence is over. `forwards` counts its prefill chunks and steps; every rank checks its own count.
+
+    The first `keep` tokens of its KV cache stay under its uid, for others to start from; 0 keeps nothing.
+    """
 
     TYPE: ClassVar[int] = 0x0A
     uid: int = _f(_uid)
-    reason: str = _f(_choice("stop", "length", "cancel"))
+    reason: str = _f(choice("stop", "length", "cancel", "preempt", "error"))
     forwards: int = _f(_count)
+    keep: int = _f(integer(0, MAX_CONTEXT), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Evict(Message):
+    """KV caches that were kept are dropped."""
+
+    TYPE: ClassVar[int] = 0x0C
+    uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_ROWS))
 
 
 @dataclass(frozen=True, slots=True)
 class Ack(Message):
-    """The answer to exactly one PromptTokens or StepToken, named by the seq of its frame.
+    """The answer to exactly one PromptTokens, PromptBatch or StepToken, named by the seq of its frame.
 
     `forwards` and `collectives` are the rank's totals after that step, `digest` covers the tokens it chose.
+    `step_us` is the time from the forward's launch to its end on that rank, `wait_us` the part of it spent
+    waiting for the device, both in microseconds.
     """
 
     TYPE: ClassVar[int] = 0x10
     step: int = _f(_count)
     forwards: int = _f(_count)
     collectives: int = _f(_count)
-    digest: int = _f(_int(0, U32))
+    digest: int = _f(integer(0, U32))
+    step_us: int = _f(_count, default=0)
+    wait_us: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +327,7 @@ class Error(Message):
     TYPE: ClassVar[int] = 0x11
     code: str = _f(_code)
     detail: str = _f(_detail)
-    uid: int = _f(_int(0, U32))
+    uid: int = _f(integer(0, U32))
 
 
 # --- the life of a rank: each gets exactly one reply ------------------------------------------------
@@ -309,12 +352,19 @@ class LoadShard(Message):
     """Load this rank's share of the model in folder `path`. Reply: Loaded.
 
     `eos` are end tokens that the tokenizer knows; the model's own configuration may add to them.
+    `max_context` (tokens) shortens the model's own context, `kv_bits` quantizes the KV cache, `kv_bytes` is
+    what the caches of all sequences may take on each rank; 0 leaves each to the model and the machine.
+    `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
     """
 
     TYPE: ClassVar[int] = 0x14
-    path: str = _f(_str(4000))
-    prefill_chunk: int = _f(_int(1, MAX_CONTEXT))
-    eos: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 0, 64))
+    path: str = _f(text(4000))
+    prefill_chunk: int = _f(integer(1, MAX_CONTEXT))
+    eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
+    max_context: int = _f(integer(0, MAX_CONTEXT), default=0)
+    kv_bits: int = _f(integer(0, 8), default=0)
+    kv_bytes: int = _f(_count, default=0)
+    draft_path: str = _f(text(4000), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +400,8 @@ class InitDone(Message):
     """The group is formed."""
 
     TYPE: ClassVar[int] = 0x19
-    rank: int = _f(_int(0, MAX_RANKS - 1))
-    world_size: int = _f(_int(1, MAX_RANKS))
+    rank: int = _f(integer(0, MAX_RANKS - 1))
+    world_size: int = _f(integer(1, MAX_RANKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,19 +410,27 @@ class SanityDone(Message):
 
     TYPE: ClassVar[int] = 0x1A
     total: int = _f(_count)
-    ranks: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 0, MAX_RANKS))
-    digest: int = _f(_int(0, U32))
+    ranks: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_RANKS))
+    digest: int = _f(integer(0, U32))
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Message):
-    """The shard is in memory. `context` and `vocabulary` are the model's, in tokens."""
+    """The shard is in memory. `context` and `vocabulary` are the model's, in tokens.
+
+    `weight_bytes` and `peak_bytes` are this rank's, the latter while loading; `kv_token_bytes` is what one
+    token takes in its KV cache, `kv_bytes` what all caches together may take. From rank 0 to the agent,
+    `kv_bytes` is the smallest of all ranks.
+    """
 
     TYPE: ClassVar[int] = 0x1B
-    context: int = _f(_int(1, U32))
-    vocabulary: int = _f(_int(1, U32))
+    context: int = _f(integer(1, U32))
+    vocabulary: int = _f(integer(1, U32))
     weight_bytes: int = _f(_count)
-    eos: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 0, 64))
+    eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
+    peak_bytes: int = _f(_count, default=0)
+    kv_token_bytes: int = _f(_count, default=0)
+    kv_bytes: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,22 +445,59 @@ class Done(Message):
 
 @dataclass(frozen=True, slots=True)
 class Generate(Message):
-    """Agent to rank 0: decode after this prompt until an end token or `max_tokens`."""
+    """Agent to rank 0: decode after this prompt until an end token or `max_tokens`.
+
+    `logprobs` -1 wants none, 0 those of the chosen tokens, more the most probable alternatives as well.
+    `ignore_eos` goes on after an end token. Answered by Accepted or by an Error with the uid.
+    """
 
     TYPE: ClassVar[int] = 0x20
     uid: int = _f(_uid)
-    tokens: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
-    max_tokens: int = _f(_int(1, MAX_CONTEXT))
+    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_FRAME_TOKENS))
+    max_tokens: int = _f(integer(1, MAX_CONTEXT))
+    sampling: Sampling = _f(_sampling, default=GREEDY)  # noqa: RUF009 - a field
+    shaping: Shaping = _f(_shaping, default=PLAIN)  # noqa: RUF009 - a field
+    logprobs: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)
+    ignore_eos: bool = _f(boolean(), default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted(Message):
+    """Rank 0 to agent: this request passed every check and will be run."""
+
+    TYPE: ClassVar[int] = 0x24
+    uid: int = _f(_uid)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta(Message):
-    """Rank 0 to agent: the confirmed tokens of one step. `tokens[i]` is number `indices[i]` of `uids[i]`."""
+    """Rank 0 to agent: the confirmed tokens of one step. `tokens[i]` is number `indices[i]` of `uids[i]`.
+
+    A request may have several tokens in one Delta, in order.
+    """
 
     TYPE: ClassVar[int] = 0x21
-    uids: tuple[int, ...] = _f(_ints(1, U32, 1, MAX_ROWS))
-    indices: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_ROWS))
-    tokens: tuple[int, ...] = _f(_ints(0, 2**31 - 1, 1, MAX_ROWS))
+    uids: tuple[int, ...] = _f(integers(1, U32, 1, MAX_DELTA))
+    indices: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))
+    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_DELTA))
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredDelta(Message):
+    """A Delta for one request that asked for log-probabilities (natural logarithms).
+
+    `logprobs[i]` belongs to `tokens[i]`. Of each token's alternatives, the `top` most probable follow each
+    other in `top_tokens` and `top_logprobs`.
+    """
+
+    TYPE: ClassVar[int] = 0x25
+    uid: int = _f(_uid)
+    index: int = _f(integer(0, 2**31 - 1))
+    tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 1, MAX_WIDTH + 1))
+    logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, MAX_WIDTH + 1))
+    top: int = _f(integer(0, MAX_TOP_LOGPROBS))
+    top_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
+    top_logprobs: tuple[float, ...] = _f(numbers(-1e9, 1e-3, (MAX_WIDTH + 1) * MAX_TOP_LOGPROBS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,13 +510,19 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """Rank 0 to agent: the last word about a request. `generated` counts tokens with the end token."""
+    """Rank 0 to agent: the last word about a request. `generated` counts tokens with the end token.
+
+    `cached` of its prompt tokens were not computed again. Of `drafted` tokens, `accepted` were right.
+    """
 
     TYPE: ClassVar[int] = 0x23
     uid: int = _f(_uid)
-    reason: str = _f(_choice("stop", "length", "cancel"))
+    reason: str = _f(choice("stop", "length", "cancel"))
     generated: int = _f(_count)
     forwards: int = _f(_count)
+    cached: int = _f(_count, default=0)
+    drafted: int = _f(_count, default=0)
+    accepted: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,9 +537,10 @@ M = TypeVar("M", bound=Message)
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
-        Hello, Welcome, Ping, Pong, Bootstrap, PromptTokens, StepToken, SessionStop, Ack, Error,
-        Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
-        InitDone, SanityDone, Loaded, Done, Generate, Delta, Cancel, Finished, SessionEnd,
+        Hello, Welcome, Ping, Pong, Bootstrap, PromptTokens, PromptBatch, StepToken, SessionStop, Evict, Ack,
+        Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
+        InitDone, SanityDone, Loaded, Done,
+        Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
     )
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from enum import Enum
 
 from .messages import (
     Abort,
+    Accepted,
     Ack,
     Bootstrap,
     Cancel,
@@ -25,6 +26,7 @@ from .messages import (
     Delta,
     Done,
     Error,
+    Evict,
     Finished,
     Generate,
     Hello,
@@ -35,9 +37,11 @@ from .messages import (
     Message,
     Ping,
     Pong,
+    PromptBatch,
     PromptTokens,
     SanityCheck,
     SanityDone,
+    ScoredDelta,
     SessionEnd,
     SessionStop,
     Shutdown,
@@ -88,6 +92,7 @@ class State(Enum):
     PROVEN = "proven"
     LOADING = "loading"
     LOADED = "loaded"
+    CHECKING = "checking"
     CLEARING = "clearing"
     CLEARING_EMPTY = "clearing, no model"
     ABORTING = "aborting"
@@ -187,11 +192,19 @@ _DECODING: tuple[Row, ...] = tuple(
     (State.LOADED, side, message, State.LOADED)
     for side, message in (
         (_UPPER, PromptTokens),
+        (_UPPER, PromptBatch),
         (_UPPER, StepToken),
         (_UPPER, SessionStop),
+        (_UPPER, Evict),
         (_LOWER, Ack),
     )
 )
+
+_CANARY: tuple[Row, ...] = (
+    (State.LOADED, _UPPER, SanityCheck, State.CHECKING),
+    (State.CHECKING, _LOWER, SanityDone, State.LOADED),
+)
+"""Between forwards of an idle group, the proof by value may be asked for again."""
 
 _REQUESTS: tuple[Row, ...] = tuple(
     (state, _UPPER, Generate, state) for state in (State.LOADED, State.CLEARING, State.ABORTING)
@@ -208,7 +221,7 @@ _VOICE: tuple[Row, ...] = tuple(
         State.CLOSING,
         State.CLOSING_AFTER_DONE,
     )
-    for message in (Delta, Finished, RequestFailed)
+    for message in (Accepted, Delta, ScoredDelta, Finished, RequestFailed)
 )
 """Tokens leave rank 0 until the command that crossed them is answered. No other link has these moves."""
 
@@ -263,5 +276,5 @@ def _table(rows: tuple[Row, ...]) -> Table:
 TABLES: dict[LinkKind, Table] = {
     LinkKind.PIPE: _pipe(_GREETING + _PIPE_START),
     LinkKind.PIPE_LEADER: _pipe(_GREETING + _PIPE_START + _LIFE + _REQUESTS + _VOICE, Cancel),
-    LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING),
+    LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _CANARY),
 }

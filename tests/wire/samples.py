@@ -6,12 +6,18 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import Code
 from mlxtp.wire.messages import (
+    MAX_BIASES,
     MAX_CONTEXT,
+    MAX_GRAMMAR,
+    MAX_PROMPTS,
     MAX_RANKS,
+    MAX_TOP_LOGPROBS,
+    MAX_WIDTH,
     MESSAGES,
     U32,
     U63,
     Abort,
+    Accepted,
     Ack,
     Bootstrap,
     Cancel,
@@ -19,6 +25,7 @@ from mlxtp.wire.messages import (
     Delta,
     Done,
     Error,
+    Evict,
     Finished,
     Generate,
     Hello,
@@ -29,11 +36,15 @@ from mlxtp.wire.messages import (
     Message,
     Ping,
     Pong,
+    PromptBatch,
     PromptTokens,
+    Sampling,
     SanityCheck,
     SanityDone,
+    ScoredDelta,
     SessionEnd,
     SessionStop,
+    Shaping,
     Shutdown,
     StepToken,
     Unload,
@@ -49,8 +60,10 @@ EXAMPLES: dict[type[Message], Message] = {
         Pong("idle", 0.25, 0, 7, 7, 14, 5, 1 << 30, 1 << 31, "tiny"),
         Bootstrap(0, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1),
         PromptTokens(1, 0, 3, (5, 6, 7)),
-        StepToken((1,), "broadcast"),
+        PromptBatch((1, 2), (3, 1), (0, 0), (0, 0), (0, 0), (5, 6, 7, 8), (Sampling(), Sampling(0.5))),
+        StepToken((1,), (2,)),
         SessionStop(1, "stop", 3),
+        Evict((1,)),
         Ack(5, 3, 6, 0xDEADBEEF),
         Error(Code.INTERNAL, "it broke", 0),
         Init(),
@@ -65,7 +78,9 @@ EXAMPLES: dict[type[Message], Message] = {
         Loaded(2048, 4096, 1 << 20, (2,)),
         Done(),
         Generate(1, (5, 6, 7), 100),
+        Accepted(1),
         Delta((1,), (0,), (42,)),
+        ScoredDelta(1, 0, (42,), (-0.5,), 2, (42, 43), (-0.5, -1.5)),
         Cancel(1),
         Finished(1, "stop", 1, 1),
         SessionEnd(),
@@ -78,6 +93,11 @@ def _ints(low: int, high: int, min_items: int, max_items: int) -> st.SearchStrat
     return st.lists(st.integers(low, high), min_size=min_items, max_size=max_items).map(tuple)
 
 
+def _floats(low: float, high: float, min_items: int, max_items: int) -> st.SearchStrategy[tuple[float, ...]]:
+    """Such as 32 bits can hold: frames carry no more of a list of numbers."""
+    return st.lists(st.floats(low, high, width=32), min_size=min_items, max_size=max_items).map(tuple)
+
+
 _rank = st.integers(0, MAX_RANKS - 1)
 _size = st.integers(1, MAX_RANKS)
 _count = st.integers(0, U63)
@@ -85,7 +105,10 @@ _u32 = st.integers(0, U32)
 _uid = st.integers(1, U32)
 _context = st.integers(1, MAX_CONTEXT)
 _seconds = st.floats(0.0, 1e9)
+_token = st.integers(0, 2**31 - 1)
 _token_lists = _ints(0, 2**31 - 1, 1, 40)
+_agreement = st.sampled_from(("verify", "broadcast"))
+_exchange = st.sampled_from(("winners", "logits"))
 _proof = st.binary(max_size=32)
 _text = st.text(st.characters(codec="utf-8"), max_size=100)
 _reason = st.sampled_from(("stop", "length", "cancel"))
@@ -93,10 +116,32 @@ _phase = st.sampled_from(
     ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
 )
 
+SAMPLING = st.builds(
+    Sampling,
+    st.floats(0.0, 100.0),
+    st.floats(0.0, 1.0),
+    _token,
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 0.5),
+    _count,
+)
+SHAPING = st.builds(
+    Shaping,
+    st.floats(0.01, 100.0),
+    st.floats(-100.0, 100.0),
+    st.floats(-100.0, 100.0),
+    _ints(0, 2**31 - 1, 0, 40),
+    _floats(-1e9, 1e9, 0, 40),
+    st.integers(0, MAX_CONTEXT),
+    st.sampled_from(("", "json_object", "json_schema", "regex", "lark")),
+    _text,
+)
+
 _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Hello: st.builds(Hello, _u32, _rank, _count, st.binary(min_size=16, max_size=16), _proof),
     Welcome: st.builds(Welcome, _u32, _proof),
-    Pong: st.builds(Pong, _phase, _seconds, _count, _count, _count, _count, _count, _count, _count, _text),
+    Pong: st.builds(Pong, _phase, _seconds, *(_count,) * 7, _text, *(_count,) * 5),
     Bootstrap: st.builds(
         Bootstrap,
         _rank,
@@ -108,23 +153,118 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         _seconds,
         _seconds,
         st.integers(0, 1),
+        _seconds,
+        _seconds,
+        st.sampled_from(("auto", "broadcast", "verify")),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
     ),
-    PromptTokens: st.builds(PromptTokens, _uid, st.integers(0, MAX_CONTEXT), _context, _token_lists),
-    StepToken: st.builds(StepToken, _ints(1, U32, 1, 40), st.just("broadcast")),
-    SessionStop: st.builds(SessionStop, _uid, _reason, _count),
-    Ack: st.builds(Ack, _count, _count, _count, _u32),
+    PromptTokens: st.builds(
+        PromptTokens,
+        _uid,
+        st.integers(0, MAX_CONTEXT),
+        _context,
+        _token_lists,
+        _u32,
+        st.booleans(),
+        SAMPLING,
+        _exchange,
+        _agreement,
+    ),
+    PromptBatch: st.builds(
+        PromptBatch,
+        _ints(1, U32, 1, MAX_PROMPTS),
+        _ints(1, MAX_CONTEXT, 1, MAX_PROMPTS),
+        _ints(0, MAX_CONTEXT, 1, MAX_PROMPTS),
+        _ints(0, U32, 1, MAX_PROMPTS),
+        _ints(0, 1, 1, MAX_PROMPTS),
+        _token_lists,
+        st.lists(SAMPLING, min_size=1, max_size=MAX_PROMPTS).map(tuple),
+        _exchange,
+        _agreement,
+    ),
+    StepToken: st.builds(
+        StepToken,
+        _ints(1, U32, 1, 40),
+        _ints(0, MAX_CONTEXT, 1, 40),
+        _ints(0, MAX_WIDTH, 0, 40),
+        _ints(0, 2**31 - 1, 0, 40),
+        _exchange,
+        _agreement,
+    ),
+    SessionStop: st.builds(
+        SessionStop,
+        _uid,
+        st.sampled_from(("stop", "length", "cancel", "preempt", "error")),
+        _count,
+        st.integers(0, MAX_CONTEXT),
+    ),
+    Evict: st.builds(Evict, _ints(1, U32, 1, 40)),
+    Ack: st.builds(Ack, _count, _count, _count, _u32, _count, _count),
     Error: st.builds(Error, st.sampled_from(Code), _text, _u32),
-    LoadShard: st.builds(LoadShard, _text, _context, _ints(0, 2**31 - 1, 0, 64)),
+    LoadShard: st.builds(
+        LoadShard,
+        _text,
+        _context,
+        _ints(0, 2**31 - 1, 0, 64),
+        st.integers(0, MAX_CONTEXT),
+        st.integers(0, 8),
+        _count,
+        _text,
+    ),
     InitDone: st.builds(InitDone, _rank, _size),
     SanityDone: st.builds(SanityDone, _count, _ints(0, 2**31 - 1, 0, MAX_RANKS), _u32),
-    Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64)),
-    Generate: st.builds(Generate, _uid, _token_lists, _context),
+    Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), _count, _count, _count),
+    Generate: st.builds(
+        Generate,
+        _uid,
+        _token_lists,
+        _context,
+        SAMPLING,
+        SHAPING,
+        st.integers(-1, MAX_TOP_LOGPROBS),
+        st.booleans(),
+    ),
+    Accepted: st.builds(Accepted, _uid),
+    ScoredDelta: st.builds(
+        ScoredDelta,
+        _uid,
+        _token,
+        _token_lists,
+        _floats(-1e9, 0.0, 0, 40),
+        st.integers(0, MAX_TOP_LOGPROBS),
+        _ints(0, 2**31 - 1, 0, 40),
+        _floats(-1e9, 0.0, 0, 40),
+    ),
     Delta: st.builds(Delta, _ints(1, U32, 1, 40), _token_lists, _token_lists),
     Cancel: st.builds(Cancel, _uid),
-    Finished: st.builds(Finished, _uid, _reason, _count, _count),
+    Finished: st.builds(Finished, _uid, _reason, *(_count,) * 5),
 }
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(
     *(_STRATEGIES.get(message, st.builds(message)) for message in MESSAGES.values())
 )
 """Any message with any values its fields allow."""
+
+
+def fullest_generate(tokens: int) -> Generate:
+    """A request that asks for everything, with `tokens` prompt tokens."""
+    return Generate(
+        U32,
+        tuple(range(tokens)),
+        MAX_CONTEXT,
+        Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, U63),
+        Shaping(
+            1.5,
+            -2.0,
+            2.0,
+            tuple(range(MAX_BIASES)),
+            (-1e9,) * MAX_BIASES,
+            MAX_CONTEXT,
+            "json_schema",
+            "\U0001f4a5" * MAX_GRAMMAR,
+        ),
+        MAX_TOP_LOGPROBS,
+        True,
+    )

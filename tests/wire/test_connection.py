@@ -114,7 +114,7 @@ def test_half_a_frame_and_then_the_end() -> None:
 
 def test_a_rank_that_breaks_a_rule() -> None:
     async def story(agent: Connection, rank: Link, sock: socket.socket) -> None:
-        sock.sendall(encode(StepToken((1,), "broadcast"), EPOCH, rank.protocol.seq + 1))
+        sock.sendall(encode(StepToken((1,), (2,)), EPOCH, rank.protocol.seq + 1))
         with pytest.raises(RemoteProtocolError, match="rank 0 may not send StepToken"):
             await agent.receive()
         with pytest.raises(RemoteProtocolError):

@@ -6,6 +6,7 @@ import os
 import random
 import struct
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,21 +17,34 @@ from hypothesis import strategies as st
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
 from mlxtp.wire.messages import (
+    MAX_BIASES,
     MAX_FRAME_TOKENS,
+    MAX_GRAMMAR,
+    MAX_PROMPTS,
+    MAX_ROWS,
+    MAX_WIDTH,
+    PLAIN,
+    U63,
     Ack,
     Error,
+    Evict,
     Generate,
     LoadShard,
     Message,
     Ping,
     Pong,
+    PromptBatch,
     PromptTokens,
+    Sampling,
+    ScoredDelta,
+    SessionStop,
+    Shaping,
     StepToken,
     field_codecs,
     to_body,
 )
 
-from .samples import EXAMPLES, MESSAGE
+from .samples import EXAMPLES, MESSAGE, fullest_generate
 
 FUZZ_FRAMES = int(os.environ.get("MLXTP_FUZZ_FRAMES", "20000"))
 
@@ -91,6 +105,45 @@ def test_the_longest_prompt_fits_a_frame() -> None:
     assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
 
 
+def test_the_longest_request_fits_a_frame() -> None:
+    message = fullest_generate(MAX_FRAME_TOKENS)
+    assert read_all(open_decoder(), encode(message, 2**63 - 1, 2**63 - 1)) == [
+        Frame(message, 2**63 - 1, 2**63 - 1)
+    ]
+
+
+def test_the_widest_step_fits_a_frame() -> None:
+    rows, width = tuple(range(1, MAX_ROWS + 1)), MAX_WIDTH
+    message = StepToken(rows, rows, (width,) * MAX_ROWS, (2**31 - 1,) * (MAX_ROWS * width), "logits")
+    assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
+
+
+def test_many_prompts_fit_a_small_frame() -> None:
+    count = MAX_PROMPTS
+    samplings = tuple(Sampling(0.7, 0.9, 40, 0.1, 0.5, 0.2, U63 - n) for n in range(count))
+    offsets = (0,) * count
+    message = PromptBatch(
+        tuple(range(1, count + 1)), (1,) * count, offsets, offsets, offsets, (5,) * count, samplings
+    )
+    frame = encode(message, 1, 1)
+    for decoder in (open_decoder(), Decoder()):  # the latter walks every frame before it unpacks it
+        assert [f.message for f in read_all(decoder, frame)] == [message]
+
+
+def test_a_part_of_a_message_comes_back_as_itself() -> None:
+    message = Generate(1, (5,), 9, Sampling(0.5, seed=7), Shaping(min_tokens=3, bias_values=(0.25,)))
+    (frame,) = read_all(open_decoder(), encode(message, 1, 1))
+    assert isinstance(frame.message, Generate)
+    assert type(frame.message.sampling) is Sampling
+    assert type(frame.message.shaping) is Shaping
+    assert hash(frame.message) == hash(message)
+
+
+def test_a_number_without_a_fraction_is_a_number() -> None:
+    message = PromptTokens(1, 0, 1, (5,), sampling=Sampling(temperature=1, top_p=0))
+    assert read_all(open_decoder(), encode(message, 1, 1)) == [Frame(message, 1, 1)]
+
+
 def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
     message = Error(max(Code, key=len), "\U0001f4a5" * 2000, 2**32 - 1)
     (frame,) = read_all(Decoder(), encode(message, 2**63 - 1, 2**63 - 1, MAX_OPENING_FRAME))
@@ -104,11 +157,38 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        StepToken((), "broadcast"),
-        StepToken((0,), "broadcast"),
-        StepToken((2**32,), "broadcast"),
-        StepToken(("one",), "broadcast"),  # type: ignore[arg-type]
-        StepToken((1,), "verify"),
+        StepToken((), (2,)),
+        StepToken((0,), (2,)),
+        StepToken((2**32,), (2,)),
+        StepToken(("one",), (2,)),  # type: ignore[arg-type]
+        StepToken((1,), ()),
+        StepToken((1,), (-1,)),
+        StepToken((1,), (2,), (MAX_WIDTH + 1,), (5,) * (MAX_WIDTH + 1)),
+        StepToken((1,), (2,), exchange="losers"),
+        StepToken((1,), (2,), agreement="auto"),
+        PromptTokens(1, 0, 1, (5,), take=1),  # type: ignore[arg-type]
+        PromptTokens(1, 0, 1, (5,), sampling=None),  # type: ignore[arg-type]
+        PromptTokens(1, 0, 1, (5,), sampling=PLAIN),  # type: ignore[arg-type]
+        PromptTokens(1, 0, 1, (5,), sampling=Sampling(temperature=-0.5)),
+        PromptTokens(1, 0, 1, (5,), sampling=Sampling(top_p=float("nan"))),
+        PromptTokens(1, 0, 1, (5,), sampling=Sampling(seed=2**63)),
+        Generate(1, (5,), 1, shaping=Shaping(repetition_penalty=0.0)),
+        Generate(1, (5,), 1, shaping=Shaping(bias_tokens=(1,) * (MAX_BIASES + 1))),
+        Generate(1, (5,), 1, shaping=Shaping(bias_values=(float("inf"),))),
+        Generate(1, (5,), 1, shaping=Shaping(bias_values=(1e300,))),
+        Generate(1, (5,), 1, shaping=Shaping(grammar_kind="yacc")),
+        Generate(1, (5,), 1, shaping=Shaping(grammar="x" * (MAX_GRAMMAR + 1))),
+        Generate(1, (5,), 1, logprobs=-2),
+        ScoredDelta(1, 0, (5,), (0.5,), 0, (), ()),
+        ScoredDelta(1, 0, (5,), (float("-inf"),), 0, (), ()),
+        ScoredDelta(1, 0, (5,), (None,), 0, (), ()),  # type: ignore[arg-type]
+        PromptBatch((1,), (1,), (0,), (0,), (2,), (5,), (Sampling(),)),
+        PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), ()),
+        PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), (Sampling(),) * (MAX_PROMPTS + 1)),
+        PromptBatch((1,), (1,), (0,), (0,), (0,), (5,), (PLAIN,)),  # type: ignore[arg-type]
+        SessionStop(1, "bored", 1),
+        Evict(()),
+        LoadShard("x" * 4001, 512, ()),
         Ack(-1, 0, 0, 0),
         Ack(True, 0, 0, 0),
         Ack(2**70, 0, 0, 0),
@@ -116,7 +196,7 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         PromptTokens(1, 0, 1, None),  # type: ignore[arg-type]
         LoadShard("\ud800", 512, ()),
     ],
-    ids=repr,
+    ids=lambda message: repr(message)[:100],
 )
 def test_a_value_that_no_peer_would_take_is_not_sent(message: Message) -> None:
     with pytest.raises(LocalProtocolError) as caught:
@@ -135,7 +215,7 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
 
 
 def ack_body(**changes: Any) -> dict[str, Any]:
-    return {"step": 1, "forwards": 1, "collectives": 1, "digest": 1} | changes
+    return to_body(Ack(1, 1, 1, 1)) | changes
 
 
 def ack_frame(body: object = None) -> list[object]:
@@ -188,8 +268,8 @@ FIELDS: dict[str, object] = {
     "no map": [],
     "empty": {},
     "a field too many": ack_body(more=1),
-    "another name": {"step": 1, "forwards": 1, "collectives": 1, "digets": 1},
-    "a key of bytes": {b"step": 1, "forwards": 1, "collectives": 1, "digest": 1},
+    "another name": {("digets" if key == "digest" else key): value for key, value in ack_body().items()},
+    "a key of bytes": {(b"step" if key == "step" else key): value for key, value in ack_body().items()},
     "a bool for a number": ack_body(step=True),
     "a float for a number": ack_body(step=1.0),
     "a string for a number": ack_body(step="1"),
@@ -232,8 +312,57 @@ def test_a_float_that_is_no_time(phase_s: float) -> None:
 
 @pytest.mark.parametrize(("packed", "why"), [(b"\0" * 3, "odd size"), (b"", "empty"), (b"\0" * 4, "uid 0")])
 def test_packed_integers_that_are_none(packed: bytes, why: str) -> None:
-    body = {"rows": packed, "agreement": "broadcast"}
+    body = to_body(EXAMPLES[StepToken]) | {"rows": packed}
     assert refusal(msgpack.packb([StepToken.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+
+
+def prompt_with(**sampling: object) -> bytes:
+    body = to_body(EXAMPLES[PromptTokens])
+    body["sampling"] = body["sampling"] | sampling
+    frame: bytes = msgpack.packb([PromptTokens.TYPE, 1, 1, body])
+    return frame
+
+
+def test_a_sampling_that_is_as_it_should_be() -> None:
+    (frame,) = read_all(open_decoder(), framed(prompt_with(temperature=0.5)))
+    assert frame.message == replace(EXAMPLES[PromptTokens], sampling=Sampling(0.5))  # type: ignore[type-var]
+
+
+SAMPLINGS: dict[str, bytes] = {
+    "a field too many": prompt_with(more=1),
+    "an integer for a number": prompt_with(temperature=1),
+    "a bool for a number": prompt_with(top_p=True),
+    "not a number": prompt_with(min_p=float("nan")),
+    "a number above": prompt_with(xtc_threshold=0.6),
+    "a map for a number": prompt_with(seed={}),
+}
+
+
+@pytest.mark.parametrize("what", SAMPLINGS)
+def test_a_sampling_that_is_none(what: str) -> None:
+    assert refusal(SAMPLINGS[what]) is Code.FIELD_INVALID
+
+
+@pytest.mark.parametrize("part", [[], {}, {"temperature": 0.0}, b"", None, 1])
+def test_a_part_of_a_message_that_is_none(part: object) -> None:
+    for name, kind in (("sampling", PromptTokens), ("shaping", Generate)):
+        body = to_body(EXAMPLES[kind]) | {name: part}
+        assert refusal(msgpack.packb([kind.TYPE, 1, 1, body])) is Code.FIELD_INVALID
+
+
+def test_a_refusal_names_the_field_inside_a_part() -> None:
+    with pytest.raises(RemoteProtocolError, match=r"PromptTokens\.sampling: expected seed: an integer"):
+        read_all(open_decoder(), framed(prompt_with(seed=-1)))
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [b"\0" * 3, struct.pack("<f", float("nan")), struct.pack("<f", float("inf")), struct.pack("<f", 2e9)],
+)
+def test_packed_numbers_that_are_none(packed: bytes) -> None:
+    body = to_body(EXAMPLES[Generate])
+    body["shaping"] = body["shaping"] | {"bias_values": packed}
+    assert refusal(msgpack.packb([Generate.TYPE, 1, 1, body])) is Code.FIELD_INVALID
 
 
 @pytest.mark.parametrize("message", [m for m in EXAMPLES.values() if field_codecs(type(m))], ids=repr)
@@ -346,6 +475,8 @@ def test_noise_is_refused_and_leaves_nothing_behind(limit: int) -> None:
     rng = random.Random(20_000)
     frames = [encode(message, 1, 1) for message in EXAMPLES.values()]
     frames.append(encode(PromptTokens(1, 0, 2000, tuple(range(2000))), 1, 1))
+    asking = replace(fullest_generate(3), shaping=Shaping(grammar_kind="regex", grammar="a+"))
+    frames += [encode(asking, 1, 1)] * 5  # what nests deepest
     refused = 0
     tracemalloc.start()
     try:

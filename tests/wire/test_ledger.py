@@ -10,18 +10,24 @@ from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import (
     Abort,
+    Accepted,
     Ack,
     Cancel,
     ClearCache,
     Delta,
     Done,
     Error,
+    Evict,
     Finished,
     Generate,
     Message,
     Ping,
     Pong,
+    PromptBatch,
     PromptTokens,
+    Sampling,
+    SanityCheck,
+    ScoredDelta,
     SessionStop,
     Shutdown,
     StepToken,
@@ -36,7 +42,31 @@ UP, DOWN = Side.UPPER, Side.LOWER
 
 
 def step(*rows: int) -> StepToken:
-    return StepToken(rows, "broadcast")
+    return StepToken(rows, (2,) * len(rows))
+
+
+def wide(widths: tuple[int, ...], tokens: int, positions: tuple[int, ...] = (2,)) -> StepToken:
+    return StepToken((1,), positions, widths, (5,) * tokens)
+
+
+def behind(source: int, offset: int, total: int = 50, *, uid: int = 2, take: bool = False) -> PromptTokens:
+    return PromptTokens(uid, offset, total, (5,), source, take)
+
+
+def batch(*prompts: tuple[int, int, int, int, int], tokens: int = -1, samplings: int = -1) -> PromptBatch:
+    """Of each prompt: uid, total, offset, source, take."""
+    uids, totals, offsets, sources, takes = zip(*prompts, strict=True)
+    count = sum(totals) - sum(offsets) if tokens < 0 else tokens
+    samplings = len(prompts) if samplings < 0 else samplings
+    return PromptBatch(uids, totals, offsets, sources, takes, (5,) * count, (Sampling(),) * samplings)
+
+
+def kept(uid: int, keep: int) -> SessionStop:
+    return SessionStop(uid, "stop", 1, keep)
+
+
+def scored(index: int = 0, tokens: int = 1, logprobs: int = 1, top: int = 0, tops: int = 0) -> ScoredDelta:
+    return ScoredDelta(1, index, (9,) * tokens, (-1.0,) * logprobs, top, (9,) * tops, (-1.0,) * tops)
 
 
 def prompt(uid: int, offset: int, total: int, count: int) -> PromptTokens:
@@ -87,6 +117,103 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
         (UP, prompt(2, 2, 9, 2)),
         Code.WRONG_UID,
     ),
+    "a step without positions for all": ([], (UP, StepToken((1,), (2, 2))), Code.FIELD_INVALID),
+    "widths for more than its rows": ([], (UP, wide((1, 1), 2)), Code.FIELD_INVALID),
+    "fewer tokens than widths": ([], (UP, wide((2,), 1)), Code.FIELD_INVALID),
+    "more tokens than widths": ([], (UP, wide((2,), 3)), Code.FIELD_INVALID),
+    "tokens without widths": ([], (UP, wide((), 1)), Code.FIELD_INVALID),
+    "a step past the prompt": ([], (UP, wide((), 0, (3,))), Code.OUT_OF_ORDER),
+    "a step past the last one": ([(UP, step(1))], (UP, wide((), 0, (4,))), Code.OUT_OF_ORDER),
+    "a step past the drafts": ([(UP, wide((3,), 3))], (UP, wide((), 0, (6,))), Code.OUT_OF_ORDER),
+    "a source that never was": ([], (UP, behind(9, 2)), Code.WRONG_UID),
+    "a source that was not kept": ([(UP, stop(1))], (UP, behind(1, 2)), Code.WRONG_UID),
+    "a source that is half a prompt": (
+        [(UP, prompt(2, 0, 9, 2))],
+        (UP, behind(2, 2, uid=3)),
+        Code.WRONG_UID,
+    ),
+    "itself for a source": ([], (UP, behind(2, 2)), Code.WRONG_UID),
+    "taking what runs": ([], (UP, behind(1, 2, take=True)), Code.WRONG_UID),
+    "taking what was taken": (
+        [(UP, kept(1, 2)), (UP, behind(1, 2, take=True))],
+        (UP, behind(1, 2, uid=3)),
+        Code.WRONG_UID,
+    ),
+    "taking from nobody": ([], (UP, PromptTokens(2, 0, 2, (5, 5), 0, True)), Code.FIELD_INVALID),
+    "a start behind more than runs": ([], (UP, behind(1, 3)), Code.OUT_OF_ORDER),
+    "a start behind more than was kept": ([(UP, kept(1, 1))], (UP, behind(1, 2)), Code.OUT_OF_ORDER),
+    "a start behind nothing of a source": ([], (UP, behind(1, 0)), Code.OUT_OF_ORDER),
+    "a start behind the whole prompt": ([], (UP, behind(1, 2, 2)), Code.FIELD_INVALID),
+    "a source in a later chunk": ([(UP, behind(1, 2))], (UP, behind(1, 3)), Code.OUT_OF_ORDER),
+    "a gap after a source": ([(UP, behind(1, 2))], (UP, prompt(2, 4, 50, 1)), Code.OUT_OF_ORDER),
+    "keeping more than a prompt": ([], (UP, kept(1, 3)), Code.OUT_OF_ORDER),
+    "keeping more than was fed": ([(UP, step(1))], (UP, kept(1, 4)), Code.OUT_OF_ORDER),
+    "keeping more than half a prompt": ([(UP, prompt(2, 0, 9, 2))], (UP, kept(2, 3)), Code.OUT_OF_ORDER),
+    "dropping what runs": ([], (UP, Evict((1,))), Code.WRONG_UID),
+    "dropping what was not kept": ([(UP, stop(1))], (UP, Evict((1,))), Code.WRONG_UID),
+    "dropping twice": ([(UP, kept(1, 2)), (UP, Evict((1,)))], (UP, Evict((1,))), Code.WRONG_UID),
+    "dropping twice at once": ([(UP, kept(1, 2))], (UP, Evict((1, 1))), Code.WRONG_UID),
+    "dropping what was taken": (
+        [(UP, kept(1, 2)), (UP, behind(1, 2, take=True))],
+        (UP, Evict((1,))),
+        Code.WRONG_UID,
+    ),
+    "a start from what was dropped": (
+        [(UP, kept(1, 2)), (UP, Evict((1,)))],
+        (UP, behind(1, 2)),
+        Code.WRONG_UID,
+    ),
+    "a step for what was kept": ([(UP, kept(1, 2))], (UP, step(1)), Code.WRONG_UID),
+    "a source from before Abort": (
+        [(UP, kept(1, 2)), (UP, Abort()), (DOWN, Done())],
+        (UP, behind(1, 2)),
+        Code.WRONG_UID,
+    ),
+    "dropping what Abort dropped": (
+        [(UP, kept(1, 2)), (UP, Abort()), (DOWN, Done())],
+        (UP, Evict((1,))),
+        Code.WRONG_UID,
+    ),
+    "a chunk from before Abort": (
+        [(UP, prompt(2, 0, 9, 2)), (DOWN, ack(FIRST)), (UP, Abort()), (DOWN, Done())],
+        (UP, prompt(2, 2, 9, 2)),
+        Code.WRONG_UID,
+    ),
+    "prompts of an old uid": ([(UP, stop(1))], (UP, batch((1, 2, 0, 0, 0))), Code.WRONG_UID),
+    "prompts whose uids go back": ([], (UP, batch((3, 2, 0, 0, 0), (2, 2, 0, 0, 0))), Code.WRONG_UID),
+    "prompts of one uid": ([], (UP, batch((2, 2, 0, 0, 0), (2, 2, 0, 0, 0))), Code.WRONG_UID),
+    "prompts with fewer tokens": ([], (UP, batch((2, 2, 0, 0, 0), tokens=1)), Code.FIELD_INVALID),
+    "prompts with more tokens": ([], (UP, batch((2, 2, 0, 0, 0), tokens=3)), Code.FIELD_INVALID),
+    "prompts with fewer samplings": (
+        [],
+        (UP, batch((2, 2, 0, 0, 0), (3, 2, 0, 0, 0), samplings=1)),
+        Code.FIELD_INVALID,
+    ),
+    "a prompt of nothing among others": (
+        [],
+        (UP, batch((2, 2, 2, 1, 0), (3, 2, 0, 0, 0))),
+        Code.FIELD_INVALID,
+    ),
+    "prompts that start late": ([], (UP, batch((2, 3, 1, 0, 0))), Code.OUT_OF_ORDER),
+    "prompts from strangers": ([], (UP, batch((2, 3, 1, 9, 0))), Code.WRONG_UID),
+    "a prompt from another beside it": (
+        [],
+        (UP, batch((2, 3, 0, 0, 0), (3, 3, 1, 2, 0))),
+        Code.WRONG_UID,
+    ),
+    "two prompts that take the same": (
+        [(UP, kept(1, 2))],
+        (UP, batch((2, 3, 2, 1, 1), (3, 3, 2, 1, 1))),
+        Code.WRONG_UID,
+    ),
+    "prompts that take what runs": ([], (UP, batch((2, 3, 2, 1, 1))), Code.WRONG_UID),
+    "prompts that take from nobody": ([], (UP, batch((2, 3, 0, 0, 1))), Code.FIELD_INVALID),
+    "prompts behind more than is held": ([], (UP, batch((2, 4, 3, 1, 0))), Code.OUT_OF_ORDER),
+    "a later chunk of prompts together": (
+        [(UP, batch((2, 3, 0, 0, 0)))],
+        (UP, prompt(2, 3, 4, 1)),
+        Code.WRONG_UID,
+    ),
     "an Ack of nothing": ([], (DOWN, ack(FIRST)), Code.OUT_OF_ORDER),
     "an Ack twice": ([(UP, step(1)), (DOWN, ack(FIRST))], (DOWN, ack(FIRST)), Code.OUT_OF_ORDER),
     "Acks out of order": ([(UP, step(1)), (UP, step(1))], (DOWN, ack(FIRST + 1)), Code.OUT_OF_ORDER),
@@ -99,7 +226,7 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
     ),
     **{
         f"{type(command).__name__} before the Ack": ([(UP, step(1))], (UP, command), Code.OUT_OF_ORDER)
-        for command in (ClearCache(), Abort(), Unload(), Shutdown())
+        for command in (SanityCheck(), ClearCache(), Abort(), Unload(), Shutdown())
     },
 }
 
@@ -115,6 +242,25 @@ PIPE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Message]
     "a repeat": ([(DOWN, delta((1, 0)))], (DOWN, delta((1, 0))), Code.OUT_OF_ORDER),
     "a repeat in one Delta": ([], (DOWN, delta((1, 0), (1, 0))), Code.OUT_OF_ORDER),
     "lists of two lengths": ([], (DOWN, Delta((1,), (0, 1), (9,))), Code.FIELD_INVALID),
+    "Accepted for a stranger": ([], (DOWN, Accepted(2)), Code.WRONG_UID),
+    "Accepted after its Error": ([(DOWN, failed(1))], (DOWN, Accepted(1)), Code.WRONG_UID),
+    "Accepted after Abort": ([(UP, Abort()), (DOWN, Done())], (DOWN, Accepted(1)), Code.WRONG_UID),
+    "fewer scores than tokens": ([], (DOWN, scored(tokens=2)), Code.FIELD_INVALID),
+    "more scores than tokens": ([], (DOWN, scored(logprobs=2)), Code.FIELD_INVALID),
+    "fewer alternatives": ([], (DOWN, scored(tokens=2, logprobs=2, top=2, tops=3)), Code.FIELD_INVALID),
+    "alternatives nobody counted": ([], (DOWN, scored(tops=1)), Code.FIELD_INVALID),
+    "alternatives without scores": (
+        [],
+        (DOWN, ScoredDelta(1, 0, (9,), (-1.0,), 1, (9,), ())),
+        Code.FIELD_INVALID,
+    ),
+    "scores that start late": ([], (DOWN, scored(1)), Code.OUT_OF_ORDER),
+    "a gap after scores": (
+        [(DOWN, scored(tokens=3, logprobs=3))],
+        (DOWN, delta((1, 2))),
+        Code.OUT_OF_ORDER,
+    ),
+    "scores after Finished": ([(DOWN, finished(1))], (DOWN, scored()), Code.WRONG_UID),
     "Finished twice": ([(DOWN, finished(1))], (DOWN, finished(1)), Code.WRONG_UID),
     "Finished after Error": ([(DOWN, failed(1))], (DOWN, finished(1)), Code.WRONG_UID),
     "an Error for a stranger": ([], (DOWN, failed(2)), Code.WRONG_UID),
@@ -166,6 +312,67 @@ def test_a_cancel_may_come_late() -> None:
     pair.up(Cancel(1), Cancel(1))
 
 
+def test_sequences_that_begin_alike_start_from_each_other() -> None:
+    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link.up(behind(1, 2, uid=2), behind(1, 1, uid=3))  # copies of a row that runs
+    link.up(step(1), kept(1, 3))
+    link.up(behind(1, 3, uid=4), behind(1, 2, uid=5), behind(1, 1, uid=6, take=True))
+    link.up(kept(4, 4), prompt(5, 3, 50, 47), Evict((4,)))
+    for end in (link.upper, link.lower):
+        assert not sequences(end).kept
+
+
+def test_prompts_together_run_at_once() -> None:
+    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link.up(kept(1, 2), batch((2, 3, 0, 0, 0), (4, 3, 2, 1, 0), (5, 3, 1, 1, 1)))
+    link.up(StepToken((2, 4, 5), (3, 3, 3)), kept(4, 4), behind(4, 4, uid=6))
+    assert link.upper.outstanding == 3
+    link.down(ack(link.upper.seq - 3))
+
+
+def test_what_was_drafted_may_be_kept_or_rolled_back() -> None:
+    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link.up(wide((4,), 4), wide((), 0, (3,)), wide((2,), 2, (4,)), behind(1, 6), kept(1, 6))
+    assert sequences(link.lower).kept == {1: 6}
+
+
+def test_rows_that_feed_different_widths() -> None:
+    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link.up(prompt(2, 0, 3, 3), StepToken((1, 2), (2, 3), (0, 3), (5, 6, 7)))
+    link.up(StepToken((2, 1), (6, 3)))
+
+
+@pytest.mark.parametrize("command", [Abort(), Unload(), Shutdown()])
+def test_a_command_that_ends_everything_is_the_end_of_what_was_kept(command: Message) -> None:
+    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link.up(prompt(2, 0, 1, 1), prompt(3, 0, 9, 1), kept(1, 2))
+    for seq in (FIRST, FIRST + 1):
+        link.down(ack(seq))
+    link.up(command)
+    link.down(Done())
+    for end in (link.upper, link.lower):
+        ledger = sequences(end)
+        assert not ledger.kept
+        assert not ledger.running
+        assert not ledger.prompts
+        assert ledger.last_uid == 3
+
+
+def test_what_a_clearing_of_buffers_leaves() -> None:
+    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link.up(prompt(2, 0, 3, 3), kept(1, 2))
+    link.down(ack(FIRST))
+    link.up(ClearCache())
+    link.down(Done())
+    link.up(behind(1, 2, uid=3, take=True), StepToken((2,), (3,)))
+
+
+def test_scores_count_as_tokens() -> None:
+    pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    pipe.down(Accepted(1), scored(0, 2, 2, 2, 4), delta((1, 2)), scored(3))
+    assert requests(pipe.upper).tokens == {1: 4}
+
+
 def test_nothing_is_kept_of_what_is_over() -> None:
     decode = pair_in(LinkKind.DECODE, State.LOADED)
     pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
@@ -174,13 +381,16 @@ def test_nothing_is_kept_of_what_is_over() -> None:
     for uid in range(2, 500):
         decode.up(prompt(uid, 0, 1, 1))
         decode.down(ack(decode.upper.seq))
-        decode.up(stop(uid))
+        decode.up(kept(uid, 1) if uid % 3 else stop(uid))
+        if uid % 3:
+            decode.up(Evict((uid,)))
         pipe.up(Generate(uid, (5,), 9))
         pipe.down(delta((uid, 0)), finished(uid))
     for end in (decode.upper, decode.lower):
         ledger = sequences(end)
         assert not ledger.prompts
         assert not ledger.running
+        assert not ledger.kept
         assert not ledger.steps
     for end in (pipe.upper, pipe.lower):
         assert not requests(end).tokens

@@ -70,15 +70,15 @@ def pipe() -> Iterator[Joined]:
 
 
 def test_a_step_and_its_ack(decode: Joined) -> None:
-    seq = decode.upper.send(StepToken((1,), "broadcast"))
-    assert decode.lower.receive() == [Received(seq, StepToken((1,), "broadcast"))]
+    seq = decode.upper.send(StepToken((1,), (2,)))
+    assert decode.lower.receive() == [Received(seq, StepToken((1,), (2,)))]
     decode.lower.send(Ack(seq, 1, 1, 0))
     ((_, ack),) = decode.upper.receive()
     assert ack == Ack(seq, 1, 1, 0)
 
 
 def test_a_frame_in_two_halves(decode: Joined) -> None:
-    frame = decode.upper.protocol.send(StepToken((1,), "broadcast"))
+    frame = decode.upper.protocol.send(StepToken((1,), (2,)))
     received = in_background(decode.lower.receive)
     decode.upper_sock.sendall(frame[:7])
     decode.upper_sock.sendall(frame[7:])
@@ -110,13 +110,13 @@ def test_a_peer_that_is_gone(decode: Joined) -> None:
         decode.upper.receive()
     assert caught.value.code is Code.LINK_LOST
     with pytest.raises(LinkError):
-        decode.upper.send(StepToken((1,), "broadcast"))
+        decode.upper.send(StepToken((1,), (2,)))
 
 
 def test_sending_to_a_peer_that_is_gone(decode: Joined) -> None:
     decode.lower.close()
     with pytest.raises(LinkError) as caught:
-        decode.upper.send(StepToken((1,), "broadcast"))
+        decode.upper.send(StepToken((1,), (2,)))
     assert caught.value.code is Code.LINK_LOST
 
 
@@ -132,7 +132,7 @@ def test_a_peer_that_breaks_a_rule(decode: Joined) -> None:
     with pytest.raises(RemoteProtocolError, match="the rank may not send Delta"):
         decode.upper.receive()
     with pytest.raises(RemoteProtocolError, match="the rank may not send Delta"):
-        decode.upper.send(StepToken((1,), "broadcast"))
+        decode.upper.send(StepToken((1,), (2,)))
 
 
 def test_a_rule_that_is_broken_here_sends_nothing(decode: Joined) -> None:
@@ -150,7 +150,7 @@ def test_a_peer_that_does_not_read() -> None:
         joined.upper.send(PromptTokens(2, 0, len(tokens), tokens))
     assert caught.value.code is Code.LINK_TIMEOUT
     with pytest.raises(LinkError) as caught:
-        joined.upper.send(StepToken((1,), "broadcast"))
+        joined.upper.send(StepToken((1,), (2,)))
     assert caught.value.code is Code.LINK_LOST
     joined.close()
 
@@ -170,7 +170,7 @@ def test_waiting_outlasts_the_send_timeout() -> None:
     received = in_background(joined.upper.receive)
     with pytest.raises(TimeoutError):
         received.result(0.1)
-    seq = joined.upper.send(StepToken((1,), "broadcast"))
+    seq = joined.upper.send(StepToken((1,), (2,)))
     joined.lower.receive()
     joined.lower.send(Ack(seq, 1, 1, 0))
     assert len(received.result(TIMEOUT_S)) == 1
@@ -194,7 +194,7 @@ def test_close_wakes_the_reader(decode: Joined, timeout_s: float | None) -> None
     assert received.result(TIMEOUT_S) == []
     assert decode.upper.receive(timeout_s) == []
     with pytest.raises(LinkError, match="closed at this end"):
-        decode.upper.send(StepToken((1,), "broadcast"))
+        decode.upper.send(StepToken((1,), (2,)))
 
 
 def test_close_wakes_the_sender(decode: Joined) -> None:
@@ -242,7 +242,7 @@ def test_connect_and_accept(host: str) -> None:
         sock, _ = listener.accept()
         upper = Link(secure(sock), pair.upper, TIMEOUT_S)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        upper.send(StepToken((1,), "broadcast"))
+        upper.send(StepToken((1,), (2,)))
         assert len(lower.receive()) == 1
         upper.close()
         lower.close()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.wire.messages import Ack, Cancel, Delta, Finished, Generate, Message
+from mlxtp.wire.messages import Accepted, Ack, Cancel, Delta, Finished, Generate, Message, ScoredDelta
 from mlxtp.wire.order import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
 
 from .walk import path_to
 
-VOICE: set[type[Message]] = {Delta, Finished, RequestFailed}
+VOICE: set[type[Message]] = {Accepted, Delta, ScoredDelta, Finished, RequestFailed}
 EVERYWHERE = [(link, state) for link in LinkKind for state in TABLES[link]]
 
 

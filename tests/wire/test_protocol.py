@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.frames import encode
+from mlxtp.wire.ledger import DecodeLedger
 from mlxtp.wire.messages import (
     MESSAGES,
     Abort,
+    Accepted,
     Ack,
     Cancel,
     ClearCache,
     Delta,
     Done,
     Error,
+    Evict,
     Finished,
     Generate,
     Init,
@@ -27,8 +30,11 @@ from mlxtp.wire.messages import (
     Message,
     Ping,
     Pong,
+    PromptBatch,
     PromptTokens,
+    Sampling,
     SanityCheck,
+    ScoredDelta,
     SessionEnd,
     SessionStop,
     Shutdown,
@@ -74,16 +80,23 @@ def test_the_life_of_a_decode_link() -> None:
     first, second = link.upper.seq - 1, link.upper.seq
     assert link.upper.outstanding == link.lower.outstanding == 2
     link.down(Ack(first, 1, 2, 0))
-    link.up(StepToken((1,), "broadcast"))
+    link.up(StepToken((1,), (5,)))
     link.down(Ack(second, 2, 4, 99), Ack(link.upper.seq, 3, 6, 98))
-    link.up(PromptTokens(2, 0, 1, (20,)), StepToken((2, 1), "broadcast"))
-    link.up(SessionStop(1, "stop", 4))
+    link.up(PromptTokens(2, 0, 1, (20,)), StepToken((2, 1), (1, 6)))
+    link.up(SessionStop(1, "stop", 4, keep=6))
     link.down(Ack(link.upper.seq - 2, 4, 8, 97), Ack(link.upper.seq - 1, 5, 10, 96))
 
     link.up(ClearCache())
     link.down(Done())
-    link.up(StepToken((2,), "broadcast"))
+    link.up(StepToken((2,), (2,), (4,), (21, 22, 23, 24)))
     link.down(Ack(link.upper.seq, 6, 12, 95))
+    link.up(PromptTokens(3, 3, 5, (30, 31), 1, take=True))
+    link.down(Ack(link.upper.seq, 7, 14, 94))
+    link.up(SanityCheck())
+    assert link.lower.state is State.CHECKING
+    link.down(say("SanityDone"))
+    link.up(StepToken((2, 3), (4, 5)))
+    link.down(Ack(link.upper.seq, 8, 16, 93))
     link.up(Abort())
     link.down(Done())
     link.up(Unload())
@@ -113,12 +126,13 @@ def test_the_life_of_a_pipe_to_rank_0() -> None:
     pipe.down(say("Loaded"))
 
     pipe.up(Generate(1, (5, 6), 10), Generate(2, (7,), 10), Generate(5, (8,), 10))
-    pipe.down(Delta((1,), (0,), (50,)))
-    pipe.down(Delta((1, 2), (1, 0), (51, 60)))
+    pipe.down(Accepted(1), Accepted(2), Delta((1,), (0,), (50,)))
+    pipe.down(ScoredDelta(1, 1, (51, 52), (-0.5, -1.0), 1, (51, 53), (-0.5, -0.25)))
+    pipe.down(Delta((1, 2), (3, 0), (53, 60)))
     pipe.down(Error(Code.CONTEXT_OVERFLOW, "too long", 5))
     pipe.up(Cancel(5), Cancel(2))
     pipe.down(Delta((2, 2), (1, 2), (61, 62)), Finished(2, "cancel", 3, 3))
-    pipe.down(Finished(1, "stop", 2, 2))
+    pipe.down(Finished(1, "stop", 4, 4, cached=1, drafted=2, accepted=1))
 
     pipe.up(Generate(6, (9,), 10))
     pipe.up(Abort())
@@ -209,7 +223,9 @@ def prepare(pair: Pair, kind: type[Message]) -> None:
     if kind is Pong:
         pair.up(Ping())
     if kind is Ack:
-        pair.up(StepToken((1,), "broadcast"))
+        pair.up(StepToken((1,), (2,)))
+    if kind is Evict:
+        pair.up(SessionStop(1, "stop", 1, keep=2))
 
 
 def legal(pair: Pair, kind: type[Message]) -> Message:
@@ -219,6 +235,8 @@ def legal(pair: Pair, kind: type[Message]) -> Message:
         return Generate(2, (5,), 10)
     if kind is PromptTokens:
         return PromptTokens(2, 0, 1, (5,))
+    if kind is PromptBatch:
+        return PromptBatch((2, 4), (1, 3), (0, 2), (0, 1), (0, 0), (5, 6), (Sampling(), Sampling()))
     return example(kind)
 
 
@@ -285,7 +303,7 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
     stale = encode(SessionEnd(), EPOCH - 1, 1) + encode(Ack(1, 1, 1, 1), EPOCH + 1, 900)
     assert pair.upper.receive_data(stale) == []
     assert pair.upper.dropped == 2
-    pair.up(StepToken((1,), "broadcast"))
+    pair.up(StepToken((1,), (2,)))
     pair.down(Ack(pair.upper.seq, 1, 1, 0))
 
 
@@ -294,7 +312,7 @@ def test_a_wrong_seq(offset: int) -> None:
     pair = pair_in(LinkKind.DECODE, State.LOADED)
     last = pair.upper.seq
     with pytest.raises(RemoteProtocolError) as caught:
-        pair.lower.receive_data(encode(StepToken((1,), "broadcast"), EPOCH, last + offset))
+        pair.lower.receive_data(encode(StepToken((1,), (2,)), EPOCH, last + offset))
     assert caught.value.code is Code.WRONG_SEQ
     assert f"numbered {last + offset}, expected {last + 1}" in caught.value.detail
     assert pair.lower.state is State.FAILED
@@ -311,7 +329,7 @@ def test_frames_are_numbered_from_1_in_each_direction() -> None:
 def test_a_bad_value_is_not_sent() -> None:
     pair = pair_in(LinkKind.DECODE, State.LOADED)
     with pytest.raises(LocalProtocolError) as caught:
-        pair.upper.send(StepToken((), "broadcast"))
+        pair.upper.send(StepToken((), ()))
     assert caught.value.code is Code.FIELD_INVALID
     assert pair.upper.state is State.FAILED
 
@@ -353,11 +371,14 @@ def test_how_the_stream_is_cut_does_not_matter(sizes: list[int]) -> None:
 def _recorded() -> tuple[bytes, list[Received]]:
     pair = pair_in(LinkKind.DECODE, State.LOADED)
     messages: list[Message] = [
-        PromptTokens(2, 0, 9, tuple(range(8))),
-        PromptTokens(2, 8, 9, (1,)),
-        *(StepToken((1, 2), "broadcast") for _ in range(5)),
-        SessionStop(1, "length", 5),
-        StepToken((2,), "broadcast"),
+        PromptTokens(2, 0, 9, tuple(range(8)), sampling=Sampling(0.7, seed=2**63 - 1)),
+        PromptTokens(2, 8, 9, (1,), exchange="logits", agreement="broadcast"),
+        *(StepToken((1, 2), (2 + n, 9 + n)) for n in range(5)),
+        StepToken((1, 2), (7, 14), (3, 0), (5, 6, 7), "logits", "broadcast"),
+        SessionStop(1, "length", 6, keep=8),
+        PromptTokens(3, 8, 9, (1,), 1, take=True),
+        PromptBatch((4, 5), (9, 2), (8, 0), (3, 0), (0, 0), (1, 2, 3), (Sampling(), Sampling(0.5))),
+        StepToken((2,), (15,)),
     ]
     first = pair.upper.seq + 1
     stream = b"".join(pair.upper.send(message) for message in messages)
@@ -390,7 +411,7 @@ def test_eof_in_the_middle_of_a_frame() -> None:
 
 def test_rank_0_reports_its_end_to_the_others() -> None:
     link = pair_in(LinkKind.DECODE, State.LOADED)
-    link.up(StepToken((1,), "broadcast"))
+    link.up(StepToken((1,), (2,)))
     ack = link.lower.send(Ack(link.upper.seq, 1, 1, 0))
     link.lower.receive_data(link.upper.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
     assert link.lower.state is State.FAILED
@@ -465,7 +486,7 @@ def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | 
         return lawful_on_decode(rng, end, kind)
     if kind is Pong:
         return example(kind) if end.outstanding else None
-    if kind not in (Generate, Cancel, Delta, Finished, RequestFailed):
+    if kind not in (Generate, Cancel, Accepted, Delta, ScoredDelta, Finished, RequestFailed):
         return example(kind)
     ledger = requests(end)
     if kind is Generate:
@@ -475,9 +496,40 @@ def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | 
     if not ledger.tokens:
         return None
     uid, index = rng.choice(list(ledger.tokens.items()))
+    if kind is Accepted:
+        return Accepted(uid)
     if kind is Delta:
         return Delta((uid, uid), (index, index + 1), (50, 51))
+    if kind is ScoredDelta:
+        return ScoredDelta(uid, index, (50, 51), (-1.0, -2.0), 0, (), ())
     return Finished(uid, "stop", 1, 1) if kind is Finished else Error(Code.INTERNAL, "", uid)
+
+
+def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> PromptBatch:
+    """Up to three prompts of which each may start from what runs or was kept."""
+    free = ledger.running | ledger.kept
+    uids, totals, offsets, sources, takes = [], [], [], [], []
+    for uid in range(ledger.last_uid + 1, ledger.last_uid + 1 + rng.randint(1, 3)):
+        source = rng.choice([0, *free])
+        offset = rng.randint(1, free[source]) if source else 0
+        take = source in ledger.kept and rng.random() < 0.5
+        if take:
+            del free[source]
+        uids.append(uid)
+        offsets.append(offset)
+        totals.append(offset + rng.randint(1, 3))
+        sources.append(source)
+        takes.append(int(take))
+    count = sum(totals) - sum(offsets)
+    return PromptBatch(
+        tuple(uids),
+        tuple(totals),
+        tuple(offsets),
+        tuple(sources),
+        tuple(takes),
+        (5,) * count,
+        (Sampling(),) * len(uids),
+    )
 
 
 def lawful_on_decode(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | None:
@@ -486,16 +538,35 @@ def lawful_on_decode(rng: random.Random, end: Protocol, kind: type[Message]) -> 
         if ledger.prompts and rng.random() < 0.7:
             uid, (offset, total) = rng.choice(list(ledger.prompts.items()))
             return PromptTokens(uid, offset, total, (5,) * rng.randint(1, total - offset))
+        sources = [(uid, held, True) for uid, held in ledger.kept.items()]
+        sources += [(uid, held, False) for uid, held in ledger.running.items()]
+        if sources and rng.random() < 0.5:
+            source, held, kept = rng.choice(sources)
+            offset = rng.randint(1, held)
+            take = kept and rng.random() < 0.5
+            return PromptTokens(ledger.last_uid + 1, offset, offset + 1, (5,), source, take)
         return PromptTokens(ledger.last_uid + 1, 0, 4, (5,) * rng.randint(1, 4))
+    if kind is PromptBatch:
+        return lawful_prompts(rng, ledger)
     if kind is StepToken:
         running = sorted(ledger.running)
-        rows = rng.sample(running, rng.randint(1, len(running))) if running else None
-        return StepToken(tuple(rows), "broadcast") if rows else None
+        if not running:
+            return None
+        rows = tuple(rng.sample(running, rng.randint(1, len(running))))
+        positions = tuple(ledger.running[uid] for uid in rows)
+        widths = tuple(rng.randint(0, 3) for _ in rows) if rng.random() < 0.5 else ()
+        return StepToken(rows, positions, widths, (5,) * sum(widths))
     if kind is SessionStop:
-        live = sorted(ledger.running | set(ledger.prompts))
-        return SessionStop(rng.choice(live), "stop", 1) if live else None
+        live = ledger.running | {uid: offset for uid, (offset, _) in ledger.prompts.items()}
+        if not live:
+            return None
+        uid, held = rng.choice(list(live.items()))
+        return SessionStop(uid, "stop", 1, rng.randint(0, held))
+    if kind is Evict:
+        old = list(ledger.kept)
+        return Evict(tuple(rng.sample(old, rng.randint(1, len(old))))) if old else None
     if kind is Ack:
         return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
-    if kind in (ClearCache, Abort, Unload, Shutdown) and ledger.steps:
+    if kind in (SanityCheck, ClearCache, Abort, Unload, Shutdown) and ledger.steps:
         return None
     return example(kind)

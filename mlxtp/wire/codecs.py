@@ -1,0 +1,169 @@
+"""What the fields of messages may hold: how each kind is packed, checked and unpacked."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+Wire = Any
+"""What msgpack packs: int, str, bytes, bool, float, list, dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldCodec:
+    """How one field is packed (`to_wire`) and how a received value is checked and unpacked (`from_wire`).
+
+    `from_wire` raises ValueError with what it expected; it never trusts the type of what it gets.
+    """
+
+    to_wire: Callable[[Any], Wire]
+    from_wire: Callable[[Wire], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def integer(low: int, high: int) -> FieldCodec:
+    def check(value: Wire) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"an integer from {low} to {high}")
+        return value
+
+    return FieldCodec(_same, check)
+
+
+def number(low: float, high: float) -> FieldCodec:
+    def check(value: Wire) -> float:
+        # NaN fails both comparisons.
+        if type(value) is not float or not low <= value <= high:
+            raise ValueError(f"a number from {low} to {high}")
+        return value
+
+    return FieldCodec(float, check)
+
+
+def boolean() -> FieldCodec:
+    def check(value: Wire) -> bool:
+        if type(value) is not bool:
+            raise ValueError("true or false")
+        return value
+
+    return FieldCodec(_same, check)
+
+
+def text(max_chars: int, *, cut: bool = False) -> FieldCodec:
+    """With `cut`, a text for people to read: what is too long is shortened rather than refused."""
+
+    def check(value: Wire) -> str:
+        if type(value) is not str or len(value) > max_chars:
+            raise ValueError(f"a string of at most {max_chars} characters")
+        return value
+
+    return FieldCodec((lambda value: value[:max_chars]) if cut else _same, check)
+
+
+def choice(*allowed: str) -> FieldCodec:
+    def check(value: Wire) -> str:
+        if type(value) is not str or value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return value
+
+    return FieldCodec(str, check)
+
+
+def binary(low: int, high: int) -> FieldCodec:
+    def check(value: Wire) -> bytes:
+        if type(value) is not bytes or not low <= len(value) <= high:
+            raise ValueError(f"{low} to {high} bytes")
+        return value
+
+    return FieldCodec(_same, check)
+
+
+def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
+    """A tuple of integers as packed little-endian 32-bit words: four bytes an item, no object each."""
+    unsigned = high > 2**31 - 1
+    kind = "I" if unsigned else "i"
+
+    def pack(value: tuple[int, ...]) -> bytes:
+        return struct.pack(f"<{len(value)}{kind}", *value)
+
+    def check(value: Wire) -> tuple[int, ...]:
+        if value == b"" and not min_items:
+            return ()
+        if type(value) is not bytes or len(value) % 4 or not min_items <= len(value) // 4 <= max_items:
+            raise ValueError(f"{min_items} to {max_items} packed 32-bit integers")
+        items = struct.unpack(f"<{len(value) // 4}{kind}", value)
+        if items and not (low <= min(items) and max(items) <= high):
+            raise ValueError(f"integers from {low} to {high}")
+        return items
+
+    return FieldCodec(pack, check)
+
+
+def numbers(low: float, high: float, max_items: int) -> FieldCodec:
+    """A tuple of numbers as packed little-endian 32-bit floats."""
+
+    def pack(value: tuple[float, ...]) -> bytes:
+        return struct.pack(f"<{len(value)}f", *value)
+
+    def check(value: Wire) -> tuple[float, ...]:
+        if type(value) is not bytes or len(value) % 4 or len(value) // 4 > max_items:
+            raise ValueError(f"at most {max_items} packed 32-bit floats")
+        items = struct.unpack(f"<{len(value) // 4}f", value)
+        for item in items:
+            if not low <= item <= high:  # NaN fails both
+                raise ValueError(f"numbers from {low} to {high}")
+        return items
+
+    return FieldCodec(pack, check)
+
+
+def record(kind: type[Any]) -> FieldCodec:
+    """A part of a message that is a frozen dataclass itself: a map of its fields."""
+    codecs = tuple((f.name, f.metadata["codec"]) for f in fields(kind))
+
+    def pack(value: Any) -> Wire:
+        if type(value) is not kind:
+            raise TypeError(f"a {kind.__name__} should stand where {type(value).__name__} does")
+        return {name: codec.to_wire(getattr(value, name)) for name, codec in codecs}
+
+    def check(value: Wire) -> Any:
+        if type(value) is not dict or value.keys() != {name for name, _ in codecs}:
+            raise ValueError(f"a map of exactly the fields {', '.join(name for name, _ in codecs)}")
+        values = []
+        for name, codec in codecs:
+            try:
+                values.append(codec.from_wire(value[name]))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return kind(*values)
+
+    return FieldCodec(pack, check)
+
+
+def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
+    """A tuple of such parts."""
+    one = record(kind)
+
+    def check(value: Wire) -> tuple[Any, ...]:
+        if type(value) is not list or not min_items <= len(value) <= max_items:
+            raise ValueError(f"a list of {min_items} to {max_items} {kind.__name__}")
+        return tuple([one.from_wire(item) for item in value])
+
+    return FieldCodec(lambda value: [one.to_wire(item) for item in value], check)
+
+
+def texts(max_items: int, max_chars: int) -> FieldCodec:
+    def check(value: Wire) -> tuple[str, ...]:
+        if type(value) is not list or len(value) > max_items:
+            raise ValueError(f"a list of at most {max_items} strings")
+        for item in value:
+            if type(item) is not str or len(item) > max_chars:
+                raise ValueError(f"strings of at most {max_chars} characters")
+        return tuple(value)
+
+    return FieldCodec(list, check)

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from ..errors import Code, GroupError
 PAD = 64
 """Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms."""
 
+LATENCY_ROUNDS = 8
+
 _COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
 
 
@@ -34,6 +37,8 @@ class CollectiveCounter:
     once per process.
     """
 
+    paused = False
+
     def __init__(self) -> None:
         self.count = 0
 
@@ -43,10 +48,20 @@ class CollectiveCounter:
 
     def _counted(self, collective: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
+            self.count += not CollectiveCounter.paused
             return collective(*args, **kwargs)
 
         return counted
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Collectives in graphs that are built for their shapes and never run do not count."""
+    CollectiveCounter.paused = True
+    try:
+        yield
+    finally:
+        CollectiveCounter.paused = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,15 @@ class LoneGroup:
     def agree(self, tokens: mx.array) -> mx.array:
         return tokens
 
+    def latency_us(self) -> int:
+        return 0
+
+    def total(self, array: mx.array) -> mx.array:
+        return array
+
+    def gather(self, array: mx.array) -> mx.array:
+        return array[None]
+
 
 class RingGroup:
     """A formed MLX group. `handle` is what the models' `shard` takes."""
@@ -93,6 +117,14 @@ class RingGroup:
         table = cast("list[list[int]]", rows.tolist())
         return Proof(cast(int, total[0].item()), tuple(r[0] for r in table), tuple(r[1] for r in table))
 
+    def latency_us(self) -> int:
+        """What one small collective takes, in microseconds: the mean of a few, one after the other."""
+        mx.eval(self.total(mx.ones((PAD,))))  # whoever is late is waited for here
+        began = time.perf_counter()
+        for _ in range(LATENCY_ROUNDS):
+            mx.eval(self.total(mx.ones((PAD,))))
+        return int((time.perf_counter() - began) / LATENCY_ROUNDS * 1e6)
+
     def agree(self, tokens: mx.array) -> mx.array:
         """Rank 0's `tokens` (int32, [rows]) on every rank: the others add zeros to one small in-graph sum.
 
@@ -106,6 +138,22 @@ class RingGroup:
             mine = mx.concatenate([mine, mx.zeros((PAD - rows,), dtype=tokens.dtype)])
         agreed: mx.array = mx.distributed.all_sum(mine, group=self.handle)
         return agreed[:rows]
+
+    def total(self, array: mx.array) -> mx.array:
+        """The sum of every rank's `array`, in its shape and type."""
+        total: mx.array = mx.distributed.all_sum(_padded(array), group=self.handle)
+        return total[: array.size].reshape(array.shape)
+
+    def gather(self, array: mx.array) -> mx.array:
+        """Every rank's `array`, in rank order: [size, *shape]."""
+        rows: mx.array = mx.distributed.all_gather(_padded(array)[None], group=self.handle)
+        return rows[:, : array.size].reshape(self.size, *array.shape)
+
+
+def _padded(array: mx.array) -> mx.array:
+    """Its elements in one row, at least PAD of them."""
+    row = array.reshape(-1)
+    return row if row.size >= PAD else mx.pad(row, (0, PAD - row.size))
 
 
 Group = LoneGroup | RingGroup

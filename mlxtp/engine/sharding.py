@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pkgutil
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -102,15 +104,47 @@ def check_shardable(config: Config, world_size: int) -> None:
 
 @cache
 def shardable_families() -> frozenset[str]:
-    """Families whose source defines `shard`; importing all of them to ask would take many seconds."""
+    """Families whose `Model` has `shard`, read off their sources: importing all takes many seconds."""
     import mlx_lm.models
 
-    return frozenset(
-        module.name
-        for module in pkgutil.iter_modules(mlx_lm.models.__path__)
-        for path in [Path(mlx_lm.models.__path__[0]) / f"{module.name}.py"]
-        if path.is_file() and "def shard(self" in path.read_text()
-    )
+    folder = Path(mlx_lm.models.__path__[0])
+    sources = {
+        module.name: path.read_text()
+        for module in pkgutil.iter_modules([str(folder)])
+        if (path := folder / f"{module.name}.py").is_file()
+    }
+    found = {family for family, text in sources.items() if "def shard(self" in text}
+    return frozenset(found | {family for family, text in sources.items() if _parent(text) in found})
+
+
+def _parent(text: str) -> str | None:
+    """The family whose `Model` this one's extends, if it does."""
+    base = re.search(r"^class Model\(([\w.]+)\)", text, re.MULTILINE)
+    if base is None:
+        return None
+    family, _, name = base[1].rpartition(".")
+    imported = re.search(rf"^from \.(\w+) import Model as {name}$", text, re.MULTILINE)
+    return imported[1] if imported else family or None
+
+
+@contextlib.contextmanager
+def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
+    """Let a head's `owner` believe that its vocabulary has `size` tokens, while its layers are cut.
+
+    Families that divide their head themselves refuse a vocabulary that does not divide, even when the head is
+    not theirs to divide.
+    """
+    arguments: Any = getattr(owner, "args", None)
+    candidates: tuple[Any, ...] = (arguments, getattr(arguments, "text", None))
+    holders = [a for a in candidates if hasattr(a, "vocab_size")]
+    sizes = [holder.vocab_size for holder in holders]
+    for holder in holders:
+        holder.vocab_size = size
+    try:
+        yield
+    finally:
+        for holder, true_size in zip(holders, sizes, strict=True):
+            holder.vocab_size = true_size
 
 
 def context_length(config: Config) -> int:

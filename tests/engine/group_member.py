@@ -30,7 +30,7 @@ def forwards(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[di
     tokens, counts, logits = [], [], {}
     for step in range(1 + STEPS):
         before = counter.count
-        out = loaded.model(x, cache=cache)
+        out = loaded.vocabulary.gather(loaded.vocabulary.forward(loaded.model, x, cache))
         token = group.agree(mx.argmax(out[:, -1, :], axis=-1).astype(mx.int32))
         counts.append(counter.count - before)
         mx.eval(token, out)

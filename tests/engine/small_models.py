@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes
 
 from mlxtp.config import embedded_model_path
@@ -33,9 +33,27 @@ CONFIG: Mapping[str, Any] = {
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def write_model(folder: Path, *, seed: int = 0, quantize: int = 0, **changes: object) -> Path:
-    """A whole model folder; `quantize` is a group size for 4-bit weights. Returns `folder`."""
-    config = {**CONFIG, **changes}
+EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight")
+
+
+def write_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    quantize: int = 0,
+    bits: int = 4,
+    mode: str = "affine",
+    dtype: mx.Dtype = mx.float32,
+    **changes: object,
+) -> Path:
+    """A whole model folder; `quantize` is a group size for weights of `bits` bits. Returns `folder`.
+
+    A `text_config` gets the sizes of the vocabulary and whether head and embedding are tied.
+    """
+    config: dict[str, Any] = {**CONFIG, **changes}
+    if "text_config" in config:
+        shared = {name: config[name] for name in ("vocab_size", "tie_word_embeddings")}
+        config["text_config"] = {**config["text_config"], **shared}
     folder.mkdir(parents=True, exist_ok=True)
     for name in TOKENIZER_FILES:
         shutil.copy(embedded_model_path() / name, folder / name)
@@ -43,16 +61,21 @@ def write_model(folder: Path, *, seed: int = 0, quantize: int = 0, **changes: ob
     model_class, arguments_class = _get_classes(config)
     model = model_class(arguments_class.from_dict(config))
     # Large enough for one token to stand out, so that rounding changes no answer.
-    model.update(
-        {
-            "model": {
-                "embed_tokens": {"weight": mx.random.normal((config["vocab_size"], config["hidden_size"]))}
-            }
-        }
-    )
+    parameters = dict(tree_flatten(model.parameters()))
+    large = [name for name in parameters if name.endswith(EMBEDDINGS)]
+    changed = {name: mx.random.normal(parameters[name].shape) for name in large}
+    # What begins as zeros would hide how it is divided.
+    zeros = [name for name, array in parameters.items() if not array.any().item()]
+    changed |= {name: 0.2 * mx.random.normal(parameters[name].shape) for name in zeros}
+    model.update(tree_unflatten(list(changed.items())))
+    model.set_dtype(dtype)
     if quantize:
-        nn.quantize(model, group_size=quantize, bits=4)
-        config["quantization"] = {"group_size": quantize, "bits": 4}
+
+        def fits(_: str, module: nn.Module) -> bool:
+            return hasattr(module, "to_quantized") and module.weight.shape[-1] % quantize == 0
+
+        nn.quantize(model, group_size=quantize, bits=bits, mode=mode, class_predicate=fits)
+        config["quantization"] = {"group_size": quantize, "bits": bits, "mode": mode}
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     write_config(folder, config)

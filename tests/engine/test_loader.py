@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -35,7 +36,7 @@ def test_the_embedded_model_says_what_it_is() -> None:
     config = read_config(embedded_model_path())
     assert loaded.name == "tiny"
     assert loaded.context == config["max_position_embeddings"]
-    assert loaded.vocabulary == config["vocab_size"]
+    assert loaded.vocabulary.size == config["vocab_size"]
     assert loaded.eos == frozenset(config["eos_token_id"])
     assert loaded.batches
 
@@ -50,10 +51,10 @@ def test_every_weight_is_in_memory_and_counted(folder: Path) -> None:
     assert mx.isfinite(logits).all().item()
 
 
-def test_progress_is_said_after_each_layer(folder: Path) -> None:
+def test_progress_is_said_after_the_vocabulary_and_each_layer(folder: Path) -> None:
     steps: list[None] = []
     load(folder, LoneGroup(), lambda: steps.append(None))
-    assert len(steps) == 2
+    assert len(steps) == 1 + 2
 
 
 def test_weights_in_several_files_are_the_same_model(folder: Path) -> None:
@@ -78,6 +79,7 @@ def test_a_family_may_leave_its_usual_numbers_out(tmp_path: Path) -> None:
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": 2,
+        "sliding_window_pattern": 2,
         "head_dim": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -85,13 +87,67 @@ def test_a_family_may_leave_its_usual_numbers_out(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "gemma", **text, vocab_size=262144)
     change_config(folder, vocab_size=None)
     loaded = load_alone(folder)
-    assert loaded.vocabulary == 262144
+    assert loaded.vocabulary.size == 262144
     assert loaded.context == 512
 
 
 def test_quantized_weights_load(tmp_path: Path) -> None:
     loaded = load_alone(write_model(tmp_path / "quantized", quantize=32))
     assert loaded.weight_bytes < load_alone(write_model(tmp_path / "plain")).weight_bytes / 2
+
+
+def test_the_largest_numbers_are_numbers(folder: Path) -> None:
+    """What lies next to infinity, in each type, and below zero as well."""
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        weight = mx.zeros((64,), dtype=dtype)
+        weight[:2] = mx.array([mx.finfo(dtype).max, mx.finfo(dtype).min])
+        change_weights(folder, model__norm__weight=weight)
+        assert load_alone(folder).vocabulary.size == 512
+
+
+def test_scales_of_one_byte_are_looked_at(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "mxfp4", quantize=32, mode="mxfp4")
+    assert load_alone(folder).weight_bytes > 0
+    change_weights(folder, model__layers__1__mlp__up_proj__scales=mx.full((128, 2), 255, dtype=mx.uint8))
+    with pytest.raises(ModelError, match=r"NaN.*model\.layers\.1\.mlp\.up_proj\.scales"):
+        load_alone(folder)
+
+
+def test_a_whole_model_takes_little_more_than_itself_to_load(folder: Path) -> None:
+    loaded = load_alone(folder)
+    assert loaded.weight_bytes <= loaded.peak_bytes < 1.15 * loaded.weight_bytes
+
+
+def test_the_peak_is_that_of_this_load(folder: Path) -> None:
+    mx.eval(mx.zeros((10_000_000,)))
+    assert load_alone(folder).peak_bytes < 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 2 * 2 * 2 * 16 * 4),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}, 2 * 2 * 2 * 16 * 4),
+        ({"dtype": mx.bfloat16, "num_hidden_layers": 3}, 3 * 2 * 2 * 16 * 2),
+    ],
+)
+def test_a_token_of_cache_is_layers_keys_and_values(
+    tmp_path: Path, changes: dict[str, Any], expected: int
+) -> None:
+    assert load_alone(write_model(tmp_path / "model", **changes)).kv_token_bytes == expected
+
+
+def test_what_keeps_no_tokens_takes_nothing_for_one(tmp_path: Path) -> None:
+    folder = write_model(
+        tmp_path / "mamba",
+        model_type="mamba",
+        state_size=8,
+        conv_kernel=4,
+        use_bias=False,
+        use_conv_bias=True,
+        time_step_rank=8,
+    )
+    assert load_alone(folder).kv_token_bytes == 0
 
 
 # --- broken -----------------------------------------------------------------------------------------------
@@ -158,6 +214,30 @@ def a_tensor_too_many(folder: Path) -> None:
     change_weights(folder, model__layers__0__mlp__sideways_proj__weight=mx.zeros((4, 4)))
 
 
+def a_weight_is_no_number(folder: Path) -> None:
+    change_weights(folder, model__layers__1__mlp__up_proj__weight=with_one(mx.nan, (128, 64)))
+
+
+def a_weight_is_infinite(folder: Path) -> None:
+    change_weights(folder, model__norm__weight=with_one(-mx.inf, (64,), mx.bfloat16))
+
+
+def an_embedding_is_no_number(folder: Path) -> None:
+    change_weights(folder, model__embed_tokens__weight=with_one(mx.nan, (512, 64), mx.float16))
+
+
+def a_scale_is_no_number(folder: Path) -> None:
+    write_model(folder, quantize=32)
+    change_weights(folder, model__layers__0__mlp__down_proj__scales=with_one(mx.nan, (64, 4)))
+
+
+def with_one(value: float, shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Random numbers, the last of them `value`."""
+    array = mx.random.normal(shape)
+    array[tuple(-1 for _ in shape)] = value
+    return array.astype(dtype)
+
+
 def a_tensor_of_another_shape(folder: Path) -> None:
     change_weights(folder, model__norm__weight=mx.ones((65,)))
 
@@ -209,6 +289,10 @@ def a_family_that_is_no_model(folder: Path) -> None:
         (a_tensor_is_missing, Code.MODEL_INVALID, ["Missing 1", "model.layers.1.mlp.up_proj.weight"]),
         (a_tensor_too_many, Code.MODEL_INVALID, ["sideways_proj.weight", "not in model"]),
         (a_tensor_of_another_shape, Code.MODEL_INVALID, ["(64", "(65", "model.norm.weight"]),
+        (a_weight_is_no_number, Code.MODEL_INVALID, ["1 tensor", "NaN", "model.layers.1.mlp.up_proj.weight"]),
+        (a_weight_is_infinite, Code.MODEL_INVALID, ["infinite", "model.norm.weight"]),
+        (an_embedding_is_no_number, Code.MODEL_INVALID, ["NaN", "model.embed_tokens.weight"]),
+        (a_scale_is_no_number, Code.MODEL_INVALID, ["NaN", "model.layers.0.mlp.down_proj.scales"]),
         (fewer_layers_than_weights, Code.MODEL_INVALID, ["layers.1", "not in model"]),
         (more_layers_than_weights, Code.MODEL_INVALID, ["Missing", "layers.2"]),
         (a_number_is_missing, Code.MODEL_INVALID, ["hidden_size"]),

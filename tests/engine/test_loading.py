@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxtp.errors import Code, MlxtpError, ModelError
@@ -39,9 +40,12 @@ class Group:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    group = Group(tmp_path_factory.mktemp("loading"), tmp_path_factory.mktemp("signposts"))
-    with group.cluster:
-        yield group
+    with pytest.MonkeyPatch.context() as patch:
+        # A script finds the package that it was written beside.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        group = Group(tmp_path_factory.mktemp("loading"), tmp_path_factory.mktemp("signposts"))
+        with group.cluster:
+            yield group
 
 
 @pytest.fixture
@@ -75,9 +79,9 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "odd", **heads)
 
 
-def refusal(group: Group, model: Path) -> ModelError:
+def refusal(group: Group, model: Path, draft: str | Path = "") -> ModelError:
     with pytest.raises(ModelError) as refused:
-        group.cluster.load(model)
+        group.cluster.load(model, draft)
     return refused.value
 
 
@@ -89,7 +93,10 @@ def assert_nothing_is_loaded(cluster: Cluster) -> None:
     def empty() -> bool:
         ranks = cluster.supervisor.ranks
         assert ranks is not None
-        return all(p.model == "" and p.memory_bytes < EMPTY_BYTES for p in ranks.pongs.values())
+        return all(
+            (p.model, p.weight_bytes, p.kv_bytes) == ("", 0, 0) and p.memory_bytes < EMPTY_BYTES
+            for p in ranks.pongs.values()
+        )
 
     until(empty, "every rank without a model")
 
@@ -109,6 +116,19 @@ def test_a_model_that_no_rank_can_load_names_every_rank_leader_first(group: Grou
     assert error.detail.startswith("rank 0: lacking: ")
     assert "; rank 1: lacking: " in error.detail
     assert error.detail.count("up_proj.weight") == 2
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+def test_a_weight_that_is_no_number_on_one_ranks_part_is_let_go_by_both(group: Group, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "broken")
+    weight = mx.random.normal((128, 64))
+    weight[127, 0] = mx.nan
+    change_weights(folder, model__layers__0__mlp__up_proj__weight=weight)
+    error = refusal(group, folder)
+    assert error.code is Code.MODEL_INVALID
+    assert error.detail.startswith("rank 1: broken: 1 tensor holds NaN")
+    assert "model.layers.0.mlp.up_proj.weight" in error.detail
     assert_nothing_is_loaded(group.cluster)
     assert_the_group_works(group)
 
@@ -221,6 +241,53 @@ def test_abort_ends_every_request_and_keeps_the_model(group: Group) -> None:
     assert gone.value.code is Code.SHUTTING_DOWN
     assert cluster.supervisor.state is State.READY
     assert cluster.content(QUESTION) == ANSWER
+
+
+# --- a draft model ----------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_proposes_and_changes_nothing(group: Group) -> None:
+    """The model itself as its draft: what it proposes is right, and goes when the model goes."""
+    cluster = group.cluster
+    cluster.unload()
+    cluster.load("tiny", draft="tiny")
+    prompt = prompt_ids(QUESTION)
+    tokens, end = cluster.complete(prompt, 64)
+    assert tokens == reference(prompt, 64)
+    assert end.drafted > 0
+    cluster.unload()
+    assert_nothing_is_loaded(cluster)
+    assert_the_group_works(group)
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused_and_nothing_stays(
+    group: Group, tmp_path: Path
+) -> None:
+    draft = write_model(tmp_path / "other-words", vocab_size=256)
+    error = refusal(group, TINY, draft)
+    assert error.code is Code.MODEL_INVALID
+    assert "draft model other-words: its vocabulary has 256 tokens, the model's has 512" in error.detail
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+def test_a_draft_model_without_weights_is_refused_and_nothing_stays(group: Group, tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "no-weights")
+    (draft / "model.safetensors").unlink()
+    error = refusal(group, TINY, draft)
+    assert "no-weights" in error.detail
+    assert_nothing_is_loaded(group.cluster)
+    assert_the_group_works(group)
+
+
+def test_a_draft_model_that_is_nowhere_is_refused_before_anything_is_let_go(
+    group: Group, tmp_path: Path
+) -> None:
+    error = refusal(group, TINY, tmp_path / "nowhere")
+    assert error.code is Code.MODEL_NOT_FOUND
+    assert "nowhere is neither a folder nor an id on the Hub" in error.detail
+    assert group.cluster.supervisor.state is State.READY
+    assert group.cluster.content(QUESTION) == ANSWER
 
 
 # --- from the start ---------------------------------------------------------------------------------------

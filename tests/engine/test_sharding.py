@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from mlxtp.engine.sharding import (
     check_divisible,
     check_shardable,
     context_length,
+    divided_vocabulary,
     shardable_families,
 )
 from mlxtp.errors import Code, ModelError
@@ -178,6 +180,23 @@ def test_the_list_of_shardable_families_is_true() -> None:
     for family in ("llama", "qwen2", "qwen3"):
         assert family in shardable_families()
         assert hasattr(importlib.import_module(f"mlx_lm.models.{family}").Model, "shard")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "glm_moe_dsa"])
+def test_a_family_may_inherit_how_it_is_sharded(family: str) -> None:
+    import importlib
+
+    assert family in shardable_families()
+    assert hasattr(importlib.import_module(f"mlx_lm.models.{family}").Model, "shard")
+
+
+def test_a_vocabulary_is_divided_while_the_layers_are_cut_and_then_itself_again() -> None:
+    owner = SimpleNamespace(args=SimpleNamespace(vocab_size=509, text=SimpleNamespace(vocab_size=509)))
+    with divided_vocabulary(owner, 510):
+        assert owner.args.vocab_size == owner.args.text.vocab_size == 510
+    assert owner.args.vocab_size == owner.args.text.vocab_size == 509
+    with divided_vocabulary(SimpleNamespace(), 510):
+        assert owner.args.vocab_size == 509
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""Rows of a tensor straight from its file. MLX reads a tensor whole before it cuts it, which for the largest
+ones would be most of the memory that a load takes."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import mlx.core as mx
+
+from .vocabulary import cut_rows
+
+TYPES = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "U16": mx.uint16,
+    "U8": mx.uint8,
+}
+"""Types of the safetensors format that weights and their scales come in; others are read whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file. `offset` is where its bytes begin in the file."""
+
+    name: str
+    path: Path
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Folder:
+    """The tensors in a model folder's files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def cut(self, array: mx.array, name: str, first: int, rows: int) -> mx.array:
+        """`rows` rows of `array` from `first` on, zeros beyond its end, like `cut_rows`.
+
+        Reads nothing else when `array` is untouched in one of the files. `name` is the last two parts of the
+        tensor's name, such as `embed_tokens.weight`, to tell tensors of the same shape apart.
+        """
+        whole = (first, rows) == (0, array.shape[0])
+        stored = None if whole else self._find(array, name)
+        return _read_rows(stored, first, rows) if stored else cut_rows(array, name, first, rows)
+
+    def _find(self, array: mx.array, name: str) -> Stored | None:
+        """Where `array` is stored, if that is beyond doubt."""
+        if not _is_untouched(array):
+            return None
+        alike = [s for s in self._stored if s.shape == array.shape and TYPES.get(s.type) == array.dtype]
+        if len(alike) > 1:
+            alike = [s for s in alike if f".{s.name}".endswith(f".{name}")]
+        return alike[0] if len(alike) == 1 else None
+
+    @cached_property
+    def _stored(self) -> list[Stored]:
+        return [s for path in sorted(self._folder.glob("model*.safetensors")) for s in _read_header(path)]
+
+
+def _read_header(path: Path) -> list[Stored]:
+    with path.open("rb") as file:
+        size = struct.unpack("<Q", file.read(8))[0]
+        header: dict[str, Any] = json.loads(file.read(size))
+    return [
+        Stored(name, path, t["dtype"], tuple(t["shape"]), 8 + size + t["data_offsets"][0])
+        for name, t in header.items()
+        if name != "__metadata__"
+    ]
+
+
+def _is_untouched(array: mx.array) -> bool:
+    """Whether it is what a file holds and nothing has been computed from it: its whole graph is one Load."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, array)
+    return [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line] == [
+        "Load"
+    ]
+
+
+def _read_rows(stored: Stored, first: int, rows: int) -> mx.array:
+    with _Window(stored, first, rows) as window:
+        loaded = mx.load(cast("BinaryIO", window), format="safetensors")
+    return cast("dict[str, mx.array]", loaded)["rows"]
+
+
+class _Window(io.RawIOBase):
+    """A file that holds some rows of a stored tensor, and zeros for those that it lacks.
+
+    MLX reads such a file at once, straight into the array's memory.
+    """
+
+    def __init__(self, stored: Stored, first: int, rows: int) -> None:
+        row_bytes = TYPES[stored.type].size * prod(stored.shape[1:])
+        here = max(min(stored.shape[0] - first, rows), 0)
+        tensor = {
+            "dtype": stored.type,
+            "shape": [rows, *stored.shape[1:]],
+            "data_offsets": [0, rows * row_bytes],
+        }
+        text = json.dumps({"rows": tensor}).encode()
+        self._header = struct.pack("<Q", len(text)) + text
+        self._body = here * row_bytes
+        self._size = len(self._header) + rows * row_bytes
+        self._begins = stored.offset + first * row_bytes
+        self._file = stored.path.open("rb", buffering=0)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """All of `buffer`, or OSError: MLX does not ask twice."""
+        view = memoryview(buffer).cast("B")
+        done = 0
+        while done < len(view):
+            done += self._read_some(view[done:], self._at + done)
+        self._at += done
+        return done
+
+    def _read_some(self, view: memoryview, at: int) -> int:
+        """Fill the beginning of `view` with what stands at `at`; returns how much of it."""
+        header, body = len(self._header), len(self._header) + self._body
+        if at < header:
+            part = self._header[at : at + len(view)]
+            view[: len(part)] = part
+            return len(part)
+        if at < body:
+            self._file.seek(self._begins + at - header)
+            count = self._file.readinto(view[: body - at])
+            if not count:
+                raise OSError(f"{self._file.name} ends within a tensor")
+            return count
+        view[:] = bytes(len(view))
+        return len(view)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,263 @@
+"""Token embedding and output head, divided over the vocabulary: each rank holds an equal run of rows.
+
+A forward embeds tokens with one sum over the ranks and ends in the logits of this rank's own rows. From there
+either the winners of all rows are found with one small gather, or the logits are put together. A group of one
+takes the same way: its share is everything, and no collective happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_unflatten
+
+from ..errors import Code, ModelError
+from .group import Group
+from .sharding import divided_vocabulary, shardable_families
+
+EMBEDDINGS = (
+    "embed_tokens",
+    "word_embeddings",
+    "tok_embeddings",
+    "token_embeddings",
+    "embeddings",
+    "embedding",
+    "embed",
+    "embed_in",
+    "wte",
+)
+"""What families call the module that embeds tokens."""
+HEADS = ("lm_head",)
+
+Cut = Callable[[mx.array, str, int, int], mx.array]
+"""(tensor, the last two parts of its name, first row, rows) -> those rows, zeros where there are none."""
+
+
+def cut_rows(array: mx.array, _name: str, first: int, rows: int) -> mx.array:
+    """`rows` rows of `array` from `first` on; lazily, and zeros beyond its end."""
+    if (first, rows) == (0, array.shape[0]):
+        return array
+    part = array[min(first, array.shape[0]) : first + rows]
+    if part.shape[0] < rows:
+        padding = mx.zeros((rows - part.shape[0], *array.shape[1:]), dtype=array.dtype)
+        part = mx.concatenate([part, padding])
+    return mx.contiguous(part)
+
+
+class ShardedEmbedding(nn.Module):  # type: ignore[misc]  # mlx is untyped here
+    """This rank's rows of a token embedding, plain or quantized."""
+
+    def __init__(self, rows: Any, first: int, share: int, group: Group) -> None:
+        super().__init__()
+        self.rows = rows
+        self._first = first
+        self._share = share
+        self._group = group
+        self._given: mx.array | None = None
+        self._last_only = False
+
+    @property
+    def weight(self) -> mx.array:
+        """What models ask for the type of their numbers."""
+        weight: mx.array = self.rows.weight
+        return weight
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """[.., L] int -> [.., L, hidden]; zeros for what is not in the vocabulary.
+
+        Every rank adds the rows it has and negative zeros for the others, which change no number, not even
+        its sign.
+        """
+        if self._given is not None:
+            return self._given
+        if self._group.size == 1:
+            return self.local(tokens)
+        index = tokens - self._first
+        mine = (index >= 0) & (index < self._share)
+        return self._group.total(mx.where(mine[..., None], self.local(mx.where(mine, index, 0)), -0.0))
+
+    def local(self, rows: mx.array) -> mx.array:
+        """Rows of this rank's own share, by their index in it. [..] int -> [.., hidden]; no collective."""
+        found: mx.array = self.rows(rows)
+        return found
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The head of a model whose embedding is also its head: [.., L, hidden] -> [.., L, share]."""
+        logits: mx.array = self.rows.as_linear(x[..., -1:, :] if self._last_only else x)
+        return logits
+
+
+class ShardedHead(nn.Module):  # type: ignore[misc]
+    """This rank's rows of an output head, plain or quantized."""
+
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self.rows = rows
+        self._last_only = False
+
+    @property
+    def weight(self) -> mx.array:
+        """What models ask for the type of their numbers."""
+        weight: mx.array = self.rows.weight
+        return weight
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[.., L, hidden] -> [.., L, share], or [.., 1, share] while `_last_only` is set."""
+        logits: mx.array = self.rows(x[..., -1:, :] if self._last_only else x)
+        return logits
+
+
+class Vocabulary:
+    """How one loaded model's vocabulary lies on the ranks.
+
+    size   tokens in the vocabulary
+    share  rows on each rank, the size divided and rounded up; the last ranks' rows beyond it are padding
+    first  the token of this rank's first row
+
+    `embedding` and `head` are None for a model whose modules are not known by name; such a one runs on a
+    group of one only. Then what is `given` is not used and the embeddings of `winners` are empty.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        group: Group,
+        embedding: ShardedEmbedding | None = None,
+        head: ShardedEmbedding | ShardedHead | None = None,
+    ) -> None:
+        self.size = size
+        self.group = group
+        self.share = _share(size, group)
+        self.first = group.rank * self.share
+        self.embedding = embedding
+        self.head = head
+        self._padded = self.first + self.share > size
+
+    def forward(
+        self,
+        model: Any,
+        tokens: mx.array,
+        cache: list[Any],
+        *,
+        given: mx.array | None = None,
+        last_only: bool = False,
+    ) -> mx.array:
+        """One forward: tokens [B, L] int32 -> this rank's logits [B, L, share], -inf where it is padding.
+
+        given      embeddings [B, L, hidden] of these tokens, so that no rank looks them up; the tokens must
+                   be right all the same, because some models read them elsewhere too
+        last_only  logits of the last position only: [B, 1, share]
+        """
+        if self.embedding is not None:
+            self.embedding._given = given
+        if self.head is not None:
+            self.head._last_only = last_only
+        try:
+            logits: mx.array = model(tokens, cache=cache)
+        finally:
+            if self.embedding is not None:
+                self.embedding._given = None
+            if self.head is not None:
+                self.head._last_only = False
+        if last_only:
+            logits = logits[:, -1:]
+        if self._padded:
+            # Here and not in the head: some models bend logits afterwards, and -inf would become a number.
+            rows = mx.arange(self.share) < self.size - self.first
+            logits = mx.where(rows, logits, mx.array(-mx.inf, dtype=logits.dtype))
+        return logits
+
+    def gather(self, local: mx.array) -> mx.array:
+        """[.., share] of each rank -> [.., size] on all ranks, in the vocabulary's order. One collective."""
+        if self.group.size == 1:
+            return local
+        parts = mx.moveaxis(self.group.gather(local), 0, -2)
+        return parts.reshape(*local.shape[:-1], -1)[..., : self.size]
+
+    def winners(self, local: mx.array) -> tuple[mx.array, mx.array]:
+        """The greedy choice of each row: (tokens int32 [..], their embeddings [.., hidden]).
+
+        [.., share] of each rank in; the same bits on all ranks out, with one collective. It is the argmax of
+        the gathered logits, of equals the smallest token. NaN counts as -inf, so a row of nothing else gives
+        token 0. The embeddings are what looking the tokens up would give.
+        """
+        values = mx.where(mx.isnan(local), mx.array(-mx.inf, dtype=local.dtype), local)
+        index = mx.argmax(values, axis=-1, keepdims=True)
+        best = mx.take_along_axis(values, index, axis=-1)
+        index = index.astype(mx.int32)
+        tokens = (index + self.first)[..., 0]
+        if self.embedding is None:
+            return tokens, mx.zeros((*tokens.shape, 0), dtype=local.dtype)
+        embeddings = self.embedding.local(index[..., 0])
+        if self.group.size == 1:
+            return tokens, embeddings
+        # Bits of all three in one array, because numbers do not survive each other's types.
+        bits = {2: mx.uint16, 4: mx.uint32}[embeddings.dtype.size]
+        mine = [best.astype(mx.float32).view(bits), tokens[..., None].view(bits), embeddings.view(bits)]
+        offers = self.group.gather(mx.concatenate(mine, axis=-1))
+        word = 4 // embeddings.dtype.size
+        best, ids, rows = mx.split(offers, [word, 2 * word], axis=-1)
+        # The first of equal ranks has the smallest tokens.
+        winner = mx.argmax(best.view(mx.float32), axis=0, keepdims=True)
+        chosen = mx.take_along_axis(ids.view(mx.int32), winner, axis=0)[0, ..., 0]
+        return chosen, mx.take_along_axis(rows, winner, axis=0)[0].view(embeddings.dtype)
+
+
+def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vocabulary:
+    """Divide `model` among the ranks: embedding and head over the vocabulary, the layers as mlx-lm does it.
+
+    Nothing is evaluated but what `cut` evaluates. `size` is the vocabulary's when the modules cannot tell.
+    Raises ModelError (MODEL_UNSUPPORTED) when a group of several finds no embedding or head it knows.
+    """
+    modules = dict(model.named_modules())
+    embeddings = [
+        p for p, m in modules.items() if _is(p, m, EMBEDDINGS, (nn.Embedding, nn.QuantizedEmbedding))
+    ]
+    heads = [p for p, m in modules.items() if _is(p, m, HEADS, (nn.Linear, nn.QuantizedLinear))]
+    vocabularies = {modules[path].weight.shape[0] for path in embeddings + heads}
+    if len(embeddings) != 1 or len(heads) > 1 or len(vocabularies) != 1:
+        if group.size > 1:
+            raise ModelError(
+                f"{model.model_type}: {embeddings} and {heads} stand where one token embedding and one head "
+                f"were expected; on more than one rank these work: {', '.join(sorted(shardable_families()))}",
+                Code.MODEL_UNSUPPORTED,
+            )
+        return Vocabulary(size, group)
+    size = vocabularies.pop()
+    share = _share(size, group)
+    first = group.rank * share
+    for path in embeddings + heads:
+        module, leaf = modules[path], path.rpartition(".")[2]
+        for name, array in module.parameters().items():
+            if array.ndim and array.shape[0] == size:
+                module[name] = cut(array, f"{leaf}.{name}", first, share)
+    embedding = ShardedEmbedding(modules[embeddings[0]], first, share, group)
+    _put(model, embeddings[0], embedding)
+    head = ShardedHead(modules[heads[0]]) if heads else None
+    if group.size > 1:
+        # Some families cut and gather their head themselves; they may have this one.
+        owner = modules[heads[0].rpartition(".")[0]] if heads else model
+        if heads:
+            _put(model, heads[0], nn.Linear(1, group.size, bias=False))
+        with divided_vocabulary(owner, share * group.size):
+            model.shard(group.handle)
+        if heads and getattr(owner, "sharding_group", None) is not None:
+            owner.sharding_group = None
+    if head is not None:
+        _put(model, heads[0], head)
+    return Vocabulary(size, group, embedding, head or embedding)
+
+
+def _share(size: int, group: Group) -> int:
+    return -(-size // group.size)
+
+
+def _is(path: str, module: Any, names: tuple[str, ...], kinds: tuple[type, ...]) -> bool:
+    return path.rpartition(".")[2] in names and isinstance(module, kinds)
+
+
+def _put(model: Any, path: str, module: Any) -> None:
+    model.update_modules(tree_unflatten([(path, module)]))

@@ -1,0 +1,260 @@
+"""Every kind of model on two real ranks against mlx-lm alone on the same weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from mlxtp.engine.sharding import shardable_families
+
+from ..cluster import WAIT_S
+from .families import FAMILIES
+from .small_models import change_weights, write_model
+from .test_parallel_numerics import free_hosts
+from .vocabulary_member import STEPS, hard_rows, prompts
+
+ROOT = Path(__file__).parents[2]
+MEMBER = "tests.engine.vocabulary_member"
+NOT_TRIED = {"deepseek_v41", "glm_moe_dsa", "kimi_k3", "minimax_m3_vl", "muse_spark", "prism_hadamard_qwen35"}
+"""Families that need Metal, or differ from one that is tried in other things than the vocabulary."""
+NAMED = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families that are tried in all types."""
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "bf16": {"dtype": mx.bfloat16, "vocab_size": 512},
+    "4bit": {"quantize": 32, "bits": 4, "vocab_size": 509, "tie_word_embeddings": False},
+    "8bit": {"quantize": 32, "bits": 8, "vocab_size": 511, "dtype": mx.bfloat16},
+}
+NOT_ON_A_CPU = {(family, "bf16") for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
+"""MLX's CPU backend gathers plain experts in float32 only; quantized ones stand in for them."""
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    **{
+        family: {"model_type": family, "vocab_size": 509, "tie_word_embeddings": bool(i % 2), **config}
+        for i, (family, config) in enumerate(FAMILIES.items())
+    },
+    **{
+        f"{family}-{form}": {"model_type": family, **FAMILIES[family], **changes}
+        for family in NAMED
+        for form, changes in FORMS.items()
+        if (family, form) not in NOT_ON_A_CPU
+    },
+}
+"""Folder name -> what `write_model` takes."""
+WIDE: Mapping[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "vocab_size": 16383,
+    "dtype": mx.bfloat16,
+}
+"""Most of it is its vocabulary."""
+FOUR: Mapping[str, Mapping[str, Any]] = {
+    "four": {"num_key_value_heads": 4, "vocab_size": 509, "head_dim": 32, "quantize": 32},
+    "five": {"num_key_value_heads": 4, "vocab_size": 5, "tie_word_embeddings": False},
+}
+"""For four ranks. Of five tokens the last rank has none."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the members of a group wrote down, in rank order, and the folders of their models."""
+
+    facts: list[dict[str, Any]]
+    arrays: list[dict[str, Any]]
+    folder: Path
+
+    def steps(self, rank: int, model: str, what: str) -> list[Any]:
+        return [self.arrays[rank][f"{model}/{what}-{step}"] for step in range(1 + STEPS)]
+
+
+def run_group(root: Path, ranks: int, models: list[str]) -> Group:
+    hosts = free_hosts(ranks)
+    folders = [str(root / model) for model in models]
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-m", MEMBER, str(rank), hosts, str(root / f"rank-{rank}"), *folders], cwd=ROOT
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        assert [member.wait(WAIT_S) for member in members] == [0] * ranks
+    finally:
+        for member in members:
+            member.kill()
+            member.wait()
+    facts = [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    arrays = [dict(np.load(root / f"rank-{rank}.npz")) for rank in range(ranks)]
+    return Group(facts, arrays, root)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Group:
+    root = tmp_path_factory.mktemp("two")
+    for seed, (name, changes) in enumerate(MODELS.items()):
+        write_model(root / name, seed=seed, **changes)
+    weight = mx.zeros((512, 64))
+    weight[500, 3] = mx.nan
+    change_weights(write_model(root / "nan"), model__embed_tokens__weight=weight)
+    change_weights(write_model(root / "lacking"), model__norm__weight=None)
+    write_model(root / "wide", **WIDE)
+    return run_group(root, 2, ["nan", "lacking", "wide", *MODELS])
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Group:
+    root = tmp_path_factory.mktemp("four")
+    for name, changes in FOUR.items():
+        write_model(root / name, **changes)
+    return run_group(root, 4, list(FOUR))
+
+
+def alone(folder: Path, tokens: list[Any]) -> list[Any]:
+    """mlx-lm's own logits [2, L, V] of the forwards that the group made, fed what the group chose."""
+    model, _ = load_model(folder)
+    cache = make_prompt_cache(model)
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    fed = [prompts(size), *(mx.array(chosen)[:, None] for chosen in tokens[:-1])]
+    return [np.array(model(x, cache=cache).astype(mx.float32)) for x in fed]
+
+
+def assert_like_alone(group: Group, model: str) -> None:
+    """Logits that rounding alone parts, and choices that are the best or nearly as good.
+
+    Errors are measured in standard deviations of the logits. In float32 they are about 1e-6; bfloat16 leaves
+    some hundredths, and what belongs to another token or layer is off by one and more.
+    """
+    tokens = group.steps(0, model, "tokens")
+    rounding = 0.1 if model.endswith(("bf16", "8bit")) else 1e-4
+    for step, full in enumerate(alone(group.folder / model, tokens)):
+        logits = group.arrays[0][f"{model}/logits-{step}"]
+        expected = full[:, -logits.shape[1] :]
+        error = (logits - expected) / expected.std()
+        assert np.sqrt((error**2).mean()) < rounding
+        last = expected[:, -1] / expected.std()
+        chosen = np.take_along_axis(last, tokens[step][:, None], axis=-1)[:, 0]
+        assert (last.max(axis=-1) - chosen < 4 * rounding).all()
+
+
+def assert_of_one_mind(group: Group, model: str) -> None:
+    """The same bits on all ranks; choices that are the argmax, and embeddings that are the looked-up ones."""
+    for rank in range(len(group.facts)):
+        for name, array in group.arrays[0].items():
+            if name.startswith(f"{model}/"):
+                np.testing.assert_array_equal(group.arrays[rank][name], array, name)
+        logits = group.steps(rank, model, "logits")
+        for step, tokens in enumerate(group.steps(rank, model, "tokens")):
+            assert (tokens == logits[step][:, -1].argmax(axis=-1)).all()
+        for brought, found in zip(
+            group.steps(rank, model, "embeddings"), group.steps(rank, model, "looked-up"), strict=True
+        ):
+            assert brought.any()
+            assert (brought == found).all()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_compute_what_one_process_does(two: Group, model: str) -> None:
+    assert_like_alone(two, model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_are_of_one_mind(two: Group, model: str) -> None:
+    assert_of_one_mind(two, model)
+
+
+@pytest.mark.parametrize("model", FOUR)
+def test_four_ranks_compute_what_one_process_does(four: Group, model: str) -> None:
+    assert_like_alone(four, model)
+    assert_of_one_mind(four, model)
+
+
+def test_no_family_that_can_run_here_is_left_out() -> None:
+    assert shardable_families() - set(FAMILIES) == NOT_TRIED
+
+
+# --- the vocabulary's own way ---------------------------------------------------------------------------
+
+
+def test_the_vocabulary_lies_in_equal_runs_on_the_ranks(two: Group, four: Group) -> None:
+    assert [facts["llama"]["vocabulary"] for facts in two.facts] == [[509, 255, 0], [509, 255, 255]]
+    assert [facts["five"]["vocabulary"] for facts in four.facts] == [[5, 2, 2 * rank] for rank in range(4)]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-bf16", "qwen2-4bit", "deepseek_v3-8bit"])
+def test_one_collective_embeds_one_chooses_and_one_gathers(two: Group, model: str) -> None:
+    """Two for each of the two layers; embeddings that are given save theirs."""
+    for facts in two.facts:
+        assert facts[model]["collectives"] == [[5, 1, 1], [4, 1, 1], [5, 1, 1], [4, 1, 1]]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2-4bit", "llama-bf16"])
+def test_what_is_hard_to_choose_from(two: Group, model: str) -> None:
+    """NaN is as good as minus infinity, and of equals the smallest token is chosen."""
+    arrays = two.arrays[0]
+    size = two.facts[0][model]["vocabulary"][0]
+    rows = np.array(hard_rows(size))
+    np.testing.assert_array_equal(arrays[f"{model}/hard-logits"], rows)
+    expected = [1, 0, size - 1, size - 2, 0, size // 2 - 1]
+    assert arrays[f"{model}/hard-tokens"].tolist() == expected
+    assert np.where(np.isnan(rows), -np.inf, rows).argmax(axis=-1).tolist() == expected
+
+
+def test_equals_on_four_ranks(four: Group) -> None:
+    assert four.arrays[3]["four/hard-tokens"].tolist() == [1, 0, 508, 507, 0, 253]
+    assert four.arrays[3]["five/hard-tokens"].tolist() == [1, 0, 4, 3, 0, 1]
+
+
+# --- loading ----------------------------------------------------------------------------------------------
+
+
+def test_every_rank_holds_its_part_of_all_but_the_norms(two: Group, four: Group) -> None:
+    for group, models in ((two, ("llama", "qwen3", "llama-bf16", "qwen2-4bit")), (four, ("four",))):
+        for model in models:
+            stored = mx.load(str(group.folder / model / "model.safetensors"))
+            whole = sum(array.nbytes for name, array in stored.items() if "norm" in name)
+            divided = sum(array.nbytes for array in stored.values()) - whole
+            for facts in group.facts:
+                held = facts[model]["weight_bytes"] - whole
+                assert divided <= held * len(group.facts) < 1.02 * divided
+
+
+def test_loading_takes_little_more_than_what_is_held(two: Group) -> None:
+    for facts in two.facts:
+        assert facts["wide"]["weight_bytes"] > 6_000_000
+        assert facts["wide"]["peak_bytes"] < 1.15 * facts["wide"]["weight_bytes"]
+
+
+def test_a_token_takes_its_part_of_the_cache(two: Group, four: Group) -> None:
+    """Layers x keys and values x this rank's heads x their size x bytes."""
+    assert two.facts[0]["llama"]["kv_token_bytes"] == 2 * 2 * 1 * 16 * 4
+    assert two.facts[1]["qwen3-bf16"]["kv_token_bytes"] == 2 * 2 * 1 * 16 * 2
+    assert two.facts[0]["qwen3_5"]["kv_token_bytes"] == 1 * 2 * 1 * 16 * 4
+    assert two.facts[0]["deepseek_v3"]["kv_token_bytes"] == 2 * (32 + 16) * 4
+    assert four.facts[0]["four"]["kv_token_bytes"] == 2 * 2 * 1 * 32 * 4
+
+
+def test_a_load_enters_no_collective_whether_it_works_or_not(two: Group) -> None:
+    for facts in two.facts:
+        assert all(model.get("counted") == 0 for model in facts.values())
+
+
+def test_the_rank_that_reads_what_is_no_number_names_it(two: Group) -> None:
+    assert "detail" not in two.facts[0]["nan"]
+    assert two.facts[1]["nan"]["detail"] == (
+        "nan: 1 tensor holds NaN or infinite numbers: model.embed_tokens.weight"
+    )
+
+
+def test_what_is_missing_is_named_by_every_rank(two: Group) -> None:
+    for facts in two.facts:
+        assert facts["lacking"]["code"] == "model_invalid"
+        assert "model.norm.weight" in facts["lacking"]["detail"]

@@ -1,0 +1,103 @@
+"""Rows straight from a file: the same numbers as those of a tensor that is read whole, in less memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxtp.engine.stored import Folder
+from mlxtp.engine.vocabulary import cut_rows
+
+from .small_models import split_weights, write_model
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+BYTES = 509 * 64 * 4
+
+
+def weights(folder: Path) -> dict[str, mx.array]:
+    """All tensors, none of them read."""
+    return {
+        name: array for path in folder.glob("*.safetensors") for name, array in mx.load(str(path)).items()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", vocab_size=509, tie_word_embeddings=False)
+
+
+def name_of(tensor: str) -> str:
+    return ".".join(tensor.split(".")[-2:])
+
+
+def cut_and_peak(folder: Path, array: mx.array, tensor: str, first: int, rows: int) -> tuple[mx.array, int]:
+    """The rows, and the memory that was taken for them."""
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    part = Folder(folder).cut(array, name_of(tensor), first, rows)
+    mx.eval(part)
+    return part, mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, 255), (255, 255), (381, 127), (0, 1), (508, 4), (600, 3)])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dtype": mx.bfloat16}, {"dtype": mx.float16}, {"quantize": 32}, {"quantize": 32, "mode": "mxfp4"}],
+)
+def test_the_rows_are_those_of_the_tensor(
+    tmp_path: Path, changes: dict[str, Any], first: int, rows: int
+) -> None:
+    folder = write_model(tmp_path / "model", vocab_size=509, **changes)
+    found = [(name, array) for name, array in weights(folder).items() if "embed_tokens" in name]
+    assert found
+    for name, array in found:
+        part, _ = cut_and_peak(folder, array, name, first, rows)
+        expected = cut_rows(mx.array(array), name, first, rows)
+        assert part.dtype == expected.dtype
+        assert mx.array_equal(part, expected)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("tensor", [EMBEDDING, HEAD])
+def test_nothing_but_the_rows_is_read(folder: Path, tensor: str, parts: int) -> None:
+    """Both tensors have one shape; their names tell them apart."""
+    if parts > 1:
+        split_weights(folder, parts)
+    part, peak = cut_and_peak(folder, weights(folder)[tensor], tensor, 0, 255)
+    assert mx.array_equal(part, weights(folder)[tensor][:255])
+    assert peak < 1.01 * BYTES / 2
+
+
+def test_a_tensor_that_was_computed_is_cut_and_not_read_again(folder: Path) -> None:
+    doubled = weights(folder)[EMBEDDING] * 2
+    part, peak = cut_and_peak(folder, doubled, EMBEDDING, 0, 255)
+    assert mx.array_equal(part, weights(folder)[EMBEDDING][:255] * 2)
+    assert peak >= BYTES
+
+
+def test_a_tensor_that_could_be_two_is_cut_whatever_it_is(folder: Path) -> None:
+    mx.save_safetensors(str(folder / "model-more.safetensors"), {f"other.{EMBEDDING}": mx.zeros((509, 64))})
+    head = mx.load(str(folder / "model.safetensors"))[EMBEDDING]
+    part, peak = cut_and_peak(folder, head, EMBEDDING, 0, 255)
+    assert mx.array_equal(part, mx.load(str(folder / "model.safetensors"))[EMBEDDING][:255])
+    assert peak >= BYTES
+
+
+def test_a_whole_tensor_is_left_alone(folder: Path) -> None:
+    array = weights(folder)[EMBEDDING]
+    assert Folder(folder).cut(array, name_of(EMBEDDING), 0, 509) is array
+
+
+def test_a_file_that_ends_within_the_rows_is_an_error(folder: Path) -> None:
+    array = weights(folder)[EMBEDDING]
+    path = folder / "model.safetensors"
+    whole = Folder(folder)
+    whole.cut(array, name_of(EMBEDDING), 0, 1)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises((OSError, RuntimeError)):
+        whole.cut(array, name_of(EMBEDDING), 254, 255)

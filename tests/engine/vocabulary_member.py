@@ -1,0 +1,127 @@
+"""One member of a group that loads many models: `vocabulary_member.py RANK HOSTS OUTPUT MODEL...`.
+
+For each model it writes down what the vocabulary's parts make of a prefill and some steps: OUTPUT.json for
+what is counted, OUTPUT.npz for numbers, `MODEL/WHAT` each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxtp.engine.group import CollectiveCounter, Group, form
+from mlxtp.engine.loader import LoadedModel, load, make_cache
+from mlxtp.engine.vocabulary import Vocabulary
+from mlxtp.errors import ModelError
+
+PROMPT = (3, 43, 38, 49, 40, 52, 51, 18, 50, 42, 55, 300, 41, 77, 5, 9)
+STEPS = 3
+FORM_S = 60.0
+
+
+def prompts(size: int) -> mx.array:
+    """Two prompts for a vocabulary of `size` tokens, int32 [2, L]."""
+    return mx.array([PROMPT, PROMPT[::-1]], dtype=mx.int32) % size
+
+
+def run(loaded: LoadedModel, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Greedy, two rows at once: (facts, arrays)."""
+    vocabulary, model = loaded.vocabulary, loaded.model
+    cache = make_cache(model)
+    x = prompts(vocabulary.size)
+    given = None
+    arrays: dict[str, mx.array] = {}
+    collectives = []
+    for step in range(1 + STEPS):
+        before = counter.count
+        local = vocabulary.forward(model, x, cache, given=given, last_only=step == 2)
+        forward, before = counter.count - before, counter.count
+        tokens, embeddings = vocabulary.winners(local[:, -1])
+        winners, before = counter.count - before, counter.count
+        full = vocabulary.gather(local)
+        collectives.append([forward, winners, counter.count - before])
+        arrays[f"logits-{step}"] = full.astype(mx.float32)
+        arrays[f"tokens-{step}"] = tokens
+        arrays[f"embeddings-{step}"] = bits(embeddings)
+        if vocabulary.embedding is not None:
+            arrays[f"looked-up-{step}"] = bits(vocabulary.embedding(tokens))
+        mx.eval(arrays, [c.state for c in cache])
+        # The next forward takes the embeddings that came with the winners, every other time.
+        x, given = tokens[:, None], embeddings[:, None] if step % 2 == 0 else None
+    ties, broken = vocabulary.winners(hard(vocabulary))[0], vocabulary.gather(hard(vocabulary))
+    arrays |= {"hard-tokens": ties, "hard-logits": broken}
+    facts = {
+        "collectives": collectives,
+        "weight_bytes": loaded.weight_bytes,
+        "kv_token_bytes": loaded.kv_token_bytes,
+        "peak_bytes": loaded.peak_bytes,
+        "vocabulary": [vocabulary.size, vocabulary.share, vocabulary.first],
+    }
+    return facts, {name: np.array(array) for name, array in arrays.items()}
+
+
+def hard_rows(size: int) -> mx.array:
+    """Logits that are hard to choose from, [6, size]: equals, minus infinity, NaN here, there, everywhere."""
+    rows = mx.zeros((6, size))
+    rows[0, 1:] = 7.0
+    rows[1] = -mx.inf
+    rows[2, 0] = mx.nan
+    rows[2, size - 1] = 1.0
+    rows[3, :] = mx.nan
+    rows[3, size - 2] = -5.0
+    rows[4] = mx.nan
+    rows[5, size // 2 - 1 :: size // 4] = 2.0**-20
+    return rows
+
+
+def hard(vocabulary: Vocabulary) -> mx.array:
+    """This rank's part of the hard rows, padded as a forward pads it."""
+    padding = vocabulary.group.size * vocabulary.share - vocabulary.size
+    rows = mx.pad(hard_rows(vocabulary.size), ((0, 0), (0, padding)), constant_values=-mx.inf)
+    return rows[:, vocabulary.first : vocabulary.first + vocabulary.share]
+
+
+def bits(array: mx.array) -> mx.array:
+    """The same numbers as integers, so that -0.0 is not 0.0."""
+    return array.view({2: mx.uint16, 4: mx.uint32}[array.dtype.size])
+
+
+def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`run` a model, or the words that refuse it."""
+    before = counter.count
+    loaded: LoadedModel | ModelError
+    try:
+        loaded = load(folder, group, lambda: None)
+    except ModelError as error:
+        loaded = error
+    counted = counter.count - before
+    everywhere = group.gather(mx.array([isinstance(loaded, LoadedModel)])).all().item()
+    if isinstance(loaded, ModelError):
+        return {"code": loaded.code, "detail": loaded.detail, "counted": counted}, {}
+    facts, arrays = run(loaded, counter) if everywhere else ({}, {})
+    return {**facts, "counted": counted}, arrays
+
+
+def main() -> None:
+    rank, hosts, output, *models = sys.argv[1:]
+    counter = CollectiveCounter()
+    counter.install()
+    addresses = tuple(hosts.split(","))
+    group = form("ring", int(rank), len(addresses), addresses, folder=Path(output).parent, deadline_s=FORM_S)
+    facts: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for model in models:
+        name = Path(model).name
+        facts[name], numbers = attempt(Path(model), group, counter)
+        arrays |= {f"{name}/{what}": array for what, array in numbers.items()}
+    Path(f"{output}.json").write_text(json.dumps(facts))
+    np.savez(f"{output}.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""How ranks come to hold the same token, when they gathered the same logits.
+
+`verify`: every rank samples alike; the digests in the Acks are compared before the token leaves. `broadcast`:
+rank 0 samples, and one small sum in the graph carries its choice to all. What only rank 0 knows about a
+request (penalties, grammars) is in its `Desk`; the other ranks have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..wire.messages import Sampling
+from .group import Group
+from .sampler import Sampler, scores
+
+Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
+
+
+class Desk(Protocol):
+    """What rank 0 alone does with the logits of its rows."""
+
+    def shape(self, uid: int, logits: mx.array) -> mx.array:
+        """The row's logits [width, V] with penalties, biases and its grammar's mask."""
+        ...
+
+    def chosen(self, uid: int, tokens: mx.array) -> None:
+        """The row's new tokens, int32 [width], perhaps not computed yet."""
+        ...
+
+    def top(self, uid: int) -> int:
+        """How many alternatives the row wants scored; -1: no scores at all."""
+        ...
+
+
+class NoDesk:
+    """Every rank above 0, and a rank 0 whose rows ask for nothing."""
+
+    def shape(self, uid: int, logits: mx.array) -> mx.array:
+        return logits
+
+    def chosen(self, uid: int, tokens: mx.array) -> None:
+        pass
+
+    def top(self, uid: int) -> int:
+        return -1
+
+
+class Chooser:
+    """Chooses tokens from gathered logits on one rank."""
+
+    def __init__(self, group: Group, desk: Desk, special: tuple[int, ...] = ()) -> None:
+        self._group = group
+        self._desk = desk
+        self._special = special
+        self._sampler = Sampler(())
+        self._samplings: tuple[Sampling, ...] = ()
+
+    def agree(self, tokens: mx.array) -> mx.array:
+        """Rank 0's `tokens` (int32, any shape) on every rank."""
+        return self._group.agree(tokens.reshape(-1)).reshape(tokens.shape)
+
+    def choose(
+        self,
+        logits: mx.array,
+        rows: tuple[int, ...],
+        widths: tuple[int, ...],
+        samplings: tuple[Sampling, ...],
+        at: mx.array,
+        *,
+        broadcast: bool,
+    ) -> tuple[mx.array, Scores]:
+        """Tokens int32 [rows, width] from `logits` [rows, width, V].
+
+        `at` (int32 [rows]) is the position of the token that each row's first column chooses. Every rank
+        samples, so that every rank's result depends on the same collectives; under `broadcast` rank 0's
+        choice counts.
+        """
+        if samplings != self._samplings:
+            self._sampler, self._samplings = Sampler(samplings, self._special), samplings
+        desk = self._desk
+        shaped = logits
+        if broadcast:
+            shaped = mx.stack([desk.shape(uid, logits[i]).astype(mx.float32) for i, uid in enumerate(rows)])
+        tokens = self._sampler.choose(shaped, at)
+        if broadcast:
+            tokens = self.agree(tokens)
+        found: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
+        for i, uid in enumerate(rows):
+            if broadcast:
+                desk.chosen(uid, tokens[i, : widths[i]])
+            if (top := desk.top(uid)) >= 0:
+                found[uid] = scores(logits[i], tokens[i], top)
+        if found:
+            mx.async_eval(tokens, [array for arrays in found.values() for array in arrays])
+        return tokens, found

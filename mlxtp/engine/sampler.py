@@ -1,0 +1,319 @@
+"""From logits to tokens, lazily: filters, seeded draws, penalties, log-probabilities.
+
+Everything here builds a graph and evaluates nothing. A `Sampler` needs only logits and positions, so that
+every rank can choose alike; a `Shaper` changes one row's logits before that, on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..wire.messages import Sampling, Shaping
+
+_BLOCK = 256
+"""Tokens of one block of the cumulative sum that a token is drawn from."""
+_COLDEST = 1e30
+"""Largest 1 / temperature: finite in float32, and enough to tell any two different logits apart."""
+
+
+# --- random numbers -----------------------------------------------------------------------------------
+
+_threefry = mx.vmap(lambda key: mx.random.split(key, num=1)[0])
+"""For keys uint32 [n, 2] the words uint32 [n, 2] of Threefry-2x32 with 20 rounds at counter (0, 1).
+
+Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011. MLX has it as one
+operation; spelled out it is 110 of them and takes five times as long.
+"""
+
+
+def stream_keys(seeds: Sequence[int]) -> mx.array:
+    """Each seed's own key, uint32 [R, 2], for `uniforms`."""
+    words = [(seed & 0xFFFFFFFF, seed >> 32) for seed in seeds]
+    return _threefry(mx.array(np.array(words, dtype=np.uint32)))
+
+
+def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
+    """Two independent numbers in [0, 1) on a grid of 2^-24 for each position: float32 [R, L, 2].
+
+    `keys` is `stream_keys` of the rows' seeds, `positions` int32 [R, L]. A number depends on its seed and its
+    position and on nothing else.
+    """
+    low = keys[:, :1] + positions.astype(mx.uint32)
+    words = _threefry(mx.stack([low, mx.broadcast_to(keys[:, 1:], low.shape)], axis=-1).reshape(-1, 2))
+    return (words.reshape(*low.shape, 2) >> 8).astype(mx.float32) * 2.0**-24
+
+
+# --- filters: what they take out becomes -inf -----------------------------------------------------------
+#
+# They mean what mlx-lm's filters of the same names mean, one row's setting beside another's.
+# `logprobs` is float32 [R, L, V], settings are [R, 1, 1] or [R, L, 1].
+
+
+def keep_top_p(logprobs: mx.array, top_p: mx.array) -> mx.array:
+    """The most likely tokens up to a probability of `top_p`, with the token that reaches it; all above 1."""
+    ascending = mx.sort(logprobs, axis=-1)
+    probabilities = mx.exp(ascending)
+    above = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
+    total = above[..., :1] + probabilities[..., :1]
+    dropped = (above >= top_p * total).sum(axis=-1, keepdims=True)
+    return mx.where(logprobs < mx.take_along_axis(ascending, dropped, axis=-1), -mx.inf, logprobs)
+
+
+def keep_min_p(logprobs: mx.array, log_min_p: mx.array) -> mx.array:
+    """Tokens at least `min_p` times as likely as the most likely one."""
+    least = logprobs.max(axis=-1, keepdims=True) + log_min_p
+    return mx.where(logprobs < least, -mx.inf, logprobs)
+
+
+def exclude_top(
+    logprobs: mx.array, applies: mx.array, threshold: mx.array, special: tuple[int, ...]
+) -> mx.array:
+    """XTC: where it `applies` (bool), of the tokens more likely than `threshold` only the least likely stays.
+
+    Tokens in `special` always stay.
+    """
+    probabilities = mx.softmax(logprobs, axis=-1)
+    least = mx.where(probabilities > threshold, probabilities, mx.inf).min(axis=-1, keepdims=True)
+    excluded = probabilities > least
+    if special:
+        excluded[..., mx.array(special)] = False
+    return mx.where(applies & excluded, -mx.inf, logprobs)
+
+
+def keep_top_k(logprobs: mx.array, top_k: mx.array, largest_k: int) -> mx.array:
+    """The `top_k` (int32, 1 to `largest_k`) most likely tokens, lower ids first among equals."""
+    leaders = mx.sort(mx.topk(logprobs, largest_k, axis=-1), axis=-1)
+    which = mx.broadcast_to(largest_k - top_k, (*logprobs.shape[:-1], 1))
+    last = mx.take_along_axis(leaders, which, axis=-1)
+    above, level = logprobs > last, (logprobs == last).astype(mx.int32)
+    room = top_k - above.sum(axis=-1, keepdims=True)
+    kept = above | ((level == 1) & (mx.cumsum(level, axis=-1) <= room))
+    return mx.where(kept, logprobs, -mx.inf)
+
+
+# --- choosing -------------------------------------------------------------------------------------------
+
+
+class Sampler:
+    """Chooses tokens for rows with these settings. `top_p` 0 leaves everything in, as 1 does.
+
+    XTC never takes out the tokens `xtc_special`.
+    """
+
+    def __init__(self, rows: tuple[Sampling, ...], xtc_special: tuple[int, ...] = ()) -> None:
+        self._special = xtc_special
+        self._rows = len(rows)
+        self._drawn = [i for i, row in enumerate(rows) if row.temperature > 0]
+        drawn = [rows[i] for i in self._drawn]
+        self.greedy = not drawn
+        """Every row takes its most likely token."""
+        if not drawn:
+            return
+
+        def column(values: list[float] | list[int] | list[bool]) -> mx.array:
+            return mx.array(values)[:, None, None]
+
+        self._keys = stream_keys([row.seed for row in drawn])
+        self._sharpness = column([min(1.0 / row.temperature, _COLDEST) for row in drawn])
+        # A setting that leaves everything in must not lose a token to rounding.
+        self._top_p = column([row.top_p if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn])
+        self._log_min_p = column([math.log(row.min_p) if row.min_p else -math.inf for row in drawn])
+        self._xtc_probability = column([row.xtc_probability for row in drawn])
+        self._xtc_threshold = column([row.xtc_threshold for row in drawn])
+        self._all_k = column([row.top_k == 0 for row in drawn])
+        self._top_k = column([row.top_k for row in drawn])
+        self._largest_k = max(row.top_k for row in drawn)
+        self._some_top_p = any(0.0 < row.top_p < 1.0 for row in drawn)
+        self._some_min_p = any(row.min_p for row in drawn)
+        self._some_xtc = any(row.xtc_probability for row in drawn)
+
+    def choose(self, logits: mx.array, positions: mx.array) -> mx.array:
+        """The chosen tokens, int32 [R, L], of `logits` [R, L, V].
+
+        `positions` is int32 [R, L], or [R] for the first of consecutive ones: the index, counted from the
+        start of the prompt, of the token that is being chosen. Greedy rows take the most likely token, the
+        lowest id among equals; others draw by their seed and the position.
+        """
+        if self.greedy:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        if positions.ndim == 1:
+            positions = positions[:, None] + mx.arange(logits.shape[1], dtype=mx.int32)
+        if len(self._drawn) == self._rows:
+            return self._draw(logits, positions)
+        rows = mx.array(self._drawn)
+        chosen = mx.argmax(logits, axis=-1).astype(mx.int32)
+        chosen[rows] = self._draw(logits[rows], positions[rows])
+        return chosen
+
+    def filter(self, logits: mx.array, coins: mx.array) -> mx.array:
+        """Log-probabilities of `logits` [D, L, V] of the rows that draw; -inf for what filters take out.
+
+        XTC applies where `coins` [D, L, 1] is under its probability.
+        """
+        logits = logits.astype(mx.float32)
+        kept = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        if self._some_top_p:
+            kept = keep_top_p(kept, self._top_p)
+        if self._some_min_p:
+            kept = keep_min_p(kept, self._log_min_p)
+        if self._some_xtc:
+            kept = exclude_top(kept, coins < self._xtc_probability, self._xtc_threshold, self._special)
+        if self._largest_k:
+            vocabulary = logits.shape[-1]
+            top_k = mx.where(self._all_k, vocabulary, mx.clip(self._top_k, 1, vocabulary))
+            largest_k = vocabulary if self._largest_k >= vocabulary else self._largest_k
+            kept = mx.where(self._all_k, kept, keep_top_k(kept, mx.minimum(top_k, largest_k), largest_k))
+        return kept
+
+    def _draw(self, logits: mx.array, positions: mx.array) -> mx.array:
+        numbers = uniforms(self._keys, positions)
+        kept = self.filter(logits, numbers[..., 1:])
+        weights = mx.exp((kept - kept.max(axis=-1, keepdims=True)) * self._sharpness)
+        return draw(weights, numbers[..., :1])
+
+
+def draw(weights: mx.array, uniform: mx.array) -> mx.array:
+    """Tokens int32 [R, L] with probabilities in proportion to `weights` [R, L, V]; never one of weight 0.
+
+    The token at which the cumulative sum of the weights passes `uniform` [R, L, 1] of their total. The sum is
+    taken in blocks: a long tail of rare tokens would be lost in the rounding of a running one.
+    """
+    pad = -weights.shape[-1] % _BLOCK
+    blocks = mx.pad(weights, [(0, 0), (0, 0), (0, pad)]).reshape(*weights.shape[:-1], -1, _BLOCK)
+    within = mx.cumsum(blocks, axis=-1)
+    sums = within[..., -1]
+    ends = mx.cumsum(sums, axis=-1)
+    target = uniform * mx.where(sums > 0, ends, 0).max(axis=-1, keepdims=True)
+    block = _first_past(sums, ends, target)
+    start = mx.where(block > 0, mx.take_along_axis(ends, mx.maximum(block - 1, 0), axis=-1), 0)
+
+    def of_block(values: mx.array) -> mx.array:
+        return mx.take_along_axis(values, block[..., None], axis=-2).squeeze(-2)
+
+    token = _first_past(of_block(blocks), of_block(within), target - start)
+    return (block * _BLOCK + token).squeeze(-1)
+
+
+def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array:
+    """The first index with weight at which `ends`, the cumulative sum, is past `target`: int32 [.., 1].
+
+    Where rounding leaves none, the first with weight at which it is largest.
+    """
+    real = weights > 0
+    reached = mx.where(real, ends, -1)
+    past = real & ((reached > target) | (reached == reached.max(axis=-1, keepdims=True)))
+    return mx.argmax(past, axis=-1, keepdims=True).astype(mx.int32)
+
+
+# --- shaping --------------------------------------------------------------------------------------------
+
+
+class Shaper:
+    """Changes one row's logits as its request asks, knowing its prompt and what has been chosen so far.
+
+    In this order: logit bias is added; tokens of prompt and answer have positive logits divided and negative
+    ones multiplied by the repetition penalty; each token of the answer loses the presence penalty once and
+    the frequency penalty for every time it came; end tokens wait for `min_tokens`; a mask is last.
+    """
+
+    def __init__(
+        self, shaping: Shaping, prompt_tokens: Sequence[int], vocabulary: int, eos: Sequence[int]
+    ) -> None:
+        self._shaping = shaping
+        self._ids = mx.arange(vocabulary, dtype=mx.int32)
+        self._ends = np.zeros(vocabulary, dtype=bool)
+        self._ends[[token for token in eos if token < vocabulary]] = True
+        self._bias = np.zeros(vocabulary, dtype=np.float32)
+        for token, value in zip(shaping.bias_tokens, shaping.bias_values, strict=True):
+            if token < vocabulary:
+                self._bias[token] += value
+        self._seen: mx.array | None = None
+        """Tokens of prompt and answer, bool [V]; None where no penalty asks."""
+        self._counts: mx.array | None = None
+        """How often each token came in the answer, float32 [V]; None where no penalty asks."""
+        if shaping.repetition_penalty != 1.0:
+            seen = np.zeros(vocabulary, dtype=bool)
+            seen[np.array(prompt_tokens, dtype=np.int64)] = True
+            self._seen = mx.array(seen)
+        if shaping.presence_penalty or shaping.frequency_penalty:
+            self._counts = mx.zeros((vocabulary,))
+
+    def advance(self, token: mx.array | int) -> None:
+        """A token was chosen; it may still be being computed."""
+        is_token = self._ids == token
+        if self._seen is not None:
+            self._seen = self._seen | is_token
+        if self._counts is not None:
+            self._counts = self._counts + is_token
+
+    def apply(
+        self,
+        row_logits: mx.array,
+        *,
+        generated: int,
+        mask: np.ndarray | None,
+        ahead: Sequence[int] = (),
+    ) -> mx.array:
+        """Logits float32 [L, V] from `row_logits` [L, V], with `generated` tokens of answer before column 0.
+
+        `mask` is what the grammar allows, bool [V] for every column or [L, V]. `ahead` are the L - 1 tokens
+        between the columns when drafts are verified: penalties see them, the kept counts do not. An end token
+        that is all the grammar allows does not wait for `min_tokens`.
+        """
+        shaping, logits = self._shaping, row_logits.astype(mx.float32)
+        columns = logits.shape[0]
+        if shaping.bias_tokens:
+            logits = logits + mx.array(self._bias)
+        between = self._between(ahead)
+        if self._seen is not None:
+            seen = self._seen if between is None else self._seen | (between > 0)
+            penalty = shaping.repetition_penalty
+            logits = mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if self._counts is not None:
+            counts = self._counts if between is None else self._counts + between
+            logits = logits - shaping.presence_penalty * (counts > 0) - shaping.frequency_penalty * counts
+        forbidden = self._forbidden(columns, generated, mask)
+        return logits if forbidden is None else mx.where(mx.array(forbidden), -mx.inf, logits)
+
+    def _between(self, ahead: Sequence[int]) -> mx.array | None:
+        """For each column how often each token is in `ahead` before it, int32 [L, V]."""
+        if not ahead or (self._seen is None and self._counts is None):
+            return None
+        came = self._ids == mx.array([-1, *ahead], dtype=mx.int32)[:, None]
+        return mx.cumsum(came.astype(mx.int32), axis=0)
+
+    def _forbidden(self, columns: int, generated: int, mask: np.ndarray | None) -> np.ndarray | None:
+        """What no column, or each column, may choose: bool [V] or [L, V]."""
+        early = np.arange(generated, generated + columns) < self._shaping.min_tokens
+        if not early.any():
+            return None if mask is None else ~mask
+        waiting = early[:, None] & self._ends
+        if mask is None:
+            return waiting
+        return ~mask | (waiting & (mask & ~self._ends).any(axis=-1, keepdims=True))
+
+
+# --- log-probabilities ----------------------------------------------------------------------------------
+
+
+def scores(logits: mx.array, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Log-probabilities under raw `logits` [L, V]: (of `tokens` [L], the `top` tokens, theirs).
+
+    float32 [L], int32 [L, top] and float32 [L, top], most likely first, lower ids first among equals.
+    """
+    logits = logits.astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1).squeeze(-1)
+    ids = mx.arange(logits.shape[-1], dtype=mx.int32)
+    top_tokens, top_logprobs = [mx.zeros((len(logits), 0), dtype=mx.int32)], [mx.zeros((len(logits), 0))]
+    rest = logprobs
+    for _ in range(min(top, logits.shape[-1])):
+        best = mx.argmax(rest, axis=-1, keepdims=True).astype(mx.int32)
+        top_tokens.append(best)
+        top_logprobs.append(mx.take_along_axis(logprobs, best, axis=-1))
+        rest = mx.where(ids == best, -mx.inf, rest)
+    return chosen, mx.concatenate(top_tokens, axis=-1), mx.concatenate(top_logprobs, axis=-1)

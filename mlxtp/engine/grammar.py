@@ -1,0 +1,203 @@
+"""Answers held to a grammar: which tokens may come next. On rank 0 alone, without MLX.
+
+`Grammars` compiles what requests ask for and keeps what it compiled; a `Grammar` makes one `Matcher` for each
+request. The decode loop asks the matcher for a mask before it chooses a token and tells it what was chosen.
+
+JSON may hold bounded whitespace between its parts (`WHITESPACE`), none before or after. A schema means what
+JSON Schema says it means: properties that it does not name are allowed unless `additionalProperties` forbids
+them, keywords that cannot be enforced are refused, and properties come in the order in which it names them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import Code, MlxtpError, RequestError
+from .grammar_trial import Trial, build, read_tokenizer, readable, refused
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+DEADLINE_S = 5.0
+"""How long one grammar may take to compile."""
+MAX_KEPT = 64
+MAX_KEPT_BYTES = 256 << 20
+
+_WORD_BITS = 32
+
+Outcome = Callable[["Grammar | RequestError"], None]
+
+
+class Matcher:
+    """Where one answer stands in its grammar. Every token that is chosen must be accepted, in order."""
+
+    def __init__(self, state: LLMatcher, tokens: int, vocabulary: int) -> None:
+        self._state = state
+        self._tokens = tokens
+        self._vocabulary = vocabulary
+
+    def mask(self) -> NDArray[np.uint32]:
+        """The tokens that may come next, [ceil(vocabulary / 32)] words: token t is bit t % 32 of word t / 32.
+
+        End tokens are among them where the answer may end, alone where it must. Raises MlxtpError where no
+        token may come: the grammar has no way on, or its next step passes a limit of time or memory.
+        """
+        words = np.full(-(-self._tokens // _WORD_BITS), 0xFFFFFFFF, np.uint32)
+        self._state.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        words = words[: -(-self._vocabulary // _WORD_BITS)]
+        if rest := self._vocabulary % _WORD_BITS:
+            words[-1] &= np.uint32((1 << rest) - 1)
+        if not words.any():
+            raise stuck("no token of this model can come next")
+        return words
+
+    def accept(self, token: int) -> None:
+        """Go on with `token`. Raises MlxtpError for one that `mask` does not allow, for good."""
+        self._state.consume_token(token)
+        self._check()
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """The next tokens where the text has no choice, at most `limit`. They are not accepted yet."""
+        return tuple(self._state.compute_ff_tokens()[:limit])
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but an end token may follow, or one was accepted."""
+        return self._state.is_stopped() and not self._state.is_error()
+
+    def copy(self) -> Matcher:
+        """A matcher that stands where this one stands and goes its own way."""
+        return Matcher(self._state.deep_copy(), self._tokens, self._vocabulary)
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            raise stuck(readable(self._state.get_error()))
+
+
+def stuck(why: str) -> MlxtpError:
+    """The error of an answer that cannot go on as its grammar asks."""
+    return MlxtpError(f"the answer cannot go on as its grammar asks: {why}", Code.GRAMMAR_STUCK)
+
+
+def unpack(words: NDArray[np.uint32], vocabulary: int) -> NDArray[np.bool_]:
+    """The bits of a mask as booleans [vocabulary]."""
+    little = words.astype("<u4", copy=False).view(np.uint8)
+    return np.unpackbits(little, count=vocabulary, bitorder="little").view(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar. It does not change. `size` is what it takes in memory (bytes), roughly."""
+
+    kind: str
+    text: str
+    size: int
+    _start: LLMatcher
+    _tokens: int
+    _vocabulary: int
+
+    def matcher(self) -> Matcher:
+        """A fresh matcher at the grammar's start."""
+        return Matcher(self._start.deep_copy(), self._tokens, self._vocabulary)
+
+
+class Grammars:
+    """The grammars of one loaded model. Nothing is read or started before the first one is asked for.
+
+    `vocabulary` is the length of the model's logits, `eos` its end tokens; each of them may end an answer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocabulary: int,
+        eos: frozenset[int],
+        *,
+        deadline_s: float = DEADLINE_S,
+        max_kept: int = MAX_KEPT,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:
+        self._folder = folder
+        self._vocabulary = vocabulary
+        self._eos = eos
+        self._max_kept = max_kept
+        self._max_kept_bytes = max_kept_bytes
+        self._trial = Trial(folder, vocabulary, eos, deadline_s)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._compiling = threading.Lock()
+        self._looking = threading.Lock()
+
+    def kept(self, kind: str, text: str) -> Grammar | None:
+        """The grammar if it is compiled already, at once."""
+        with self._looking:
+            grammar = self._kept.get((kind, text))
+            if grammar is not None:
+                self._kept.move_to_end((kind, text))
+            return grammar
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """The grammar, compiled unless it is kept. `text` of a "json_object" should be empty.
+
+        Raises RequestError: the text is wrong, takes too long or too much, or the model has no tokenizer.
+        """
+        with self._compiling:
+            return self.kept(kind, text) or self._keep(self._compile(kind, text))
+
+    def submit(self, kind: str, text: str, done: Outcome) -> Future[None]:
+        """Compile in the background; `done` is called from there with what came of it.
+
+        Grammars are compiled in the order in which they were submitted. What has not begun can be cancelled.
+        """
+        return self._thread.submit(self._run, kind, text, done)
+
+    def close(self) -> None:
+        """Begin nothing more; what is being tried is refused, what waits is cancelled and never `done`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._trial.kill()
+        with self._compiling:
+            self._trial.close()
+
+    def _run(self, kind: str, text: str, done: Outcome) -> None:
+        try:
+            outcome: Grammar | RequestError = self.compile(kind, text)
+        except RequestError as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: whoever waits must hear of it
+            outcome = RequestError(
+                f"the grammar could not be compiled ({type(error).__name__}: {error})",
+                Code.INTERNAL,
+                status=500,
+            )
+        done(outcome)
+
+    def _compile(self, kind: str, text: str) -> Grammar:
+        self._trial.start()
+        if self._tokenizer is None:
+            self._tokenizer = read_tokenizer(self._folder, self._vocabulary, self._eos)
+        size = max(self._trial.run(kind, text), len(text))
+        if size > self._max_kept_bytes:
+            raise refused(kind, f"it takes {size >> 20} MiB; {self._max_kept_bytes >> 20} are the most")
+        start = build(self._tokenizer, kind, text)
+        return Grammar(kind, text, size, start, self._tokenizer.vocab_size, self._vocabulary)
+
+    def _keep(self, grammar: Grammar) -> Grammar:
+        with self._looking:
+            self._kept[grammar.kind, grammar.text] = grammar
+            while (
+                len(self._kept) > self._max_kept
+                or sum(other.size for other in self._kept.values()) > self._max_kept_bytes
+            ):
+                self._kept.popitem(last=False)
+        return grammar

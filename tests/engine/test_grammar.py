@@ -1,0 +1,797 @@
+"""Grammars on the embedded model's tokenizer: what masks allow is valid, and no grammar does harm."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from mlxtp.api import tool_grammar
+from mlxtp.api.tool_grammar import tool_call_grammar
+from mlxtp.config import embedded_model_path
+from mlxtp.engine import grammar_trial
+from mlxtp.engine.grammar import Grammar, Grammars, Matcher, unpack
+from mlxtp.engine.grammar_trial import MAX_WORDS, build, read_tokenizer
+from mlxtp.errors import Code, MlxtpError, RequestError
+from mlxtp.wire.messages import MAX_GRAMMAR
+
+FOLDER = Path(embedded_model_path())
+VOCABULARY = 512
+EOS = frozenset((5, 1))
+TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    held = Grammars(FOLDER, VOCABULARY, EOS)
+    yield held
+    held.close()
+
+
+def text_of(tokens: list[int]) -> str:
+    return str(TOKENIZER.decode(tokens, skip_special_tokens=False))
+
+
+def tokens_of(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+def allowed(matcher: Matcher, vocabulary: int = VOCABULARY) -> list[int]:
+    return [int(token) for token in np.flatnonzero(unpack(matcher.mask(), vocabulary))]
+
+
+def ended(matcher: Matcher) -> bool:
+    return matcher.finished
+
+
+def accepts(grammar: Grammar, text: str) -> bool:
+    """Whether `text`, token by token, is allowed and may end."""
+    matcher = grammar.matcher()
+    for token in tokens_of(text):
+        if token not in allowed(matcher):
+            return False
+        matcher.accept(token)
+    return set(allowed(matcher)) >= EOS
+
+
+# --- what masks allow is valid ----------------------------------------------------------------------------
+
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
+
+
+def valid(value: Any, schema: dict[str, Any], root: dict[str, Any] | None = None) -> bool:
+    """Whether a value is valid for a schema of the few keywords that these tests use."""
+    root = root or schema
+    if "$ref" in schema:
+        return valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema and not any(valid(value, choice, root) for choice in schema["anyOf"]):
+        return False
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    kind = schema.get("type")
+    if kind and (
+        not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and kind in ("integer", "number"))
+    ):
+        return False
+    if isinstance(value, dict):
+        named = schema.get("properties", {})
+        surplus = value.keys() - named.keys()
+        return (
+            value.keys() >= set(schema.get("required", []))
+            and (schema.get("additionalProperties", True) or not surplus)
+            and all(valid(value[name], named[name], root) for name in value.keys() & named.keys())
+        )
+    if isinstance(value, list):
+        return schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)) and all(
+            valid(item, schema.get("items", {}), root) for item in value
+        )
+    if isinstance(value, str):
+        return (
+            schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+            and re.search(schema.get("pattern", ""), value) is not None
+        )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
+    return True
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object"},
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "minLength": 2, "maxLength": 6},
+            "age": {"type": "integer", "minimum": 3, "maximum": 120},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {
+            "tags": {"type": "array", "items": {"enum": ["red", 7, None]}, "maxItems": 3, "minItems": 1},
+            "done": {"type": "boolean"},
+            "code": {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3}$"},
+        },
+        "required": ["tags"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"anyOf": [{"type": "null"}, {"type": "number"}]}, "minItems": 2},
+    {
+        "$defs": {
+            "tree": {
+                "type": "object",
+                "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
+                "required": ["leaf"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/tree",
+    },
+    {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+]  # fmt: skip
+
+CLOSING = [tokens_of(text)[0] for text in ('"', "}", "]", ",", "1")]
+
+
+def walk(matcher: Matcher, dice: random.Random, check: Callable[[str], bool], tokens: int = 40) -> str:
+    """Random tokens that the masks allow; after `tokens` of them, those that come to an end.
+
+    `check` says whether a text is complete and valid: it must be wherever an end token is allowed.
+    """
+    chosen: list[int] = []
+    forced: list[str] = []
+    for step in range(tokens + 400):
+        choices = allowed(matcher)
+        if EOS & set(choices):
+            assert set(choices) >= EOS
+            assert check(text_of(chosen))
+        forced.append(text_of([*chosen, *matcher.forced(16)]).rstrip("\ufffd"))  # half a character
+        closers = [token for token in (*sorted(EOS), *CLOSING) if token in choices]
+        token = closers[0] if step >= tokens and closers else dice.choice(choices)
+        if matcher.finished:
+            assert set(choices) == EOS
+        matcher.accept(token)
+        if token in EOS:
+            text = text_of(chosen)
+            assert all(text.startswith(ahead) for ahead in forced)
+            return text
+        chosen.append(token)
+    raise AssertionError(f"no end after {text_of(chosen)!r}")
+
+
+def is_valid_json(schema: dict[str, Any]) -> Callable[[str], bool]:
+    def check(text: str) -> bool:
+        return "\ufffd" not in text and valid(json.loads(text), schema)
+
+    return check
+
+
+@pytest.mark.parametrize("number", range(len(SCHEMAS)))
+def test_whatever_a_schema_allows_is_valid(grammars: Grammars, number: int) -> None:
+    schema = SCHEMAS[number]
+    grammar = grammars.compile("json_schema", json.dumps(schema))
+    dice = random.Random(number)
+    texts = {walk(grammar.matcher(), dice, is_valid_json(schema)) for _ in range(15)}
+    assert len(texts) > 5
+    assert all(valid(json.loads(text), schema) for text in texts)
+
+
+def test_the_validator_says_no() -> None:
+    wrong: list[Any] = [
+        [], {"name": "ab"}, {"tags": ["blue"]}, [None], {"leaf": True, "next": {"leaf": 1}}, {"x": True},
+    ]  # fmt: skip
+    assert not any(valid(value, schema) for value, schema in zip(wrong, SCHEMAS, strict=True))
+    assert not valid({"name": "ab", "age": 121}, SCHEMAS[1])
+    assert not valid({"name": "ab", "age": 12, "more": 1}, SCHEMAS[1])
+
+
+def test_any_json_object(grammars: Grammars) -> None:
+    grammar = grammars.compile("json_object", "")
+    dice = random.Random(7)
+    for _ in range(15):
+        assert isinstance(json.loads(walk(grammar.matcher(), dice, is_valid_json({"type": "object"}))), dict)
+    assert accepts(grammar, '{"a": [1, {"b": null}], "c": {}}')
+    assert not accepts(grammar, "[1]")
+
+
+def test_whitespace_is_allowed_but_ends(grammars: Grammars) -> None:
+    grammar = grammars.compile("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}}}')
+    for text in ('{"a":1}', '{"a": 1}', '{\n  "a": 1\n}', '{\r\n\t"a"\t:  1 }'):
+        assert accepts(grammar, text)
+    for text in (' {"a":1}', '{"a":1}\n', '{"a":     1}', '{\n\n"a":1}', "{\n" + " " * 41 + '"a":1}'):
+        assert not accepts(grammar, text)
+    assert tool_grammar.WHITESPACE == grammar_trial.WHITESPACE
+
+
+def test_unnamed_properties_are_allowed_unless_forbidden(grammars: Grammars) -> None:
+    named = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert accepts(grammars.compile("json_schema", json.dumps(named)), '{"b": true}')
+    closed = {**named, "additionalProperties": False}
+    assert not accepts(grammars.compile("json_schema", json.dumps(closed)), '{"b": true}')
+
+
+@pytest.mark.parametrize("pattern", ["[a-c]{2,5}", "(yes|no)!?", "[0-9]{3}-[0-9]{2}", "é+ü"])
+def test_whatever_a_regex_allows_matches(grammars: Grammars, pattern: str) -> None:
+    def check(text: str) -> bool:
+        return re.fullmatch(pattern, text) is not None
+
+    grammar = grammars.compile("regex", pattern)
+    dice = random.Random(3)
+    assert all(check(walk(grammar.matcher(), dice, check, tokens=8)) for _ in range(10))
+
+
+def test_whatever_a_lark_grammar_allows_follows_its_rules(grammars: Grammars) -> None:
+    grammar = grammars.compile("lark", 'start: item ("," item)*\nitem: "(" item ")" | /[0-9]/')
+    dice = random.Random(5)
+
+    def check(text: str) -> bool:
+        while "(" in text and (inner := re.sub(r"\(([0-9])\)", r"\1", text)) != text:
+            text = inner
+        return re.fullmatch(r"[0-9](,[0-9])*", text) is not None
+
+    closing = tokens_of(")")[0]
+    assert closing not in EOS
+    for _ in range(5):
+        matcher, chosen = grammar.matcher(), []
+        for step in range(300):
+            choices = allowed(matcher)
+            token = closing if step > 20 and closing in choices else dice.choice(choices)
+            if EOS & set(choices) and step > 20:
+                break
+            if token in EOS:
+                break
+            matcher.accept(token)
+            chosen.append(token)
+        assert check(text_of(chosen))
+
+
+# --- one matcher a request --------------------------------------------------------------------------------
+
+
+def test_matchers_do_not_disturb_each_other(grammars: Grammars) -> None:
+    def one(number: int) -> tuple[str, str]:
+        schema = SCHEMAS[number % len(SCHEMAS)]
+        return "json_schema", json.dumps(schema)
+
+    def walked(number: int) -> list[int]:
+        """The tokens of request `number`, by a dice of its own."""
+        matcher, dice = grammars.compile(*one(number)).matcher(), random.Random(number)
+        tokens: list[int] = []
+        while len(tokens) < 25 and not matcher.finished:
+            tokens.append(dice.choice(allowed(matcher)))
+            matcher.accept(tokens[-1])
+        return tokens
+
+    alone = [walked(number) for number in range(24)]
+    dices = [random.Random(number) for number in range(24)]
+    matchers = [grammars.compile(*one(number)).matcher() for number in range(24)]
+    together: list[list[int]] = [[] for _ in matchers]
+    order = random.Random(0)
+    for number in order.sample([n for n in range(24) for _ in range(25)], 24 * 25):
+        if not matchers[number].finished:
+            together[number].append(dices[number].choice(allowed(matchers[number])))
+            matchers[number].accept(together[number][-1])
+    assert together == alone
+
+
+def test_a_copy_goes_its_own_way(grammars: Grammars) -> None:
+    matcher = grammars.compile("regex", "a(bb|cc)").matcher()
+    matcher.accept(tokens_of("a")[0])
+    before = allowed(matcher)
+    other = matcher.copy()
+    other.accept(tokens_of("b")[0])
+    assert allowed(matcher) == before
+    assert allowed(other) != before
+
+
+def test_an_end_token_comes_only_where_the_answer_may_end(grammars: Grammars) -> None:
+    matcher = grammars.compile("regex", "ab?").matcher()
+    assert not EOS & set(allowed(matcher))
+    assert not ended(matcher)
+    matcher.accept(tokens_of("a")[0])
+    assert set(allowed(matcher)) == EOS | {tokens_of("b")[0]}
+    assert not ended(matcher)
+    early = matcher.copy()
+    matcher.accept(tokens_of("b")[0])
+    assert set(allowed(matcher)) == EOS
+    assert ended(matcher)
+    for end in EOS:
+        other = early.copy()
+        other.accept(end)
+        assert other.finished
+
+
+def test_forced_tokens_are_what_masks_allow(grammars: Grammars) -> None:
+    matcher = grammars.compile("regex", '\\{"temperature": [0-9]+\\}').matcher()
+    forced = matcher.forced(64)
+    assert text_of(list(forced)).startswith('{"temperature":')
+    assert matcher.forced(3) == forced[:3]
+    assert matcher.forced(64) == forced
+    for token in forced:
+        assert token in allowed(matcher)
+        matcher.accept(token)
+    assert matcher.forced(64) == ()
+    assert len(allowed(matcher)) > 1
+
+
+def test_a_token_that_is_not_allowed_is_an_error(grammars: Grammars) -> None:
+    for token in (tokens_of("b")[0], 3, 5, VOCABULARY + 40):
+        matcher = grammars.compile("regex", "a{3}").matcher()
+        with pytest.raises(MlxtpError, match="cannot go on"):
+            matcher.accept(token)
+        assert not matcher.finished
+
+
+@pytest.mark.parametrize("rules", ['start: "a" x\nx: x "b"', 'start: "a" B\nB: /b/ & /c/'])
+def test_a_grammar_with_no_way_on_is_a_named_error(grammars: Grammars, rules: str) -> None:
+    def go_on() -> None:
+        matcher = grammars.compile("lark", rules).matcher()
+        matcher.accept(tokens_of("a")[0])
+        matcher.mask()
+
+    with pytest.raises(MlxtpError, match=r"nothing can match it|cannot go on") as caught:
+        go_on()
+    assert caught.value.code is Code.GRAMMAR_STUCK
+
+
+def test_a_step_that_passes_the_limits_is_a_named_error(grammars: Grammars) -> None:
+    rules = [f"r{level}: r{level + 1} r{level + 1}" for level in range(40)]
+    matcher = grammars.compile("lark", "\n".join(["start: r0", *rules, 'r40: "a"'])).matcher()
+
+    def go_on() -> None:
+        for _ in range(100):
+            matcher.mask()
+            matcher.accept(tokens_of("a")[0])
+
+    with pytest.raises(MlxtpError, match=r"cannot go on .* Too many items"):
+        go_on()
+
+
+# --- vocabularies -----------------------------------------------------------------------------------------
+
+
+def test_nothing_beyond_the_tokenizer_is_allowed() -> None:
+    held = Grammars(FOLDER, 600, EOS)
+    try:
+        matcher = held.compile("regex", "(.|\n)*").matcher()
+        words = matcher.mask()
+        assert words.dtype == np.uint32
+        assert words.shape == (19,)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        assert not bits[VOCABULARY:].any()
+        assert bits[:VOCABULARY].sum() > 400
+        assert np.array_equal(unpack(words, 600), bits[:600].astype(bool))
+        matcher.accept(tokens_of("a")[0])
+        assert set(allowed(matcher, 600)) >= EOS
+    finally:
+        held.close()
+
+
+def test_nothing_beyond_the_model_is_allowed() -> None:
+    held = Grammars(FOLDER, 300, frozenset((5, 511)))
+    try:
+        words = held.compile("regex", "[a-z ]*").matcher().mask()
+        assert words.shape == (10,)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        assert not bits[300:].any()
+        assert bits[5]
+        assert bits[tokens_of("a")[0]]
+    finally:
+        held.close()
+
+
+def test_a_grammar_whose_tokens_the_model_lacks_has_no_way_on() -> None:
+    held = Grammars(FOLDER, 8, EOS)
+    try:
+        with pytest.raises(MlxtpError, match="no token of this model"):
+            held.compile("regex", "abc").matcher().mask()
+    finally:
+        held.close()
+
+
+def test_a_mask_is_unpacked_by_bit() -> None:
+    words = np.array([1 << 31 | 1, 0b110], np.uint32)
+    assert np.flatnonzero(unpack(words, 34)).tolist() == [0, 31, 33]
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_a_model_without_a_usable_tokenizer_is_named(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    held = Grammars(tmp_path, VOCABULARY, EOS)
+    try:
+        with pytest.raises(RequestError, match="this model cannot be held to a grammar") as caught:
+            held.compile("json_object", "")
+        assert caught.value.code is Code.NOT_SUPPORTED
+    finally:
+        held.close()
+
+
+def test_nothing_is_started_before_the_first_grammar(tmp_path: Path) -> None:
+    held = Grammars(tmp_path / "nowhere", VOCABULARY, EOS)
+    assert held.kept("json_object", "") is None
+    held.close()
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_goes() -> None:
+    held = Grammars(FOLDER, VOCABULARY, EOS, max_kept=2)
+    try:
+        first, second = held.compile("regex", "a"), held.compile("regex", "b")
+        assert held.compile("regex", "a") is first
+        held.compile("lark", 'start: "a"')
+        assert held.kept("regex", "b") is None
+        assert held.kept("regex", "a") is first
+        assert held.compile("regex", "b") is not second
+        assert accepts(second, "b")
+    finally:
+        held.close()
+
+
+def test_what_is_kept_has_a_size() -> None:
+    held = Grammars(FOLDER, VOCABULARY, EOS, max_kept_bytes=64 << 20)
+    try:
+        grammar = held.compile("regex", "a" * 5000)
+        assert grammar.size >= 5000
+        for number in range(3):
+            held._keep(replace(grammar, text=str(number), size=30 << 20))
+        assert [held.kept("regex", text) is not None for text in ("0", "1", "2")] == [False, True, True]
+    finally:
+        held.close()
+
+
+def test_a_grammar_too_large_to_keep_is_refused() -> None:
+    held = Grammars(FOLDER, VOCABULARY, EOS, max_kept_bytes=4000)
+    try:
+        with pytest.raises(RequestError, match="MiB"):
+            held.compile("regex", "a" * 5000)
+    finally:
+        held.close()
+
+
+# --- bad grammars -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("json_schema", "nope", "JSON schema cannot be used: expected"),
+        ("json_schema", "true", "must be a JSON object"),
+        ("json_schema", '{"type": "wat"}', "wat"),
+        ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
+        ("json_schema", '{"if": {}, "x-guidance": {"lenient": true}}', 'Unimplemented keys: ["if"]'),
+        ("json_schema", '{"$ref": "#/nope"}', "/nope"),
+        ("json_schema", '{"$ref": "file:///etc/passwd"}', "not present"),
+        ("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}', "greater than maxLength"),
+        ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+        ("json_schema", '{"$ref": "#"}', "nothing can match it"),
+        ("regex", "(", "regular expression cannot be used: unclosed group"),
+        ("regex", "[z-a]", "range"),
+        ("regex", r"(a)\1", "backreferences"),
+        ("regex", "\ud800", "half characters"),
+        ("lark", "", "Empty grammar"),
+        ("lark", 'foo: "a"', "no start rule"),
+        ("lark", "start: x", 'unknown name: "x"'),
+        ("lark", 'start: %json {"type": 3}', "type must be"),
+        ("lark", "start: x\nx: x", "nothing can match it"),
+        ("regex", "a" * (MAX_GRAMMAR + 1), "are the most"),
+        ("yaml", "", "there are no grammars of the kind 'yaml'"),
+    ],
+)
+def test_a_bad_grammar_is_refused_in_its_own_words(
+    grammars: Grammars, kind: str, text: str, words: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        grammars.compile(kind, text)
+    assert words in caught.value.detail
+    assert "\n" not in caught.value.detail
+    assert len(caught.value.detail) < MAX_WORDS + 100
+    assert caught.value.code is Code.BAD_REQUEST
+    assert caught.value.status == 400
+
+
+PIECES = st.sampled_from(
+    ['"a"', "start", ":", "\n", "|", "(", ")", "*", "+", "?", "/a+/", "%json", "{", "}", "[", "]", "{2,9}",
+     "x", "A", "&", "~", "<", ">", "<[5]>", "@", "%import common.INT", "%ignore", '"type"', "1", "\\"]
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(
+    kind=st.sampled_from(["json_schema", "regex", "lark"]),
+    text=st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=14).map(" ".join)),
+    start=st.booleans(),
+)
+def test_any_text_is_compiled_or_refused(grammars: Grammars, kind: str, text: str, start: bool) -> None:
+    text = f"start: {text}" if start and kind == "lark" else text
+    try:
+        grammar = grammars.compile(kind, text)
+    except RequestError:
+        return
+    assert grammar.matcher().mask().any()
+
+
+KEYWORDS = st.sampled_from(
+    ["type", "properties", "items", "enum", "anyOf", "allOf", "$ref", "required", "minItems", "maxLength",
+     "const", "pattern", "additionalProperties", "minimum", "multipleOf", "format", "x-guidance"]
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100)
+@given(schema=st.dictionaries(KEYWORDS, JSON, max_size=4))
+def test_any_json_is_a_schema_or_refused(grammars: Grammars, schema: dict[str, Any]) -> None:
+    try:
+        grammar = grammars.compile("json_schema", json.dumps(schema))
+    except RequestError:
+        return
+    assert grammar.matcher().mask().any()
+
+
+# --- explosive grammars -----------------------------------------------------------------------------------
+
+SLOW = json.dumps({"type": "integer", "multipleOf": 999983})
+"""Takes some ten seconds to compile; nothing but a deadline stops it."""
+DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(50_000)) + '\nr50000: "a"'
+"""Overflows the stack of whoever compiles it."""
+
+
+def doubling(levels: int) -> str:
+    """A schema whose every level holds the one below twice."""
+    levels_of: dict[str, Any] = {"d0": {"type": "string"}}
+    for level in range(1, levels):
+        below = {"$ref": f"#/$defs/d{level - 1}"}
+        levels_of[f"d{level}"] = {"anyOf": [{**below, "type": "string"}, {**below, "minLength": level}]}
+    return json.dumps({"$defs": levels_of, "$ref": f"#/$defs/d{levels - 1}"})
+
+
+REFUSED = {
+    "slow": ("json_schema", SLOW),
+    "a stack overflow": ("lark", DEEP),
+    "nested schemas": ("json_schema", '{"type":"array","items":' * 20_000 + "{}" + "}" * 20_000),
+    "references that double": ("json_schema", doubling(25)),
+    "a hundred thousand positions": ("json_schema", json.dumps({"prefixItems": [{}] * 100_000})),
+    "twenty thousand properties": (
+        "json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(20_000)}})
+    ),
+    "nested groups": ("regex", "(" * 50_000 + "a" + ")" * 50_000),
+    "stars of stars": ("regex", "(" * 400 + "a*" + ")*" * 400),
+    "optional letters": ("regex", "a?" * 100_000),
+    "alternatives": ("regex", "|".join(f"{i}[a-z]+x" for i in range(60_000))),
+    "a terminal that doubles": (
+        "lark", "start: R0\n" + "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(40)) + '\nR40: "a"'
+    ),
+    "too many symbols": ("lark", "start: " + '"a" ' * 150_000),
+}  # fmt: skip
+TAMED = {
+    "counted letters": ("regex", "a{1,1000000}"),
+    "counts of counts": ("regex", "((a{0,1000}){0,1000}b){0,1000}"),
+    "a far look back": ("regex", ".*x.{60}"),
+    "a long minimum": ("json_schema", '{"type":"string","minLength":1000000000}'),
+    "giant arrays": ("json_schema", '{"items":{"maxItems":1000000000},"minItems":1000000,"type":"array"}'),
+    "a huge enum": ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(20_000)]})),
+    "recursion": ("json_schema", '{"type":"object","additionalProperties":{"$ref":"#"}}'),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Grammars]:
+    held = Grammars(FOLDER, VOCABULARY, EOS, deadline_s=2.0)
+    yield held
+    held.close()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_explosive_grammar_is_refused_and_the_next_one_is_not(hasty: Grammars, name: str) -> None:
+    with pytest.raises(RequestError, match="cannot be used") as caught:
+        hasty.compile(*REFUSED[name])
+    assert len(caught.value.detail) < MAX_WORDS + 100
+    assert accepts(hasty.compile("regex", name), name)
+
+
+@pytest.mark.parametrize("name", TAMED)
+def test_what_looks_explosive_but_is_not_can_be_used(hasty: Grammars, name: str) -> None:
+    matcher = hasty.compile(*TAMED[name]).matcher()
+    dice = random.Random(1)
+    for _ in range(20):
+        if matcher.finished:
+            break
+        matcher.accept(dice.choice(allowed(matcher)))
+    assert matcher.mask().any()
+
+
+def counted(busy: Callable[[Callable[[], None]], object]) -> int:
+    """How often this thread comes round while `busy` has not called what it was given."""
+    done = threading.Event()
+    busy(done.set)
+    rounds = 0
+    while not done.wait(0.001):
+        rounds += 1
+        assert rounds < WAIT_S / 0.001
+    return rounds
+
+
+def test_the_decode_loop_goes_on_while_a_grammar_is_tried(hasty: Grammars) -> None:
+    outcomes: list[Grammar | RequestError] = []
+
+    def submit(done: Callable[[], None]) -> None:
+        def note(outcome: Grammar | RequestError) -> None:
+            outcomes.append(outcome)
+            done()
+
+        hasty.submit("json_schema", SLOW, note)
+
+    assert counted(submit) > 100
+    assert isinstance(outcomes[0], RequestError)
+    assert "longer than 2 s" in outcomes[0].detail
+
+
+def test_compiling_lets_go_of_the_interpreter() -> None:
+    tokenizer = read_tokenizer(FOLDER, VOCABULARY, EOS)
+
+    def busy(done: Callable[[], None]) -> None:
+        def run() -> None:
+            build(tokenizer, "json_schema", '{"type":"array","items":{"type":"integer","multipleOf":49999}}')
+            done()
+
+        threading.Thread(target=run).start()
+
+    assert counted(busy) > 20
+
+
+def test_submitted_grammars_come_from_another_thread(grammars: Grammars) -> None:
+    came: list[tuple[Grammar | RequestError, int]] = []
+    finished = threading.Event()
+
+    def note(outcome: Grammar | RequestError) -> None:
+        came.append((outcome, threading.get_ident()))
+        if len(came) == 3:
+            finished.set()
+
+    for text in ("x+", "(", "x+"):
+        grammars.submit("regex", text, note)
+    assert finished.wait(WAIT_S)
+    (first, thread), (bad, _), (again, _) = came
+    assert isinstance(first, Grammar)
+    assert first is again
+    assert first is grammars.kept("regex", "x+")
+    assert isinstance(bad, RequestError)
+    assert thread != threading.get_ident()
+
+
+def test_a_trial_that_was_killed_between_two_grammars_is_started_again(grammars: Grammars) -> None:
+    grammars.compile("regex", "before")
+    process = grammars._trial._process
+    assert process is not None
+    process.kill()
+    process.wait(WAIT_S)
+    assert accepts(grammars.compile("regex", "after"), "after")
+
+
+def test_closing_ends_what_is_being_tried() -> None:
+    held = Grammars(FOLDER, VOCABULARY, EOS, deadline_s=WAIT_S)
+    held.compile("regex", "a")
+    process = held._trial._process
+    assert process is not None
+    running = held.submit("json_schema", SLOW, lambda _: None)
+    waiting = held.submit("regex", "b", lambda _: None)
+    held.close()
+    assert running.result(WAIT_S) is None
+    assert waiting.cancelled()
+    assert process.returncode is not None
+
+
+# --- tool calls -------------------------------------------------------------------------------------------
+
+
+def tool(name: object, parameters: object = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+WEATHER = tool(
+    "weather",
+    {
+        "properties": {"day": {"$ref": "#/$defs/day"}},
+        "required": ["day"],
+        "additionalProperties": False,
+        "$defs": {"day": {"enum": ["now", "later"]}},
+    },
+)
+TOOLS = [
+    WEATHER,
+    tool('odd "name" é', {"type": "object", "properties": {"n": {"type": "integer"}}}),
+    tool("stop"),
+]
+
+
+def test_a_tool_call_is_valid_for_the_tool_it_names(grammars: Grammars) -> None:
+    grammar = grammars.compile(
+        *tool_call_grammar(TOOLS, required=None, opening="<call>\n", closing='é"</call>')
+    )
+    schemas: dict[str, dict[str, Any]] = {
+        "weather": WEATHER["function"]["parameters"],
+        'odd "name" é': {"type": "object", "properties": {"n": {"type": "integer"}}},
+        "stop": {"type": "object", "additionalProperties": False},
+    }
+    seen = set()
+
+    def check(text: str) -> bool:
+        assert text.startswith("<call>\n")
+        assert text.endswith('é"</call>')
+        call = json.loads(text.removeprefix("<call>\n").removesuffix('é"</call>'))
+        assert call.keys() == {"name", "arguments"}
+        seen.add(call["name"])
+        return isinstance(call["arguments"], dict) and valid(call["arguments"], schemas[call["name"]])
+
+    dice = random.Random(2)
+    assert all(check(walk(grammar.matcher(), dice, check)) for _ in range(25))
+    assert seen == schemas.keys()
+
+
+def test_a_required_tool_is_the_only_one(grammars: Grammars) -> None:
+    grammar = grammars.compile(*tool_call_grammar(TOOLS, required="stop", opening="", closing=""))
+    assert accepts(grammar, '{"name": "stop", "arguments": {}}')
+    assert not accepts(grammar, '{"name": "weather", "arguments": {"day": "now"}}')
+    assert text_of(list(grammar.matcher().forced(64))).startswith('{"name": "stop", "arguments": {')
+
+
+def test_a_call_may_open_with_a_special_token(grammars: Grammars) -> None:
+    grammar = grammars.compile(*tool_call_grammar(TOOLS, required=None, opening="<[4]>", closing="<[2]>"))
+    matcher = grammar.matcher()
+    assert allowed(matcher) == [4]
+    for token in (4, *tokens_of('{"name": "stop", "arguments": {}}')):
+        assert token in allowed(matcher)
+        matcher.accept(token)
+    assert allowed(matcher) == [2]
+
+
+@pytest.mark.parametrize(
+    ("tools", "required", "words"),
+    [
+        ([], None, "at least one tool"),
+        (["x"], None, "tools[0]: expected"),
+        ([{"type": "web_search"}], None, "tools[0]: expected"),
+        ([{"type": "function"}], None, "tools[0].function: expected an object"),
+        ([tool(None)], None, "tools[0].function.name: expected the tool's name"),
+        ([tool("")], None, "tools[0].function.name"),
+        ([WEATHER, tool("x", [])], None, "tools[1].function.parameters: expected a JSON schema"),
+        ([tool("x", {"type": "string"})], None, "tools[0].function.parameters.type"),
+        ([tool("x", {"const": float("nan")})], None, "no JSON schema"),
+        ([WEATHER, WEATHER], None, "same name"),
+        ([WEATHER], "other", "no tool named 'other'"),
+    ],
+)
+def test_bad_tools_are_named(tools: list[Any], required: str | None, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        tool_call_grammar(tools, required=required, opening="", closing="")
+    assert words in caught.value.detail
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("tool")
+
+
+def test_a_tool_whose_schema_cannot_be_used_is_refused(grammars: Grammars) -> None:
+    wanted = tool_call_grammar([tool("x", {"not": {}})], required=None, opening="", closing="")
+    with pytest.raises(RequestError, match="Unimplemented keys"):
+        grammars.compile(*wanted)

@@ -1,121 +1,163 @@
 """Decides, on rank 0 alone, which forward comes next. Pure: no MLX, no clock, no I/O.
 
 A sequence waits, prefills in chunks, runs, and stops. Each call of `next` names one move; `record` takes
-what a forward produced. With run-ahead, `next` is called before the results of the previous forward are
-known, so a sequence that meets its end token has one more forward on its way: its result is thrown away.
+what a forward chose. With run-ahead, `next` is called before the results of the previous forward are known.
+Where a row's next move depends on them (a grammar, drafts on their way), `next` returns None until they are.
+
+A request may run as several sequences, one after the other: when the KV caches outgrow their budget, the
+youngest sequence is taken out and later prefilled again, with the tokens it has by then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-Reason = Literal["stop", "length", "cancel"]
+from ..errors import Code, MlxtpError
+from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
+from . import kv
+from .moves import (
+    Agreement,
+    Decode,
+    Drop,
+    End,
+    Exchange,
+    Failed,
+    Move,
+    Outcome,
+    Policy,
+    Prefill,
+    PrefillTogether,
+    Reason,
+    Score,
+    Stop,
+    StopReason,
+    Token,
+    Wants,
+)
+from .prefix_cache import PrefixCache
+from .speculation import Adaptive, Lookup
 
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """One forward over the prompt's tokens from `offset` on."""
-
-    uid: int
-    tokens: tuple[int, ...]
-    offset: int
-    total: int
-
-    @property
-    def last(self) -> bool:
-        """Whether this chunk ends the prompt, and so gives the first new token."""
-        return self.offset + len(self.tokens) == self.total
-
-
-@dataclass(frozen=True, slots=True)
-class Decode:
-    """One forward over the running batch."""
-
-    rows: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A sequence leaves after `forwards` forwards."""
-
-    uid: int
-    reason: Reason
-    forwards: int
-
-
-Move = Prefill | Decode | Stop
+MAX_PREFILLING = 4
+"""Prompts that are partly computed at once: long ones take turns, so that short ones need not wait."""
+SHARED_BEGINNING = 32
+"""A prompt whose first tokens are those of one that is being computed waits for it."""
+LOOKED_UP = 32_768
+"""Tokens of a prompt, from its end, that drafts are looked up in."""
+DRAFT_TOKENS = 16
+"""Most tokens drafted for one row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token for the client: the `index`-th (from 0) of `uid`."""
-
-    uid: int
-    index: int
-    token: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The last word about a sequence. `generated` counts the end token too."""
-
-    uid: int
-    reason: Reason
-    generated: int
-    forwards: int
-
-
-Outcome = Token | End
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sequence:
-    uid: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    prefilled: int = 0
-    scheduled: int = 0
+    request: int
+    wants: Wants
+    tokens: list[int]
+    """Prompt and answer, as far as the host knows it."""
+    prompt: int
+    """Tokens to prefill; after a preemption the answer so far is among them."""
+    uid: int = 0
+    """Its name in frames, given when it starts."""
     generated: int = 0
+    """Tokens of the answer that are known."""
+    scheduled: int = 0
+    """Tokens of the answer that forwards have been queued for; drafts count when they are right."""
+    prefilled: int = 0
+    position: int = 0
+    """Length of its KV cache before its next step."""
     forwards: int = 0
+    all_forwards: int = 0
+    in_flight: int = 0
+    """Forwards that will choose a token and have not been recorded."""
+    drafting: bool = False
+    fed_inside: bool = True
+    """Whether the ranks hold its next input in their graphs."""
+    asked_at: int = -1
+    """The state of the kept KV caches in which `hit_length` of its prompt's tokens were found in one."""
+    hit_length: int = 0
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
     stopped: bool = False
+    lookup: Lookup | None = None
+    adaptive: Adaptive = field(default_factory=Adaptive)
+    forced: tuple[int, ...] = ()
+    known_at: int = 0
+    """How many tokens of the answer must be known before its next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What one row of a queued forward was fed besides the token before: drafts, or forced tokens."""
+
+    sequence: _Sequence
+    drafts: tuple[int, ...]
+    forced: tuple[int, ...]
+
+
+_Feed = tuple[tuple[int, ...], tuple[int, ...]]
+_NOTHING: _Feed = ((), ())
 
 
 class Scheduler:
-    """Books of every sequence from admission to its end.
+    """Books of every sequence from admission to its end."""
 
-    `prefill_chunk`: most prompt tokens in one forward, and between two decode steps of the others.
-    `max_rows`: most sequences in the running batch.
-    """
-
-    def __init__(self, *, eos: frozenset[int], prefill_chunk: int, max_rows: int) -> None:
-        self._eos = eos
-        self._prefill_chunk = prefill_chunk
-        self._max_rows = max_rows
-        self._sequences: dict[int, _Sequence] = {}
+    def __init__(self, policy: Policy, prefixes: PrefixCache | None = None, last_uid: int = 0) -> None:
+        self.last_uid = last_uid
+        """The newest uid given to a sequence; none is ever given again on the same links."""
+        self._policy = policy
+        self._prefixes = prefixes
+        self._requests: dict[int, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self._stops: deque[Stop] = deque()
-        self._budget = prefill_chunk
+        self._queued: deque[tuple[_Row, ...]] = deque()
+        self._moves: deque[Stop | Drop] = deque()
+        self._late: list[Outcome] = []
+        """What clients get with the next results."""
+        self._fits: tuple[int, int, int] = (0, 0, 0)
+        """Rows, those with the prompts under way, and capacity that were last found to fit."""
+        self._budget = policy.prefill_chunk
 
     def __len__(self) -> int:
-        """Sequences that have not ended."""
-        return len(self._sequences)
+        """Requests that have not ended."""
+        return len(self._requests)
 
-    def add(self, uid: int, prompt: tuple[int, ...], max_tokens: int) -> None:
-        """Admit a sequence; it waits behind those that came before."""
-        sequence = _Sequence(uid, prompt, max_tokens)
-        self._sequences[uid] = sequence
+    @property
+    def waiting(self) -> int:
+        """Requests whose prefill is not complete."""
+        return len(self._waiting)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions that the KV caches occupy, by these books."""
+        return self._occupied()
+
+    def add(self, request: int, prompt: tuple[int, ...], wants: Wants) -> None:
+        """Admit a request; it waits behind those that came before.
+
+        Raises MlxtpError (CONTEXT_OVERFLOW) when it could not run even alone.
+        """
+        needed = kv.capacity(len(prompt) + wants.max_tokens)
+        if needed > self._policy.kv_tokens:
+            raise MlxtpError(
+                f"{len(prompt)} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "
+                f"KV cache, and {self._policy.kv_tokens} fit the rank with the least memory",
+                Code.CONTEXT_OVERFLOW,
+            )
+        sequence = _Sequence(request, wants, list(prompt), len(prompt))
+        self._requests[request] = sequence
         self._waiting.append(sequence)
 
-    def cancel(self, uid: int) -> End | None:
-        """End a sequence now; None when it has ended already."""
-        sequence = self._sequences.get(uid)
+    def cancel(self, request: int) -> End | None:
+        """End a request now; None when it has ended already."""
+        sequence = self._requests.get(request)
         if sequence is None:
             return None
         self._stop(sequence, "cancel")
         return self._end(sequence, "cancel")
+
+    # --- moves ---------------------------------------------------------------------------------------
 
     def next(self) -> Move | None:
         """The next move, or None when there is nothing to run before more results or requests come.
@@ -123,77 +165,459 @@ class Scheduler:
         Sequences that are over leave first. Then prompts, up to one chunk of tokens between two decode steps,
         so that a long prompt never holds the others up for more than one chunk.
         """
-        if self._stops:
-            return self._stops.popleft()
-        if self._waiting and self._may_prefill(self._waiting[0]):
-            return self._next_prefill(self._waiting[0])
-        if self._running:
-            return self._next_decode()
+        if self._moves:
+            return self._moves.popleft()
+        move: Move | None = self._next_prefill() if self._waiting else None
+        if move is None and self._running and not self._moves:
+            move = self._next_decode()
+        if move is None and self._moves:
+            return self._moves.popleft()  # room is made first
+        return move
+
+    def _next_prefill(self) -> Prefill | PrefillTogether | None:
+        policy = self._policy
+        beside = bool(self._running)
+        if not beside:
+            self._budget = policy.prefill_chunk
+        limit = min(policy.chunk_beside, policy.prefill_chunk) if beside else policy.prefill_chunk
+        self._budget = min(self._budget, limit)
+        started = [sequence for sequence in self._waiting if sequence.uid]
+        free = policy.max_rows - len(self._running) - len(started)
+        if policy.wide and free > 1 and len(self._waiting) > 1 and not self._waiting[0].uid:
+            group = self._short_ones(
+                started, min(free, MAX_PROMPTS), min(policy.together, limit, self._budget)
+            )
+            if self._moves:
+                return None  # room is made first
+            if len(group) > 1:
+                return self._prefill_together(group)
+        full = len(started) >= MAX_PREFILLING or free < 1
+        for sequence in self._waiting:
+            left = sequence.prompt - sequence.prefilled
+            if not sequence.uid:
+                if full or self._is_being_computed(sequence, started):
+                    continue
+                left -= self._hit_length(sequence)
+            if beside and min(left, limit) > self._budget:
+                return None
+            if not sequence.uid:
+                if not self._make_room([sequence]):
+                    full = True  # whoever came later does not pass by
+                    continue
+                if self._moves:
+                    return None
+            return self._prefill(sequence, limit)
         return None
 
-    def record(self, uids: tuple[int, ...], tokens: tuple[int, ...]) -> list[Outcome]:
-        """Take the tokens that a forward chose for `uids`; returns what the clients get of it."""
-        outcomes: list[Outcome] = []
-        for uid, token in zip(uids, tokens, strict=True):
-            sequence = self._sequences.get(uid)
-            if sequence is None:
-                continue  # it ended while this forward was on its way
-            sequence.generated += 1
-            if token in self._eos:
-                self._stop(sequence, "stop")
-                outcomes.append(self._end(sequence, "stop"))
+    def _short_ones(self, started: Sequence[_Sequence], most: int, budget: int) -> list[_Sequence]:
+        """Waiting sequences, from the first on, whose prompts fit one forward of `budget` tokens."""
+        group: list[_Sequence] = []
+        widest = 0
+        for sequence in self._waiting:
+            if len(group) == most:
+                break
+            if sequence.uid:
                 continue
-            outcomes.append(Token(uid, sequence.generated - 1, token))
-            if sequence.generated == sequence.max_tokens:
-                outcomes.append(self._end(sequence, "length"))
-        return outcomes
+            left = sequence.prompt - self._hit_length(sequence)
+            if max(widest, left) * (len(group) + 1) > budget:
+                break
+            if self._is_being_computed(sequence, [*started, *group]):
+                continue
+            if not self._make_room([*group, sequence]):
+                break
+            widest = max(widest, left)
+            group.append(sequence)
+        return group
 
-    def _may_prefill(self, sequence: _Sequence) -> bool:
-        if not self._running:
-            return True
-        chunk = min(self._prefill_chunk, len(sequence.prompt) - sequence.prefilled)
-        return chunk <= self._budget and len(self._running) < self._max_rows
+    def _hit_length(self, sequence: _Sequence) -> int:
+        """Tokens of its prompt that a kept or running KV cache holds."""
+        if self._prefixes is None:
+            return 0
+        if sequence.asked_at != self._prefixes.changes:
+            sequence.asked_at = self._prefixes.changes
+            hit = self._prefixes.find(sequence.tokens[: sequence.prompt])
+            sequence.hit_length = 0 if hit is None else hit.length
+        return sequence.hit_length
 
-    def _next_prefill(self, sequence: _Sequence) -> Prefill:
-        if not self._running:
-            self._budget = self._prefill_chunk
+    def _is_being_computed(self, sequence: _Sequence, others: Sequence[_Sequence]) -> bool:
+        """Whether one of `others` will soon have more of this prompt's beginning than there is to start
+        from now: before both could be computed by turns."""
+        if self._prefixes is None or not others:
+            return False
+        beginning = sequence.tokens[: self._hit_length(sequence) + SHARED_BEGINNING]
+        return len(beginning) < sequence.prompt and any(
+            other.prompt - other.prefilled <= sequence.prompt + len(beginning)
+            and other.tokens[: len(beginning)] == beginning
+            for other in others
+        )
+
+    def _prefill(self, sequence: _Sequence, limit: int) -> Prefill:
+        move = self._chunk(sequence, limit)
+        if move.last:
+            self._join(sequence)
+            self._queued.append((self._queue(sequence, (), ()),))
+            return move
+        sequence.forwards += 1
+        self._waiting.append(sequence)  # behind the others: long prompts take turns
+        self._queued.append(())
+        return move
+
+    def _prefill_together(self, group: Sequence[_Sequence]) -> PrefillTogether:
+        prompts = tuple([self._chunk(sequence, sequence.prompt, may_take=False) for sequence in group])
+        for sequence in group:
+            self._join(sequence)
+        self._queued.append(tuple([self._queue(sequence, (), ()) for sequence in group]))
+        return PrefillTogether(prompts, _exchange(group), self._agreement(group))
+
+    def _chunk(self, sequence: _Sequence, limit: int, *, may_take: bool = True) -> Prefill:
+        """The next tokens of a prompt. The sequence no longer waits.
+
+        Of several that begin together none may take over what another one was to start from.
+        """
+        source, take = 0, False
+        if not sequence.uid:
+            self.last_uid += 1
+            sequence.uid = self.last_uid
+            source, take = self._start_from(sequence, may_take=may_take)
         offset = sequence.prefilled
-        tokens = sequence.prompt[offset : offset + self._prefill_chunk]
+        tokens = tuple(sequence.tokens[offset : min(offset + limit, sequence.prompt)])
         self._budget -= len(tokens)
         sequence.prefilled += len(tokens)
+        self._waiting.remove(sequence)
+        return Prefill(
+            sequence.uid,
+            tokens,
+            offset,
+            sequence.prompt,
+            source,
+            take,
+            sequence.wants.sampling,
+            sequence.wants.exchange,
+            self._agreement((sequence,)),
+            sequence.request,
+        )
+
+    def _join(self, sequence: _Sequence) -> None:
+        """Its prompt is complete: it becomes the last row of the batch."""
+        sequence.position = sequence.prompt
+        self._running.append(sequence)
+        if self._prefixes is not None:
+            self._prefixes.share(sequence.uid, sequence.tokens[: sequence.prompt])
+        if sequence.lookup is None and self._may_ever_draft(sequence.wants):
+            sequence.lookup = Lookup(sequence.tokens[-LOOKED_UP:])
+
+    def _start_from(self, sequence: _Sequence, *, may_take: bool) -> tuple[int, bool]:
+        """A KV cache that begins like this prompt: its uid, and whether it may be taken over; or (0,
+        False)."""
+        if self._prefixes is None:
+            return 0, False
+        hit = self._prefixes.find(sequence.tokens[: sequence.prompt])
+        if hit is None:
+            return 0, False
+        take = may_take and hit.whole
+        if take:
+            self._prefixes.take(hit.uid)
+        else:
+            self._prefixes.touch(hit.uid)
+        sequence.prefilled = hit.length
+        if not sequence.generated:
+            sequence.cached = hit.length
+        return hit.uid, take
+
+    def _next_decode(self) -> Decode | None:
+        running = self._running
+        if any(self._must_wait(sequence) for sequence in running):
+            return None
+        if not self._make_room():
+            self._preempt()
+            return None
+        if self._moves:
+            return None  # room is made first
+        self._budget = min(self._policy.chunk_beside, self._policy.prefill_chunk)
+        feeds = [None if sequence.in_flight else self._feed(sequence) for sequence in running]
+        widths: tuple[int, ...] = ()
+        tokens: tuple[int, ...] = ()
+        if any(feed is not None for feed in feeds):
+            explicit = [
+                () if feed is None else (sequence.tokens[-1], *feed[0], *feed[1])
+                for sequence, feed in zip(running, feeds, strict=True)
+            ]
+            widths = tuple([len(fed) for fed in explicit])
+            tokens = tuple([token for fed in explicit for token in fed])
+        move = Decode(
+            rows=tuple([sequence.uid for sequence in running]),
+            positions=tuple([sequence.position for sequence in running]),
+            widths=widths,
+            tokens=tokens,
+            exchange=_exchange(running),
+            agreement=self._agreement(running),
+        )
+        rows = []
+        for sequence, feed in zip(tuple(running), feeds, strict=True):
+            drafts, forced = feed or _NOTHING
+            if not drafts:
+                sequence.position += 1 + len(forced)
+            rows.append(self._queue(sequence, drafts, forced))
+        self._queued.append(tuple(rows))
+        return move
+
+    def _must_wait(self, sequence: _Sequence) -> bool:
+        """Whether this row's tokens must be known before its next step."""
+        if not sequence.in_flight:
+            return False
+        if sequence.drafting or sequence.wants.guide is not None or sequence.known_at > sequence.generated:
+            return True
+        if not self._may_draft(sequence):
+            return False
+        # With a likely continuation, knowing the token on its way is worth more than running ahead of it.
+        assert sequence.lookup is not None
+        if self._policy.drafter is None and not sequence.lookup.peek(1):
+            return False
+        sequence.known_at = sequence.generated + 1
+        return True
+
+    def _may_ever_draft(self, wants: Wants) -> bool:
+        return self._policy.wide and self._policy.drafts and not wants.shaped
+
+    def _may_draft(self, sequence: _Sequence) -> bool:
+        return sequence.lookup is not None and self._draft_limit(sequence) > 0
+
+    def _draft_limit(self, sequence: _Sequence) -> int:
+        # Every row is padded to the widest one, so drafts of one cost all of them.
+        share = min(self._policy.draft_room // len(self._running) - 1, DRAFT_TOKENS)
+        room = sequence.wants.max_tokens - sequence.generated - 1
+        matched = None if self._policy.drafter or sequence.lookup is None else sequence.lookup.matched
+        return max(min(sequence.adaptive.limit(matched), share, room, MAX_WIDTH - 1), 0)
+
+    def _feed(self, sequence: _Sequence) -> _Feed | None:
+        """Drafts and forced tokens of a row whose tokens are all known; None for just the one in the
+        graph."""
+        forced = sequence.forced
+        drafts = self._drafts(sequence) if self._may_draft(sequence) else ()
+        return None if not drafts and not forced and sequence.fed_inside else (drafts, forced)
+
+    def _drafts(self, sequence: _Sequence) -> tuple[int, ...]:
+        assert sequence.lookup is not None
+        limit = self._draft_limit(sequence)
+        drafts = sequence.lookup.draft(limit)
+        if not drafts and self._policy.drafter is not None:
+            drafts = self._policy.drafter.propose(sequence.tokens, limit)
+        return drafts
+
+    def _queue(self, sequence: _Sequence, drafts: tuple[int, ...], forced: tuple[int, ...]) -> _Row:
+        """Book a forward that will choose tokens for a row."""
         sequence.forwards += 1
-        move = Prefill(sequence.uid, tokens, offset, len(sequence.prompt))
-        if move.last:
-            self._waiting.popleft()
-            self._running.append(sequence)
-            self._scheduled_one(sequence)
-        return move
-
-    def _next_decode(self) -> Decode:
-        self._budget = self._prefill_chunk
-        move = Decode(tuple(sequence.uid for sequence in self._running))
-        for sequence in tuple(self._running):
-            sequence.forwards += 1
-            self._scheduled_one(sequence)
-        return move
-
-    def _scheduled_one(self, sequence: _Sequence) -> None:
-        sequence.scheduled += 1
-        if sequence.scheduled == sequence.max_tokens:
+        sequence.in_flight += 1
+        sequence.drafting = bool(drafts)
+        sequence.drafted += len(drafts)
+        sequence.fed_inside = not drafts
+        sequence.scheduled += 1 + len(forced)
+        if sequence.scheduled >= sequence.wants.max_tokens:
             self._stop(sequence, "length")
+        return _Row(sequence, drafts, forced)
 
-    def _stop(self, sequence: _Sequence, reason: Reason) -> None:
+    def _agreement(self, rows: Sequence[_Sequence]) -> Agreement:
+        if self._policy.agreement == "broadcast" or any(s.wants.shaped for s in rows):
+            return "broadcast"
+        return "verify"
+
+    # --- results -------------------------------------------------------------------------------------
+
+    def record(
+        self, tokens: tuple[int, ...], scores: Mapping[int, Sequence[Score]] | None = None
+    ) -> list[Outcome]:
+        """Take what the oldest recorded forward chose; returns what the clients get of it.
+
+        `tokens`: every row's in row order, as many as it was fed. `scores`: of each uid that wanted them.
+        """
+        outcomes, self._late = self._late, []
+        at = 0
+        for row in self._queued.popleft():
+            width = 1 + len(row.drafts) + len(row.forced)
+            chosen = tokens[at : at + width]
+            at += width
+            sequence = row.sequence
+            if self._requests.get(sequence.request) is not sequence:
+                continue  # it ended while this forward was on its way
+            sequence.in_flight -= 1
+            given = scores.get(sequence.uid) if scores else None
+            new = self._new_tokens(sequence, row, chosen)
+            self._extend(sequence, new, len(new) - 1 if row.drafts else 0, given, outcomes)
+        return outcomes
+
+    def _new_tokens(self, sequence: _Sequence, row: _Row, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        if not row.drafts:
+            sequence.adaptive.report(0, 0)
+            return (*row.forced, chosen[-1])
+        right = 0
+        while right < len(row.drafts) and row.drafts[right] == chosen[right]:
+            right += 1
+        sequence.drafting = False
+        sequence.fed_inside = right == len(row.drafts)
+        sequence.position += 1 + right
+        sequence.scheduled += right
+        sequence.adaptive.report(len(row.drafts), right)
+        return chosen[: right + 1]
+
+    def _extend(
+        self,
+        sequence: _Sequence,
+        new: tuple[int, ...],
+        drafted: int,
+        scores: Sequence[Score] | None,
+        outcomes: list[Outcome],
+    ) -> None:
+        """The answer goes on with `new`, the first `drafted` of which were drafts."""
+        wants = sequence.wants
+        try:
+            for i, token in enumerate(new):
+                sequence.tokens.append(token)
+                sequence.generated += 1
+                sequence.accepted += i < drafted
+                if token in self._policy.eos and not wants.ignore_eos:
+                    outcomes.append(self._finish(sequence, "stop"))
+                    return
+                if sequence.lookup is not None:
+                    sequence.lookup.append(token)
+                if wants.guide is not None:
+                    wants.guide.accept(token)  # a token that it refuses never leaves
+                score = scores[i] if scores is not None else None
+                outcomes.append(Token(sequence.request, sequence.generated - 1, token, score))
+                if wants.guide is not None and wants.guide.finished:
+                    outcomes.append(self._finish(sequence, "stop"))
+                    return
+                if sequence.generated == wants.max_tokens:
+                    outcomes.append(self._finish(sequence, "length"))
+                    return
+            if wants.guide is not None:
+                room = wants.max_tokens - sequence.generated - 1
+                wide = self._policy.wide and not wants.scored
+                sequence.forced = wants.guide.forced(min(room, MAX_WIDTH - 1) if wide else 0)
+        except MlxtpError as error:
+            outcomes.append(self._fail(sequence, error))
+
+    # --- ends ----------------------------------------------------------------------------------------
+
+    def _finish(self, sequence: _Sequence, reason: Reason) -> End:
+        self._stop(sequence, reason)
+        return self._end(sequence, reason)
+
+    def _fail(self, sequence: _Sequence, error: MlxtpError) -> Failed:
+        self._stop(sequence, "error")
+        self._forget(sequence)
+        return Failed(sequence.request, error.code, error.detail)
+
+    def _stop(self, sequence: _Sequence, reason: StopReason) -> None:
         """No further forward for this sequence; results that are on their way still count."""
         if sequence.stopped:
             return
         sequence.stopped = True
+        held = sequence.prefilled
         if sequence in self._running:
-            self._running.remove(sequence)
+            self._take_out(sequence)
+            held = min(sequence.position, len(sequence.tokens))
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-        if sequence.forwards:
-            self._stops.append(Stop(sequence.uid, reason, sequence.forwards))
+        if sequence.uid:
+            self._leave(sequence, reason, held)
+
+    def _take_out(self, sequence: _Sequence) -> None:
+        """Out of the batch; the last row takes its place, as in every rank's `Batch`."""
+        row = self._running.index(sequence)
+        self._running[row] = self._running[-1]
+        self._running.pop()
+
+    def _leave(self, sequence: _Sequence, reason: StopReason, held: int) -> None:
+        """Its last frame, and what becomes of the first `held` tokens of its KV cache."""
+        self._fits = (0, 0, 0)
+        keep = 0
+        evicted: tuple[int, ...] = ()
+        if self._prefixes is not None:
+            self._prefixes.unshare(sequence.uid)
+            if reason != "preempt" and held:
+                evicted = self._prefixes.keep(sequence.uid, sequence.tokens[:held])
+                if (beyond := self._occupied() - self._policy.kv_tokens) > 0:
+                    evicted += self._prefixes.evict(beyond)
+                keep = 0 if sequence.uid in evicted else held
+        self._moves.append(Stop(sequence.uid, reason, sequence.forwards, keep))
+        if others := tuple([uid for uid in evicted if uid != sequence.uid]):
+            self._moves.append(Drop(others))
+        sequence.all_forwards += sequence.forwards
 
     def _end(self, sequence: _Sequence, reason: Reason) -> End:
-        del self._sequences[sequence.uid]
-        return End(sequence.uid, reason, sequence.generated, sequence.forwards)
+        self._forget(sequence)
+        return End(
+            sequence.request,
+            reason,
+            sequence.generated,
+            sequence.all_forwards,
+            sequence.cached,
+            sequence.drafted,
+            sequence.accepted,
+        )
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._requests[sequence.request]
+
+    # --- room ----------------------------------------------------------------------------------------
+
+    def _occupied(self, joining: Sequence[_Sequence] = ()) -> int:
+        """Positions that all KV caches take once the prompts under way and `joining` run as well."""
+        started = [sequence for sequence in self._waiting if sequence.uid]
+        rows = [*self._running, *started, *joining]
+        lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
+        # A prompt by itself has a cache of its own until it runs, unless nobody else does.
+        apart = [*started, *joining] if len(joining) == 1 else started
+        own = sum([kv.capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
+        kept = self._prefixes.tokens if self._prefixes is not None else 0
+        return kv.batch_tokens(lengths) + own + kept
+
+    def _make_room(self, joining: Sequence[_Sequence] = ()) -> bool:
+        """Whether all fit beside each other, once kept caches have been dropped where needed."""
+        live = len(self._running) + sum([1 for sequence in self._waiting if sequence.uid])
+        longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)])
+        shape = (len(self._running), live, kv.capacity(longest + MAX_WIDTH))
+        if not joining and shape == self._fits:
+            return True
+        beyond = self._occupied(joining) - self._policy.kv_tokens
+        if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
+            self._moves.append(Drop(evicted))
+            beyond = self._occupied(joining) - self._policy.kv_tokens
+        if beyond > 0 and live + len(joining) > 1:
+            return False  # a sequence alone fits: that was asked when it came
+        if not joining:
+            self._fits = shape
+        return True
+
+    def _preempt(self) -> None:
+        """Take the youngest sequence out; it will be prefilled again when there is room."""
+        started = [sequence for sequence in self._waiting if sequence.uid]
+        youngest = max([*self._running, *started], key=lambda sequence: sequence.request)
+        if youngest.in_flight:
+            return  # its tokens must be known first
+        if not self._let_go_of_forced(youngest):
+            return
+        if youngest in started:
+            self._waiting.remove(youngest)
+        else:
+            self._take_out(youngest)
+        self._leave(youngest, "preempt", 0)
+        youngest.uid = youngest.forwards = youngest.prefilled = youngest.position = 0
+        youngest.prompt = len(youngest.tokens)
+        youngest.fed_inside = True
+        self._waiting.appendleft(youngest)
+
+    def _let_go_of_forced(self, sequence: _Sequence) -> bool:
+        """Choose the next token after those that are known. False when there is no way on from there."""
+        if sequence.forced and sequence.wants.guide is not None:
+            sequence.forced = ()
+            try:
+                sequence.wants.guide.forced(0)
+            except MlxtpError as error:
+                self._late.append(self._fail(sequence, error))
+                return False
+        return True
+
+
+def _exchange(rows: Sequence[_Sequence]) -> Exchange:
+    return "logits" if any(sequence.wants.exchange == "logits" for sequence in rows) else "winners"

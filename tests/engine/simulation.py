@@ -1,13 +1,43 @@
-"""The decode loop without ranks: drives a scheduler as rank 0 does, and keeps what happened."""
+"""The decode loop without ranks: drives a scheduler as rank 0 does, and plays the ranks' part by the letter.
+
+`Ranks` holds the tokens that each KV cache would hold, and executes moves literally. Its model knows what
+every request's answer is, and says it only when the KV cache holds what it should: whoever starts from a
+wrong cache, skips a token or forgets to roll back hears nonsense.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
-from mlxtp.engine.scheduler import Decode, End, Move, Prefill, Scheduler, Stop, Token
+from mlxtp.engine import kv
+from mlxtp.engine.moves import (
+    Decode,
+    Drop,
+    End,
+    Failed,
+    Guide,
+    Move,
+    Outcome,
+    Policy,
+    Prefill,
+    PrefillTogether,
+    Score,
+    Stop,
+    Token,
+    Wants,
+)
+from mlxtp.engine.prefix_cache import PrefixCache
+from mlxtp.engine.scheduler import Scheduler
+from mlxtp.errors import Code, RequestError
+from mlxtp.wire.ledger import DecodeLedger
+from mlxtp.wire.messages import Evict, Message, PromptBatch, PromptTokens, SessionStop, StepToken
 
 EOS = 1
+NONSENSE = 999_999
 
 
 @dataclass
@@ -18,109 +48,334 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     says: tuple[int, ...]
+    ignore_eos: bool = False
+    scored: bool = False
+    guide: FakeGuide | None = None
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    failures: list[Failed] = field(default_factory=list)
 
     def answer(self, index: int) -> int:
         return self.says[index] if index < len(self.says) else 2 + (self.uid * 31 + index) % 50
 
+    def token(self, index: int) -> int:
+        """Of prompt and answer."""
+        length = len(self.prompt)
+        return self.prompt[index] if index < length else self.answer(index - length)
+
+    def begins(self, tokens: Sequence[int]) -> bool:
+        return all(token == self.token(index) for index, token in enumerate(tokens))
+
     @property
     def expected(self) -> tuple[tuple[int, ...], str]:
         """The visible tokens and the reason, when nobody interferes."""
-        tokens = []
+        tokens: list[int] = []
         for index in range(self.max_tokens):
             token = self.answer(index)
-            if token == EOS:
+            if token == EOS and not self.ignore_eos:
                 return tuple(tokens), "stop"
             tokens.append(token)
         return tuple(tokens), "length"
 
 
+class FakeGuide(Guide):
+    """A grammar that allows exactly `says`, and leaves no choice at the indices in `forced_at`.
+
+    It is finished after `ends` tokens, and refuses the one at index `fails`.
+    """
+
+    def __init__(
+        self, says: Sequence[int], forced_at: frozenset[int] = frozenset(), ends: int = -1, fails: int = -1
+    ) -> None:
+        self._says = says
+        self._forced_at = forced_at
+        self._ends = ends
+        self._fails = fails
+        self.accepted = 0
+        self.prepared = 0
+        """The index of the token that may be chosen under what was prepared last."""
+        self.stuck_at = -1
+        """The index of a token that nothing can be prepared for."""
+
+    @property
+    def finished(self) -> bool:
+        return self.accepted == self._ends
+
+    def accept(self, token: int) -> None:
+        if self.accepted == self._fails:
+            raise RequestError("no way on", Code.BAD_REQUEST)
+        assert token == self._says[self.accepted]
+        self.accepted += 1
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        end = self.accepted
+        while end in self._forced_at and end - self.accepted < limit:
+            end += 1
+        if self.stuck_at == end == self.accepted:
+            raise RequestError("no way on", Code.BAD_REQUEST)
+        self.prepared = end
+        return tuple(self._says[self.accepted : end])
+
+
+class Ranks:
+    """What every rank would hold, `contents[uid]` token by token, and what it would choose."""
+
+    def __init__(self, requests: dict[int, Request], kv_tokens: int) -> None:
+        self._requests = requests
+        self._kv_tokens = kv_tokens
+        self._ledger = DecodeLedger()
+        self._seq = 0
+        self.rows: list[int] = []
+        self.prefilling: dict[int, int] = {}
+        """Length of each prompt that is not complete."""
+        self.contents: dict[int, list[int]] = {}
+        self.kept: dict[int, list[int]] = {}
+        self.forwards: dict[int, int] = {}
+        self.request_of: dict[int, int] = {}
+        self._inside: dict[int, int] = {}
+        """The token in each row's graph, which its next forward feeds."""
+
+    def make(self, move: Move) -> tuple[tuple[int, int], ...] | None:
+        """Carry out a move. Of a forward: (uid, token) of everything it chose, in order."""
+        self._check_rules(move)
+        match move:
+            case Prefill():
+                chosen = self._prefill((move,))
+            case PrefillTogether():
+                assert len(move.prompts) > 1
+                assert all(prompt.last for prompt in move.prompts)
+                chosen = self._prefill(move.prompts)
+            case Decode():
+                chosen = self._decode(move)
+            case Stop():
+                self._stop(move)
+                return None
+            case Drop():
+                for uid in move.uids:
+                    del self.kept[uid]
+                return None
+        self._check_room()
+        return chosen
+
+    def _prefill(self, prompts: Sequence[Prefill]) -> tuple[tuple[int, int], ...]:
+        for prompt in prompts:
+            if prompt.uid not in self.prefilling:
+                self._begin(prompt)
+        chosen = []
+        for prompt in prompts:
+            contents = self.contents[prompt.uid]
+            assert len(contents) == prompt.offset
+            contents += prompt.tokens
+            self.forwards[prompt.uid] += 1
+            if prompt.last:
+                del self.prefilling[prompt.uid]
+                self.rows.append(prompt.uid)
+                chosen.append((prompt.uid, self._choose(prompt.uid)))
+                self._check_guide(prompt.uid)
+        return tuple(chosen)
+
+    def _begin(self, prompt: Prefill) -> None:
+        assert prompt.uid not in self.forwards, "no uid is given twice"
+        source = self.kept if prompt.source in self.kept else self.contents
+        assert not prompt.source or prompt.source in self.rows or prompt.source in self.kept
+        held = source[prompt.source] if prompt.source else []
+        assert len(held) >= prompt.offset
+        if prompt.take:
+            del self.kept[prompt.source]
+        self.contents[prompt.uid] = held[: prompt.offset]
+        self.prefilling[prompt.uid] = prompt.total
+        self.forwards[prompt.uid] = 0
+        self.request_of[prompt.uid] = prompt.request
+
+    def _decode(self, step: Decode) -> tuple[tuple[int, int], ...]:
+        assert list(step.rows) == self.rows
+        chosen, at = [], 0
+        for uid, position, width in zip_longest(step.rows, step.positions, step.widths, fillvalue=0):
+            contents = self.contents[uid]
+            assert position <= len(contents)
+            del contents[position:]
+            fed = step.tokens[at : at + width] or (self._inside[uid],)
+            at += width
+            self.forwards[uid] += 1
+            for token in fed:
+                contents.append(token)
+                chosen.append((uid, self._choose(uid)))
+            self._check_guide(uid)
+        assert at == len(step.tokens)
+        return tuple(chosen)
+
+    def _choose(self, uid: int) -> int:
+        contents, request = self.contents[uid], self._requests[self.request_of[uid]]
+        self._inside[uid] = request.token(len(contents)) if request.begins(contents) else NONSENSE
+        return self._inside[uid]
+
+    def _check_guide(self, uid: int) -> None:
+        """What a row chooses last, its grammar must be prepared for."""
+        request = self._requests[self.request_of[uid]]
+        if request.guide is not None:
+            assert request.guide.prepared == len(self.contents[uid]) - len(request.prompt)
+
+    def _stop(self, stop: Stop) -> None:
+        contents = self.contents.pop(stop.uid)
+        if self.prefilling.pop(stop.uid, None) is None:
+            row = self.rows.index(stop.uid)
+            self.rows[row] = self.rows[-1]
+            self.rows.pop()
+        assert stop.forwards == self.forwards[stop.uid]
+        assert stop.keep <= len(contents)
+        if stop.keep:
+            self.kept[stop.uid] = contents[: stop.keep]
+            assert self._requests[self.request_of[stop.uid]].begins(self.kept[stop.uid])
+
+    def occupied(self) -> int:
+        """Positions of all KV caches, as `kv.py` has them grow."""
+        kept = sum(len(tokens) for tokens in self.kept.values())
+        prompts = sum(kv.capacity(total) for total in self.prefilling.values())
+        return kept + prompts + kv.batch_tokens([len(self.contents[uid]) for uid in self.rows])
+
+    def _check_room(self) -> None:
+        assert self.occupied() <= self._kv_tokens
+
+    def _check_rules(self, move: Move) -> None:
+        """The frame of every move keeps the rules of a decode link."""
+        self._seq += 1
+        message = _frame(move)
+        self._ledger.rules()[type(message)](message, self._seq)
+
+
+def _frame(move: Move) -> Message:
+    match move:
+        case Prefill():
+            return PromptTokens(move.uid, move.offset, move.total, move.tokens, move.source, move.take)
+        case PrefillTogether():
+            prompts = move.prompts
+            columns = [(p.uid, p.total, p.offset, p.source, int(p.take)) for p in prompts]
+            uids, totals, offsets, sources, takes = zip(*columns, strict=True)
+            tokens = tuple(token for prompt in prompts for token in prompt.tokens)
+            samplings = tuple(prompt.sampling for prompt in prompts)
+            return PromptBatch(uids, totals, offsets, sources, takes, tokens, samplings)
+        case Decode():
+            return StepToken(move.rows, move.positions, move.widths, move.tokens)
+        case Stop():
+            return SessionStop(move.uid, move.reason, move.forwards, move.keep)
+        case Drop():
+            return Evict(move.uids)
+
+
 class Simulation:
-    """`run_ahead`: how many forwards are queued before the tokens of an earlier one are known."""
+    """`run_ahead`: how many forwards are queued before the tokens of an earlier one are known.
 
-    def __init__(self, *, prefill_chunk: int = 4, max_rows: int = 8, run_ahead: int = 1) -> None:
-        self.scheduler = Scheduler(eos=frozenset([EOS]), prefill_chunk=prefill_chunk, max_rows=max_rows)
+    `prefixes`: whether KV caches are kept and shared. Other settings are those of `Policy`.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_ahead: int = 1,
+        prefixes: bool = False,
+        kv_tokens: int = 1 << 40,
+        drafts: bool = False,
+        together: int = 0,
+        **policy: Any,
+    ) -> None:
+        self.policy = Policy(
+            frozenset([EOS]), kv_tokens=kv_tokens, drafts=drafts, together=together, **policy
+        )
+        kept = PrefixCache(kv_tokens // 2, 8) if prefixes else None
+        self.scheduler = Scheduler(self.policy, kept)
         self.requests: dict[int, Request] = {}
+        self.ranks = Ranks(self.requests, kv_tokens)
         self.moves: list[Move] = []
-        self.must_stop: set[int] = set()
-        """Sequences whose end the scheduler knows, and that have been in a forward, but have not left."""
         self._run_ahead = run_ahead
-        self._running: deque[tuple[int, ...]] = deque()
-        self._chosen: dict[int, int] = {}
-        """Tokens that forwards have chosen for each sequence, those nobody will see included."""
+        self._running: deque[tuple[tuple[int, int], ...]] = deque()
 
-    def add(self, prompt: int = 3, max_tokens: int = 5, says: tuple[int, ...] = ()) -> Request:
+    def add(
+        self,
+        prompt: int | tuple[int, ...] = 3,
+        max_tokens: int = 5,
+        says: tuple[int, ...] = (),
+        *,
+        guide: FakeGuide | None = None,
+        ignore_eos: bool = False,
+        scored: bool = False,
+    ) -> Request:
+        """Admit a request; a prompt of so many tokens is like no other."""
         uid = len(self.requests) + 1
-        request = Request(uid, tuple(range(100, 100 + prompt)), max_tokens, says)
+        tokens = tuple(1000 * uid + n for n in range(prompt)) if isinstance(prompt, int) else prompt
+        request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
-        self.scheduler.add(uid, request.prompt, max_tokens)
+        wants = Wants(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
+        self.scheduler.add(uid, tokens, wants)
         return request
 
     def cancel(self, uid: int) -> End | None:
         end = self.scheduler.cancel(uid)
         if end is not None:
             self.requests[uid].cancelled = True
-            self._end(end)
+            self._take(end)
         return end
 
     def tick(self) -> Move | None:
         """One turn of the loop: make a move, then take the tokens of what has run long enough."""
         move = self.scheduler.next()
         if move is not None:
-            self._make(move)
-        keep = self._run_ahead if move is not None else 0
-        while len(self._running) > keep:
-            self._settle()
+            self.moves.append(move)
+            chosen = self.ranks.make(move)
+            if chosen is not None:
+                self._running.append(chosen)
+        self._settle(self._run_ahead if move is not None else 0)
         return move
 
-    def drain(self, turns: int = 100_000) -> None:
+    def ticks(self, count: int) -> None:
+        for _ in range(count):
+            self.tick()
+
+    def drain(self, turns: int = 50_000) -> None:
         """Turn until nothing is left to do."""
         for _ in range(turns):
             quiet = not self._running
             if self.tick() is None and quiet:
-                return
-        raise AssertionError("the scheduler never comes to rest")
+                break
+        else:
+            raise AssertionError("the scheduler never comes to rest")
+        assert not self.ranks.rows
+        assert not self.ranks.prefilling
+        assert len(self.scheduler) == 0, "nobody is left behind"
 
-    def moves_of(self, uid: int) -> list[Move]:
-        return [m for m in self.moves if (uid in m.rows if isinstance(m, Decode) else uid == m.uid)]
+    def prefills(self) -> list[Prefill]:
+        """All chunks, those computed together too."""
+        chunks: list[Prefill] = []
+        for move in self.moves:
+            chunks += (move,) if isinstance(move, Prefill) else getattr(move, "prompts", ())
+        return chunks
 
-    def forwards_of(self, uid: int) -> int:
-        return len([m for m in self.moves_of(uid) if not isinstance(m, Stop)])
+    def forwards_of(self, request: int) -> int:
+        """Forwards of all sequences that worked on a request."""
+        uids = [uid for uid, of in self.ranks.request_of.items() if of == request]
+        return sum(self.ranks.forwards[uid] for uid in uids)
 
-    def _make(self, move: Move) -> None:
-        self.moves.append(move)
-        match move:
-            case Stop():
-                self.must_stop.discard(move.uid)
-                return
-            case Prefill():
-                uids: tuple[int, ...] = (move.uid,) if move.last else ()
-            case Decode():
-                uids = move.rows
-        # Whoever is over leaves before anybody moves on.
-        assert not self.must_stop
-        self._running.append(uids)
+    def _settle(self, keep: int) -> None:
+        while len(self._running) > keep:
+            chosen = self._running.popleft()
+            scores: dict[int, list[Score]] = {}
+            for uid, token in chosen:
+                if self.requests[self.ranks.request_of[uid]].scored:
+                    scores.setdefault(uid, []).append((-float(token), ()))
+            for outcome in self.scheduler.record(tuple(token for _, token in chosen), scores or None):
+                self._take(outcome)
 
-    def _settle(self) -> None:
-        uids = self._running.popleft()
-        tokens = []
-        for uid in uids:
-            index = self._chosen.get(uid, 0)
-            self._chosen[uid] = index + 1
-            tokens.append(self.requests[uid].answer(index))
-        for outcome in self.scheduler.record(uids, tuple(tokens)):
-            match outcome:
-                case Token():
-                    assert not self.requests[outcome.uid].ends
-                    self.requests[outcome.uid].tokens.append(outcome.token)
-                    self.requests[outcome.uid].indices.append(outcome.index)
-                case End():
-                    self._end(outcome)
-
-    def _end(self, end: End) -> None:
-        self.requests[end.uid].ends.append(end)
-        if self.forwards_of(end.uid) and not any(isinstance(m, Stop) for m in self.moves_of(end.uid)):
-            self.must_stop.add(end.uid)
+    def _take(self, outcome: Outcome) -> None:
+        request = self.requests[outcome.uid]
+        assert not request.ends
+        assert not request.failures
+        match outcome:
+            case Token():
+                assert outcome.score == ((-float(outcome.token), ()) if request.scored else None)
+                request.tokens.append(outcome.token)
+                request.indices.append(outcome.index)
+            case End():
+                request.ends.append(outcome)
+            case Failed():
+                request.failures.append(outcome)

@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.engine.scheduler import Decode, End, Move, Prefill, Stop
+from mlxtp.engine.moves import Decode, Drop, End, Move, Policy, Prefill, PrefillTogether, Stop, Wants
+from mlxtp.engine.prefix_cache import Hit, PrefixCache
+from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
+from mlxtp.errors import Code, MlxtpError
+from mlxtp.wire.messages import Sampling, Shaping
 
-from .simulation import EOS, Simulation
+from .simulation import EOS, FakeGuide, Request, Simulation
+
+RUN_AHEAD = pytest.mark.parametrize("run_ahead", [0, 1])
+LONG = tuple(range(100, 300))
+"""A beginning that prompts share."""
 
 
 def sketch(moves: list[Move]) -> str:
-    """`P1 D1 D12 S1`: prefill of 1, decode of 1, of 1 and 2, stop of 1."""
-    return " ".join(
-        "D" + "".join(map(str, m.rows)) if isinstance(m, Decode) else f"{type(m).__name__[0]}{m.uid}"
-        for m in moves
-    )
+    """`P1 P(23) D123 S1 X1`: prefills of 1, of 2 and 3 together; a step; a stop of 1, its cache dropped."""
+    words = []
+    for move in moves:
+        match move:
+            case Prefill() | Stop():
+                words.append(f"{type(move).__name__[0]}{move.uid}")
+            case PrefillTogether():
+                words.append(f"P({''.join(str(prompt.uid) for prompt in move.prompts)})")
+            case Decode():
+                words.append("D" + "".join(map(str, move.rows)))
+            case Drop():
+                words.append("X" + "".join(map(str, move.uids)))
+    return " ".join(words)
 
 
-# --- stories ----------------------------------------------------------------------------------------------
+def reasons(moves: list[Move]) -> list[str]:
+    return [move.reason for move in moves if isinstance(move, Stop)]
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
+def decodes(moves: list[Move]) -> list[Decode]:
+    return [move for move in moves if isinstance(move, Decode)]
+
+
+def check_answer(request: Request) -> None:
+    """It got all of its own tokens, one after the other, and ended once."""
+    tokens, reason = request.expected
+    assert (tuple(request.tokens), [end.reason for end in request.ends]) == (tokens, [reason])
+    assert request.indices == list(range(len(tokens)))
+    assert request.ends[0].generated == len(tokens) + (reason == "stop")
+
+
+def check_answers(simulation: Simulation) -> None:
+    for request in simulation.requests.values():
+        check_answer(request)
+
+
+# --- one request ------------------------------------------------------------------------------------------
+
+
+@RUN_AHEAD
 @pytest.mark.parametrize("n", [1, 2, 5, 64])
 def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -> None:
     simulation = Simulation(run_ahead=run_ahead)
@@ -54,7 +93,7 @@ def test_running_ahead_the_step_after_an_end_token_is_thrown_away() -> None:
     assert request.ends == [End(1, "stop", 3, 4)]
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@RUN_AHEAD
 def test_the_end_token_as_the_first_word(run_ahead: int) -> None:
     simulation = Simulation(run_ahead=run_ahead)
     request = simulation.add(says=(EOS,))
@@ -64,7 +103,7 @@ def test_the_end_token_as_the_first_word(run_ahead: int) -> None:
     assert sketch(simulation.moves) == "P1 " + "D1 " * run_ahead + "S1"
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
+@RUN_AHEAD
 def test_the_end_token_exactly_at_the_limit_is_an_end_not_a_cut(run_ahead: int) -> None:
     simulation = Simulation(run_ahead=run_ahead)
     request = simulation.add(max_tokens=3, says=(7, 8, EOS))
@@ -74,11 +113,19 @@ def test_the_end_token_exactly_at_the_limit_is_an_end_not_a_cut(run_ahead: int) 
     assert request.ends == [End(1, "stop", 3, 3)]
 
 
+def test_whoever_ignores_the_end_token_goes_on() -> None:
+    simulation = Simulation()
+    request = simulation.add(max_tokens=4, says=(7, EOS, 8), ignore_eos=True)
+    simulation.drain()
+    assert request.tokens[:3] == [7, EOS, 8]
+    assert request.ends == [End(1, "length", 4, 4)]
+
+
 def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
     simulation = Simulation(prefill_chunk=4)
     request = simulation.add(prompt=10, max_tokens=1)
     simulation.drain()
-    chunks = [m for m in simulation.moves if isinstance(m, Prefill)]
+    chunks = simulation.prefills()
     assert [(c.offset, len(c.tokens), c.total, c.last) for c in chunks] == [
         (0, 4, 10, False),
         (4, 4, 10, False),
@@ -87,35 +134,163 @@ def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
     assert tuple(token for c in chunks for token in c.tokens) == request.prompt
 
 
+def test_every_token_has_its_score() -> None:
+    simulation = Simulation(drafts=True)
+    request = simulation.add((5, 6, 7, 8) * 4, 12, (5, 6, 7, 8) * 3, scored=True)
+    simulation.add(3, 4)
+    simulation.drain()
+    check_answers(simulation)
+    assert request.ends[0].accepted > 0, "drafts and scores go together"
+
+
+def test_nothing_to_do_is_none() -> None:
+    assert Simulation().scheduler.next() is None
+
+
+# --- how ranks choose -------------------------------------------------------------------------------------
+
+
+def agreements(wants: Sequence[Wants], **policy: Any) -> list[tuple[str, str]]:
+    """(exchange, agreement) of each forward of these requests, which all run together."""
+    scheduler = Scheduler(Policy(frozenset(), together=0, **policy))
+    for uid, want in enumerate(wants, 1):
+        scheduler.add(uid, (5,), want)
+    moves = []
+    for _ in range(len(wants) + 1):
+        moves.append(scheduler.next())
+        if isinstance(moves[-1], Prefill):
+            scheduler.record((5,))
+    assert isinstance(moves[-1], Decode)
+    return [(move.exchange, move.agreement) for move in moves if isinstance(move, Prefill | Decode)]
+
+
+GREEDY, WARM = Wants(9), Wants(9, Sampling(0.7))
+SHAPED = Wants(9, shaping=Shaping(presence_penalty=1.0))
+
+
+def test_greedy_rows_exchange_winners_and_check_each_other() -> None:
+    assert agreements([GREEDY]) == [("winners", "verify")] * 2
+
+
+def test_one_row_that_needs_all_logits_brings_them_to_all() -> None:
+    own, all_rows = ("winners", "verify"), ("logits", "verify")
+    assert agreements([GREEDY, WARM]) == [own, all_rows, all_rows]
+    assert agreements([GREEDY, Wants(9, scored=True)]) == [own, all_rows, all_rows]
+
+
+def test_what_only_rank_0_can_choose_it_says_to_all() -> None:
+    guided = Wants(9, guide=FakeGuide((5,) * 9))
+    for shaped in (SHAPED, guided):
+        assert agreements([GREEDY, shaped])[1:] == [("logits", "broadcast")] * 2
+
+
+def test_agreement_can_be_ordered() -> None:
+    assert agreements([GREEDY], agreement="broadcast") == [("winners", "broadcast")] * 2
+    assert agreements([SHAPED], agreement="verify") == [("logits", "broadcast")] * 2
+
+
+# --- several requests -------------------------------------------------------------------------------------
+
+
 def test_others_decode_between_the_chunks_of_a_long_prompt() -> None:
     simulation = Simulation(prefill_chunk=4)
     simulation.add(prompt=3, max_tokens=20)
-    simulation.tick()
-    simulation.tick()
+    simulation.ticks(2)
     simulation.add(prompt=12, max_tokens=2)
     simulation.moves.clear()
-    for _ in range(8):
-        simulation.tick()
+    simulation.ticks(8)
     assert sketch(simulation.moves) == "P2 D1 P2 D1 P2 D12 S2 D1"
+
+
+def test_beside_others_chunks_are_smaller() -> None:
+    simulation = Simulation(prefill_chunk=8, chunk_beside=2)
+    simulation.add(prompt=3, max_tokens=9)
+    simulation.ticks(2)
+    simulation.add(prompt=5, max_tokens=9)
+    simulation.moves.clear()
+    simulation.ticks(6)
+    assert sketch(simulation.moves) == "P2 D1 P2 D1 P2 D12"
+
+
+def test_whoever_has_just_joined_waits_no_longer_than_the_others() -> None:
+    simulation = Simulation(prefill_chunk=100, chunk_beside=4)
+    simulation.add(prompt=3, max_tokens=9)
+    simulation.add(prompt=50, max_tokens=9)
+    simulation.ticks(4)
+    assert sketch(simulation.moves) == "P1 P2 D1 P2"
+    assert [len(chunk.tokens) for chunk in simulation.prefills()] == [3, 4, 4]
 
 
 def test_short_prompts_share_the_budget_of_one_chunk() -> None:
     simulation = Simulation(prefill_chunk=6)
     for _ in range(5):
         simulation.add(prompt=3, max_tokens=20)
-    for _ in range(8):
-        simulation.tick()
+    simulation.ticks(8)
     assert sketch(simulation.moves) == "P1 P2 D12 P3 P4 D1234 P5 D12345"
+
+
+def test_short_prompts_are_computed_together() -> None:
+    simulation = Simulation(prefill_chunk=16, together=16)
+    for prompt in (3, 5, 4, 2, 9):
+        simulation.add(prompt, 4)
+    simulation.drain()
+    assert sketch(simulation.moves).startswith("P(123) D123 P4 P5 D12345") or sketch(
+        simulation.moves
+    ).startswith("P(123) P4 D1234 P5")
+    check_answers(simulation)
+
+
+def test_prompts_of_one_token_answer_together() -> None:
+    simulation = Simulation(together=64)
+    for _ in range(3):
+        simulation.add(prompt=2, max_tokens=1)
+    simulation.drain()
+    assert sketch(simulation.moves) == "P(123) S1 S2 S3"
+    check_answers(simulation)
+
+
+def test_where_rows_must_go_one_by_one_so_do_prompts() -> None:
+    simulation = Simulation(together=64, wide=False)
+    for _ in range(3):
+        simulation.add(prompt=2, max_tokens=1)
+    simulation.drain()
+    assert sketch(simulation.moves) == "P1 S1 P2 S2 P3 S3"
 
 
 def test_first_come_first_served() -> None:
     simulation = Simulation(prefill_chunk=4)
-    simulation.add(prompt=9, max_tokens=9)
-    simulation.add(prompt=1, max_tokens=9)
-    simulation.add(prompt=2, max_tokens=9)
+    for prompt in (9, 1, 2):
+        simulation.add(prompt, max_tokens=9)
     simulation.drain()
-    firsts = [m.uid for m in simulation.moves if isinstance(m, Prefill) and m.offset == 0]
+    firsts = [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
     assert firsts == [1, 2, 3]
+
+
+def test_long_prompts_take_turns() -> None:
+    simulation = Simulation(prefill_chunk=4)
+    for _ in range(3):
+        simulation.add(prompt=12, max_tokens=1)
+    simulation.drain()
+    assert sketch(simulation.moves) == "P1 P2 P3 P1 P2 P3 P1 S1 P2 S2 P3 S3"
+
+
+def test_a_short_prompt_passes_a_long_one() -> None:
+    simulation = Simulation(prefill_chunk=4)
+    simulation.add(prompt=100, max_tokens=1)
+    simulation.add(prompt=2, max_tokens=1)
+    simulation.ticks(3)
+    assert sketch(simulation.moves) == "P1 P2 S2"
+
+
+def test_no_more_than_a_few_prompts_are_under_way() -> None:
+    simulation = Simulation(prefill_chunk=4)
+    for _ in range(MAX_PREFILLING + 2):
+        simulation.add(prompt=12, max_tokens=1)
+    for _ in range(40):
+        simulation.tick()
+        assert len(simulation.ranks.prefilling) <= MAX_PREFILLING
+    simulation.drain()
+    check_answers(simulation)
 
 
 def test_a_full_batch_makes_others_wait() -> None:
@@ -132,7 +307,7 @@ def test_whoever_is_over_leaves_before_anybody_moves_on() -> None:
     simulation.add(prompt=1, max_tokens=4)
     simulation.add(prompt=1, max_tokens=4)
     simulation.drain()
-    assert sketch(simulation.moves) == "P1 P2 P3 D123 S1 D23 D23 S2 S3"
+    assert sketch(simulation.moves) == "P1 P2 P3 D123 S1 D32 D32 S3 S2"
 
 
 # --- cancelling -------------------------------------------------------------------------------------------
@@ -144,14 +319,12 @@ def test_cancel_while_waiting_leaves_no_trace() -> None:
     assert simulation.cancel(1) == End(1, "cancel", 0, 0)
     simulation.drain()
     assert simulation.moves == []
-    assert len(simulation.scheduler) == 0
 
 
 def test_cancel_between_two_chunks() -> None:
     simulation = Simulation(prefill_chunk=4)
     simulation.add(prompt=12)
-    simulation.tick()
-    simulation.tick()
+    simulation.ticks(2)
     assert simulation.cancel(1) == End(1, "cancel", 0, 2)
     simulation.drain()
     assert sketch(simulation.moves) == "P1 P1 S1"
@@ -160,8 +333,7 @@ def test_cancel_between_two_chunks() -> None:
 def test_cancel_while_decoding_throws_away_what_is_on_its_way() -> None:
     simulation = Simulation()
     request = simulation.add(max_tokens=20)
-    for _ in range(4):
-        simulation.tick()
+    simulation.ticks(4)
     assert simulation.cancel(1) == End(1, "cancel", 3, 4)
     simulation.drain()
     assert sketch(simulation.moves) == "P1 D1 D1 D1 S1"
@@ -171,8 +343,7 @@ def test_cancel_while_decoding_throws_away_what_is_on_its_way() -> None:
 def test_cancel_after_the_last_forward_but_before_its_token() -> None:
     simulation = Simulation()
     request = simulation.add(max_tokens=2)
-    simulation.tick()
-    simulation.tick()
+    simulation.ticks(2)
     assert len(request.tokens) == 1
     end = simulation.cancel(1)
     assert end is not None
@@ -180,7 +351,6 @@ def test_cancel_after_the_last_forward_but_before_its_token() -> None:
     simulation.drain()
     assert sketch(simulation.moves) == "P1 D1 S1"
     assert request.indices == [0]
-    assert len(request.ends) == 1
 
 
 def test_cancel_after_the_end_is_nothing() -> None:
@@ -196,127 +366,640 @@ def test_cancelling_one_leaves_the_others_as_they_are() -> None:
     simulation = Simulation()
     simulation.add(prompt=1, max_tokens=20)
     staying = simulation.add(prompt=1, max_tokens=6)
-    for _ in range(4):
-        simulation.tick()
+    simulation.ticks(4)
     simulation.cancel(1)
     simulation.drain()
-    assert (tuple(staying.tokens), staying.ends[0].reason) == staying.expected
+    check_answer(staying)
 
 
-def test_nothing_to_do_is_none() -> None:
-    assert Simulation().scheduler.next() is None
+# --- drafts -----------------------------------------------------------------------------------------------
+
+VERSE = (11, 12, 13, 14, 15, 16, 17, 18)
+
+
+@RUN_AHEAD
+def test_right_drafts_save_forwards(run_ahead: int) -> None:
+    simulation = Simulation(drafts=True, run_ahead=run_ahead)
+    request = simulation.add(VERSE * 3, 64, VERSE * 8)
+    simulation.drain()
+    check_answer(request)
+    (end,) = request.ends
+    assert end.accepted == end.drafted > 40
+    assert end.forwards == simulation.forwards_of(1) == 64 - end.accepted
+
+
+@RUN_AHEAD
+def test_wrong_drafts_cost_few_forwards_and_no_token(run_ahead: int) -> None:
+    simulation = Simulation(drafts=True, run_ahead=run_ahead)
+    says = tuple(token for n in range(20) for token in (*VERSE[:3], 50 + n))
+    request = simulation.add(VERSE * 2, 80, says)
+    simulation.drain()
+    check_answer(request)
+    (end,) = request.ends
+    assert end.drafted > end.accepted
+    assert end.forwards == 80 - end.accepted
+
+
+@RUN_AHEAD
+def test_an_end_token_among_drafts_is_the_end(run_ahead: int) -> None:
+    simulation = Simulation(drafts=True, run_ahead=run_ahead)
+    song = (*VERSE, EOS, 21, 22)
+    request = simulation.add(song * 3, 64, song)
+    simulation.drain()
+    check_answer(request)
+    assert request.ends[0].forwards < len(VERSE)
+
+
+def test_drafts_never_go_past_the_limit() -> None:
+    for limit in range(1, 20):
+        simulation = Simulation(drafts=True)
+        request = simulation.add(VERSE * 3, limit, VERSE * 8)
+        simulation.drain()
+        check_answer(request)
+        most = [move.positions[0] + max((1, *move.widths)) for move in decodes(simulation.moves)]
+        assert max(most, default=0) <= len(request.prompt) + limit - 1
+
+
+def test_rows_with_and_without_drafts_go_together() -> None:
+    simulation = Simulation(drafts=True)
+    simulation.add(VERSE * 3, 40, VERSE * 5)
+    simulation.add(5, 40, tuple(range(2000, 2040)))
+    simulation.drain()
+    check_answers(simulation)
+    assert any(len(set(move.widths)) > 1 for move in decodes(simulation.moves))
+
+
+def test_what_only_rank_0_can_choose_is_not_drafted() -> None:
+    scheduler = Scheduler(Policy(frozenset()))
+    scheduler.add(1, VERSE * 3, Wants(20, shaping=Shaping(frequency_penalty=0.5)))
+    scheduler.next()
+    scheduler.record((VERSE[0],))
+    step = scheduler.next()
+    assert isinstance(step, Decode)
+    assert step.widths == ()
+
+
+class Parrot:
+    """Proposes what it was told."""
+
+    def __init__(self, says: tuple[int, ...]) -> None:
+        self._says = says
+
+    def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
+        at = len(tokens) - 3
+        return self._says[at : at + limit]
+
+
+@RUN_AHEAD
+def test_a_drafter_proposes_where_nothing_is_found(run_ahead: int) -> None:
+    says = tuple(range(2000, 2040))
+    simulation = Simulation(drafts=True, drafter=Parrot(says), run_ahead=run_ahead)
+    request = simulation.add(3, 40, says)
+    simulation.drain()
+    check_answer(request)
+    assert request.ends[0].accepted > 20
+
+
+def test_a_drafter_that_is_always_wrong_is_soon_left_alone() -> None:
+    says = tuple(range(2000, 2200))
+    simulation = Simulation(drafts=True, drafter=Parrot((7,) * 200))
+    request = simulation.add(3, 200, says)
+    simulation.drain()
+    check_answer(request)
+    assert request.ends[0].forwards == 200
+    assert len([move for move in decodes(simulation.moves) if max(move.widths, default=0) > 1]) < 10
+
+
+# --- grammars ---------------------------------------------------------------------------------------------
+
+
+@RUN_AHEAD
+def test_forced_tokens_take_no_forward_of_their_own(run_ahead: int) -> None:
+    says = tuple(range(50, 70))
+    simulation = Simulation(run_ahead=run_ahead)
+    guide = FakeGuide(says, frozenset(range(1, 6)) | {8}, ends=20)
+    request = simulation.add(3, 40, says, guide=guide)
+    simulation.drain()
+    assert tuple(request.tokens) == says
+    assert request.ends == [End(1, "stop", 20, 20 - 6)]
+
+
+def test_forced_tokens_end_with_the_limit() -> None:
+    says = tuple(range(50, 90))
+    for limit in range(1, 12):
+        simulation = Simulation()
+        request = simulation.add(3, limit, says, guide=FakeGuide(says, frozenset(range(2, 9))))
+        simulation.drain()
+        check_answer(request)
+
+
+def test_a_forced_end_token_is_the_end() -> None:
+    says = (50, 51, EOS, 52)
+    simulation = Simulation()
+    request = simulation.add(3, 40, says, guide=FakeGuide(says, frozenset({1, 2, 3})))
+    simulation.drain()
+    check_answer(request)
+
+
+def test_a_scored_row_is_forced_nothing() -> None:
+    says = tuple(range(50, 70))
+    simulation = Simulation()
+    request = simulation.add(3, 10, says, guide=FakeGuide(says, frozenset(range(1, 6))), scored=True)
+    simulation.drain()
+    check_answer(request)
+    assert request.ends[0].forwards == 10
+
+
+@RUN_AHEAD
+def test_a_grammar_without_a_way_on_fails_its_request_alone(run_ahead: int) -> None:
+    says = tuple(range(50, 70))
+    simulation = Simulation(run_ahead=run_ahead)
+    failing = simulation.add(3, 20, says, guide=FakeGuide(says, fails=4))
+    other = simulation.add(3, 20)
+    simulation.drain()
+    assert [failure.code for failure in failing.failures] == [Code.BAD_REQUEST]
+    assert failing.indices == list(range(4))  # a token that is refused never leaves
+    assert not failing.ends
+    check_answer(other)
+    assert reasons(simulation.moves) == ["error", "length"]
+
+
+# --- KV caches that are kept ------------------------------------------------------------------------------
+
+
+@RUN_AHEAD
+def test_the_next_turn_takes_over_the_cache_of_the_last(run_ahead: int) -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=512, run_ahead=run_ahead)
+    first = simulation.add(LONG, 5)
+    simulation.drain()
+    second = simulation.add((*LONG, *first.tokens, 7, 8, 9), 5)
+    simulation.drain()
+    check_answers(simulation)
+    (chunk,) = [chunk for chunk in simulation.prefills() if chunk.request == 2]
+    # The last token of an answer was never fed, and the one before may not be known when the last is queued.
+    assert (chunk.source, chunk.take, chunk.offset) == (1, True, len(LONG) + 4 - run_ahead)
+    assert second.ends[0].cached == chunk.offset
+
+
+def test_the_same_prompt_is_not_computed_twice() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=512)
+    for _ in range(3):
+        simulation.add(LONG, 5)
+        simulation.drain()
+    assert [len(chunk.tokens) for chunk in simulation.prefills()] == [200, 1, 1]
+    check_answers(simulation)
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("together", [0, 4096])
+def test_equal_prompts_at_once_are_computed_once(run_ahead: int, together: int) -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=64, run_ahead=run_ahead, together=together)
+    for _ in range(6):
+        simulation.add(LONG, 5)
+    simulation.drain()
+    assert sum(len(chunk.tokens) for chunk in simulation.prefills()) == 200 + 5
+    check_answers(simulation)
+
+
+def test_a_prompt_waits_for_its_beginning_to_be_computed() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=64)
+    simulation.add((*LONG, 1001), 3)
+    simulation.add((*LONG, 1002), 3)
+    simulation.add(10, 3)
+    simulation.drain()
+    chunks = simulation.prefills()
+    assert [(chunk.request, chunk.offset) for chunk in chunks] == [
+        (1, 0), (3, 0), (1, 64), (1, 128), (1, 192), (2, 200)
+    ]  # fmt: skip
+    assert chunks[-1].source == chunks[0].uid
+    check_answers(simulation)
+
+
+def test_when_that_is_cancelled_it_starts_from_what_there_is() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=64)
+    simulation.add((*LONG, 1001), 3)
+    waiting = simulation.add((*LONG, 1002), 3)
+    simulation.ticks(2)
+    simulation.cancel(1)
+    simulation.drain()
+    check_answer(waiting)
+    assert [chunk.offset for chunk in simulation.prefills() if chunk.request == 2] == [128, 192]
+
+
+def test_a_short_question_does_not_wait_for_a_long_one_that_begins_alike() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=64)
+    simulation.add((*LONG[:40], *range(5000, 8000)), 3)
+    simulation.add((*LONG[:40], 1001), 3)
+    simulation.ticks(2)
+    assert sketch(simulation.moves) == "P1 P2"
+
+
+def test_nobody_takes_what_another_begins_from_beside_it() -> None:
+    simulation = Simulation(prefixes=True, prefill_chunk=256, together=256)
+    simulation.add(LONG, 1)
+    simulation.drain()
+    simulation.add((*LONG, 7, 8, 9), 3)
+    simulation.add((*LONG, 17, 18, 19), 3)
+    simulation.moves.clear()
+    simulation.drain()
+    assert sum(len(chunk.tokens) for chunk in simulation.prefills()) == 6
+    check_answers(simulation)
+
+
+class CountingCache(PrefixCache):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def find(self, prompt: Sequence[int]) -> Hit | None:
+        self.asked += 1
+        return super().find(prompt)
+
+
+def test_whoever_waits_asks_again_only_when_something_has_changed() -> None:
+    cache = CountingCache(1 << 20, 8)
+    scheduler = Scheduler(Policy(frozenset(), prefill_chunk=2), cache)
+    for uid in range(1, 65):
+        scheduler.add(uid, LONG, Wants(9))
+    for _ in range(99):
+        assert isinstance(move := scheduler.next(), Prefill)
+        assert move.uid == 1
+        scheduler.record(())
+    assert cache.asked <= 3 * 64
+
+
+def test_what_was_drafted_wrong_is_not_kept() -> None:
+    simulation = Simulation(prefixes=True, drafts=True)
+    says = tuple(token for n in range(10) for token in (*VERSE[:3], 50 + n))
+    request = simulation.add(VERSE * 4, 30, says)
+    while not request.ends:
+        simulation.tick()
+        if len(request.tokens) > 20:
+            simulation.cancel(1)
+    simulation.drain()
+    follower = simulation.add((*request.prompt, *request.tokens, 9), 3)
+    simulation.drain()
+    check_answer(follower)
+    assert follower.ends[0].cached >= len(request.prompt) + 19
+
+
+def test_the_oldest_cache_makes_room_for_a_new_one() -> None:
+    simulation = Simulation(prefixes=True, kv_tokens=512, prefill_chunk=512)
+    for _ in range(4):
+        simulation.add(100, 2)
+        simulation.drain()
+    assert sketch(simulation.moves) == "P1 D1 S1 P2 D2 S2 P3 D3 S3 X1 P4 D4 S4 X2"
+
+
+# --- room -------------------------------------------------------------------------------------------------
+
+
+def test_what_could_not_run_even_alone_is_refused() -> None:
+    simulation = Simulation(kv_tokens=128)
+    simulation.add(100, 28)
+    with pytest.raises(MlxtpError, match="100 prompt tokens and 29 new ones") as caught:
+        simulation.add(100, 29)
+    assert caught.value.code is Code.CONTEXT_OVERFLOW
+    del simulation.requests[2]
+    simulation.drain()
+    check_answers(simulation)
+
+
+def test_prompts_that_do_not_fit_beside_each_other_come_one_by_one() -> None:
+    simulation = Simulation(kv_tokens=256, prefill_chunk=32)
+    for _ in range(3):
+        simulation.add(150, 4)
+    simulation.drain()
+    assert [chunk.request for chunk in simulation.prefills()] == [1] * 5 + [2] * 5 + [3] * 5
+    check_answers(simulation)
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_the_youngest_makes_room_and_goes_on_later(run_ahead: int, prefixes: bool) -> None:
+    simulation = Simulation(kv_tokens=768, run_ahead=run_ahead, prefixes=prefixes)
+    for _ in range(3):
+        simulation.add(20, 300)
+    simulation.drain()
+    assert "preempt" in reasons(simulation.moves)
+    preempted = [move.uid for move in simulation.moves if isinstance(move, Stop) and move.reason == "preempt"]
+    assert 1 not in preempted, "the oldest is never taken out"
+    check_answers(simulation)
+    for uid, request in simulation.requests.items():
+        assert request.ends[0].forwards == simulation.forwards_of(uid)
+
+
+def test_a_prompt_under_way_makes_room_too() -> None:
+    simulation = Simulation(kv_tokens=768, prefill_chunk=1)
+    simulation.add(100, 300)
+    simulation.ticks(150)
+    simulation.add(180, 5)
+    simulation.drain()
+    (first, *_) = [move for move in simulation.moves if isinstance(move, Stop)]
+    assert (first.uid, first.reason) == (2, "preempt")
+    check_answers(simulation)
+
+
+@pytest.mark.parametrize(("kv_tokens", "expected"), [(832, "P1 P2 D12 "), (831, "P1 D1 D1 ")])
+def test_a_prompt_needs_a_cache_of_its_own_before_it_joins(kv_tokens: int, expected: str) -> None:
+    simulation = Simulation(kv_tokens=kv_tokens, prefill_chunk=512)
+    simulation.add(257, 10)  # room for 384
+    simulation.add(20, 10)  # room for 64, then as much as the other
+    simulation.drain()
+    assert sketch(simulation.moves).startswith(expected)
+    check_answers(simulation)
+
+
+def test_room_is_made_before_it_is_used() -> None:
+    simulation = Simulation(kv_tokens=512, prefill_chunk=512, prefixes=True)
+    simulation.add(250, 1)
+    simulation.drain()
+    simulation.add(60, 200)
+    simulation.drain()
+    (at,) = [index for index, move in enumerate(simulation.moves) if move == Drop((1,))]
+    then = simulation.moves[at + 1]
+    assert isinstance(then, Decode)
+    assert then.positions == (193,), "with room for a wide step the next size is 384, beside 250"
+
+
+def test_what_does_not_fit_beside_those_who_go_on_is_not_kept() -> None:
+    simulation = Simulation(kv_tokens=1728, prefill_chunk=512, prefixes=True)
+    simulation.add(257, 60)  # room for 384, and so for each of four rows
+    for max_tokens in (12, 40, 40):
+        simulation.add(190, max_tokens)
+    while not isinstance(move := simulation.tick(), Stop):
+        assert move is not None
+    assert (move.uid, move.keep) == (2, 0), "three rows still take the room of four"
+    assert simulation.scheduler.kv_tokens == 4 * 384
+    simulation.drain()
+    check_answers(simulation)
+
+
+@pytest.mark.parametrize("first", [20, 21, 22])
+def test_whoever_is_preempted_keeps_its_grammar(first: int) -> None:
+    simulation = Simulation(kv_tokens=512)
+    says = tuple(range(2000, 2300))
+    simulation.add(20, 250)
+    guide = FakeGuide(says, frozenset(range(first, 300, 3)))
+    simulation.add(20, 250, says, guide=guide)
+    simulation.drain()
+    assert "preempt" in reasons(simulation.moves)
+    check_answers(simulation)
+    assert guide.accepted == 250
+
+
+def test_whoever_is_preempted_may_have_no_way_on() -> None:
+    says = tuple(range(2000, 2300))
+
+    def crowded(guide: FakeGuide) -> Simulation:
+        simulation = Simulation(kv_tokens=512)
+        simulation.add(20, 250)
+        simulation.add(20, 250, says, guide=guide)
+        return simulation
+
+    first = FakeGuide(says, frozenset(range(21, 300, 3)))
+    simulation = crowded(first)
+    while not isinstance(simulation.tick(), Stop):
+        assert len(simulation.scheduler) == 2
+    assert reasons(simulation.moves) == ["preempt"]
+
+    second = FakeGuide(says, frozenset(range(21, 300, 3)))
+    second.stuck_at = first.accepted  # nothing but the token that was to be forced there is known to fit
+    simulation = crowded(second)
+    simulation.drain()
+    staying, failing = simulation.requests.values()
+    check_answer(staying)
+    assert [failure.detail for failure in failing.failures] == ["no way on"]
+    assert failing.ends == []
+    assert reasons(simulation.moves) == ["error", "length"]
+
+
+# --- how long it thinks ------------------------------------------------------------------------------------
+
+
+def opcodes(think: Callable[[], object]) -> int:
+    """How many instructions of Python it takes: a measure that does not depend on the machine's load."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        think()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
+    """Two requests run, and so many wait."""
+    scheduler = Scheduler(Policy(frozenset(), prefill_chunk=64, **policy), PrefixCache(1 << 20, 8))
+    for uid in range(1, 3):
+        scheduler.add(uid, (7, 8, 9), Wants(999))
+        scheduler.next()
+        scheduler.record((5,))
+    for uid in range(3, 3 + waiting):
+        scheduler.add(uid, prompt, Wants(999))
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("prompt", "policy"),
+    [
+        ((7, 8, 9), {"max_rows": 2}),  # no row is free
+        (LONG, {}),  # all wait for the first to be computed
+        ((7, 8, 9), {"kv_tokens": 1024}),  # there is no room
+    ],
+)
+def test_a_crowd_that_waits_costs_no_more_than_its_number(
+    prompt: tuple[int, ...], policy: dict[str, Any]
+) -> None:
+    def cost(waiting: int) -> int:
+        scheduler = crowd(waiting, prompt, **policy)
+        scheduler.next()
+        return max(opcodes(scheduler.next) for _ in range(3))
+
+    assert opcodes(lambda: None) > 0
+    assert cost(256) < 5 * cost(64)
 
 
 # --- rules ------------------------------------------------------------------------------------------------
 
-answers = st.one_of(st.just(()), st.lists(st.integers(2, 60), max_size=6).map(lambda tokens: (*tokens, EOS)))
-admissions = st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 12), answers)
+SMALL_WORDS = st.integers(2, 5)
+answers = st.one_of(
+    st.just(()),
+    st.lists(st.integers(2, 60), max_size=6).map(lambda tokens: (*tokens, EOS)),
+    st.lists(SMALL_WORDS, min_size=40, max_size=40).map(tuple),
+    st.lists(SMALL_WORDS, max_size=30).map(lambda tokens: (*tokens, EOS)),
+)
+prompts = st.one_of(
+    st.integers(1, 30),
+    st.tuples(st.integers(1, 200), st.lists(SMALL_WORDS, max_size=30)).map(lambda p: (*LONG[: p[0]], *p[1])),
+    st.lists(SMALL_WORDS, min_size=1, max_size=60).map(tuple),
+)
+guides = st.one_of(st.none(), st.none(), st.frozensets(st.integers(0, 39), max_size=25))
+admissions = st.tuples(
+    st.just("add"), prompts, st.integers(1, 40), answers, guides, st.booleans(), st.booleans()
+)
 cancels = st.tuples(st.just("cancel"), st.integers(1, 12))
-courses = st.lists(st.one_of(admissions, cancels, st.just(("tick",)), st.just(("tick",))), max_size=60)
+ticks = st.tuples(st.just("tick"), st.integers(1, 12))
+courses = st.lists(st.one_of(admissions, admissions, cancels, ticks, ticks), max_size=40)
 set_ups = st.fixed_dictionaries(
-    {"prefill_chunk": st.integers(1, 12), "max_rows": st.integers(1, 5), "run_ahead": st.integers(0, 1)}
+    {
+        "prefill_chunk": st.integers(1, 80),
+        "chunk_beside": st.integers(1, 40),
+        "max_rows": st.integers(1, 5),
+        "run_ahead": st.integers(0, 1),
+        "together": st.sampled_from((0, 64, 256)),
+        "wide": st.booleans(),
+        "drafts": st.booleans(),
+        "prefixes": st.booleans(),
+        "kv_tokens": st.sampled_from((384, 512, 768, 1024, 1 << 40)),
+    }
 )
 
 Course = list[tuple[Any, ...]]
-STORM: Course = [("add", 7, 9, (4, EOS)), ("add", 1, 1, ()), ("tick",), ("add", 30, 12, ()), ("cancel", 1)]
+PLAIN = {"prefill_chunk": 3, "chunk_beside": 3, "max_rows": 2, "run_ahead": 1, "together": 0, "wide": True,
+         "drafts": False, "prefixes": False, "kv_tokens": 1 << 40}  # fmt: skip
+STORM: Course = [
+    ("add", 7, 9, (4, EOS), None, False, False),
+    ("add", 1, 1, (), None, False, True),
+    ("tick", 1),
+    ("add", 30, 12, (), frozenset({2, 3}), True, False),
+    ("cancel", 1),
+]
+ALIKE: Course = [("add", LONG, 40, (), None, False, False)] * 8
 
 
-def play(set_up: dict[str, int], course: Course) -> Simulation:
-    simulation = Simulation(**set_up)
+def play(set_up: dict[str, Any], course: Course) -> Simulation:
+    simulation = Simulation(**{**set_up, "drafts": set_up["drafts"] and set_up["wide"]})
     for event in course:
         match event:
-            case ("add", prompt, max_tokens, says):
-                simulation.add(prompt, max_tokens, says)
+            case ("add", prompt, max_tokens, says, forced, ignore_eos, scored):
+                preview = Request(len(simulation.requests) + 1, (), max_tokens, says)
+                words = [preview.answer(index) for index in range(max_tokens)]
+                guide = None if forced is None else FakeGuide(words, forced)
+                simulation.add(prompt, max_tokens, says, guide=guide, ignore_eos=ignore_eos, scored=scored)
             case ("cancel", uid):
                 simulation.cancel(uid)
-            case _:
-                simulation.tick()
+            case ("tick", count):
+                simulation.ticks(count)
     simulation.drain()
     return simulation
 
 
+@settings(max_examples=200, deadline=None)
 @given(set_ups, courses)
-@example({"prefill_chunk": 3, "max_rows": 1, "run_ahead": 1}, STORM)
-def test_every_sequence_gets_its_own_answer_and_ends_exactly_once(
-    set_up: dict[str, int], course: Course
-) -> None:
-    simulation = play(set_up, course)
-    for request in simulation.requests.values():
-        tokens, reason = request.expected
-        assert len(request.ends) == 1
-        assert request.indices == list(range(len(request.tokens)))
-        if request.cancelled:
-            assert request.ends[0].reason == "cancel"
-            assert tuple(request.tokens) == tokens[: len(request.tokens)]
-        else:
-            assert (tuple(request.tokens), request.ends[0].reason) == (tokens, reason)
-            assert request.ends[0].generated == len(tokens) + (reason == "stop")
-    assert len(simulation.scheduler) == 0
-    assert simulation.must_stop == set()
-
-
-@given(set_ups, courses)
-@example({"prefill_chunk": 3, "max_rows": 2, "run_ahead": 1}, STORM)
-def test_every_sequence_prefills_whole_then_decodes_then_stops_once(
-    set_up: dict[str, int], course: Course
+@example(PLAIN, STORM)
+@example({**PLAIN, "prefixes": True, "kv_tokens": 768, "drafts": True, "max_rows": 5}, ALIKE)
+def test_every_request_gets_its_own_answer_and_ends_exactly_once(
+    set_up: dict[str, Any], course: Course
 ) -> None:
     simulation = play(set_up, course)
     for uid, request in simulation.requests.items():
-        moves = simulation.moves_of(uid)
-        kinds = [kind for kind, _ in groupby(map(type, moves))]
-        assert kinds in ([], [Prefill, Stop], [Prefill, Decode, Stop])
-        chunks = [m for m in moves if isinstance(m, Prefill)]
-        assert all(0 < len(c.tokens) <= set_up["prefill_chunk"] for c in chunks)
-        read = tuple(token for c in chunks for token in c.tokens)
-        assert read == request.prompt[: len(read)]
-        if Decode in kinds or not request.cancelled:
-            assert chunks[-1].last
-        stops = [m for m in moves if isinstance(m, Stop)]
-        assert len(stops) == bool(moves)
-        if stops:
-            assert stops[0].forwards == simulation.forwards_of(uid)
-        if not request.cancelled:
-            assert request.ends[0].forwards == simulation.forwards_of(uid)
-            least = len(chunks) + request.ends[0].generated - 1
-            most = least + (set_up["run_ahead"] if request.ends[0].reason == "stop" else 0)
-            assert least <= simulation.forwards_of(uid) <= most
+        assert request.ends[0].forwards == simulation.forwards_of(uid)
+        if request.cancelled:
+            assert [end.reason for end in request.ends] == ["cancel"]
+            assert request.indices == list(range(len(request.tokens)))
+            assert tuple(request.tokens) == request.expected[0][: len(request.tokens)]
+        else:
+            check_answer(request)
 
 
-@given(set_ups, courses)
-@example({"prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
-def test_prompts_go_first_come_first_served_and_never_hold_the_others_up(
-    set_up: dict[str, int], course: Course
+crowded_prompts = st.one_of(
+    st.integers(40, 230),
+    st.tuples(st.integers(40, 200), st.integers(1, 9)).map(lambda p: (*LONG[: p[0]], 900 + p[1])),
+)
+crowded = st.tuples(
+    st.just("add"), crowded_prompts, st.integers(1, 120), answers, st.none(), st.just(True), st.just(False)
+)
+crowds = st.lists(st.one_of(crowded, crowded, cancels, st.tuples(st.just("tick"), st.integers(1, 60))))
+tight = st.fixed_dictionaries(
+    {
+        "prefill_chunk": st.sampled_from((16, 64, 512)),
+        "chunk_beside": st.sampled_from((16, 64)),
+        "max_rows": st.just(5),
+        "run_ahead": st.integers(0, 1),
+        "together": st.sampled_from((0, 512)),
+        "wide": st.just(True),
+        "drafts": st.booleans(),
+        "prefixes": st.booleans(),
+        "kv_tokens": st.sampled_from((384, 512, 600, 768, 900)),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tight, crowds)
+def test_where_room_is_tight_nobody_exceeds_it_and_nobody_is_lost(
+    set_up: dict[str, Any], course: Course
 ) -> None:
+    """The room itself is checked at every forward."""
     simulation = play(set_up, course)
-    firsts = [m.uid for m in simulation.moves if isinstance(m, Prefill) and m.offset == 0]
-    assert firsts == sorted(firsts)
+    for request in simulation.requests.values():
+        if not request.cancelled:
+            check_answer(request)
+
+
+@settings(max_examples=100, deadline=None)
+@given(set_ups, courses)
+@example(PLAIN, STORM)
+def test_forwards_are_counted_and_few(set_up: dict[str, Any], course: Course) -> None:
+    """Without drafts and preemption: one for each chunk and each token but the first, and those run ahead."""
+    simulation = play({**set_up, "drafts": False, "kv_tokens": 1 << 40}, course)
+    for request in simulation.requests.values():
+        if request.cancelled:
+            continue
+        (end,) = request.ends
+        chunks = [chunk for chunk in simulation.prefills() if chunk.request == request.uid]
+        assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        most = len(chunks) + end.generated - 1 + (set_up["run_ahead"] if end.reason == "stop" else 0)
+        assert end.forwards <= most
+
+
+@settings(max_examples=100, deadline=None)
+@given(set_ups, courses)
+@example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
+def test_a_step_waits_for_no_more_than_a_small_chunk(set_up: dict[str, Any], course: Course) -> None:
+    simulation = play(set_up, course)
+    most = min(set_up["chunk_beside"], set_up["prefill_chunk"])
     running: set[int] = set()
     since_decode = 0
-    unfinished = None
     for move in simulation.moves:
         match move:
-            case Prefill():
-                assert unfinished in (None, move.uid)
-                since_decode = since_decode + len(move.tokens) if running else len(move.tokens)
-                assert since_decode <= set_up["prefill_chunk"]
-                unfinished = None if move.last else move.uid
-                if move.last:
-                    running.add(move.uid)
+            case Prefill() | PrefillTogether():
+                chunks = [move] if isinstance(move, Prefill) else list(move.prompts)
+                tokens = sum(len(chunk.tokens) for chunk in chunks)
+                assert tokens <= set_up["prefill_chunk"]
+                since_decode = since_decode + tokens if running else 0
+                assert since_decode <= most
+                running |= {chunk.uid for chunk in chunks if chunk.last}
             case Decode():
                 since_decode = 0
-                assert len(set(move.rows)) == len(move.rows) <= set_up["max_rows"]
-                # Nobody who runs is left out, but for those who have all the forwards they need.
-                assert set(move.rows) <= running
+                assert len(move.rows) <= set_up["max_rows"]
+                assert set(move.rows) == running, "nobody who runs is left out"
             case Stop():
                 running.discard(move.uid)
-                if unfinished == move.uid:
-                    unfinished = None
+
+
+@settings(max_examples=100, deadline=None)
+@given(set_ups, courses)
+@example({**PLAIN, "prefill_chunk": 2, "max_rows": 3, "run_ahead": 0}, STORM)
+def test_prompts_start_in_the_order_they_came(set_up: dict[str, Any], course: Course) -> None:
+    simulation = play({**set_up, "prefixes": False, "kv_tokens": 1 << 40}, course)
+    firsts = [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
+    assert firsts == sorted(firsts)
 
 
 @given(st.integers(1, 8), st.lists(st.tuples(st.integers(1, 20), st.integers(1, 9)), min_size=1, max_size=8))
 def test_the_same_calls_give_the_same_moves(chunk: int, requests: list[tuple[int, int]]) -> None:
     def run() -> list[Move]:
-        simulation = Simulation(prefill_chunk=chunk)
+        simulation = Simulation(prefill_chunk=chunk, prefixes=True, drafts=True)
         for prompt, max_tokens in requests:
             simulation.add(prompt, max_tokens)
             simulation.tick()

@@ -1,0 +1,159 @@
+"""Drafts: what may come next, looked up in what has been.
+
+A draft is checked by one forward over all its tokens; what is right in it saves forwards, what is wrong costs
+the width of one. `Lookup` finds drafts, `Adaptive` decides how long they may be. Neither touches logits: a
+wrong draft changes no token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+SHORTEST_MATCH = 3
+"""Tokens that must have been seen before, in this order, for a draft."""
+LONGEST_MATCH = 64
+"""Tokens of a match that are counted."""
+CANDIDATES = 16
+"""Earlier places that are compared, the latest ones."""
+
+
+class Lookup:
+    """One sequence, prompt and answer, and the places in it that its end resembles.
+
+    Drafts come from the place of the longest match with the end, among the `CANDIDATES` latest places that
+    match `SHORTEST_MATCH` tokens; the latest of equals. It is kept for as long as it foretells right.
+    Memory: one dictionary entry and 8 bytes a token.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+        self._latest: dict[tuple[int, ...], int] = {}
+        """For the tokens that form it, where the latest n-gram ends; the sequence's own end is not in it."""
+        self._previous = array("q")
+        """For each n-gram that has a token after it, in order, where the same ended before; 0 for nowhere."""
+        self._place = 0
+        """The index of the token that foretells the next one; 0 for none."""
+        self._matched = 0
+        shortest = SHORTEST_MATCH
+        grams = zip(*(self._tokens[i:-1] for i in range(shortest)), strict=False)
+        for end, gram in enumerate(grams, shortest):
+            self._previous.append(self._latest.get(gram, 0))
+            self._latest[gram] = end
+        self._find()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def matched(self) -> int:
+        """How many tokens before the draft's place are those at the end; 0 without a place, at most 64."""
+        return self._matched
+
+    def append(self, token: int) -> None:
+        """The sequence goes on with `token`."""
+        tokens = self._tokens
+        if len(tokens) >= SHORTEST_MATCH:
+            gram = tuple(tokens[-SHORTEST_MATCH:])
+            self._previous.append(self._latest.get(gram, 0))
+            self._latest[gram] = len(tokens)
+        right = self._place > 0 and tokens[self._place] == token
+        tokens.append(token)
+        if right:
+            self._place += 1
+            self._matched = min(self._matched + 1, LONGEST_MATCH)
+        else:
+            self._find()
+
+    def draft(self, limit: int) -> tuple[int, ...]:
+        """The next `limit` tokens, or none. Past the end of what is known, the draft itself goes on."""
+        if not self._place or limit <= 0:
+            return ()
+        known = self._tokens[self._place : self._place + limit]
+        while len(known) < limit:
+            known += known[: limit - len(known)]
+        return tuple(known)
+
+    def peek(self, limit: int) -> tuple[int, ...]:
+        """The token that is still being computed and up to `limit` after it, or nothing.
+
+        Once the token is known, the rest holds if it was foretold right.
+        """
+        return self.draft(limit + 1) if limit > 0 else ()
+
+    def _find(self) -> None:
+        self._place = self._matched = 0
+        tokens = self._tokens
+        if len(tokens) < SHORTEST_MATCH:
+            return
+        place = self._latest.get(tuple(tokens[-SHORTEST_MATCH:]), 0)
+        for _ in range(CANDIDATES):
+            if not place:
+                return
+            matched = self._match(place)
+            if matched > self._matched:
+                self._place, self._matched = place, matched
+            place = self._previous[place - SHORTEST_MATCH]
+
+    def _match(self, place: int) -> int:
+        """How many tokens before `place` are those at the end; at least the shortest match."""
+        tokens, end = self._tokens, len(self._tokens)
+        matched = SHORTEST_MATCH
+        while (
+            matched < min(place, LONGEST_MATCH) and tokens[place - 1 - matched] == tokens[end - 1 - matched]
+        ):
+            matched += 1
+        return matched
+
+
+MOST_DRAFTED = 16
+"""Tokens of the longest draft."""
+CREDIT_PER_STEP = 0.02
+"""What a step adds to what may be risked; a wrong draft costs 1."""
+CREDIT_PER_TOKEN = 0.25
+"""What a draft's right token adds."""
+FIRST_CREDIT = 2.0
+MOST_CREDIT = 4.0
+LEAST_MATCH = (LONGEST_MATCH + 1, 12, 6, SHORTEST_MATCH, SHORTEST_MATCH)
+"""For each whole credit the tokens that must match: who has little left risks it on likely drafts only."""
+
+
+class Adaptive:
+    """How many tokens of one sequence to draft, from how its drafts have fared.
+
+    A draft of which less than a quarter was right is wrong. It costs a credit, right tokens earn some, and
+    each step earns a little, so that there are never more wrong drafts than
+    2 + 0.02 * steps + 0.25 * right tokens.
+    """
+
+    def __init__(self, most: int = MOST_DRAFTED) -> None:
+        self._most = most
+        self._credit = FIRST_CREDIT
+
+    def limit(self, matched: int | None = None) -> int:
+        """How many tokens the next step may draft, 0 for none. Changes nothing.
+
+        `matched` is the lookup's; a draft is no longer than the match it comes from, so that it doubles while
+        drafts are right. Without it, the length follows the credit.
+        """
+        credits = int(self._credit)
+        if not credits:
+            return 0
+        if matched is None:
+            return min(4 * credits, self._most)
+        return min(matched, self._most) if matched >= LEAST_MATCH[credits] else 0
+
+    def report(self, drafted: int, accepted: int) -> None:
+        """A step is over that carried `drafted` tokens, of which the first `accepted` were right.
+
+        Every step counts, also one without a draft, as (0, 0).
+        """
+        self._credit += CREDIT_PER_STEP + CREDIT_PER_TOKEN * accepted
+        if is_wrong(drafted, accepted):
+            self._credit -= 1.0
+        self._credit = min(self._credit, MOST_CREDIT)
+
+
+def is_wrong(drafted: int, accepted: int) -> bool:
+    """Whether a draft cost more than it saved: less than a quarter of it was right."""
+    return 4 * accepted < drafted

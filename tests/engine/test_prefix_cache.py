@@ -1,0 +1,276 @@
+"""The index of kept caches, against a plain model of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.engine.prefix_cache import SHORTEST_HIT, Hit, PrefixCache
+
+A = tuple(range(100, 140))
+B = tuple(range(200, 240))
+QUESTION = (1, 2, 3)
+
+
+def cache(budget: int = 1_000, entries: int = 10, shortest: int = SHORTEST_HIT) -> PrefixCache:
+    return PrefixCache(budget, entries, shortest)
+
+
+# --- hits ------------------------------------------------------------------------------------------------
+
+
+def test_the_second_turn_finds_the_first() -> None:
+    kept = cache()
+    assert kept.keep(1, A) == ()
+    assert kept.find(A + QUESTION) == Hit(1, 40, whole=True)
+    assert kept.find(A[:30] + QUESTION) == Hit(1, 30, whole=False)
+    assert kept.find(B + QUESTION) is None
+
+
+def test_one_token_is_left_to_feed() -> None:
+    kept = cache()
+    kept.keep(1, A)
+    assert kept.find(A) == Hit(1, 39, whole=True)
+    assert kept.find(A[:20]) == Hit(1, 19, whole=False)
+    assert kept.find(()) is None
+    assert cache(shortest=0).find((1,)) is None
+
+
+def test_too_little_in_common_is_no_hit() -> None:
+    kept = cache(shortest=16)
+    kept.keep(1, A)
+    assert kept.find(A[:15] + B) is None
+    assert kept.find(A[:16] + B) == Hit(1, 16, whole=False)
+    assert kept.find(A[:16]) is None
+
+
+def test_the_longest_prefix_wins() -> None:
+    kept = cache()
+    for uid, length in ((1, 20), (2, 35), (3, 28)):
+        kept.keep(uid, (*A[:length], uid))
+    assert kept.find(A) == Hit(2, 35, whole=False)
+    assert kept.find((*A[:28], 3, 9, 9)) == Hit(3, 29, whole=True)
+
+
+def test_a_running_sequence_shares_its_prompt() -> None:
+    kept = cache()
+    kept.share(7, A)
+    assert kept.find(A + QUESTION) == Hit(7, 40, whole=False, running=True)
+    assert (kept.tokens, len(kept)) == (0, 0)
+    kept.touch(7)
+    kept.share(7, (*A, 5))
+    assert kept.find((*A, 5, 5)) == Hit(7, 41, whole=False, running=True)
+    kept.unshare(7)
+    assert kept.find(A + QUESTION) is None
+
+
+def test_what_may_be_taken_over_is_preferred_to_what_runs() -> None:
+    kept = cache()
+    kept.share(7, A)
+    kept.keep(1, A)
+    assert kept.find(A + QUESTION) == Hit(1, 40, whole=True)
+
+
+def test_a_sequence_that_ends_is_kept_and_runs_no_longer() -> None:
+    kept = cache()
+    kept.share(7, A)
+    kept.keep(7, A + QUESTION)
+    assert kept.find(A + QUESTION + B) == Hit(7, 43, whole=True)
+    kept.take(7)
+    assert kept.find(A + QUESTION + B) is None
+
+
+# --- room ------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_makes_room() -> None:
+    kept = cache(budget=120)
+    for uid in (1, 2, 3):
+        kept.keep(uid, (uid, *A[1:]))
+    kept.touch(1)
+    assert kept.keep(4, B) == (2,)
+    assert kept.keep(5, B[:1] + A + A[:-1]) == (3, 1)
+    assert kept.tokens == 120
+
+
+def test_no_more_entries_than_allowed() -> None:
+    kept = cache(entries=2)
+    assert [kept.keep(uid, (uid, *A)) for uid in (1, 2, 3)] == [(), (), (1,)]
+    assert cache(entries=0).keep(1, A) == (1,)
+
+
+def test_what_can_never_be_used_is_refused() -> None:
+    kept = cache(budget=50)
+    kept.keep(1, A)
+    assert kept.keep(2, range(51)) == (2,)
+    assert kept.keep(3, B[:15]) == (3,)
+    assert kept.find(A + QUESTION) == Hit(1, 40, whole=True)
+
+
+def test_a_longer_conversation_supersedes_the_shorter() -> None:
+    kept = cache()
+    kept.keep(1, A)
+    kept.keep(2, B)
+    assert kept.keep(3, A + QUESTION) == (1,)
+    assert kept.tokens == 83
+
+
+def test_what_a_kept_cache_holds_already_is_refused_and_keeps_that_one_young() -> None:
+    kept = cache(budget=80)
+    kept.keep(1, A)
+    kept.keep(2, B)
+    assert kept.keep(3, A[:20]) == (3,)
+    assert kept.keep(4, A) == (4,)
+    assert kept.keep(5, B[1:]) == (2,)
+
+
+def test_evicting_frees_as_much_as_asked_or_all() -> None:
+    kept = cache()
+    for uid in (1, 2, 3):
+        kept.keep(uid, (uid, *A[1:]))
+    assert kept.evict(0) == ()
+    assert kept.evict(41) == (1, 2)
+    assert kept.evict(1_000) == (3,)
+    assert (kept.evict(1), kept.tokens) == ((), 0)
+
+
+def test_taking_and_dropping() -> None:
+    kept = cache()
+    kept.keep(1, A)
+    kept.share(2, B)
+    assert kept.take(1) == 40
+    for unknown in (kept.take, kept.touch):
+        with pytest.raises(KeyError):
+            unknown(1)
+    kept.drop(1)
+    kept.drop(2)
+    assert kept.find(B + QUESTION) is None
+    kept.keep(1, A)
+    with pytest.raises(ValueError, match="uid 1"):
+        kept.keep(1, B)
+    kept.drop(1)
+    assert (kept.find(A + QUESTION), kept.tokens) == (None, 0)
+
+
+def test_clearing_forgets_everything() -> None:
+    kept = cache()
+    kept.keep(1, A)
+    kept.share(2, B)
+    kept.clear()
+    assert (kept.find(A + QUESTION), kept.find(B + QUESTION), kept.tokens, len(kept)) == (None, None, 0, 0)
+
+
+# --- against a plain model -------------------------------------------------------------------------------
+
+
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+@dataclass
+class Plain:
+    """The same index, looked through token by token."""
+
+    budget: int
+    entries: int
+    shortest: int
+    kept: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    running: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def keep(self, uid: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        self.running.pop(uid, None)
+        if len(tokens) < self.shortest or len(tokens) > self.budget or not self.entries:
+            return (uid,)
+        for entry in self.kept:
+            if entry[1][: len(tokens)] == tokens:
+                self.kept.remove(entry)
+                self.kept.append(entry)
+                return (uid,)
+        freed = [entry for entry in self.kept if tokens[: len(entry[1])] == entry[1]]
+        self.kept = [entry for entry in self.kept if entry not in freed]
+        self.kept.append((uid, tokens))
+        while self.size() > self.budget or len(self.kept) > self.entries:
+            freed.append(self.kept.pop(0))
+        return tuple(uid for uid, _ in freed)
+
+    def size(self) -> int:
+        return sum(len(tokens) for _, tokens in self.kept)
+
+    def find(self, prompt: tuple[int, ...]) -> Hit | None:
+        hits = [
+            Hit(uid, common(tokens, prompt[:-1]), prompt[: len(tokens)] == tokens)
+            for uid, tokens in self.kept
+        ]
+        hits.reverse()
+        hits += [
+            Hit(uid, common(tokens, prompt[:-1]), whole=False, running=True)
+            for uid, tokens in reversed(self.running.items())
+        ]
+        hits = [hit for hit in hits if hit.length >= max(self.shortest, 1)]
+        return max(hits, key=lambda hit: (hit.length, hit.whole), default=None)
+
+    def evict(self, tokens_needed: int) -> tuple[int, ...]:
+        freed, enough = [], self.size() - tokens_needed
+        while self.kept and self.size() > enough:
+            freed.append(self.kept.pop(0)[0])
+        return tuple(freed)
+
+
+TOKENS = st.lists(st.integers(0, 1), max_size=9).map(tuple)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["keep", "keep", "share", "end", "find", "find", "evict", "take"]), TOKENS),
+    max_size=40,
+)
+
+
+@given(STEPS, st.integers(0, 20), st.integers(0, 4), st.integers(0, 3))
+@settings(max_examples=400)
+def test_it_does_what_the_plain_model_does(
+    steps: list[tuple[str, tuple[int, ...]]], budget: int, entries: int, shortest: int
+) -> None:
+    """Hits are the longest, budget and count hold, what runs is not evicted, all that goes is named."""
+    real, plain = PrefixCache(budget, entries, shortest), Plain(budget, entries, shortest)
+    for uid, (step, tokens) in enumerate(steps, 1):
+        match step:
+            case "keep":
+                freed = real.keep(uid, tokens)
+                assert freed == plain.keep(uid, tokens)
+                assert not set(freed) & set(plain.running)
+            case "share":
+                real.share(uid, tokens)
+                plain.running[uid] = tokens
+            case "end" if plain.running:
+                ended = min(plain.running)
+                assert real.keep(ended, tokens) == plain.keep(ended, tokens)
+            case "find":
+                hit = real.find(tokens)
+                assert hit == plain.find(tokens)
+                if hit and not hit.running:
+                    real.touch(hit.uid)
+                    plain.kept.sort(key=lambda entry: entry[0] == hit.uid)
+            case "evict":
+                assert real.evict(len(tokens)) == plain.evict(len(tokens))
+            case "take" if plain.kept:
+                uid_taken, held = plain.kept.pop()
+                assert real.take(uid_taken) == len(held)
+        assert real.tokens == plain.size() <= budget
+        assert len(real) == len(plain.kept) <= entries
+
+
+@pytest.mark.parametrize("differs_at", [0, 16, 17, 50_000, 99_998, 99_999])
+def test_long_prompts_are_compared_to_the_token(differs_at: int) -> None:
+    """Tokens of which one byte alone differs, too."""
+    rng = random.Random(differs_at)
+    prompt = [rng.randrange(1 << 18) for _ in range(100_000)]
+    held = list(prompt)
+    held[differs_at] ^= 1 << rng.choice((0, 9, 17))
+    kept = cache(budget=1_000_000)
+    kept.keep(1, held)
+    expected = Hit(1, differs_at, whole=False) if differs_at >= SHORTEST_HIT else None
+    assert kept.find(prompt) == expected

@@ -1,0 +1,312 @@
+"""Drafts: found where a plain search finds them, right on text that repeats, rare on text that does not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.engine import speculation
+from mlxtp.engine.speculation import (
+    CANDIDATES,
+    LONGEST_MATCH,
+    MOST_DRAFTED,
+    SHORTEST_MATCH,
+    Adaptive,
+    Lookup,
+    is_wrong,
+)
+
+# --- the lookup, against a plain search ------------------------------------------------------------------
+
+FEW_TOKENS = st.lists(st.integers(0, 2), max_size=60)
+
+
+def matched_at(tokens: Sequence[int], place: int) -> int:
+    """How many tokens before `place` are the last ones of `tokens`."""
+    length = 0
+    while length < min(place, LONGEST_MATCH) and tokens[place - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def search(tokens: Sequence[int]) -> tuple[int, int]:
+    """(place, matched) of the longest match among the latest candidates, by looking everywhere."""
+    places = [p for p in range(len(tokens) - 1, 0, -1) if matched_at(tokens, p) >= SHORTEST_MATCH]
+    best = max(places[:CANDIDATES], key=lambda place: matched_at(tokens, place), default=0)
+    return best, matched_at(tokens, best) if best else 0
+
+
+def continued(tokens: Sequence[int], place: int, limit: int) -> tuple[int, ...]:
+    """The tokens from `place` on, as if those foretold had already come."""
+    known = list(tokens)
+    for _ in range(limit):
+        known.append(known[place])
+        place += 1
+    return tuple(known[len(tokens) :])
+
+
+@given(FEW_TOKENS, FEW_TOKENS, st.integers(0, 12))
+@settings(max_examples=300)
+def test_a_draft_is_what_a_plain_search_finds(prompt: list[int], answer: list[int], limit: int) -> None:
+    """At every token: the place that was right is kept, else the longest of the latest matches is taken."""
+    lookup = Lookup(prompt)
+    tokens = list(prompt)
+    place, matched = search(tokens)
+    for token in [*answer, None]:
+        assert len(lookup) == len(tokens)
+        assert lookup.matched == matched
+        assert lookup.draft(limit) == (continued(tokens, place, limit) if place else ())
+        if token is None:
+            return
+        kept = place > 0 and tokens[place] == token
+        lookup.append(token)
+        tokens.append(token)
+        place, matched = (place + 1, min(matched + 1, LONGEST_MATCH)) if kept else search(tokens)
+
+
+@given(FEW_TOKENS, st.integers(1, 8))
+@settings(max_examples=100)
+def test_peeking_foretells_the_token_in_flight_and_what_follows_it(prompt: list[int], limit: int) -> None:
+    lookup = Lookup(prompt)
+    foretold = lookup.peek(limit)
+    assert len(foretold) in (0, limit + 1)
+    if foretold:
+        lookup.append(foretold[0])
+        assert lookup.draft(limit) == foretold[1:]
+
+
+@given(FEW_TOKENS, st.integers(0, 60))
+def test_it_does_not_matter_what_was_prompt_and_what_was_answer(tokens: list[int], cut: int) -> None:
+    """But for the place that is being followed: with all of it as prompt there is none yet."""
+    cut = min(cut, len(tokens))
+    grown = Lookup(tokens[:cut])
+    for token in tokens[cut:]:
+        grown.append(token)
+    # Nothing here continues with a 9, so that both search anew.
+    whole = Lookup([*tokens, 9])
+    grown.append(9)
+    for token in tokens[-4:]:
+        grown.append(token)
+        whole.append(token)
+        assert (grown.draft(5), grown.matched) == (whole.draft(5), whole.matched)
+
+
+def test_the_longest_match_wins_over_the_latest() -> None:
+    prompt = [1, 2, 3, 4, 5, 60, 0, 9, 3, 4, 5, 70, 0, 8, 3, 4, 5, 80, 0, 2, 3, 4, 5]
+    assert Lookup(prompt).draft(1) == (60,)
+    assert Lookup(prompt).matched == 4
+    assert Lookup([*prompt[:-4], 7, 3, 4, 5]).draft(1) == (80,)
+
+
+def test_a_match_that_reaches_the_end_goes_round() -> None:
+    lookup = Lookup([7, 1, 2, 3, 1, 2, 3, 1, 2])
+    assert lookup.draft(8) == (3, 1, 2, 3, 1, 2, 3, 1)
+    assert Lookup([5, 5, 5, 5]).draft(3) == (5, 5, 5)
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 9, 9, 1, 2]])
+def test_nothing_is_drafted_from_nothing(tokens: list[int]) -> None:
+    lookup = Lookup(tokens)
+    assert lookup.draft(4) == lookup.peek(4) == ()
+    assert lookup.matched == 0
+
+
+def test_no_limit_no_draft() -> None:
+    lookup = Lookup([1, 1, 1, 1, 1])
+    assert lookup.draft(0) == lookup.peek(0) == ()
+
+
+@dataclass
+class Counting:
+    """Counts the comparisons of one lookup."""
+
+    searches: int = 0
+
+    def wrap(self, match: Callable[[Lookup, int], int]) -> Callable[[Lookup, int], int]:
+        def counted(lookup: Lookup, place: int) -> int:
+            self.searches += 1
+            return match(lookup, place)
+
+        return counted
+
+
+def test_work_per_token_is_bounded_on_the_worst_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 3-gram is everywhere, and every other token breaks the match."""
+    counting = Counting()
+    monkeypatch.setattr(Lookup, "_match", counting.wrap(Lookup._match))
+    rng = random.Random(3)
+    lookup = Lookup([0] * 5_000)
+    for _ in range(5_000):
+        lookup.append(rng.randrange(2))
+    assert counting.searches <= 5_001 * CANDIDATES
+
+
+# --- a decode loop ---------------------------------------------------------------------------------------
+
+Model = Callable[[Sequence[int]], int]
+"""Greedy: the next token of what has been."""
+
+
+@dataclass
+class Run:
+    tokens: list[int]
+    steps: int = 0
+    wrong: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def decode(model: Model, prompt: Sequence[int], count: int, *, use_match: bool = True) -> Run:
+    """Decode with drafts that are known one step late: the newest token is still being computed."""
+    lookup, adaptive = Lookup(prompt), Adaptive()
+    run = Run([model(prompt)], steps=1)
+    while len(run.tokens) < count:
+        limit = adaptive.limit(lookup.matched if use_match else None)
+        foretold = lookup.peek(limit)
+        in_flight = run.tokens[-1]
+        lookup.append(in_flight)
+        draft = foretold[1:] if foretold[:1] == (in_flight,) else ()
+        # One forward: what the model says after each fed token, right as far as the draft is.
+        known = [*prompt, *run.tokens]
+        accepted = 0
+        while accepted < len(draft) and model([*known, *draft[:accepted]]) == draft[accepted]:
+            accepted += 1
+        fresh = [*draft[:accepted], model([*known, *draft[:accepted]])]
+        for token in fresh[:-1]:
+            lookup.append(token)
+        run.tokens += fresh
+        run.steps += 1
+        run.drafted += len(draft)
+        run.accepted += accepted
+        run.wrong += is_wrong(len(draft), accepted)
+        adaptive.report(len(draft), accepted)
+    del run.tokens[count:]
+    return run
+
+
+def plain(model: Model, prompt: Sequence[int], count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(model([*prompt, *tokens]))
+    return tokens
+
+
+def says(text: Sequence[int], prompt: Sequence[int]) -> Model:
+    """A model that answers `prompt` with `text`, over and over."""
+    return lambda known: text[(len(known) - len(prompt)) % len(text)]
+
+
+def markov(seed: int, order: int, vocabulary: int) -> Model:
+    """A model that is sure of itself: the next token is a fixed function of the last `order` tokens."""
+    return lambda known: random.Random(hash((seed, *known[-order:]))).randrange(vocabulary)
+
+
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 4),
+    st.integers(2, 6),
+    st.lists(st.integers(0, 5), min_size=1, max_size=30),
+)
+@settings(max_examples=60)
+def test_drafts_change_no_token(seed: int, order: int, vocabulary: int, prompt: list[int]) -> None:
+    """Whatever the model, whatever the drafts: greedy output is the same with and without."""
+    model = markov(seed, order, vocabulary)
+    assert decode(model, prompt, 80).tokens == plain(model, prompt, 80)
+
+
+def text_of(words: int, seed: int) -> list[int]:
+    """Text in which some words are far more common than others, as in any language."""
+    rng = random.Random(seed)
+    common = [1 / (rank + 3) for rank in range(5_000)]
+    return rng.choices(range(5_000), common, k=words)
+
+
+def test_copied_text_takes_a_tenth_of_the_steps() -> None:
+    text = text_of(1_000, 1)
+    run = decode(says(text, [*text, 1, 2]), [*text, 1, 2], 1_000)
+    assert run.tokens == text
+    assert run.steps < 100
+
+
+def test_text_copied_with_changes_takes_half_of_the_steps() -> None:
+    text = text_of(1_000, 1)
+    rng = random.Random(2)
+    changed = [6_000 if rng.random() < 0.03 else token for token in text]
+    run = decode(says(changed, text), text, 1_000)
+    assert run.tokens == changed
+    assert run.steps < 500
+
+
+@pytest.mark.parametrize("use_match", [True, False])
+@pytest.mark.parametrize(
+    "text",
+    [
+        random.Random(4).choices(range(512), k=6_000),
+        random.Random(5).choices(range(2), k=6_000),
+        random.Random(6).choices(range(10), k=6_000),
+        text_of(6_000, 7),
+    ],
+    ids=["512 tokens", "2 tokens", "10 tokens", "words"],
+)
+def test_text_with_nothing_to_copy_is_left_alone(text: list[int], use_match: bool) -> None:
+    """At most 3 steps of 100 carry a wrong draft that no right one has paid for."""
+    run = decode(says(text, text[:500]), text[:500], 5_500, use_match=use_match)
+    assert run.wrong <= 0.03 * run.steps + speculation.CREDIT_PER_TOKEN * run.accepted
+
+
+# --- the policy ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 70), st.floats(0, 1)), max_size=400))
+@settings(max_examples=100)
+def test_wrong_drafts_are_paid_for(steps: list[tuple[int, float]]) -> None:
+    """The bound of the docstring, whatever comes: `limit` never lets it be broken."""
+    adaptive = Adaptive()
+    wrong = right = 0
+    for done, (matched, share) in enumerate(steps, 1):
+        drafted = adaptive.limit(matched)
+        accepted = int(share**4 * drafted)
+        assert drafted <= min(matched, MOST_DRAFTED)
+        wrong += is_wrong(drafted, accepted)
+        right += accepted
+        adaptive.report(drafted, accepted)
+        assert wrong <= 2 + 0.02 * done + 0.25 * right + 1e-6
+
+
+@pytest.mark.parametrize("matched", [None, 64])
+def test_who_is_always_wrong_is_asked_rarely_and_again(matched: int | None) -> None:
+    adaptive = Adaptive()
+    asked = []
+    for step in range(10_000):
+        drafted = adaptive.limit(matched)
+        asked += [step] * (drafted > 0)
+        adaptive.report(drafted, 0)
+    assert 0 < len(asked) <= 0.03 * 10_000
+    assert asked[-1] > 9_900
+
+
+def test_with_little_credit_only_long_matches_are_tried() -> None:
+    adaptive = Adaptive()
+    assert [adaptive.limit(m) for m in (3, 5, 6, 12, 64)] == [0, 0, 6, 12, 16]
+    adaptive.report(6, 0)
+    assert [adaptive.limit(m) for m in (3, 6, 11, 12, 64)] == [0, 0, 0, 12, 16]
+    adaptive.report(12, 2)
+    assert [adaptive.limit(m) for m in (12, 64)] == [0, 0]
+    adaptive.report(0, 0)
+    for _ in range(3):
+        adaptive.report(4, 4)
+    assert [adaptive.limit(m) for m in (0, 2, 3, 64)] == [0, 0, 3, 16]
+
+
+def test_drafts_grow_while_they_are_right() -> None:
+    adaptive, lengths = Adaptive(), []
+    for _ in range(4):
+        lengths.append(adaptive.limit())
+        adaptive.report(lengths[-1], lengths[-1])
+    assert lengths == [8, 16, 16, 16]
+    assert Adaptive(most=3).limit() == Adaptive(most=3).limit(20) == 3

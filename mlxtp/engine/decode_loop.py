@@ -10,33 +10,36 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ..errors import Code, GroupError
+from ..errors import Code, GroupError, ModelError
 from ..wire.link import Link
 from ..wire.messages import (
     Abort,
     Cancel,
-    Delta,
     Error,
-    Finished,
+    Evict,
     Generate,
     Loaded,
     LoadShard,
     Message,
+    PromptBatch,
     PromptTokens,
+    SanityCheck,
     SessionStop,
     Shutdown,
     StepToken,
     Unload,
 )
+from .desk import RequestDesk
+from .draft_model import DraftModel
+from .emitter import Emitter
 from .followers import Followers
-from .mail import AGENT, Mailbox
+from .mail import AGENT, COMPILER, Mailbox
+from .moves import Decode, Drop, Move, Outcome, Prefill, PrefillTogether, Stop
 from .rank import Forward, Rank, Result
-from .scheduler import Decode, End, Move, Outcome, Prefill, Scheduler, Stop, Token
-
-MAX_ROWS = 64
-"""Sequences decoded at once. More wait their turn."""
+from .requests import Requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,55 +51,18 @@ class Unconfirmed:
     settled_at: float
 
 
-class Emitter:
-    """The only voice of the group: tokens and ends, to the agent. Other ranks have no such object."""
-
-    def __init__(self, pipe: Link, rank: Rank) -> None:
-        self._pipe = pipe
-        self._status = rank.status
-        self._open: set[int] = set()
-
-    def begin(self, uid: int) -> None:
-        self._open.add(uid)
-
-    def emit(self, outcomes: tuple[Outcome, ...]) -> None:
-        """Send a step's tokens in one frame, then the ends. What belongs to ended requests is dropped."""
-        tokens = [o for o in outcomes if isinstance(o, Token) and o.uid in self._open]
-        if tokens:
-            self._pipe.send(
-                Delta(
-                    tuple(t.uid for t in tokens),
-                    tuple(t.index for t in tokens),
-                    tuple(t.token for t in tokens),
-                )
-            )
-            self._status.emitted += len(tokens)
-        for outcome in outcomes:
-            if isinstance(outcome, End) and outcome.uid in self._open:
-                self._open.remove(outcome.uid)
-                self._pipe.send(Finished(outcome.uid, outcome.reason, outcome.generated, outcome.forwards))
-
-    def fail(self, uid: int, code: Code, detail: str) -> None:
-        self._open.discard(uid)
-        self._pipe.send(Error(code, detail, uid))
-
-    def fail_all(self, code: Code, detail: str) -> None:
-        for uid in sorted(self._open):
-            self.fail(uid, code, detail)
-
-
 class DecodeLoop:
     """Rank 0's loop. `run_ahead` is how many forwards are queued before an earlier one's tokens are known."""
 
-    def __init__(self, rank: Rank, mail: Mailbox, pipe: Link, followers: Followers) -> None:
+    def __init__(
+        self, rank: Rank, mail: Mailbox, pipe: Link, followers: Followers, desk: RequestDesk
+    ) -> None:
         self._rank = rank
         self._mail = mail
         self._pipe = pipe
         self._followers = followers
-        self._emitter = Emitter(pipe, rank)
+        self._requests = Requests(rank, mail, desk, Emitter(pipe, rank.status))
         self._run_ahead = rank.bootstrap.run_ahead
-        self._scheduler: Scheduler | None = None
-        self._prefill_chunk = 0
         self._running: deque[Forward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()
 
@@ -108,6 +74,9 @@ class DecodeLoop:
                     self._shutdown()
                     return
                 self._obey(received.message)
+            while compiled := self._mail.take(COMPILER):
+                self._requests.compiled(*compiled)
+            self._requests.give_up_waiting()
             moved = self._move()
             settled = self._settle(keep=self._run_ahead if moved else 0)
             self._confirm()
@@ -119,57 +88,41 @@ class DecodeLoop:
     def _obey(self, command: Message) -> None:
         match command:
             case Generate():
-                self._admit(command)
+                self._requests.admit(command)
             case Cancel():
-                if self._scheduler is not None and (end := self._scheduler.cancel(command.uid)):
-                    self._emitter.emit((end,))
+                self._requests.cancel(command.uid)
             case LoadShard():
                 self._pipe.send(self._load(command))
             case Abort() | Unload():
-                self._drop_requests("the model was taken away while this request was running")
-                self._pipe.send(self._everywhere(command))
+                self._drain()
+                self._requests.drop("the model was taken away while this request was running")
                 if isinstance(command, Unload):
-                    self._scheduler = None
+                    self._requests.close()
+                self._pipe.send(self._everywhere(command))
             case _:
                 self._drain()
                 self._pipe.send(self._everywhere(command))
 
-    def _admit(self, request: Generate) -> None:
-        loaded = self._rank.loaded
-        assert loaded is not None, "the pipe's protocol admits requests to a loaded model only"
-        assert self._scheduler is not None
-        self._emitter.begin(request.uid)
-        if max(request.tokens) >= loaded.vocabulary:
-            detail = f"token {max(request.tokens)} is not in the model's vocabulary of {loaded.vocabulary}"
-            self._emitter.fail(request.uid, Code.BAD_REQUEST, detail)
-        elif len(request.tokens) + request.max_tokens > loaded.context:
-            detail = (
-                f"{len(request.tokens)} prompt tokens and {request.max_tokens} new ones exceed "
-                f"the model's context of {loaded.context}"
-            )
-            self._emitter.fail(request.uid, Code.CONTEXT_OVERFLOW, detail)
-        else:
-            self._scheduler.add(request.uid, request.tokens, request.max_tokens)
-
     def _load(self, command: LoadShard) -> Message:
         self._drain()
+        self._requests.close()
         reply = self._everywhere(command)
         if isinstance(reply, Loaded):
-            self._prefill_chunk = command.prefill_chunk
-            self._scheduler = self._new_scheduler()
+            try:
+                drafter = self._load_drafter(command)
+            except ModelError as error:
+                self._everywhere(Unload())
+                return Error(error.code, error.detail, 0)
+            fits = self._requests.open(command, reply, drafter)
+            return replace(reply, context=min(reply.context, max(fits, 1)))
         return reply
 
-    def _new_scheduler(self) -> Scheduler:
-        loaded = self._rank.loaded
-        assert loaded is not None
-        max_rows = MAX_ROWS if loaded.batches else 1
-        return Scheduler(eos=self._rank.eos, prefill_chunk=self._prefill_chunk, max_rows=max_rows)
-
-    def _drop_requests(self, why: str) -> None:
-        self._drain()
-        self._emitter.fail_all(Code.SHUTTING_DOWN, why)
-        if self._scheduler is not None:
-            self._scheduler = self._new_scheduler()
+    def _load_drafter(self, command: LoadShard) -> DraftModel | None:
+        """The draft model, on this rank alone: it enters no collective."""
+        if not command.draft_path:
+            return None
+        assert self._rank.loaded is not None
+        return DraftModel(Path(command.draft_path), self._rank.loaded.vocabulary.size)
 
     def _everywhere(self, command: Message) -> Message:
         """Carry out a command on every rank; returns this rank's reply, or one Error with everybody's.
@@ -188,14 +141,16 @@ class DecodeLoop:
             replies |= self._followers.replies(self._rank.bootstrap.deadline_s)
         errors = {rank: reply for rank, reply in replies.items() if isinstance(reply, Error)}
         if not errors:
-            return replies[0]
+            return _combined(replies)
         if isinstance(command, LoadShard):
             self._everywhere(Unload())
         detail = "; ".join(f"rank {rank}: {error.detail}" for rank, error in sorted(errors.items()))
         return Error(errors[min(errors)].code, detail, 0)
 
     def _shutdown(self) -> None:
-        self._drop_requests("the cluster is shutting down")
+        self._drain()
+        self._requests.drop("the cluster is shutting down")
+        self._requests.close()
         self._rank.status.enter("closing")
         self._followers.send(Shutdown())
         deadline_s = self._rank.bootstrap.deadline_s
@@ -206,15 +161,20 @@ class DecodeLoop:
 
     def _move(self) -> bool:
         """Make the scheduler's next move on every rank; False when it has none."""
-        move = self._scheduler.next() if self._scheduler is not None else None
+        scheduler = self._requests.scheduler
+        move = scheduler.next() if scheduler is not None else None
         if move is None:
             return False
+        self._requests.moves(move)
         frame = _frame(move)
         step = self._followers.send(frame)
-        if isinstance(frame, SessionStop):
-            self._rank.stop(frame.uid, frame.forwards)
-        else:
-            self._running.append(self._rank.launch(step, frame))
+        match frame:
+            case SessionStop():
+                self._rank.stop(frame.uid, frame.forwards, frame.keep)
+            case Evict():
+                self._rank.evict(frame.uids)
+            case PromptTokens() | PromptBatch() | StepToken():
+                self._running.append(self._rank.launch(step, frame))
         return True
 
     def _settle(self, keep: int) -> bool:
@@ -223,8 +183,8 @@ class DecodeLoop:
             return False
         while len(self._running) > keep:
             result = self._rank.settle(self._running.popleft())
-            assert self._scheduler is not None
-            outcomes = tuple(self._scheduler.record(result.uids, result.tokens))
+            assert self._requests.scheduler is not None
+            outcomes = tuple(self._requests.scheduler.record(result.tokens, result.scores))
             self._unconfirmed.append(Unconfirmed(result, outcomes, time.monotonic()))
         return True
 
@@ -244,7 +204,7 @@ class DecodeLoop:
                     )
                 return
             self._unconfirmed.popleft()
-            self._emitter.emit(oldest.outcomes)
+            self._requests.emit(oldest.outcomes)
 
     def _ack_time_left_s(self) -> float:
         waited_s = time.monotonic() - self._unconfirmed[0].settled_at
@@ -257,7 +217,10 @@ class DecodeLoop:
             return
         if self._rank.status.phase != "idle":
             self._rank.status.enter("idle")
-        self._mail.wait()
+        if self._requests.scheduler is None or self._rank.bootstrap.world_size == 1:
+            self._mail.wait()
+        elif not self._mail.wait(self._rank.bootstrap.canary_s):
+            self._everywhere(SanityCheck())  # raises when the group no longer computes what it did
 
     def _drain(self) -> None:
         """Bring every forward to its end and read every Ack: commands come between steps."""
@@ -268,11 +231,47 @@ class DecodeLoop:
             self._confirm()
 
 
-def _frame(move: Move) -> PromptTokens | StepToken | SessionStop:
+def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop | Evict:
     match move:
         case Prefill():
-            return PromptTokens(move.uid, move.offset, move.total, move.tokens)
+            return PromptTokens(
+                move.uid,
+                move.offset,
+                move.total,
+                move.tokens,
+                move.source,
+                move.take,
+                move.sampling,
+                move.exchange,
+                move.agreement,
+            )
+        case PrefillTogether(prompts):
+            return PromptBatch(
+                tuple([prompt.uid for prompt in prompts]),
+                tuple([prompt.total for prompt in prompts]),
+                tuple([prompt.offset for prompt in prompts]),
+                tuple([prompt.source for prompt in prompts]),
+                tuple([int(prompt.take) for prompt in prompts]),
+                tuple([token for prompt in prompts for token in prompt.tokens]),
+                tuple([prompt.sampling for prompt in prompts]),
+                move.exchange,
+                move.agreement,
+            )
         case Decode():
-            return StepToken(move.rows, "broadcast")
+            return StepToken(
+                move.rows, move.positions, move.widths, move.tokens, move.exchange, move.agreement
+            )
         case Stop():
-            return SessionStop(move.uid, move.reason, move.forwards)
+            return SessionStop(move.uid, move.reason, move.forwards, move.keep)
+        case Drop():
+            return Evict(move.uids)
+
+
+def _combined(replies: dict[int, Message]) -> Message:
+    """Rank 0's own reply; of a load, with the least room that any rank has for KV caches."""
+    mine = replies[0]
+    if not isinstance(mine, Loaded):
+        return mine
+    loads = [reply for reply in replies.values() if isinstance(reply, Loaded)]
+    room = min(reply.kv_bytes // max(reply.kv_token_bytes, 1) for reply in loads)
+    return replace(mine, kv_bytes=room * max(mine.kv_token_bytes, 1))

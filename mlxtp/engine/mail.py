@@ -7,13 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from ..errors import Code, GroupError, LinkError, MlxtpError
 from ..wire.link import Link
 from ..wire.protocol import Received
 
 AGENT = -1
-"""The sender that is this rank's own agent; other senders are ranks."""
+"""The sender that is this rank's own agent; senders from 0 on are ranks."""
+COMPILER = -2
+"""The sender of compiled grammars."""
 
 Failure = Callable[[MlxtpError], None]
 """Called by a reader thread whose link broke; does not return."""
@@ -23,14 +26,14 @@ class Mailbox:
     """Messages sorted by sender, each sender's in order."""
 
     def __init__(self) -> None:
-        self._arrived: SimpleQueue[tuple[int, Received]] = SimpleQueue()
-        self._by_sender: dict[int, deque[Received]] = {}
+        self._arrived: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self._by_sender: dict[int, deque[Any]] = {}
 
-    def post(self, sender: int, received: Received) -> None:
+    def post(self, sender: int, received: Any) -> None:
         """Any thread: hand over one message."""
         self._arrived.put((sender, received))
 
-    def take(self, sender: int) -> Received | None:
+    def take(self, sender: int) -> Any:
         """The sender's oldest message that is here, or None."""
         self._sort()
         waiting = self._by_sender.get(sender)
@@ -45,7 +48,7 @@ class Mailbox:
         self._by_sender.setdefault(sender, deque()).append(received)
         return True
 
-    def receive(self, sender: int, deadline_s: float | None) -> Received:
+    def receive(self, sender: int, deadline_s: float | None) -> Any:
         """The sender's next message. Raises LinkError (LINK_TIMEOUT) when none comes in time."""
         ends_at = None if deadline_s is None else time.monotonic() + deadline_s
         while (received := self.take(sender)) is None:

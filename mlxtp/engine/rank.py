@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import struct
+import time
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
+import psutil
 
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
 from ..wire.identity import epoch_digest
@@ -23,46 +27,67 @@ from ..wire.messages import (
     Loaded,
     LoadShard,
     Message,
+    PromptBatch,
     PromptTokens,
     SanityCheck,
     SanityDone,
     StepToken,
     Unload,
 )
+from .batch import CacheKind
+from .choice import Chooser, Desk
 from .group import CollectiveCounter, Group, LoneGroup, check_proof, form
 from .loader import LoadedModel, load
-from .runner import Runner
+from .moves import Score
+from .runner import Chosen, Runner
 from .status import Status
+
+KV_TYPE_BITS = 16
+"""Bits of a key's or value's number that is not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward that is queued or running. `tokens` will hold what it chose for `uids`, int32 [rows]."""
+    """A forward that is queued or running, since `launched_at` (monotonic, in seconds)."""
 
     step: int
-    uids: tuple[int, ...]
-    tokens: mx.array
+    chosen: Chosen
     forwards: int
     collectives: int
+    launched_at: float
+    fed: int = 0
+    """Digest of what it was fed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A forward whose tokens are known on this rank."""
+    """A forward whose tokens are known on this rank: of each row as many as it was fed, in row order.
+
+    `scores` holds, for each uid that wanted them, one Score a token. `step_us` and `wait_us` as in Ack.
+    """
 
     step: int
-    uids: tuple[int, ...]
     tokens: tuple[int, ...]
+    scores: Mapping[int, Sequence[Score]]
     forwards: int
     collectives: int
     digest: int
+    step_us: int
+    wait_us: int
 
 
 class Rank:
     """Group, model and runner of this process, for one epoch."""
 
     def __init__(
-        self, bootstrap: Bootstrap, epoch: int, folder: Path, status: Status, counter: CollectiveCounter
+        self,
+        bootstrap: Bootstrap,
+        epoch: int,
+        folder: Path,
+        status: Status,
+        counter: CollectiveCounter,
+        *,
+        desk: Desk,
     ) -> None:
         self.bootstrap = bootstrap
         self.status = status
@@ -71,6 +96,8 @@ class Rank:
         self._epoch = epoch
         self._folder = folder
         self._counter = counter
+        self._desk = desk
+        self.caches: CacheKind | None = None
         self._group: Group = LoneGroup()
         self._runner: Runner | None = None
 
@@ -97,50 +124,64 @@ class Rank:
                 raise LocalProtocolError(f"{type(command).__name__} is not a command a rank carries out")
         return Done()
 
-    def launch(self, step: int, frame: PromptTokens | StepToken) -> Forward:
+    def launch(self, step: int, frame: PromptTokens | PromptBatch | StepToken) -> Forward:
         """Queue the forward that frame number `step` names. Returns at once; the device works on."""
+        launched_at = time.monotonic()
         runner = self._require_runner()
         if not self.status.in_flight:
             self.status.progress()  # the time since the last forward was idling
         if isinstance(frame, PromptTokens):
             self.status.phase = "prefill"
-            last = frame.offset + len(frame.tokens) == frame.total
-            tokens = runner.prefill(frame.uid, frame.tokens, last=last)
-            uids: tuple[int, ...] = (frame.uid,) if last else ()
+            chosen = runner.prefill(frame)
+        elif isinstance(frame, PromptBatch):
+            self.status.phase = "prefill"
+            chosen = runner.prefill_together(frame)
         else:
             self.status.phase = "decode"
-            tokens = runner.step(frame.rows)
-            uids = frame.rows
+            chosen = runner.step(frame)
         self.status.in_flight += 1
-        return Forward(step, uids, tokens, runner.forwards, self._counter.count)
+        return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame))
 
     def settle(self, forward: Forward) -> Result:
         """Wait for a forward. The GIL is free while waiting, so other threads answer Pings."""
-        chosen = cast("list[int]", forward.tokens.tolist())
-        tokens = tuple(chosen[: len(forward.uids)])
+        waiting_since = time.monotonic()
+        chosen = forward.chosen
+        table = cast("list[list[int]]", chosen.tokens.tolist())
+        now = time.monotonic()
+        tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
         status = self.status
         status.in_flight -= 1
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives
         status.progress()
+        step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
+        status.took(step_us, wait_us)
         return Result(
             forward.step,
-            forward.uids,
             tokens,
+            {uid: _scored(arrays) for uid, arrays in chosen.scores.items()} if chosen.scores else {},
             forward.forwards,
             forward.collectives,
-            digest(forward.step, tokens),
+            digest(forward.step, tokens, forward.fed),
+            step_us,
+            wait_us,
         )
 
-    def stop(self, uid: int, forwards: int) -> None:
-        """Forget a sequence. Raises GroupError (DESYNC) when it was not in exactly `forwards` forwards."""
-        counted = self._require_runner().stop(uid)
+    def stop(self, uid: int, forwards: int, keep: int) -> None:
+        """End a sequence. Raises GroupError (DESYNC) when it was not in exactly `forwards` forwards."""
+        counted = self._require_runner().stop(uid, keep)
+        self.status.kv_bytes = self._require_runner().kv_bytes()
         if counted != forwards:
             raise GroupError(
                 f"sequence {uid}: {forwards} forwards by the frame, {counted} on rank {self.bootstrap.rank}",
                 Code.DESYNC,
             )
+
+    def evict(self, uids: tuple[int, ...]) -> None:
+        """Drop KV caches that were kept."""
+        self._require_runner().evict(uids)
+        self.status.kv_bytes = self._require_runner().kv_bytes()
 
     def _init(self) -> InitDone:
         b = self.bootstrap
@@ -158,6 +199,7 @@ class Rank:
         except RuntimeError as error:
             raise GroupError(f"a collective failed: {error}", Code.PROOF_FAILED) from error
         check_proof(proof, self.bootstrap.world_size, expected)
+        self.status.collective_us = self._group.latency_us()
         self.status.enter("idle")
         return SanityDone(proof.total, proof.ranks, proof.digests[self._group.rank])
 
@@ -165,6 +207,7 @@ class Rank:
         self.status.enter("loading")
         try:
             self.loaded = load(Path(command.path), self._group, self.status.progress)
+            self.caches = CacheKind(self.loaded.model, command.kv_bits)
         except MlxtpError as error:
             self._unload()
             return Error(error.code, error.detail, 0)
@@ -173,17 +216,40 @@ class Rank:
             return Error(Code.OUT_OF_MEMORY, f"not enough memory for {command.path}", 0)
         finally:
             self.status.enter("idle")
-        self._runner = Runner(self.loaded, self._group)
-        self.eos = self.loaded.eos | frozenset(command.eos)
-        self.status.model = self.loaded.name
+        loaded = self.loaded
+        self.eos = loaded.eos | frozenset(command.eos)
+        self._runner = Runner(
+            loaded,
+            self.caches,
+            self._counter,
+            Chooser(self._group, self._desk, tuple(sorted(self.eos))),
+            compiled=self.bootstrap.compiled,
+        )
+        self.status.model = loaded.name
+        self.status.weight_bytes, self.status.load_peak_bytes = loaded.weight_bytes, loaded.peak_bytes
+        context = min(loaded.context, command.max_context or loaded.context)
+        token_bytes = loaded.kv_token_bytes
+        if command.kv_bits:
+            # Each group has a scale and a bias of the numbers' own type.
+            bits = command.kv_bits + 2 * KV_TYPE_BITS / self.caches.group_size
+            token_bytes = int(token_bytes * bits / KV_TYPE_BITS)
         return Loaded(
-            self.loaded.context, self.loaded.vocabulary, self.loaded.weight_bytes, tuple(sorted(self.eos))
+            context,
+            loaded.vocabulary.size,
+            loaded.weight_bytes,
+            tuple(sorted(self.eos)),
+            loaded.peak_bytes,
+            token_bytes,
+            kv_room_bytes(command.kv_bytes, self.bootstrap.world_size),
         )
 
     def _unload(self) -> None:
         self.loaded = None
+        self.caches = None
         self._runner = None
-        self.status.model = ""
+        gc.collect()  # graphs that were traced hold the runner that holds them
+        status = self.status
+        status.model, status.weight_bytes, status.load_peak_bytes, status.kv_bytes = "", 0, 0, 0
         mx.clear_cache()
 
     def _require_runner(self) -> Runner:
@@ -192,6 +258,45 @@ class Rank:
         return self._runner
 
 
-def digest(step: int, tokens: tuple[int, ...]) -> int:
-    """CRC-32 of a step's number and the tokens it chose: what ranks compare before a token leaves."""
-    return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens))
+def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
+    """CRC-32 of a step's number and the tokens it chose: what ranks compare before a token leaves.
+
+    `fed` is the digest of what it was fed: where ranks exchange what they computed, they would all agree on a
+    wrong token if one of them had been fed something else.
+    """
+    return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
+
+
+def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
+    """CRC-32 of rows, positions and tokens as this rank runs them."""
+    where: tuple[int, ...]
+    match frame:
+        case PromptTokens():
+            where = (frame.uid, frame.offset, frame.source)
+        case PromptBatch():
+            where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources)
+        case StepToken():
+            where = (*frame.rows, *frame.positions, *frame.widths)
+    return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))
+
+
+def _scored(arrays: tuple[mx.array, mx.array, mx.array]) -> list[Score]:
+    logprobs, tokens, alternatives = (cast("list[Any]", array.tolist()) for array in arrays)
+    return [
+        (logprob, tuple(zip(row, values, strict=True)))
+        for logprob, row, values in zip(logprobs, tokens, alternatives, strict=True)
+    ]
+
+
+def kv_room_bytes(wanted: int, ranks_here: int) -> int:
+    """What this rank's KV caches may take: `wanted`, else three quarters of the memory that is free now.
+
+    On Metal that is what the system recommends for the GPU less what is in use; elsewhere ranks of one
+    machine share what the system calls available.
+    """
+    if wanted:
+        return wanted
+    if mx.metal.is_available():
+        limit = int(mx.device_info()["max_recommended_working_set_size"])
+        return max(limit - mx.get_active_memory(), 0) * 3 // 4
+    return psutil.virtual_memory().available * 3 // 4 // ranks_here

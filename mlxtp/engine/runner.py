@@ -7,120 +7,391 @@ waits, nobody else does.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError
-from .group import Group
-from .loader import LoadedModel, make_cache
+from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
+from . import kv
+from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatch, SlotBatch, cut, share
+from .choice import Chooser
+from .group import CollectiveCounter
+from .loader import LoadedModel
 
 CLEAR_EVERY = 256
 """Forwards after which buffers that MLX keeps for reuse go back to the system, as mlx-lm does it."""
+MAX_GRAPHS = 128
+"""Traced graphs that are kept: one for each size of the KV arrays and of the view of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a forward chose, still being computed: `tokens` int32 [rows, width] and who they belong to.
+
+    `widths` of them count in each row. `scores` holds, on rank 0, what rows asked for: (log-probabilities
+    [width], alternatives [width, top], their log-probabilities).
+    """
+
+    tokens: mx.array
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    scores: Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 
 class Runner:
-    """The sequences of one loaded model and their KV caches."""
+    """The sequences of one loaded model and their KV caches. `compiled` replays decode graphs."""
 
-    def __init__(self, loaded: LoadedModel, group: Group) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        caches: CacheKind,
+        counter: CollectiveCounter,
+        chooser: Chooser,
+        *,
+        compiled: bool,
+    ) -> None:
+        self._caches = caches
         self._model = loaded.model
-        self._group = group
-        self._prefilling: dict[int, list[Any]] = {}
+        self._vocabulary = loaded.vocabulary
+        self._counter = counter
+        self._chooser = chooser
+        self._compiled = compiled and caches.slots
+        self._prefilling: dict[int, Caches] = {}
+        self._kept: dict[int, Caches] = {}
         self._forwards: dict[int, int] = {}
-        self._rows: list[int] = []
-        self._cache: list[Any] = []
-        self._merged = False
+        self._samplings: dict[int, Sampling] = {}
+        self._lengths: dict[int, range] = {}
+        """How long each row's KV cache may be at its next step, whichever of its drafts were wrong."""
+        self._batch: Batch = caches.empty_batch()
         self._tokens: mx.array | None = None
+        """The token that each row's last forward chose, int32 [rows]: what its next one feeds."""
+        self._embeddings: mx.array | None = None
+        """Their embeddings [rows, hidden], where choosing has brought them."""
+        self._graphs: dict[tuple[int, ...], tuple[Callable[..., Any], int]] = {}
         self.forwards = 0
         """Forwards of this runner, prefill chunks and steps."""
 
-    def prefill(self, uid: int, tokens: tuple[int, ...], *, last: bool) -> mx.array:
-        """Queue one forward over the next `tokens` of a prompt.
+    # --- forwards ------------------------------------------------------------------------------------
 
-        Returns the first new token, int32 [1], when this chunk is the prompt's `last` and the sequence has
-        joined the batch as its last row; before that a zero [1] to wait for.
+    def prefill(self, frame: PromptTokens) -> Chosen:
+        """Queue one forward over the next tokens of a prompt.
+
+        The chunk that ends the prompt chooses the first new token, and the sequence joins the batch as its
+        last row; before that the result is a zero to wait for.
         """
-        cache = self._prefilling.get(uid)
-        if cache is None:
-            cache = self._prefilling[uid] = make_cache(self._model)
-            self._forwards[uid] = 0
-        self._forwards[uid] += 1
-        self._count()
-        logits = self._model(mx.array(tokens, dtype=mx.int32)[None], cache=cache)
+        caches = self._prefilling.get(frame.uid)
+        if caches is None:
+            caches = self._begin(frame.uid, frame.sampling, frame.source, frame.offset, take=frame.take)
+            self._prefilling[frame.uid] = caches
+        self._count((frame.uid,))
+        last = frame.offset + len(frame.tokens) == frame.total
+        tokens = mx.array(frame.tokens, dtype=mx.int32)[None]
+        local = self._vocabulary.forward(self._model, tokens, caches, last_only=True)
         if not last:
             # Waiting for the caches alone leaves out the head and the last layer's output, on every rank.
-            done: mx.array = mx.depends([mx.zeros((1,), dtype=mx.int32)], _arrays(cache))[0]
+            done = mx.depends([mx.zeros((1, 1), dtype=mx.int32)], _arrays(caches))[0]
             mx.async_eval(done)
-            return done
-        token = self._choose(logits)
-        mx.async_eval(token, _arrays(cache))
-        del self._prefilling[uid]
-        self._join(uid, cache, token)
-        return token
+            return Chosen(done, (), (), {})
+        at = mx.array([frame.total], dtype=mx.int32)
+        chosen, embeddings, scores = self._choose(local, (frame.uid,), (1,), at, frame)
+        mx.async_eval(chosen, _arrays(caches))
+        del self._prefilling[frame.uid]
+        self._lengths[frame.uid] = range(frame.total, frame.total + 1)
+        self._join(frame.uid, caches, chosen[:, 0], None if embeddings is None else embeddings[:, 0])
+        return Chosen(chosen, (frame.uid,), (1,), scores)
 
-    def step(self, rows: tuple[int, ...]) -> mx.array:
-        """Queue one decode forward; returns each row's next token, int32 [rows], in row order.
+    def prefill_together(self, frame: PromptBatch) -> Chosen:
+        """Queue one forward over what is left of several prompts; each becomes a row, and chooses its first
+        token."""
+        batch = self._batch
+        assert isinstance(batch, SlotBatch), "other caches prefill one by one"
+        first = len(batch.rows)
+        for i, uid in enumerate(frame.uids):
+            take = bool(frame.takes[i])
+            self._lengths[uid] = range(frame.totals[i], frame.totals[i] + 1)
+            batch.join(
+                uid, self._begin(uid, frame.samplings[i], frame.sources[i], frame.offsets[i], take=take)
+            )
+        self._count(frame.uids)
+        longest = max(frame.totals)
+        batch.reserve(longest + 1)
+        room = batch.shape()[1]
+        shape = ForwardShape.of_prompts(frame.offsets, frame.totals, first, room, min(kv.view(longest), room))
+        arrays, batch.arrays = batch.arrays, []
+        layers = [LayerView(*pair, shape) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
+        local = self._vocabulary.forward(self._model, _left_padded(frame), layers, last_only=True)
+        batch.arrays = [array for layer in layers for array in (layer.keys, layer.values)]
+        widths = (1,) * len(frame.uids)
+        at = mx.array(frame.totals, dtype=mx.int32)
+        chosen, embeddings, scores = self._choose(local, frame.uids, widths, at, frame)
+        mx.async_eval(chosen, *batch.arrays)
+        self._remember_more(chosen[:, 0], None if embeddings is None else embeddings[:, 0], alone=not first)
+        return Chosen(chosen, frame.uids, widths, scores)
 
-        Raises GroupError (DESYNC) when the frame's rows are not the rows this rank holds.
+    def step(self, frame: StepToken) -> Chosen:
+        """Queue one decode forward.
+
+        Raises GroupError (DESYNC) when the frame's rows are not the rows this rank holds, or are not as long.
         """
-        if rows != tuple(self._rows) or self._tokens is None:
-            raise GroupError(f"a step for rows {rows}, but this rank runs {tuple(self._rows)}", Code.DESYNC)
-        for uid in rows:
-            self._forwards[uid] += 1
-        self._count()
-        tokens = self._choose(self._model(self._tokens[:, None], cache=self._cache))
-        mx.async_eval(tokens)
-        self._tokens = tokens
-        return tokens
+        rows = frame.rows
+        if rows != tuple(self._batch.rows) or self._tokens is None:
+            raise GroupError(
+                f"a step for rows {rows}, but this rank runs {tuple(self._batch.rows)}", Code.DESYNC
+            )
+        widths = tuple(width or 1 for width in frame.widths) or (1,) * len(rows)
+        self._lengthen(frame, widths)
+        self._count(rows)
+        width = max(widths)
+        tokens = self._feed(frame, width)
+        given = self._embeddings[:, None] if self._embeddings is not None and not frame.widths else None
+        positions = mx.array(frame.positions, dtype=mx.int32)
+        local, winners = self._forward(frame, tokens, given, positions, width)
+        if winners is None:
+            chosen, embeddings, scores = self._choose(local, rows, widths, positions + 1, frame)
+        else:
+            (chosen, embeddings), scores = winners, {}
+            if frame.agreement == "broadcast":
+                chosen, embeddings = self._chooser.agree(chosen), None
+        mx.async_eval(chosen, *self._batch_arrays())
+        self._remember(chosen, embeddings, widths)
+        return Chosen(chosen, rows, widths, scores)
 
-    def stop(self, uid: int) -> int:
-        """Forget a sequence. Returns the number of forwards it took part in."""
-        self._prefilling.pop(uid, None)
-        if uid in self._rows:
-            self._leave(self._rows.index(uid))
+    # --- sequences -----------------------------------------------------------------------------------
+
+    def stop(self, uid: int, keep: int) -> int:
+        """Take a sequence out and keep the first `keep` tokens of its KV cache under its uid.
+
+        Returns the number of forwards it took part in.
+        """
+        self._samplings.pop(uid, None)
+        self._lengths.pop(uid, None)
+        kept: Caches | None = None
+        if (caches := self._prefilling.pop(uid, None)) is not None:
+            kept = cut(caches, keep) if keep else None
+        elif uid in self._batch.rows:
+            kept = self._leave(uid, keep)
+        if kept is not None:
+            self._kept[uid] = kept
         return self._forwards.pop(uid)
 
+    def evict(self, uids: tuple[int, ...]) -> None:
+        """Drop KV caches that were kept."""
+        for uid in uids:
+            del self._kept[uid]
+
     def clear(self) -> None:
-        """Forget every sequence."""
+        """Forget every sequence and everything that was kept."""
         for uid in tuple(self._forwards):
-            self.stop(uid)
+            self.stop(uid, 0)
+        self._kept.clear()
 
-    def _choose(self, logits: mx.array) -> mx.array:
-        return self._group.agree(mx.argmax(logits[:, -1, :], axis=-1).astype(mx.int32))
+    def kv_bytes(self) -> int:
+        """What the KV caches of all sequences hold, in bytes."""
+        detached = [*self._prefilling.values(), *self._kept.values()]
+        held = sum(array.nbytes for caches in detached for array in _arrays(caches))
+        return held + sum(array.nbytes for array in self._batch_arrays())
 
-    def _count(self) -> None:
+    # --- inside --------------------------------------------------------------------------------------
+
+    def _begin(self, uid: int, sampling: Sampling, source: int, offset: int, *, take: bool) -> Caches:
+        self._forwards[uid] = 0
+        self._samplings[uid] = sampling
+        if not source:
+            return self._caches.new()
+        if source in self._batch.rows:
+            return self._batch.copy(source, offset)
+        kept = self._kept.get(source)
+        held = 0 if kept is None else kept[0].offset
+        if kept is None or held < offset:
+            raise GroupError(
+                f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}",
+                Code.DESYNC,
+            )
+        return cut(self._kept.pop(source), offset) if take else share(kept, offset)
+
+    def _feed(self, frame: StepToken, width: int) -> mx.array:
+        """int32 [rows, width]: what each row feeds, padded with zeros that no row will ever see."""
+        assert self._tokens is not None
+        if not frame.widths:
+            return self._tokens[:, None]
+        table, at = [], 0
+        for count in frame.widths:
+            table.append([*frame.tokens[at : at + count], *[0] * (width - count)])
+            at += count
+        known = mx.array(table, dtype=mx.int32)
+        if all(frame.widths):
+            return known
+        inside = mx.array([[count == 0] for count in frame.widths])
+        first = mx.where(inside, self._tokens[:, None], known[:, :1])
+        return mx.concatenate([first, known[:, 1:]], axis=1)
+
+    def _forward(
+        self,
+        frame: StepToken,
+        tokens: mx.array,
+        given: mx.array | None,
+        positions: mx.array,
+        width: int,
+    ) -> tuple[mx.array, tuple[mx.array, mx.array] | None]:
+        """This rank's share of the logits [rows, width, share]; or the winners of all ranks, for greedy
+        rows."""
+        winners = frame.exchange == "winners"
+        if isinstance(self._batch, MergedBatch):
+            local = self._vocabulary.forward(self._model, tokens, self._batch.caches, given=given)
+            return local, self._vocabulary.winners(local) if winners else None
+        assert isinstance(self._batch, SlotBatch)
+        longest = max(frame.positions) + width
+        self._batch.reserve(longest)
+        room, view = self._batch.shape(), min(kv.view(longest), self._batch.shape()[1])
+        # Outside the graph: small steps of arithmetic that a graph would have kernels made for.
+        shape = ForwardShape.arrays(positions, width, view)
+        if given is None and self._vocabulary.embedding is not None:
+            given = self._vocabulary.embedding(tokens)
+        arrays, self._batch.arrays = self._batch.arrays, []  # nobody else owns them: written in place
+        inputs = (tokens, [] if given is None else [given], shape, arrays)
+        if self._compiled and (len(frame.rows), width) == (1, 1):
+            outcome, self._batch.arrays = self._replay((*room, view, winners), winners, inputs)
+        else:
+            outcome, self._batch.arrays = self._body(winners, *inputs)
+        return outcome[0], (outcome[0], outcome[1]) if winners else None
+
+    def _body(
+        self,
+        winners: bool,
+        tokens: mx.array,
+        given: list[mx.array],
+        shape: list[mx.array],
+        arrays: list[mx.array],
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """The model, and what follows from its logits alone; then the KV arrays as they are afterwards."""
+        common = ForwardShape(shape[0], shape[1], shape[2])
+        layers = [LayerView(*pair, common) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
+        embeddings = given[0] if given else None
+        local = self._vocabulary.forward(self._model, tokens, layers, given=embeddings)
+        outcome = list(self._vocabulary.winners(local)) if winners else [local]
+        return outcome, [array for layer in layers for array in (layer.keys, layer.values)]
+
+    def _replay(self, key: tuple[int, ...], winners: bool, inputs: tuple[Any, ...]) -> Any:
+        """The body by a graph that was traced before: for one row, building it costs as much as running
+        it."""
+        graph, collectives = self._graphs.get(key, (None, 0))
+        if graph is not None:
+            self._counter.count += collectives  # replaying does not pass by the counter
+            return graph(*inputs)
+        if len(self._graphs) == MAX_GRAPHS:
+            self._graphs.clear()
+        graph = mx.compile(partial(self._body, winners))
+        before = self._counter.count
+        try:
+            outcome = graph(*inputs)
+        except (ValueError, RuntimeError):
+            # A model that looks at its own numbers cannot be traced: on no rank, and before anything runs.
+            self._compiled = False
+            self._counter.count = before
+            return self._body(winners, *inputs)
+        self._graphs[key] = graph, self._counter.count - before
+        return outcome
+
+    def _choose(
+        self,
+        local: mx.array,
+        rows: tuple[int, ...],
+        widths: tuple[int, ...],
+        at: mx.array,
+        frame: PromptTokens | PromptBatch | StepToken,
+    ) -> tuple[mx.array, mx.array | None, Mapping[int, tuple[mx.array, mx.array, mx.array]]]:
+        """Tokens int32 [rows, width], their embeddings where they came along, and the scores asked for."""
+        broadcast = frame.agreement == "broadcast"
+        if frame.exchange == "winners":
+            tokens, embeddings = self._vocabulary.winners(local)
+            return (self._chooser.agree(tokens), None, {}) if broadcast else (tokens, embeddings, {})
+        logits = self._vocabulary.gather(local)
+        samplings = tuple(self._samplings[uid] for uid in rows)
+        tokens, scores = self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
+        return tokens, None, scores
+
+    def _remember(self, chosen: mx.array, embeddings: mx.array | None, widths: tuple[int, ...]) -> None:
+        if chosen.shape[1] == 1:
+            self._tokens = chosen[:, 0]
+            self._embeddings = None if embeddings is None else embeddings[:, 0]
+            return
+        rows = mx.arange(len(widths))
+        last = mx.array([width - 1 for width in widths])
+        self._tokens = chosen[rows, last]
+        self._embeddings = None if embeddings is None else embeddings[rows, last]
+
+    def _join(self, uid: int, caches: Caches, token: mx.array, embedding: mx.array | None) -> None:
+        self._remember_more(token, embedding, alone=not self._batch.rows)
+        self._batch.join(uid, caches)
+
+    def _remember_more(self, tokens: mx.array, embeddings: mx.array | None, *, alone: bool) -> None:
+        """What rows that join will feed next."""
+        if self._tokens is None or alone:
+            self._tokens, self._embeddings = tokens, embeddings
+            return
+        self._tokens = mx.concatenate([self._tokens, tokens])
+        if self._embeddings is None or embeddings is None:
+            self._embeddings = None
+        else:
+            self._embeddings = mx.concatenate([self._embeddings, embeddings])
+
+    def _leave(self, uid: int, keep: int) -> Caches | None:
+        assert self._tokens is not None
+        row, last = self._batch.rows.index(uid), len(self._batch.rows) - 1
+        kept = self._batch.leave(uid, keep)
+        if kept is not None:
+            mx.async_eval(_arrays(kept))
+        if not self._batch.rows:
+            self._tokens = self._embeddings = None
+            return kept
+        order = list(range(last))
+        if row != last:
+            order[row] = last
+        chosen = mx.array(order)
+        self._tokens = self._tokens[chosen]
+        if self._embeddings is not None:
+            self._embeddings = self._embeddings[chosen]
+        return kept
+
+    def _lengthen(self, frame: StepToken, widths: tuple[int, ...]) -> None:
+        """Sums over ranks spread a wrong number to all alike, so that no digest would tell."""
+        for uid, position, width in zip(frame.rows, frame.positions, widths, strict=True):
+            if position not in self._lengths[uid]:
+                lengths = self._lengths[uid]
+                raise GroupError(
+                    f"sequence {uid}: a step at position {position}, but this rank holds "
+                    f"from {lengths[0]} to {lengths[-1]} tokens",
+                    Code.DESYNC,
+                )
+            self._lengths[uid] = range(position + 1, position + width + 1)
+
+    def _count(self, uids: tuple[int, ...]) -> None:
+        for uid in uids:
+            self._forwards[uid] += 1
         self.forwards += 1
         if self.forwards % CLEAR_EVERY == 0:
             mx.clear_cache()
 
-    def _join(self, uid: int, cache: list[Any], token: mx.array) -> None:
-        if self._tokens is None:
-            # One sequence alone keeps its plain cache: no padding, no mask.
-            self._cache, self._tokens, self._merged = cache, token, False
-        else:
-            if not self._merged:
-                self._cache = [c.merge([c]) for c in self._cache]
-                self._merged = True
-            for running, joining in zip(self._cache, cache, strict=True):
-                running.extend(joining.merge([joining]))
-            self._tokens = mx.concatenate([self._tokens, token])
-        self._rows.append(uid)
-
-    def _leave(self, row: int) -> None:
-        del self._rows[row]
-        if not self._rows or self._tokens is None:
-            self._cache, self._tokens, self._merged = [], None, False
-            return
-        keep = mx.array([i for i in range(len(self._rows) + 1) if i != row])
-        self._tokens = self._tokens[keep]
-        if len(self._rows) == 1:
-            self._cache = [c.extract(1 - row) for c in self._cache]
-            self._merged = False
-            return
-        for cache in self._cache:
-            cache.filter(keep)
+    def _batch_arrays(self) -> list[mx.array]:
+        if isinstance(self._batch, SlotBatch):
+            return self._batch.arrays
+        return _arrays(self._batch.caches) if isinstance(self._batch, MergedBatch) else []
 
 
-def _arrays(cache: list[Any]) -> list[mx.array]:
-    return [item for _, item in tree_flatten([c.state for c in cache]) if isinstance(item, mx.array)]
+def _left_padded(frame: PromptBatch) -> mx.array:
+    """The prompts' tokens, int32 [prompts, longest], each one's last in the last column."""
+    rests = [total - offset for total, offset in zip(frame.totals, frame.offsets, strict=True)]
+    table, at = [], 0
+    for rest in rests:
+        table.append([0] * (max(rests) - rest) + list(frame.tokens[at : at + rest]))
+        at += rest
+    return mx.array(table, dtype=mx.int32)
+
+
+def _arrays(caches: Caches) -> list[mx.array]:
+    return [item for _, item in tree_flatten([c.state for c in caches]) if isinstance(item, mx.array)]

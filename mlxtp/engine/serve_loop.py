@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections import deque
 
 from ..wire.link import Link
-from ..wire.messages import Ack, Done, PromptTokens, SessionEnd, SessionStop, Shutdown, StepToken
+from ..wire.messages import (
+    Ack,
+    Done,
+    Evict,
+    PromptBatch,
+    PromptTokens,
+    SessionEnd,
+    SessionStop,
+    Shutdown,
+    StepToken,
+)
 from .mail import Mailbox
 from .rank import Forward, Rank
 
@@ -38,11 +48,13 @@ class ServeLoop:
                 self._wait()
                 continue
             match received.message:
-                case PromptTokens() | StepToken() as frame:
+                case PromptTokens() | PromptBatch() | StepToken() as frame:
                     self._running.append(self._rank.launch(received.seq, frame))
                     self._settle(keep=1)
                 case SessionStop() as stop:
-                    self._rank.stop(stop.uid, stop.forwards)
+                    self._rank.stop(stop.uid, stop.forwards, stop.keep)
+                case Evict() as evict:
+                    self._rank.evict(evict.uids)
                 case Shutdown():
                     self._settle(keep=0)
                     self._leader.send(Done())
@@ -65,4 +77,13 @@ class ServeLoop:
         """Wait for all but the newest `keep` forwards and acknowledge each, in order."""
         while len(self._running) > keep:
             result = self._rank.settle(self._running.popleft())
-            self._leader.send(Ack(result.step, result.forwards, result.collectives, result.digest))
+            self._leader.send(
+                Ack(
+                    result.step,
+                    result.forwards,
+                    result.collectives,
+                    result.digest,
+                    result.step_us,
+                    result.wait_us,
+                )
+            )

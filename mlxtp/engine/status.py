@@ -10,6 +10,10 @@ from ..wire.messages import Pong
 Phase = Literal["starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing"]
 
 
+RECENT = 0.1
+"""Weight of the newest forward in the averages."""
+
+
 class Status:
     """Plain attributes: each is written by one thread and read whole by another."""
 
@@ -21,6 +25,12 @@ class Status:
         self.collectives = 0
         self.emitted = 0
         self.model = ""
+        self.weight_bytes = 0
+        self.load_peak_bytes = 0
+        self.kv_bytes = 0
+        self.step_us = 0.0
+        self.wait_us = 0.0
+        self.collective_us = 0
         self._since = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
@@ -31,6 +41,11 @@ class Status:
     def progress(self) -> None:
         """Something was achieved: the time that a stall is judged by starts again."""
         self._since = time.monotonic()
+
+    def took(self, step_us: int, wait_us: int) -> None:
+        """A forward ended; averages follow the newest ten or so."""
+        self.step_us += (step_us - self.step_us) * RECENT
+        self.wait_us += (wait_us - self.wait_us) * RECENT
 
     def pong(self) -> Pong:
         import mlx.core as mx
@@ -46,4 +61,10 @@ class Status:
             memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
             model=self.model,
+            weight_bytes=self.weight_bytes,
+            load_peak_bytes=self.load_peak_bytes,
+            kv_bytes=self.kv_bytes,
+            step_us=int(self.step_us),
+            wait_us=int(self.wait_us),
+            collective_us=self.collective_us,
         )

@@ -112,9 +112,19 @@ def run(process: Process, listener: socket.socket | None) -> None:
     links = _join(process, bootstrap, listener)
     counter = CollectiveCounter()
     counter.install()
+    from .choice import NoDesk
+    from .desk import RequestDesk
     from .rank import Rank
 
-    rank = Rank(bootstrap, process.epoch, process.folder, process.status, counter)
+    desk = RequestDesk()
+    rank = Rank(
+        bootstrap,
+        process.epoch,
+        process.folder,
+        process.status,
+        counter,
+        desk=NoDesk() if process.rank else desk,
+    )
     import mlx_lm.utils  # noqa: F401 - its import takes seconds; now nobody waits for a token
 
     pipe.send(Done())
@@ -123,7 +133,7 @@ def run(process: Process, listener: socket.socket | None) -> None:
         from .decode_loop import DecodeLoop
         from .followers import Followers
 
-        DecodeLoop(rank, mail, pipe, Followers(links, mail)).run()
+        DecodeLoop(rank, mail, pipe, Followers(links, mail), desk).run()
     else:
         from .serve_loop import ServeLoop
 

@@ -1,0 +1,363 @@
+"""The KV caches of the sequences that decode together.
+
+Two kinds. `SlotBatch` holds the caches of all rows in one array a layer, with a length for each row: joining,
+leaving and rolling back touch one row, and a forward may feed rows several tokens. It takes sequences whose
+layers all use mlx-lm's plain `KVCache`. `MergedBatch` uses mlx-lm's own batched caches for every other kind
+(rotating, recurrent), one token a row and step. Both are the same on every rank, because the same frames
+drive them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ..errors import Code, ModelError
+from .group import uncounted
+from .kv import SMALLEST, capacity, slots
+
+QUANTIZATION_GROUPS = (64, 32)
+"""Numbers that share a scale, the best first. A head's keys and values must divide by it."""
+
+Caches = list[Any]
+"""One mlx-lm cache a layer, of one sequence."""
+
+
+Empty = tuple[tuple[int, ...], mx.Dtype]
+"""Shape and type of the keys or values that a layer holds for a row without tokens."""
+
+
+class Batch(Protocol):
+    """Rows in the order in which `StepToken` names them. Whoever leaves, the last row takes its place."""
+
+    rows: list[int]
+
+    def join(self, uid: int, caches: Caches) -> None:
+        """`uid` becomes the last row; `caches` belong to the batch from now on."""
+        ...
+
+    def leave(self, uid: int, keep: int) -> Caches | None:
+        """Take a row out. Returns the caches of its first `keep` tokens, None for 0."""
+        ...
+
+    def copy(self, uid: int, length: int) -> Caches:
+        """Caches of the first `length` tokens of a row that goes on."""
+        ...
+
+
+class LayerView:
+    """What one layer of a model sees of a SlotBatch during one forward.
+
+    `keys`, `values`: [slots, KV heads, capacity, head size]. Rows write their new tokens at `positions`
+    (int32 [rows]) and on; attention reads the first `view` positions of each row, under `mask`.
+    """
+
+    def __init__(self, keys: mx.array, values: mx.array, forward: ForwardShape) -> None:
+        self.keys = keys
+        self.values = values
+        self._forward = forward
+
+    @property
+    def offset(self) -> mx.array:
+        """Position of the first new token of each row: what rotary embeddings turn by."""
+        return self._forward.positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.keys = self._forward.write(self.keys, keys)
+        self.values = self._forward.write(self.values, values)
+        return self._forward.read(self.keys), self._forward.read(self.values)
+
+    def make_mask(self, count: int, window_size: int | None = None, **_: object) -> mx.array:
+        return self._forward.mask(window_size)
+
+
+class ForwardShape:
+    """Rows and positions of one forward over a SlotBatch, shared by its layers.
+
+    `positions` int32 [rows]: where each row's first new token goes. `targets` int32 [rows, width]: where
+    each of them goes. `mask` bool [rows, 1, width, view]: each new token sees its row up to itself.
+    """
+
+    def __init__(self, positions: mx.array, targets: mx.array, mask: mx.array, first: int = 0) -> None:
+        self.positions = positions
+        self._targets = targets
+        self._mask = mask
+        self._first = first
+        self._rows, _, _, self._view = mask.shape
+
+    @staticmethod
+    def arrays(positions: mx.array, width: int, view: int) -> list[mx.array]:
+        """What the constructor takes."""
+        targets = positions[:, None] + mx.arange(width)[None]
+        return [positions, targets, (mx.arange(view) <= targets[:, :, None])[:, None]]
+
+    @staticmethod
+    def of_prompts(
+        offsets: Sequence[int], totals: Sequence[int], first: int, room: int, view: int
+    ) -> ForwardShape:
+        """Prompts of different lengths in the rows from `first` on, their last tokens in the last column.
+
+        Padding comes before a prompt's tokens. It writes to the row's last position, which no token has yet,
+        and may see the row's first one, so that it computes no NaN; nobody sees it.
+        """
+        width = max(total - offset for offset, total in zip(offsets, totals, strict=True))
+        starts = [total - width for total in totals]
+        targets = [
+            [at if at >= offset else room - 1 for at in range(start, start + width)]
+            for start, offset in zip(starts, offsets, strict=True)
+        ]
+        sees = mx.array([[max(at, 0) for at in range(start, start + width)] for start in starts])
+        mask = (mx.arange(view) <= sees[:, :, None])[:, None]
+        return ForwardShape(mx.array(starts, dtype=mx.int32), mx.array(targets, dtype=mx.int32), mask, first)
+
+    def write(self, kept: mx.array, new: mx.array) -> mx.array:
+        """`new`: [rows, KV heads, width, head size]."""
+        if self._rows == 1 and kept.shape[0] == 1:
+            return mx.slice_update(kept, new, self.positions, axes=(2,))
+        rows = mx.arange(self._first, self._first + self._rows)[:, None, None]
+        heads = mx.arange(new.shape[1])[None, :, None]
+        kept[rows, heads, self._targets[:, None]] = new
+        return kept
+
+    def read(self, kept: mx.array) -> mx.array:
+        return kept[self._first : self._first + self._rows, :, : self._view]
+
+    def mask(self, window: int | None) -> mx.array:
+        """At most the last `window` positions, where the model asks for it."""
+        if window is None:
+            return self._mask
+        return self._mask & (mx.arange(self._view) > self._targets[:, None, :, None] - window)
+
+
+class SlotBatch:
+    """All rows of a layer in one array for keys and one for values, [slots, KV heads, capacity, head size].
+
+    Both sizes grow and shrink in the steps of `kv.py`, so that they seldom change. A single row is its
+    sequence's own arrays: it joins and leaves without a copy.
+    """
+
+    def __init__(self, empty: Sequence[Empty] = ()) -> None:
+        self.rows: list[int] = []
+        self.arrays: list[mx.array] = []
+        """Keys and values of the first layer, of the second, and so on."""
+        self._empty = empty
+
+    def shape(self) -> tuple[int, int]:
+        """Slots and capacity."""
+        return (self.arrays[0].shape[0], self.arrays[0].shape[2]) if self.arrays else (0, 0)
+
+    def join(self, uid: int, caches: Caches) -> None:
+        self.rows.append(uid)
+        if caches[0].keys is None:
+            arrays = [mx.zeros(shape, dtype=dtype) for shape, dtype in self._empty]
+        else:
+            arrays = [array for cache in caches for array in (cache.keys, cache.values)]
+        if len(self.rows) == 1:
+            self.arrays = arrays
+            return
+        length = arrays[0].shape[2]
+        self._resize(slots(len(self.rows)), max(self.shape()[1], capacity(caches[0].offset + 1)))
+        row = len(self.rows) - 1
+        room = self.shape()[1]
+        self.arrays = [
+            mx.slice_update(kept, new[:, :, : min(length, room)], mx.array([row]), axes=(0,))
+            for kept, new in zip(self.arrays, arrays, strict=True)
+        ]
+
+    def leave(self, uid: int, keep: int) -> Caches | None:
+        row = self.rows.index(uid)
+        kept = self.copy(uid, keep) if keep else None
+        last = len(self.rows) - 1
+        if row != last:
+            self._move(last, row)
+            self.rows[row] = self.rows[last]
+        self.rows.pop()
+        if not self.rows:
+            self.arrays = []
+        elif (fewer := slots(len(self.rows))) * 2 < self.shape()[0] or fewer == 1:
+            self._resize(fewer, self.shape()[1])
+        return kept
+
+    def copy(self, uid: int, length: int) -> Caches:
+        row = self.rows.index(uid)
+        return [
+            _plain(self._part(keys, row, length), self._part(values, row, length), length)
+            for keys, values in zip(self.arrays[::2], self.arrays[1::2], strict=True)
+        ]
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens."""
+        slots_now, room = self.shape()
+        if room < length:
+            self._resize(slots_now, capacity(length))
+
+    def _part(self, array: mx.array, row: int, length: int) -> mx.array:
+        if array.shape[0] == 1:
+            return mx.array(array)  # shared; whoever writes first copies
+        return mx.contiguous(array[row : row + 1, :, :length])
+
+    def _move(self, source: int, target: int) -> None:
+        """Copy one row over another."""
+        moved = [mx.contiguous(array[source : source + 1]) for array in self.arrays]
+        # Computed before the arrays they come from are written to: those can then be written in place.
+        mx.async_eval(moved)
+        self.arrays = [
+            mx.slice_update(array, row, mx.array([target]), axes=(0,))
+            for array, row in zip(self.arrays, moved, strict=True)
+        ]
+
+    def _resize(self, new_slots: int, room: int) -> None:
+        if (new_slots, room) == self.shape():
+            return
+        self.arrays = [_resized(array, new_slots, room) for array in self.arrays]
+
+
+def _resized(array: mx.array, new_slots: int, room: int) -> mx.array:
+    part = array[:new_slots, :, :room]
+    missing = [(0, new_slots - part.shape[0]), (0, 0), (0, room - part.shape[2]), (0, 0)]
+    return mx.contiguous(mx.pad(part, missing))
+
+
+def _plain(keys: mx.array, values: mx.array, length: int) -> Any:
+    from mlx_lm.models.cache import KVCache
+
+    cache = KVCache()
+    cache.keys, cache.values, cache.offset = keys, values, length
+    return cache
+
+
+class MergedBatch:
+    """mlx-lm's own batched caches; a sequence alone keeps its plain ones."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.caches: Caches = []
+        self._merged = False
+
+    def join(self, uid: int, caches: Caches) -> None:
+        self.rows.append(uid)
+        if len(self.rows) == 1:
+            self.caches, self._merged = caches, False
+            return
+        if not self._merged:
+            self.caches = [cache.merge([cache]) for cache in self.caches]
+            self._merged = True
+        for running, joining in zip(self.caches, caches, strict=True):
+            running.extend(joining.merge([joining]))
+
+    def leave(self, uid: int, keep: int) -> Caches | None:
+        row = self.rows.index(uid)
+        kept = self.copy(uid, keep) if keep else None
+        last = len(self.rows) - 1
+        order = list(range(last))
+        if row != last:
+            order[row] = last
+            self.rows[row] = self.rows[last]
+        self.rows.pop()
+        if not self.rows:
+            self.caches, self._merged = [], False
+        elif len(self.rows) == 1:
+            self.caches = [cache.extract(order[0]) for cache in self.caches]
+            self._merged = False
+        else:
+            for cache in self.caches:
+                cache.filter(mx.array(order))
+        return kept
+
+    def copy(self, uid: int, length: int) -> Caches:
+        row = self.rows.index(uid)
+        if not self._merged:
+            return share(self.caches, length)
+        return cut([cache.extract(row) for cache in self.caches], length)
+
+
+def share(caches: Caches, length: int) -> Caches:
+    """The first `length` tokens in caches of their own. Arrays are shared until somebody writes to them."""
+    from copy import deepcopy  # copies handles, not buffers: mlx arrays are immutable underneath
+
+    from mlx_lm.models.cache import KVCache
+
+    shared: Caches = deepcopy(caches)
+    for cache in shared:
+        if type(cache) is KVCache:
+            # Whoever goes on copies what is in the array: no more than it needs.
+            cache.keys, cache.values = cache.keys[..., :length, :], cache.values[..., :length, :]
+            cache.offset = length
+    return cut(shared, length)
+
+
+def cut(caches: Caches, length: int) -> Caches:
+    """Roll caches back to their first `length` tokens."""
+    for cache in caches:
+        if (beyond := cache.offset - length) > 0:
+            cache.trim(beyond)
+    return caches
+
+
+class CacheKind:
+    """What a model's KV caches can do. `kv_bits` 0 leaves keys and values as they are.
+
+    slots     sequences can share a SlotBatch, so a step may feed rows several tokens and roll back
+    batches   sequences can decode together at all
+    reusable  a sequence may start from the beginning of another's caches
+
+    Raises ModelError (MODEL_UNSUPPORTED) when they cannot be quantized.
+    """
+
+    def __init__(self, model: Any, kv_bits: int = 0) -> None:
+        self._model = model
+        self._kv_bits = kv_bits
+        self.group_size = self._find_group_size() if kv_bits else 0
+        kinds = {type(cache).__name__ for cache in self.new()}
+        self.slots = kinds == {"KVCache"}
+        self.batches = all(hasattr(cache, "merge") for cache in self.new()) and not kv_bits
+        self.reusable = kinds <= {"KVCache", "QuantizedKVCache"}
+        self._empty = self._shapes() if self.slots else []
+
+    def empty_batch(self) -> Batch:
+        return SlotBatch(self._empty) if self.slots else MergedBatch()
+
+    def _shapes(self) -> list[Empty]:
+        """What one token's keys and values would be; the forward is never run."""
+        caches = self.new()
+        with uncounted():
+            self._model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+        arrays = [array for cache in caches for array in (cache.keys, cache.values)]
+        return [((1, array.shape[1], SMALLEST, array.shape[3]), array.dtype) for array in arrays]
+
+    def new(self) -> Caches:
+        """Empty caches for one sequence."""
+        caches = self._plain()
+        if not self._kv_bits:
+            return caches
+        return [cache.to_quantized(group_size=self.group_size, bits=self._kv_bits) for cache in caches]
+
+    def _plain(self) -> Caches:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        caches: Caches = make_prompt_cache(self._model)
+        return caches
+
+    def _find_group_size(self) -> int:
+        """From the shapes of a forward that is built and never run."""
+        from mlx_lm.models.cache import KVCache
+
+        caches = self._plain()
+        if not all(type(cache) is KVCache for cache in caches):
+            kinds = ", ".join(sorted({type(cache).__name__ for cache in caches}))
+            raise self._refusal(f"this model's caches ({kinds}) cannot be quantized")
+        with uncounted():
+            self._model(mx.zeros((1, 1), dtype=mx.int32), cache=caches)
+        heads = {array.shape[-1] for cache in caches for array in (cache.keys, cache.values)}
+        for size in QUANTIZATION_GROUPS:
+            if not any(head % size for head in heads):
+                return size
+        sizes = " and ".join(str(head) for head in sorted(heads))
+        raise self._refusal(
+            f"this model's keys and values of {sizes} numbers do not divide by {QUANTIZATION_GROUPS[-1]}"
+        )
+
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(f"--kv-bits {self._kv_bits}: {why}; leave it out", Code.MODEL_UNSUPPORTED)

@@ -1,0 +1,85 @@
+"""A small model that proposes tokens, on rank 0 alone.
+
+It runs between steps on the same thread and stream as everything else, and enters no collective. What it
+proposes is checked like any draft, so it can change how fast an answer comes, never what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ..errors import Code, ModelError
+from .batch import Caches, cut
+from .group import LoneGroup
+from .loader import load
+
+MAX_CACHES = 8
+"""Sequences whose caches it keeps."""
+CHUNK = 512
+
+
+class DraftModel:
+    """Implements `scheduler.Drafter`, greedily."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        """Raises ModelError: the folder holds no model, or one that others tokens belong to."""
+        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+
+        loaded = load(folder, LoneGroup(), lambda: None)
+        if loaded.vocabulary.size != vocabulary:
+            raise ModelError(
+                f"draft model {folder.name}: its vocabulary has {loaded.vocabulary.size} tokens, "
+                f"the model's has {vocabulary}; they must be the same",
+                Code.MODEL_INVALID,
+            )
+        self._model = loaded.model
+        self._new: Any = make_prompt_cache
+        if not can_trim_prompt_cache(self._new(self._model)):
+            raise ModelError(
+                f"draft model {folder.name}: its caches cannot be rolled back, so it cannot draft",
+                Code.MODEL_UNSUPPORTED,
+            )
+        self._fed: list[tuple[list[int], Caches]] = []
+        """Tokens and caches of the sequences it drafted for, latest last."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
+        """The most likely `limit` tokens after `tokens`."""
+        fed, caches = self._resume(tokens)
+        todo = list(tokens[len(fed) :])
+        drafts: list[int] = []
+        while len(drafts) < limit:
+            while len(todo) > CHUNK:
+                self._model(mx.array([todo[:CHUNK]]), cache=caches)
+                mx.eval([cache.state for cache in caches])
+                fed += todo[:CHUNK]
+                del todo[:CHUNK]
+            logits = self._model(mx.array([todo]), cache=caches)
+            fed += todo
+            todo = [cast(int, mx.argmax(logits[0, -1]).item())]
+            drafts += todo
+        self._fed = [*self._fed[-MAX_CACHES + 1 :], (fed, caches)]
+        return tuple(drafts)
+
+    def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:
+        """What the sequence that shares most with `tokens` has fed of them; at least one token is left."""
+        best, length = -1, 0
+        for i, (fed, _) in enumerate(self._fed):
+            shared = _shared(fed, tokens)
+            if shared > length:
+                best, length = i, shared
+        if best < 0 or 2 * length < len(self._fed[best][0]):
+            return [], self._new(self._model)  # mostly another sequence: that one may come back
+        fed, caches = self._fed.pop(best)
+        length = min(length, len(tokens) - 1)
+        return fed[:length], cut(caches, length)
+
+
+def _shared(fed: Sequence[int], tokens: Sequence[int]) -> int:
+    length = min(len(fed), len(tokens))
+    if fed[:length] == tokens[:length]:
+        return length
+    return next(i for i in range(length) if fed[i] != tokens[i])

@@ -1,0 +1,231 @@
+"""Requests on rank 0, from Generate to the scheduler and out again.
+
+A request is checked, its grammar compiled while others go on, and then it belongs to the scheduler. What only
+rank 0 knows of it stands on the desk.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import Code, MlxtpError, RequestError
+from ..wire.messages import Generate, Loaded, LoadShard
+from . import kv
+from .desk import Guided, RequestDesk
+from .draft_model import DraftModel
+from .emitter import Emitter
+from .grammar import Grammar, Grammars
+from .mail import COMPILER, Mailbox
+from .moves import Decode, End, Move, Outcome, Policy, Prefill, PrefillTogether, Token, Wants
+from .prefix_cache import PrefixCache
+from .rank import Rank
+from .scheduler import Scheduler
+
+MAX_ROWS = 64
+"""Sequences decoded at once. More wait their turn."""
+CHUNK_BESIDE = 256
+"""Prompt tokens computed between two decode steps of the others."""
+TOGETHER_ON_GPU = 512
+"""Tokens of one forward over several prompts. A GPU reads the weights once for all of them."""
+TOGETHER_ON_CPU = 64
+"""A CPU takes as long for each token as for one alone: only the cost of a forward itself is shared."""
+DRAFTS_ON_GPU = 64
+"""Tokens of one step, all rows padded to the widest, up to which drafts are worth it: until then a GPU waits
+for its weights anyway."""
+DRAFTS_ON_CPU = 24
+MAX_PREFIXES = 64
+"""KV caches kept after their sequence has ended."""
+MAX_COMPILING = 32
+"""Requests whose grammars are being compiled, each for up to some seconds."""
+UNLIMITED = 1 << 40
+
+
+class Requests:
+    """Those of the loaded model. `scheduler` is None while none is loaded."""
+
+    def __init__(self, rank: Rank, mail: Mailbox, desk: RequestDesk, emitter: Emitter) -> None:
+        self.scheduler: Scheduler | None = None
+        self._rank = rank
+        self._mail = mail
+        self._desk = desk
+        self._emitter = emitter
+        self._policy: Policy | None = None
+        self._reuses = False
+        self._grammars: Grammars | None = None
+        self._compiling: dict[int, Generate] = {}
+        self._waiting_since: dict[int, float] = {}
+        """Requests that have had no forward yet, oldest first."""
+        self._context = 0
+        self._last_uid = 0
+
+    # --- the model -----------------------------------------------------------------------------------
+
+    def open(self, command: LoadShard, reply: Loaded, drafter: DraftModel | None) -> int:
+        """A model was loaded on every rank; `reply` has the least room of all of them.
+
+        Returns the tokens of the longest sequence that the room holds.
+        """
+        rank, bootstrap = self._rank, self._rank.bootstrap
+        assert rank.loaded is not None
+        assert rank.caches is not None
+        kinds = rank.caches
+        self._context = reply.context
+        self._reuses = bootstrap.prefix_cache and kinds.reusable
+        gpu = mx.metal.is_available()
+        self._policy = Policy(
+            eos=rank.eos,
+            prefill_chunk=command.prefill_chunk,
+            chunk_beside=min(command.prefill_chunk, CHUNK_BESIDE),
+            together=TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU,
+            max_rows=MAX_ROWS if kinds.batches else 1,
+            kv_tokens=reply.kv_bytes // reply.kv_token_bytes if reply.kv_token_bytes else UNLIMITED,
+            wide=kinds.slots,
+            drafts=bootstrap.speculation,
+            draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
+            agreement=bootstrap.agreement,  # type: ignore[arg-type]
+            drafter=drafter,
+        )
+        self._begin_anew()
+        size = rank.loaded.vocabulary.size
+        self._desk.open(size, rank.eos)
+        self._grammars = Grammars(Path(command.path), size, rank.eos)
+        return kv.fitting(self._policy.kv_tokens)
+
+    def close(self) -> None:
+        """No model any more."""
+        if self.scheduler is not None:
+            self._last_uid = self.scheduler.last_uid
+        self.scheduler = self._policy = None
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
+
+    def drop(self, why: str) -> None:
+        """End every request with an error. Nothing of theirs may be on its way."""
+        self._emitter.fail_all(Code.SHUTTING_DOWN, why)
+        self._compiling.clear()
+        self._waiting_since.clear()
+        self._desk.clear()
+        if self._policy is not None:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        assert self._policy is not None
+        if self.scheduler is not None:
+            self._last_uid = self.scheduler.last_uid
+        prefixes = PrefixCache(self._policy.kv_tokens // 2, MAX_PREFIXES) if self._reuses else None
+        self.scheduler = Scheduler(self._policy, prefixes, self._last_uid)
+
+    # --- in ------------------------------------------------------------------------------------------
+
+    def admit(self, request: Generate) -> None:
+        """Check what can be checked at once; a grammar is compiled first, while the others go on."""
+        loaded = self._rank.loaded
+        assert loaded is not None, "the pipe's protocol admits requests to a loaded model only"
+        self._emitter.begin(request.uid)
+        size, context = loaded.vocabulary.size, self._context
+        largest = max(*request.tokens, *request.shaping.bias_tokens, 0)
+        if largest >= size:
+            detail = f"token {largest} is not in the model's vocabulary of {size}"
+            self._emitter.fail(request.uid, Code.BAD_REQUEST, detail)
+        elif len(request.tokens) + request.max_tokens > context:
+            detail = (
+                f"{len(request.tokens)} prompt tokens and {request.max_tokens} new ones exceed "
+                f"the model's context of {context}"
+            )
+            self._emitter.fail(request.uid, Code.CONTEXT_OVERFLOW, detail)
+        elif request.shaping.grammar_kind:
+            self._compile(request)
+        else:
+            self._start(request, None)
+
+    def _compile(self, request: Generate) -> None:
+        assert self._grammars is not None
+        kind, text = request.shaping.grammar_kind, request.shaping.grammar
+        if (grammar := self._grammars.kept(kind, text)) is not None:
+            self._start(request, grammar)
+            return
+        if len(self._compiling) >= MAX_COMPILING:
+            detail = f"{MAX_COMPILING} grammars wait to be compiled, the most there may be"
+            self._emitter.fail(request.uid, Code.OVERLOADED, detail)
+            return
+        self._compiling[request.uid] = request
+        mail, uid = self._mail, request.uid
+        self._grammars.submit(kind, text, lambda outcome: mail.post(COMPILER, (uid, outcome)))
+
+    def compiled(self, uid: int, outcome: Grammar | RequestError) -> None:
+        if (request := self._compiling.pop(uid, None)) is None:
+            return  # cancelled meanwhile
+        if isinstance(outcome, RequestError):
+            self._emitter.fail(uid, outcome.code, outcome.detail)
+        else:
+            self._start(request, outcome)
+
+    def _start(self, request: Generate, grammar: Grammar | None) -> None:
+        assert self.scheduler is not None
+        loaded = self._rank.loaded
+        assert loaded is not None
+        try:
+            guide = None if grammar is None else Guided(grammar.matcher(), loaded.vocabulary.size)
+        except MlxtpError as error:
+            self._emitter.fail(request.uid, error.code, error.detail)
+            return
+        wants = Wants(
+            request.max_tokens,
+            request.sampling,
+            request.shaping,
+            scored=request.logprobs >= 0,
+            ignore_eos=request.ignore_eos,
+            guide=guide,
+        )
+        try:
+            self.scheduler.add(request.uid, request.tokens, wants)
+        except MlxtpError as error:
+            self._emitter.fail(request.uid, error.code, error.detail)
+            return
+        self._desk.enter(request, guide)
+        self._waiting_since[request.uid] = time.monotonic()
+        self._emitter.accept(request.uid)
+
+    def cancel(self, uid: int) -> None:
+        if self._compiling.pop(uid, None) is not None:
+            self.emit((End(uid, "cancel", 0, 0),))
+        elif self.scheduler is not None and (end := self.scheduler.cancel(uid)):
+            self.emit((end,))
+
+    def give_up_waiting(self) -> None:
+        """End the request that has waited longest, if that was too long."""
+        if not self._waiting_since:
+            return
+        uid, since = next(iter(self._waiting_since.items()))
+        waited_s = time.monotonic() - since
+        if waited_s < self._rank.bootstrap.queue_s or self.scheduler is None:
+            return
+        self.scheduler.cancel(uid)
+        self._forget(uid)
+        self._emitter.fail(uid, Code.OVERLOADED, f"no room for this request within {waited_s:.0f} s")
+
+    def _forget(self, uid: int) -> None:
+        self._desk.leave(uid)
+        self._waiting_since.pop(uid, None)
+
+    def emit(self, outcomes: tuple[Outcome, ...]) -> None:
+        for outcome in outcomes:
+            if not isinstance(outcome, Token):
+                self._forget(outcome.uid)
+        self._emitter.emit(outcomes)
+
+    def moves(self, move: Move) -> None:
+        """The scheduler's next move is about to be made."""
+        if isinstance(move, Prefill | PrefillTogether):
+            for prompt in (move,) if isinstance(move, Prefill) else move.prompts:
+                self._waiting_since.pop(prompt.request, None)
+                self._desk.begin(prompt.uid, prompt.request)
+        elif isinstance(move, Decode) and move.agreement == "broadcast" and move.widths:
+            at = 0
+            for uid, width in zip(move.rows, move.widths, strict=True):
+                self._desk.forced(uid, move.tokens[at + 1 : at + width])
+                at += width

@@ -1,0 +1,354 @@
+"""Rows that decode together against the same sequences one by one, through any course of joins and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import create_causal_mask, make_prompt_cache
+from mlx_lm.utils import load_model
+
+from mlxtp.engine import kv
+from mlxtp.engine.batch import (
+    CacheKind,
+    Caches,
+    ForwardShape,
+    LayerView,
+    MergedBatch,
+    SlotBatch,
+    cut,
+    share,
+)
+from mlxtp.errors import Code, ModelError
+
+from .families import FAMILIES
+from .small_models import write_model
+
+MARGIN = 1e-3
+"""What other shapes of the same sums may differ by; logits here are of the order of 10."""
+VOCABULARY = 512
+MOST_ROWS = 5
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    root = tmp_path_factory.mktemp("models")
+    loaded: dict[str, Any] = {}
+
+    def load(family: str) -> Any:
+        if family not in loaded:
+            folder = write_model(root / family, model_type=family, **FAMILIES[family])
+            loaded[family], _ = load_model(folder)
+        return loaded[family]
+
+    return load
+
+
+def some_tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+def prefilled(model: Any, tokens: list[int]) -> Caches:
+    caches: Caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([tokens]), cache=caches))
+    return caches
+
+
+def forward(model: Any, batch: SlotBatch, rows: list[list[int]], positions: list[int]) -> mx.array:
+    """Logits [rows, width, V] as a runner has them; shorter rows are padded."""
+    width = max(map(len, rows))
+    tokens = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
+    longest = max(positions) + width
+    batch.reserve(longest)
+    view = min(kv.view(longest), batch.shape()[1])
+    shape = ForwardShape(*ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view))
+    arrays, batch.arrays = batch.arrays, []
+    layers = [LayerView(*pair, shape) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
+    logits: mx.array = model(tokens, cache=layers)
+    batch.arrays = [array for layer in layers for array in (layer.keys, layer.values)]
+    mx.async_eval(logits, batch.arrays)
+    return logits
+
+
+def assert_same(got: mx.array, expected: mx.array) -> None:
+    """By margin, and the greedy token exactly."""
+    np.testing.assert_allclose(np.array(got), np.array(expected), rtol=0, atol=MARGIN)
+    assert mx.argmax(got, axis=-1).tolist() == mx.argmax(expected, axis=-1).tolist()
+
+
+@dataclass
+class Course:
+    """A SlotBatch, and for each of its rows what the same tokens give in a cache of their own."""
+
+    model: Any
+    random: Random
+    batch: SlotBatch = field(default_factory=SlotBatch)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    alone: dict[int, Caches] = field(default_factory=dict)
+    detached: list[tuple[list[int], Caches]] = field(default_factory=list)
+    """What was copied out of the batch, or kept when a row left."""
+    uid: int = 0
+    counts: set[int] = field(default_factory=set)
+
+    def join(self) -> None:
+        tokens = some_tokens(self.random, self.random.choice((1, 3, 40, 63, 64, 65, 130, 260)))
+        if self.detached and self.random.random() < 0.5:
+            tokens, caches = self.random.choice(self.detached)
+            caches = share(caches, len(tokens))
+        else:
+            caches = prefilled(self.model, tokens)
+        self.uid += 1
+        self.tokens[self.uid] = list(tokens)
+        self.alone[self.uid] = prefilled(self.model, tokens)
+        self.batch.join(self.uid, caches)
+
+    def leave(self) -> None:
+        uid = self.random.choice(self.batch.rows)
+        tokens = self.tokens.pop(uid)
+        keep = self.random.choice((0, 1, len(tokens) // 2, len(tokens)))
+        kept = self.batch.leave(uid, keep)
+        assert (kept is None) == (keep == 0)
+        if kept is not None:
+            self.detached.append((tokens[:keep], kept))
+        del self.alone[uid]
+
+    def copy(self) -> None:
+        uid = self.random.choice(self.batch.rows)
+        length = self.random.randint(1, len(self.tokens[uid]))
+        self.detached.append((self.tokens[uid][:length], self.batch.copy(uid, length)))
+
+    def roll_back(self) -> None:
+        uid = self.random.choice(self.batch.rows)
+        back = self.random.randint(0, min(20, len(self.tokens[uid]) - 1))
+        self.tokens[uid] = self.tokens[uid][: len(self.tokens[uid]) - back]
+        cut(self.alone[uid], len(self.tokens[uid]))
+
+    def step(self) -> None:
+        rows = self.batch.rows
+        most = self.random.choice((1, 1, 1, 4, 17))
+        fed = [some_tokens(self.random, self.random.randint(1, most)) for _ in rows]
+        logits = forward(self.model, self.batch, fed, [len(self.tokens[uid]) for uid in rows])
+        for row, uid in enumerate(rows):
+            expected = self.model(mx.array([fed[row]]), cache=self.alone[uid])
+            assert_same(logits[row, : len(fed[row])], expected[0])
+            self.tokens[uid] += fed[row]
+        self.counts.add(len(rows))
+
+    def write_to_a_copy(self) -> None:
+        """It goes on by itself; neither its source nor other copies may notice, nor it theirs."""
+        tokens, caches = self.random.choice(self.detached)
+        mine = share(caches, len(tokens))
+        more = some_tokens(self.random, self.random.randint(1, 9))
+        got = self.model(mx.array([more]), cache=mine)
+        expected = self.model(mx.array([[*tokens, *more]]))
+        assert_same(got[0], expected[0, len(tokens) :])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_course_of_events_gives_every_row_what_it_would_have_alone(
+    model_of: Callable[[str], Any], seed: int
+) -> None:
+    course = Course(model_of("llama"), Random(seed))
+    course.join()
+    for _ in range(50):
+        rows = len(course.batch.rows)
+        moves = [course.step] * 3
+        if rows < MOST_ROWS:
+            moves += [course.join] * (3 if rows < 2 else 1)
+        if rows > 1:
+            moves.append(course.leave)
+        moves += [course.copy, course.roll_back]
+        if course.detached:
+            moves.append(course.write_to_a_copy)
+        course.random.choice(moves)()
+    assert len(course.counts) > 2, "hardly any batch"
+
+
+def test_row_counts_go_up_and_down(model_of: Callable[[str], Any]) -> None:
+    course = Course(model_of("llama"), Random(99))
+    for rows in (1, 2, 5, 4, 1, 3, 1):
+        while len(course.batch.rows) < rows:
+            course.join()
+        while len(course.batch.rows) > rows:
+            course.leave()
+        course.step()
+        course.step()
+        assert kv.slots(rows) <= course.batch.shape()[0] <= 2 * kv.slots(rows)
+        if rows == 1:
+            assert course.batch.shape()[0] == 1
+    course.leave()
+    assert course.batch.rows == []
+    assert course.batch.arrays == []
+    course.join()
+    course.step()
+
+
+def test_the_last_row_takes_the_place_of_the_one_that_leaves(model_of: Callable[[str], Any]) -> None:
+    model = model_of("llama")
+    for batch in (SlotBatch(), MergedBatch()):
+        for uid in (1, 2, 3, 4):
+            batch.join(uid, prefilled(model, [uid] * 5))
+        for leaving, left in ((2, [1, 4, 3]), (3, [1, 4]), (1, [4]), (4, [])):
+            batch.leave(leaving, 0)
+            assert batch.rows == left
+
+
+def test_a_copy_is_not_disturbed_by_its_source_nor_the_source_by_its_copy(
+    model_of: Callable[[str], Any],
+) -> None:
+    """A row alone shares its arrays with its copies: whoever writes must write elsewhere."""
+    model, random = model_of("llama"), Random(5)
+    prompt = some_tokens(random, 30)
+    batch = SlotBatch()
+    batch.join(1, prefilled(model, prompt))
+    copies = batch.copy(1, 30), batch.copy(1, 20)
+    ours, theirs = some_tokens(random, 6), some_tokens(random, 6)
+    source = forward(model, batch, [ours], [30])
+    for copy, length in zip(copies, (30, 20), strict=True):
+        branch = model(mx.array([theirs]), cache=copy)
+        assert_same(branch[0], model(mx.array([[*prompt[:length], *theirs]]))[0, length:])
+    assert_same(source[0], model(mx.array([[*prompt, *ours]]))[0, 30:])
+    again = forward(model, batch, [theirs], [36])
+    assert_same(again[0], model(mx.array([[*prompt, *ours, *theirs]]))[0, 36:])
+
+
+@pytest.mark.parametrize("positions", [[0, 3, 70], [64, 64, 64], [127, 0, 1]])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("window", [None, 1, 8, 1000])
+def test_masks_are_the_causal_ones(positions: list[int], width: int, window: int | None) -> None:
+    view = kv.view(max(positions) + width)
+    shape = ForwardShape(*ForwardShape.arrays(mx.array(positions, dtype=mx.int32), width, view))
+    mask = shape.mask(window)
+    assert mask.shape == (3, 1, width, view)
+    for row, position in enumerate(positions):
+        expected = create_causal_mask(width, position, window_size=window)
+        length = position + width
+        assert mx.array_equal(mask[row, 0, :, :length], expected).item()
+        assert not mask[row, 0, :, length:].any().item()
+
+
+def test_room_grows_for_rows_that_outgrow_it(model_of: Callable[[str], Any]) -> None:
+    model, random = model_of("llama"), Random(1)
+    course = Course(model, random)
+    course.join()
+    course.join()
+    start = course.batch.shape()[1]
+    while max(map(len, course.tokens.values())) < start + 20:
+        course.step()
+    assert course.batch.shape()[1] > start
+
+
+# --- the other kinds --------------------------------------------------------------------------------------
+
+
+def step_alone(model: Any, caches: Caches, token: int) -> mx.array:
+    logits: mx.array = model(mx.array([[token]]), cache=caches)
+    return logits[0, 0]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "exaone_moe", "qwen3_5", "llama"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_merged_rows_say_what_they_would_say_alone(
+    model_of: Callable[[str], Any], family: str, seed: int
+) -> None:
+    """Rotating and recurrent caches; the windows of 8 tokens are long full."""
+    model, random = model_of(family), Random(seed)
+    batch, alone, uid = MergedBatch(), {}, 0
+    for _ in range(60):
+        move = random.random()
+        if not batch.rows or (move < 0.25 and len(batch.rows) < MOST_ROWS):
+            uid += 1
+            prompt = some_tokens(random, random.choice((1, 2, 7, 8, 9, 25)))
+            alone[uid] = prefilled(model, prompt)
+            batch.join(uid, prefilled(model, prompt))
+        elif move < 0.4:
+            leaving = random.choice(batch.rows)
+            assert batch.leave(leaving, 0) is None
+            del alone[leaving]
+        else:
+            fed = some_tokens(random, len(batch.rows))
+            logits = model(mx.array(fed)[:, None], cache=batch.caches)
+            for row, uid_ in enumerate(batch.rows):
+                assert_same(logits[row, 0], step_alone(model, alone[uid_], fed[row]))
+
+
+def test_a_merged_row_alone_can_be_kept_and_copied(model_of: Callable[[str], Any]) -> None:
+    model, random = model_of("llama"), Random(3)
+    prompt = some_tokens(random, 12)
+    for others in (0, 1):
+        batch = MergedBatch()
+        batch.join(1, prefilled(model, prompt))
+        for other in range(others):
+            batch.join(10 + other, prefilled(model, some_tokens(random, 20)))
+        copy = batch.copy(1, 10)
+        kept = batch.leave(1, 7)
+        assert kept is not None
+        for caches, length in ((copy, 10), (kept, 7)):
+            got = model(mx.array([[9, 8]]), cache=caches)
+            assert_same(got[0], model(mx.array([[*prompt[:length], 9, 8]]))[0, length:])
+
+
+def test_sharing_makes_caches_of_their_own(model_of: Callable[[str], Any]) -> None:
+    model = model_of("llama")
+    one = prefilled(model, [3, 4, 5])
+    other = share(one, 3)
+    before = deepcopy([np.array(cache.keys) for cache in one])
+    mx.eval(model(mx.array([[7, 7]]), cache=other))
+    assert [cache.offset for cache in one] == [3, 3]
+    assert [cache.offset for cache in other] == [5, 5]
+    for was, cache in zip(before, one, strict=True):
+        np.testing.assert_array_equal(np.array(cache.keys), was)
+
+
+# --- what a model's caches can do -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "slots", "batches", "reusable"),
+    [
+        ("llama", True, True, True),
+        ("qwen3_moe", True, True, True),
+        ("gpt_oss", False, True, False),
+        ("qwen3_5", False, True, False),
+    ],
+)
+def test_what_caches_can_do_is_seen_from_their_kind(
+    model_of: Callable[[str], Any], family: str, slots: bool, batches: bool, reusable: bool
+) -> None:
+    kind = CacheKind(model_of(family))
+    assert (kind.slots, kind.batches, kind.reusable) == (slots, batches, reusable)
+
+
+def test_quantized_caches_serve_one_at_a_time_and_can_be_kept(tmp_path: Path) -> None:
+    model, _ = load_model(write_model(tmp_path, head_dim=64))
+    kind = CacheKind(model, kv_bits=8)
+    assert (kind.slots, kind.batches, kind.reusable) == (False, False, True)
+    caches = kind.new()
+    plain = prefilled(model, [1, 2, 3])
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    got, expected = (model(mx.array([[4]]), cache=each)[0, 0] for each in (caches, plain))
+    assert float(mx.abs(got - expected).max().item()) < 1.0
+    assert cut(share(caches, caches[0].offset), 2)[0].offset == 2
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5"])
+def test_caches_that_cannot_be_quantized_are_refused_by_name(
+    model_of: Callable[[str], Any], family: str
+) -> None:
+    with pytest.raises(ModelError, match=r"--kv-bits 8: this model's caches \(.*Cache.*\)") as refused:
+        CacheKind(model_of(family), kv_bits=8)
+    assert refused.value.code is Code.MODEL_UNSUPPORTED
+
+
+def test_heads_too_small_to_be_quantized_are_refused_by_name(model_of: Callable[[str], Any]) -> None:
+    """Here each head's keys are 16 numbers; they are quantized in groups of at least 32."""
+    with pytest.raises(ModelError, match=r"--kv-bits 8: .* 16") as refused:
+        CacheKind(model_of("llama"), kv_bits=8)
+    assert refused.value.code is Code.MODEL_UNSUPPORTED

@@ -1,0 +1,212 @@
+"""Whatever comes, in whatever order: all ranks have done the same, and a rank that has not is found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random as randomness
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mlxtp.api.backend import Request as Wanted
+from mlxtp.api.backend import Sampling, Shaping
+from mlxtp.errors import Code, MlxtpError
+
+from ..cluster import SLOWNESS, WAIT_S, Cluster
+from ..reference import answer, expected, prompt_ids
+from .engine_member import __file__ as MEMBER
+from .small_models import write_model
+
+SCHEDULES = 2000
+AT_ONCE = 40
+GRAMMARS = (("regex", "[a-z]{1,4}"), ("json_schema", '{"enum":[1,2,"three"]}'), ("regex", "[a-z"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "small")
+
+
+# --- random schedules -------------------------------------------------------------------------------------
+
+
+def some_request(random: Random) -> Wanted:
+    """Short or long, cut or not, with some of what a request may ask for, or nothing; a few cannot be."""
+    stem = tuple(range(10, 10 + random.randrange(60)))
+    prompt = (
+        *(stem if random.random() < 0.4 else ()),
+        *random.choices(range(6, 512), k=random.randint(1, 8)),
+    )
+    if random.random() < 0.03:
+        prompt = tuple(random.choices(range(6, 512), k=150))
+    sampling = Sampling()
+    if random.random() < 0.4:
+        sampling = Sampling(
+            temperature=random.choice((0.5, 5.0, 20.0)),
+            top_k=random.choice((0, 0, 5)),
+            top_p=random.choice((1.0, 0.8)),
+            seed=random.randrange(1000),
+        )
+    shaping = Shaping()
+    if random.random() < 0.15:
+        shaping = Shaping(presence_penalty=2.0, bias_tokens=(9,), bias_values=(1.0,), min_tokens=1)
+    elif random.random() < 0.08:
+        kind, text = random.choice(GRAMMARS)
+        shaping = Shaping(grammar_kind=kind, grammar=text)
+    max_tokens = random.choice((1, 1, 2, 3, 5, 8, 14)) if random.random() < 0.98 else 100_000
+    logprobs = random.choice((-1, -1, -1, -1, 0, 3))
+    return Wanted(prompt, max_tokens, sampling, shaping, logprobs, ignore_eos=random.random() < 0.3)
+
+
+async def one_client(cluster: Cluster, random: Random) -> str:
+    """One request, read to its end or left at some moment; how it went."""
+    patience = random.choice(("none", "some", "a moment", "all", "all", "all"))
+    answer_ = cluster.supervisor.gateway.generate(some_request(random))
+    tokens = 0
+    try:
+        if patience == "none":
+            return "left at once"
+        if patience == "a moment":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(random.random() * 0.05 * SLOWNESS):
+                    async for _ in answer_:
+                        pass
+            return "left after a moment"
+        async for event in answer_:
+            tokens += len(getattr(event, "tokens", ()))
+            if patience == "some" and tokens >= 2:
+                return "left after some tokens"
+    except MlxtpError as error:
+        return error.code
+    finally:
+        await answer_.aclose()
+    return "read to its end"
+
+
+async def crowd(cluster: Cluster, random: Random, count: int) -> dict[str, int]:
+    """`count` clients, some at once, now and then nobody; somebody looks at the metrics meanwhile."""
+    left = count
+    ways: dict[str, int] = {}
+    while left:
+        clients = [one_client(cluster, random) for _ in range(min(left, random.randint(1, AT_ONCE)))]
+        left -= len(clients)
+        if random.random() < 0.5:
+            cluster.supervisor.gateway.health()
+        for way in await asyncio.gather(*clients):
+            ways[way] = ways.get(way, 0) + 1
+        if random.random() < 0.1:
+            await asyncio.sleep(0.002)  # the batch is empty
+        if random.random() < 0.05:
+            await cluster.supervisor.clear_cache()
+    return ways
+
+
+def test_two_thousand_random_schedules_leave_all_ledgers_equal(two_ranks: Cluster, folder: Path) -> None:
+    seed = randomness.randrange(2**32)
+    print(f"seed {seed}")
+    epoch = two_ranks.epoch
+    two_ranks.load(folder)
+    try:
+        before = two_ranks.idle()
+        ways = two_ranks.call(crowd(two_ranks, Random(seed), SCHEDULES), 4 * WAIT_S)
+        print(ways)
+        work = two_ranks.idle() - before
+        probe = [some_request(Random(1)), Wanted((7, 8, 9), 20), Wanted((7, 8, 9), 20, Sampling(9.0, seed=3))]
+        outcomes = two_ranks.ask_all(probe)
+    finally:
+        two_ranks.load("tiny")
+    assert sum(ways.values()) == SCHEDULES
+    assert set(ways) == {
+        "left at once",
+        "left after a moment",
+        "left after some tokens",
+        "read to its end",
+        Code.BAD_REQUEST,
+        Code.CONTEXT_OVERFLOW,
+    }
+    assert two_ranks.epoch == epoch
+    assert work.forwards[0] == work.forwards[1] > 0
+    assert work.collectives[0] == work.collectives[1] > 0
+    assert two_ranks.health()["open_requests"] == 0
+    assert [outcome.tokens for outcome in outcomes] == [expected(each, folder).tokens for each in probe]
+
+
+def test_giving_everything_up_in_the_middle_leaves_all_ledgers_equal(two_ranks: Cluster) -> None:
+    question = prompt_ids("Repeat exactly: FALCON-MERCURY-7749")
+    epoch = two_ranks.epoch
+    open_ = [two_ranks.start(question, 40, sampling=Sampling(1.0, seed=seed)) for seed in range(5)]
+    open_[0].take(3)
+    two_ranks.call(two_ranks.supervisor.abort())
+    for request in open_:
+        with contextlib.suppress(MlxtpError):
+            request.finish()
+    assert len(set(two_ranks.idle().forwards)) == 1
+    assert two_ranks.complete(question, 40)[0] == answer(question, 40).tokens
+    assert two_ranks.epoch == epoch
+
+
+# --- a rank that does something else ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orders")
+
+
+@pytest.fixture(scope="module")
+def erring(orders: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    worker = (sys.executable, "-m", "tests.engine.engine_member", str(orders))
+    assert MEMBER
+    with Cluster(tmp_path_factory.mktemp("erring"), worker=worker, model=folder) as cluster:
+        yield cluster
+
+
+DRAWN = Wanted((7, 8, 9, 10), 60, Sampling(temperature=20.0, seed=4), ignore_eos=True)
+GREEDY = Wanted((7, 8, 9, 10), 60, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [
+        ("another draw", DRAWN),
+        ("another token", DRAWN),
+        ("another position", DRAWN),
+        ("another position", GREEDY),
+    ],
+)
+def test_what_rank_1_does_differently_is_found_before_a_token_leaves(
+    erring: Cluster, orders: Path, folder: Path, fault: str, wanted: Wanted
+) -> None:
+    right = expected(wanted, folder).tokens
+    epoch = erring.epoch
+    assert erring.ask_all([wanted])[0].tokens == right
+    (orders / fault).touch()
+    try:
+        (outcome,) = erring.ask_all([wanted])
+    finally:
+        (orders / fault).unlink()
+    assert isinstance(outcome.error, MlxtpError)
+    assert outcome.error.code is Code.DESYNC
+    assert outcome.tokens == right[: len(outcome.tokens)]
+    erring.wait_ready()
+    assert erring.epoch == epoch + 1
+    assert erring.ask_all([wanted])[0].tokens == right
+
+
+def test_what_rank_1_would_have_drawn_does_not_matter_where_rank_0_decides(
+    erring: Cluster, orders: Path, folder: Path
+) -> None:
+    """Under `broadcast` its own choice is multiplied by nothing."""
+    shaped = Wanted(DRAWN.prompt, 30, DRAWN.sampling, Shaping(presence_penalty=1.0), ignore_eos=True)
+    epoch = erring.epoch
+    (orders / "another draw").touch()
+    try:
+        (outcome,) = erring.ask_all([shaped])
+    finally:
+        (orders / "another draw").unlink()
+    assert outcome.tokens == expected(shaped, folder).tokens
+    assert erring.epoch == epoch

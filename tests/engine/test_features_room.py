@@ -1,0 +1,187 @@
+"""Little room for KV caches, quantized ones, and caches of other kinds, on two real ranks and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from mlxtp.api.backend import Request as Wanted
+from mlxtp.api.backend import Sampling, Shaping
+from mlxtp.errors import Code, ModelError, RequestError
+
+from ..cluster import Cluster, Outcome
+from ..reference import expected
+from .families import FAMILIES
+from .small_models import write_model
+
+LAYERS, HEADS, HEAD_SIZE, NUMBER_BYTES = 2, 2, 16, 4
+WHOLE_TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * NUMBER_BYTES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def cluster(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    home = tmp_path_factory.mktemp(f"ranks-{request.param}")
+    with Cluster(home, ranks=request.param, model=folder) as cluster:
+        yield cluster
+
+
+def room_for(cluster: Cluster, tokens: int) -> int:
+    """Bytes of one rank's share of so many tokens."""
+    return tokens * WHOLE_TOKEN_BYTES // cluster.settings.ranks
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    random = Random(seed)
+    return tuple(random.randrange(6, 512) for _ in range(length))
+
+
+def assert_right(outcomes: Sequence[Outcome], wanted: Sequence[Wanted], folder: Path) -> None:
+    for outcome, each in zip(outcomes, wanted, strict=True):
+        assert outcome.tokens == expected(each, folder).tokens
+        assert outcome.whole().reason == expected(each, folder).reason
+
+
+def refused(cluster: Cluster, wanted: Wanted) -> RequestError:
+    request = cluster.ask(wanted)
+    with pytest.raises(RequestError) as error:
+        request.accepted()
+    assert error.value.code is Code.CONTEXT_OVERFLOW
+    assert error.value.status == 400
+    return error.value
+
+
+# --- room -------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(cluster: Cluster, folder: Path) -> None:
+    cluster.load(folder, kv_bytes=room_for(cluster, 300))
+    before = cluster.idle()
+    error = refused(cluster, Wanted(prompt(1, 250), 100))
+    for number in ("250 prompt tokens", "100 new ones", "room for 384", "300 fit"):
+        assert number in error.detail
+    assert set((cluster.idle() - before).forwards) == {0}
+    fits = Wanted(prompt(1, 150), 40)
+    assert_right(cluster.ask_all([fits]), [fits], folder)
+
+
+def test_what_will_fit_later_waits_and_is_right(cluster: Cluster, folder: Path) -> None:
+    cluster.load(folder, kv_bytes=room_for(cluster, 400))
+    random = Random(2)
+    wanted = [Wanted(prompt(seed, random.randint(5, 120)), random.randint(1, 60)) for seed in range(20)]
+    assert_right(cluster.ask_all(wanted), wanted, folder)
+
+
+def test_who_outgrows_the_room_is_put_off_and_comes_back_right(cluster: Cluster, folder: Path) -> None:
+    """Two fit while they are short. The younger one is prefilled again when the older one is through."""
+    cluster.load(folder, kv_bytes=room_for(cluster, 300))
+    wanted = [
+        Wanted(prompt(5, 20), 150, Sampling(temperature=20.0, seed=5), ignore_eos=True),
+        Wanted(prompt(6, 20), 150, shaping=Shaping(presence_penalty=40.0), logprobs=1, ignore_eos=True),
+    ]
+    before = cluster.idle()
+    outcomes = cluster.ask_all(wanted)
+    work = cluster.idle() - before
+    assert_right(outcomes, wanted, folder)
+    assert len(outcomes[1].scores) == 150
+    together, apart = 151, 300
+    assert together + 50 < work.forwards[0] < apart
+    assert len(set(work.forwards)) == 1
+
+
+def test_kept_caches_give_way(cluster: Cluster, folder: Path) -> None:
+    cluster.load(folder, kv_bytes=room_for(cluster, 400))
+    first = Wanted(prompt(10, 60), 4)
+    assert cluster.ask_all([first])[0].whole().cached == 0
+    assert cluster.ask_all([first])[0].whole().cached == 59
+    others = [Wanted(prompt(seed, 60), 4) for seed in range(11, 20)]
+    assert_right(cluster.ask_all(others, at_once=1), others, folder)
+    assert cluster.ask_all([others[-1]])[0].whole().cached == 59
+    (again,) = cluster.ask_all([first])
+    assert again.whole().cached == 0
+    assert_right([again], [first], folder)
+
+
+def test_kept_caches_give_way_to_a_request_that_needs_all_the_room(cluster: Cluster, folder: Path) -> None:
+    cluster.load(folder, kv_bytes=room_for(cluster, 256))
+    small = [Wanted(prompt(seed, 60), 4) for seed in range(20, 22)]
+    assert_right(cluster.ask_all(small, at_once=1), small, folder)
+    large = Wanted(prompt(30, 200), 50)
+    assert_right(cluster.ask_all([large]), [large], folder)
+
+
+def test_the_context_can_be_made_shorter(cluster: Cluster, folder: Path) -> None:
+    cluster.load(folder, max_context=64)
+    assert "context of 64" in refused(cluster, Wanted(prompt(1, 60), 5)).detail
+    fits = Wanted(prompt(1, 60), 4)
+    assert_right(cluster.ask_all([fits]), [fits], folder)
+    assert cluster.client.get("/v1/models").json()["data"][0]["context_length"] == 64
+
+
+def test_a_context_longer_than_the_models_own_changes_nothing(cluster: Cluster, folder: Path) -> None:
+    cluster.load(folder, max_context=100_000)
+    assert "context of 512" in refused(cluster, Wanted(prompt(1, 500), 13)).detail
+
+
+# --- quantized --------------------------------------------------------------------------------------------
+
+
+def test_quantized_caches_answer_one_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
+    """This model's most likely tokens are so by far: 8 bits are enough for them."""
+    folder = write_model(tmp_path / "wide", head_dim=64)
+    cluster.load(folder, kv_bits=8)
+    wanted = [Wanted(prompt(seed, 40), 12, ignore_eos=True) for seed in range(40, 46)]
+    before = cluster.idle()
+    outcomes = cluster.ask_all(wanted)
+    assert_right(outcomes, wanted, folder)
+    assert (cluster.idle() - before).forwards[0] == 6 * 12
+    again = cluster.ask_all(wanted[:1])
+    assert again[0].whole().cached == 39
+    assert_right(again, wanted[:1], folder)
+
+
+def test_keys_that_cannot_be_quantized_are_refused_at_load(cluster: Cluster, folder: Path) -> None:
+    epoch = cluster.epoch
+    with pytest.raises(ModelError, match=r"--kv-bits 8: .* do not divide by 32; leave it out"):
+        cluster.load(folder, kv_bits=8)
+    cluster.load(folder)
+    fits = Wanted(prompt(1, 60), 4)
+    assert_right(cluster.ask_all([fits]), [fits], folder)
+    assert cluster.epoch == epoch
+
+
+# --- other kinds of caches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5", "deepseek_v3"])
+def test_families_with_other_caches_serve_many_at_once(cluster: Cluster, tmp_path: Path, family: str) -> None:
+    """Windows of 8 tokens that rotate, recurrent states, latent attention."""
+    folder = write_model(tmp_path / family, model_type=family, **FAMILIES[family])
+    cluster.load(folder)
+    random = Random(3)
+    wanted = [
+        Wanted(
+            prompt(seed, random.choice((1, 5, 8, 9, 30))),
+            random.choice((1, 5, 20)),
+            Sampling(temperature=random.choice((0.0, 10.0)), seed=seed),
+            Shaping(frequency_penalty=random.choice((0.0, 0.0, 5.0))),
+            logprobs=random.choice((-1, 2)),
+        )
+        for seed in range(24)
+    ]
+    before = cluster.idle()
+    outcomes = cluster.ask_all(wanted)
+    work = cluster.idle() - before
+    assert_right(outcomes, wanted, folder)
+    generated = sum(outcome.whole().generated for outcome in outcomes)
+    assert len(set(work.forwards)) == 1
+    assert work.forwards[0] < generated / 2

@@ -1,0 +1,250 @@
+"""One rank's runner driven by frames, in one process: what it counts, keeps and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.engine.batch import CacheKind
+from mlxtp.engine.choice import Chooser, NoDesk
+from mlxtp.engine.group import CollectiveCounter, LoneGroup
+from mlxtp.engine.loader import load
+from mlxtp.engine.runner import Chosen, Runner
+from mlxtp.errors import Code, GroupError
+from mlxtp.wire.messages import PromptTokens, Sampling, StepToken
+
+from ..reference import reference
+from .families import FAMILIES
+from .small_models import write_model
+
+PROMPT = (7, 8, 9, 10, 11, 12, 13, 14)
+OTHER = (70, 80, 90, 100, 110)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+def runner_of(folder: Path, *, compiled: bool = True) -> Runner:
+    group = LoneGroup()
+    loaded = load(folder, group, lambda: None)
+    chooser = Chooser(group, NoDesk())
+    return Runner(loaded, CacheKind(loaded.model), CollectiveCounter(), chooser, compiled=compiled)
+
+
+@pytest.fixture
+def runner(folder: Path) -> Runner:
+    return runner_of(folder)
+
+
+def tokens_of(chosen: Chosen) -> list[list[int]]:
+    table = cast("list[list[int]]", chosen.tokens.tolist())
+    return [row[:width] for row, width in zip(table, chosen.widths, strict=True)]
+
+
+def prefill(runner: Runner, uid: int, prompt: Sequence[int], **fields: Any) -> int:
+    offset = fields.pop("offset", 0)
+    frame = PromptTokens(uid, offset, len(prompt), tuple(prompt[offset:]), **fields)
+    ((token,),) = tokens_of(runner.prefill(frame))
+    return token
+
+
+def step(runner: Runner, positions: dict[int, int], **fields: Any) -> list[list[int]]:
+    frame = StepToken(tuple(positions), tuple(positions.values()), **fields)
+    return tokens_of(runner.step(frame))
+
+
+def decode(runner: Runner, uid: int, start: int, count: int) -> list[int]:
+    return [step(runner, {uid: start + i})[0][0] for i in range(count)]
+
+
+# --- tokens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_steps_follow_a_prefill(folder: Path, compiled: bool) -> None:
+    runner = runner_of(folder, compiled=compiled)
+    said = [prefill(runner, 1, PROMPT), *decode(runner, 1, 8, 100)]  # past two sizes of the KV arrays
+    assert tuple(said) == reference(PROMPT, 101, folder)
+    assert runner.forwards == 101
+    assert runner.stop(1, 0) == 101
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_rows_say_together_what_they_say_alone(tmp_path: Path, family: str) -> None:
+    folder = write_model(tmp_path, model_type=family, **FAMILIES[family])
+    runner = runner_of(folder)
+    said = {1: [prefill(runner, 1, PROMPT)], 2: [prefill(runner, 2, OTHER)]}
+    for i in range(12):
+        for uid, (token,) in zip((1, 2), step(runner, {1: 8 + i, 2: 5 + i}), strict=True):
+            said[uid].append(token)
+    assert tuple(said[1]) == reference(PROMPT, 13, folder)
+    assert tuple(said[2]) == reference(OTHER, 13, folder)
+
+
+def test_a_prompt_in_chunks_is_one_prompt(folder: Path, runner: Runner) -> None:
+    first = runner.prefill(PromptTokens(1, 0, 8, PROMPT[:3]))
+    assert (first.rows, first.widths) == ((), ())
+    assert first.tokens.tolist() == [[0]]
+    token = prefill(runner, 1, PROMPT, offset=3)
+    assert (token, *decode(runner, 1, 8, 5)) == reference(PROMPT, 6, folder)
+    assert runner.stop(1, 0) == 7
+
+
+def test_drafts_are_checked_in_one_forward_and_rolled_back(folder: Path, runner: Runner) -> None:
+    right = reference(PROMPT, 12, folder)
+    assert prefill(runner, 1, PROMPT) == right[0]
+    wrong = (right[3] + 1) % 512
+    (chosen,) = step(runner, {1: 8}, widths=(4,), tokens=(right[0], right[1], right[2], wrong))
+    assert tuple(chosen[:3]) == right[1:4]
+    # The wrong one is fed again as it should have been.
+    (chosen,) = step(runner, {1: 11}, widths=(1,), tokens=(right[3],))
+    assert chosen == [right[4]]
+    assert tuple(decode(runner, 1, 12, 3)) == right[5:8]
+
+
+def test_rows_of_several_widths_share_a_forward(folder: Path, runner: Runner) -> None:
+    """One row's token is known, the other's is still in the graph."""
+    one, other = reference(PROMPT, 6, folder), reference(OTHER, 6, folder)
+    prefill(runner, 1, PROMPT)
+    prefill(runner, 2, OTHER)
+    chosen = step(runner, {1: 8, 2: 5}, widths=(3, 0), tokens=one[:3])
+    assert chosen == [list(one[1:4]), [other[1]]]
+    assert step(runner, {1: 11, 2: 6}) == [[one[4]], [other[2]]]
+
+
+def test_draws_go_by_seed_and_position(runner: Runner) -> None:
+    sampling = Sampling(temperature=20.0, seed=3)
+    logits = {"exchange": "logits", "sampling": sampling}
+
+    def said(uid: int, **fields: Any) -> list[int]:
+        first = prefill(runner, uid, PROMPT, **logits, **fields)
+        more = [step(runner, {uid: 8 + i}, exchange="logits")[0][0] for i in range(5)]
+        runner.stop(uid, 0)
+        return [first, *more]
+
+    once = said(1)
+    assert said(2) == once
+    assert said(3, agreement="broadcast") == once
+    logits["sampling"] = replace(sampling, seed=4)
+    assert said(4) != once
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take", [True, False])
+def test_a_kept_cache_is_started_from(folder: Path, runner: Runner, take: bool) -> None:
+    prefill(runner, 1, PROMPT)
+    decode(runner, 1, 8, 4)
+    assert runner.stop(1, 12) == 5
+    longer = (*PROMPT, *reference(PROMPT, 4, folder), 33, 44)
+    token = prefill(runner, 2, longer, offset=12, source=1, take=take)
+    assert (token, *decode(runner, 2, len(longer), 4)) == reference(longer, 5, folder)
+    if take:
+        with pytest.raises(KeyError):
+            runner.evict((1,))
+    else:
+        branch = (*PROMPT[:6], 55)
+        assert prefill(runner, 3, branch, offset=6, source=1) == reference(branch, 1, folder)[0]
+        runner.evict((1,))
+
+
+def test_a_running_row_is_started_from(folder: Path, runner: Runner) -> None:
+    prefill(runner, 1, PROMPT)
+    decode(runner, 1, 8, 2)
+    branch = (*PROMPT[:7], 55, 66)
+    assert prefill(runner, 2, branch, offset=7, source=1) == reference(branch, 1, folder)[0]
+    one, two = step(runner, {1: 10, 2: 9})
+    assert (one[0], two[0]) == (reference(PROMPT, 4, folder)[3], reference(branch, 2, folder)[1])
+
+
+def test_a_prompt_that_is_given_up_can_be_kept(folder: Path, runner: Runner) -> None:
+    runner.prefill(PromptTokens(1, 0, 8, PROMPT[:5]))
+    assert runner.stop(1, 4) == 1
+    assert prefill(runner, 2, PROMPT, offset=4, source=1, take=True) == reference(PROMPT, 1, folder)[0]
+
+
+def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
+    assert runner.kv_bytes() == 0
+    prefill(runner, 1, PROMPT)
+    prefill(runner, 2, OTHER)
+    both = runner.kv_bytes()
+    runner.stop(2, 0)
+    runner.stop(1, 8)
+    assert 0 < runner.kv_bytes() < both
+    runner.prefill(PromptTokens(3, 0, 8, PROMPT[:3]))
+    runner.clear()
+    assert runner.kv_bytes() == 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+def test_other_rows_are_refused(runner: Runner) -> None:
+    prefill(runner, 1, PROMPT)
+    prefill(runner, 2, OTHER)
+    for positions in ({1: 8}, {2: 5, 1: 8}, {1: 8, 3: 5}):
+        with pytest.raises(GroupError, match=r"but this rank runs \(1, 2\)") as refused:
+            step(runner, positions)
+        assert refused.value.code is Code.DESYNC
+
+
+@pytest.mark.parametrize("position", [0, 7, 9, 64])
+def test_another_position_is_refused(runner: Runner, position: int) -> None:
+    prefill(runner, 1, PROMPT)
+    with pytest.raises(GroupError, match=f"at position {position}, .* from 8 to 8") as refused:
+        step(runner, {1: position})
+    assert refused.value.code is Code.DESYNC
+    step(runner, {1: 8})
+
+
+@pytest.mark.parametrize(
+    ("position", "is_legal"), [(8, False), (9, True), (10, True), (11, True), (12, False)]
+)
+def test_no_more_than_the_last_step_fed_is_rolled_back(runner: Runner, position: int, is_legal: bool) -> None:
+    token = prefill(runner, 1, PROMPT)
+    step(runner, {1: 8}, widths=(3,), tokens=(token, 1, 2))
+    if is_legal:
+        step(runner, {1: position}, widths=(1,), tokens=(3,))
+    else:
+        with pytest.raises(GroupError, match="from 9 to 11"):
+            step(runner, {1: position}, widths=(1,), tokens=(3,))
+
+
+# --- any course -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_compiled_runner_and_one_that_is_not_say_the_same(folder: Path, seed: int) -> None:
+    """Joins, leaves, drafts, right and wrong, at random."""
+    random = Random(seed)
+    runners = [runner_of(folder, compiled=compiled) for compiled in (True, False)]
+    positions: dict[int, int] = {}
+    order: list[int] = []
+    for uid in range(1, 60):
+        if not order or (random.random() < 0.25 and len(order) < 4):
+            prompt = tuple(random.choices(range(6, 512), k=random.randint(1, 70)))
+            assert len({prefill(each, uid, prompt) for each in runners}) == 1
+            order.append(uid)
+            positions[uid] = len(prompt)
+        elif random.random() < 0.15:
+            leaving = random.choice(order)
+            assert len({each.stop(leaving, 0) for each in runners}) == 1
+            order[order.index(leaving)] = order[-1]
+            order.pop()
+            del positions[leaving]
+        else:
+            widths = tuple(random.choice((0, 1, 3)) for _ in order) if random.random() < 0.5 else ()
+            fed = tuple(random.choices(range(6, 512), k=sum(widths)))
+            rows = {uid: positions[uid] for uid in order}
+            one, other = (step(each, rows, widths=widths, tokens=fed) for each in runners)
+            assert one == other
+            for row, width in zip(order, widths or (0,) * len(order), strict=True):
+                positions[row] += random.randint(1, width) if width else 1

@@ -23,6 +23,7 @@ from .errors import GroupError, MlxtpError
 from .node.agent import running_agent, stopped_by_signal
 
 INTERRUPTED = 130
+TUNING = "Engine"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,10 +47,67 @@ Home = Annotated[
 ]
 
 
+Agreement = Annotated[
+    str | None,
+    typer.Option(
+        help="How ranks come to hold the same token: auto, broadcast or verify.", rich_help_panel=TUNING
+    ),
+]
+MaxContext = Annotated[
+    str | None,
+    typer.Option(metavar="TOKENS", help="Most tokens of prompt and answer.", rich_help_panel=TUNING),
+]
+KvBits = Annotated[
+    str | None,
+    typer.Option(
+        metavar="0|4|8", help="Quantize the KV cache; one request at a time.", rich_help_panel=TUNING
+    ),
+]
+KvBytes = Annotated[
+    str | None,
+    typer.Option(metavar="AMOUNT", help="Memory for KV caches on each rank: 500MB.", rich_help_panel=TUNING),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="A small model with the same vocabulary, to propose tokens.", rich_help_panel=TUNING),
+]
+Speculation = Annotated[
+    bool | None,
+    typer.Option(
+        "--speculation/--no-speculation", help="Check several likely tokens at once.", rich_help_panel=TUNING
+    ),
+]
+PrefixCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache", help="Keep the caches of prompts.", rich_help_panel=TUNING
+    ),
+]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        "--compiled/--no-compiled", help="Trace decode graphs once and replay them.", rich_help_panel=TUNING
+    ),
+]
+
+
 @app.command()
-def node(ranks: Ranks = None, model: Model = None, http: Http = None, home: Home = None) -> None:
+def node(
+    ranks: Ranks = None,
+    model: Model = None,
+    http: Http = None,
+    home: Home = None,
+    agreement: Agreement = None,
+    max_context: MaxContext = None,
+    kv_bits: KvBits = None,
+    kv_bytes: KvBytes = None,
+    draft_model: DraftModel = None,
+    speculation: Speculation = None,
+    prefix_cache: PrefixCache = None,
+    compiled: Compiled = None,
+) -> None:
     """Run this machine's agent: it keeps the ranks alive and serves until it is told to stop."""
-    settings = _settings(ranks, model, http, home)
+    settings = _settings(dict(locals()))
     _log_to_terminal()
     _run(_node(settings))
 
@@ -68,7 +126,8 @@ def demo_command(
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
     with demo.temporary_home() as folder:
-        settings = _settings(ranks, model, http, home, defaults={"ranks": demo.RANKS, "home": folder})
+        flags = {"ranks": ranks, "model": model, "http": http, "home": home}
+        settings = _settings(flags, defaults={"ranks": demo.RANKS, "home": folder})
         logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
         view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
         outcome = _run(demo.run(settings, prompt, view, once=once), interrupted=INTERRUPTED if once else 0)
@@ -95,15 +154,8 @@ async def _node(settings: Settings) -> None:
         await asyncio.Event().wait()
 
 
-def _settings(
-    ranks: int | None,
-    model: str | None,
-    http: str | None,
-    home: Path | None,
-    defaults: Mapping[str, object] | None = None,
-) -> Settings:
+def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
     try:
-        flags = {"ranks": ranks, "model": model, "http": http, "home": home}
         settings = resolve_settings(flags, defaults=defaults)
     except MlxtpError as error:
         _refuse(error)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,18 @@ EMBEDDED_MODEL = "tiny"
 RANK_COUNTS = (1, 2, 4)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-_KEYS = ("home", "http", "ranks", "model")
-_FILE_KEYS = ("http", "ranks", "model")  # the file is in the home, so it cannot name it
+AGREEMENTS = ("auto", "broadcast", "verify")
+KV_BITS = (0, 4, 8)
+MAX_CONTEXT = 1 << 24
+MAX_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long each thing may take, in seconds, and how many requests may be open."""
+    """How long each thing may take, in seconds, and how many requests may be open.
+
+    `queue_s`: a request's wait for its first forward. `canary_s`: how long a group idles between two proofs.
+    """
 
     spawn_s: float = 60.0
     form_s: float = 45.0
@@ -33,13 +39,25 @@ class Limits:
     heartbeat_s: float = 0.5
     silence_s: float = 3.0
     ack_s: float = 8.0
+    queue_s: float = 300.0
+    canary_s: float = 60.0
     shutdown_s: float = 10.0
     max_open_requests: int = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `mlxtp node` runs with."""
+    """What `mlxtp node` runs with.
+
+    agreement     how ranks come to hold the same token: by rule, or always in one of the two ways
+    compiled      whether decode graphs are traced once and replayed
+    speculation   whether tokens are drafted, and looked up in prompt and answer
+    prefix_cache  whether KV caches outlive their sequence, for others with the same beginning
+    max_context   tokens of prompt and answer; 0 is what the model was made for
+    kv_bits       bits of a number in the KV cache; 0 leaves it as the model computes it
+    kv_bytes      what KV caches may take on each rank; 0 is what fits
+    draft_model   a small model with the same vocabulary that proposes tokens; empty for none
+    """
 
     home: Path
     http_host: str
@@ -48,6 +66,14 @@ class Settings:
     model: str
     prefill_chunk: int = 512
     run_ahead: int = 1
+    agreement: str = "auto"
+    compiled: bool = True
+    speculation: bool = True
+    prefix_cache: bool = True
+    max_context: int = 0
+    kv_bits: int = 0
+    kv_bytes: int = 0
+    draft_model: str = ""
     limits: Limits = Limits()
 
     @property
@@ -71,21 +97,25 @@ def resolve_settings(
     An empty variable counts as not set. Raises ConfigError naming where the wrong value stands.
     """
     environment = os.environ if environment is None else environment
-    given = {key: (value, f"--{key}") for key, value in flags.items() if value is not None}
-    names = {key: f"MLXTP_{key.upper()}" for key in _KEYS}
-    variables = {key: (environment[name], name) for key, name in names.items() if environment.get(name)}
-    fallback: dict[str, tuple[Any, str]] = {
-        "ranks": (1, ""),
+    given: _Chosen = {
+        key: (value, f"--{key.replace('_', '-')}") for key, value in flags.items() if value is not None
+    }
+    names = {key: f"MLXTP_{key.upper()}" for key in ("home", *_PARSERS)}
+    variables: _Chosen = {
+        key: (environment[name], name) for key, name in names.items() if environment.get(name)
+    }
+    fallback: _Chosen = {
         "http": (DEFAULT_HTTP, ""),
+        "ranks": (1, ""),
         "model": (EMBEDDED_MODEL, ""),
         **{key: (value, "") for key, value in (defaults or {}).items()},
     }
     chosen = fallback | variables | given
     home = Path(str(chosen["home"][0] if "home" in chosen else _default_home())).expanduser()
     chosen = fallback | _read_file(home / "config.toml") | variables | given
-    host, port = _parse_address(*chosen["http"])
-    ranks = _parse_ranks(*chosen["ranks"])
-    return Settings(home=home, http_host=host, http_port=port, ranks=ranks, model=str(chosen["model"][0]))
+    values = {key: parse(*chosen[key]) for key, parse in _PARSERS.items() if key in chosen}
+    host, port = values.pop("http")
+    return Settings(home=home, http_host=host, http_port=port, **values)
 
 
 def _default_home() -> Path:
@@ -94,16 +124,20 @@ def _default_home() -> Path:
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
-def _read_file(path: Path) -> dict[str, tuple[Any, str]]:
+_Chosen = dict[str, tuple[Any, str]]
+"""Of each key its value, and where that stands."""
+
+
+def _read_file(path: Path) -> _Chosen:
     try:
         table = tomllib.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
-    unknown = sorted(set(table) - set(_FILE_KEYS))
+    unknown = sorted(set(table) - set(_PARSERS))
     if unknown:
-        raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(_FILE_KEYS)}")
+        raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(_PARSERS)}")
     return {key: (value, f"{key} in {path}") for key, value in table.items()}
 
 
@@ -132,3 +166,78 @@ def _parse_address(value: object, where: str) -> tuple[str, int]:
             f"which does not exist yet. Use 127.0.0.1:{port} and a tunnel."
         )
     return host, port
+
+
+def _parse_text(value: object, where: str) -> str:
+    return str(value)
+
+
+def _parse_switch(value: object, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    if str(value).lower() not in words:
+        raise ConfigError(f"{where}: {value!r} is neither true nor false")
+    return words[str(value).lower()]
+
+
+def _parse_agreement(value: object, where: str) -> str:
+    if value not in AGREEMENTS:
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(AGREEMENTS)}")
+    return str(value)
+
+
+def _parse_kv_bits(value: object, where: str) -> int:
+    if str(value) not in map(str, KV_BITS):
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, KV_BITS))} (0: not quantized)")
+    return int(str(value))
+
+
+def _parse_tokens(value: object, where: str) -> int:
+    text = str(value).replace("_", "")
+    if not text.isdecimal() or int(text) > MAX_CONTEXT:
+        raise ConfigError(
+            f"{where}: {value!r} is no number of tokens from 0 (the model's own) to {MAX_CONTEXT}"
+        )
+    return int(text)
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _parse_bytes(value: object, where: str) -> int:
+    """A number of bytes, such as 500000000, 500MB or 1.5GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+    if match is None:
+        raise ConfigError(
+            f"{where}: {value!r} is no amount of memory, such as 500MB or 1.5GiB; 0 is what fits"
+        )
+    size = float(match[1]) * _UNITS[match[2] or ""]
+    if size > MAX_BYTES:
+        raise ConfigError(f"{where}: {value!r} is more than any machine has; 0 is what fits")
+    return int(size)
+
+
+_PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "http": _parse_address,
+    "ranks": _parse_ranks,
+    "model": _parse_text,
+    "agreement": _parse_agreement,
+    "compiled": _parse_switch,
+    "speculation": _parse_switch,
+    "prefix_cache": _parse_switch,
+    "max_context": _parse_tokens,
+    "kv_bits": _parse_kv_bits,
+    "kv_bytes": _parse_bytes,
+    "draft_model": _parse_text,
+}
+"""What flags, variables and the file may set. The file is in the home, so it cannot name that."""

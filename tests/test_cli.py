@@ -80,6 +80,12 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
         (("node", "--model", "/no/such/folder"), "neither a folder nor an id on the Hub"),
         (("demo", "--json"), "--json goes with --once"),
         (("demo", "--model", "[/no]/such"), "[/no]/such is neither a folder"),
+        (("node", "--agreement", "perhaps"), "--agreement: 'perhaps' is none of auto, broadcast, verify"),
+        (("node", "--max-context", "many"), "--max-context: 'many' is no number of tokens"),
+        (("node", "--kv-bits", "5"), "--kv-bits: '5' is none of 0, 4, 8"),
+        (("node", "--kv-bytes", "lots"), "--kv-bytes: 'lots' is no amount of memory, such as 500MB"),
+        (("node", "--draft-model", "/no/such/draft"), "/no/such/draft is neither a folder nor an id"),
+        (("node", "--speculation", "--no-speculation=x"), "--no-speculation"),
     ],
 )
 def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
@@ -90,6 +96,41 @@ def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
     assert refused.returncode != 0
     assert words in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MLXTP_SPECULATION", "sometimes", "MLXTP_SPECULATION: 'sometimes' is neither true nor false"),
+        ("MLXTP_KV_BITS", "3", "MLXTP_KV_BITS: '3' is none of 0, 4, 8"),
+    ],
+)
+def test_a_mistake_in_a_variable_is_named_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    refused = mlxtp("node", "--home", str(tmp_path), *ANY_PORT)
+    assert refused.returncode != 0
+    assert words in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--max-context", "30"), "exceed the model's context of 30"),
+        (("--kv-bytes", "10KB"), "fit the rank with the least memory"),
+    ],
+)
+def test_what_the_model_cannot_do_is_said_at_once_and_not_tried_again(
+    tmp_path: Path, args: tuple[str, ...], words: str
+) -> None:
+    """The first forwards of every model need some room."""
+    refused = mlxtp("node", *args, "--home", str(tmp_path), *ANY_PORT)
+    assert refused.returncode == 1, refused.stderr
+    said = " ".join(refused.stderr.split())
+    assert words in said
+    assert "next one in" not in said
+    assert "Traceback" not in said
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
@@ -154,3 +195,27 @@ def test_a_node_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.S
         process.send_signal(number)
         assert process.wait(WAIT_S) == 0
     until(lambda: not rank_processes(tmp_path), "rank processes to be gone")
+
+
+SETTINGS = (
+    *("--agreement", "broadcast", "--max-context", "200", "--kv-bytes", "5MB", "--draft-model", "tiny"),
+    *("--no-prefix-cache", "--speculation", "--no-compiled"),
+)
+
+
+def test_what_is_set_reaches_the_ranks(tmp_path: Path) -> None:
+    with node(tmp_path, "--ranks", "2", *SETTINGS) as (process, url):
+
+        def ask(**fields: object) -> httpx.Response:
+            body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}], "temperature": 0}
+            return httpx.post(f"{url}/v1/chat/completions", json=body | fields, timeout=WAIT_S)
+
+        for _ in range(2):
+            answer = ask(max_tokens=64).json()
+            assert answer["choices"][0]["message"]["content"] == ORACLE
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        refused = ask(max_tokens=199)
+        assert refused.status_code == 400
+        assert "200" in refused.json()["error"]["message"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0

@@ -53,6 +53,14 @@ def test_defaults(tmp_path: Path) -> None:
         ("ranks", "2", "4", "ranks", (2, 4)),
         ("model", "here", "there", "model", ("here", "there")),
         ("http", "127.0.0.1:1000", "localhost:2000", "http_port", (1000, 2000)),
+        ("agreement", "verify", "broadcast", "agreement", ("verify", "broadcast")),
+        ("compiled", "no", "yes", "compiled", (False, True)),
+        ("speculation", "no", "yes", "speculation", (False, True)),
+        ("prefix_cache", "no", "yes", "prefix_cache", (False, True)),
+        ("max_context", "1000", "2_000", "max_context", (1000, 2000)),
+        ("kv_bits", "4", "8", "kv_bits", (4, 8)),
+        ("kv_bytes", "1GB", "2GiB", "kv_bytes", (10**9, 2 << 30)),
+        ("draft_model", "small", "smaller", "draft_model", ("small", "smaller")),
     ],
 )
 def test_flag_over_variable_over_file(
@@ -122,6 +130,34 @@ def test_addresses(tmp_path: Path, value: str, host: str, port: int) -> None:
     assert (settings.http_host, settings.http_port) == (host, port)
 
 
+@pytest.mark.parametrize("words", [("1", "0"), ("true", "false"), ("YES", "No"), ("on", "off")])
+def test_switches(tmp_path: Path, words: tuple[str, str]) -> None:
+    on, off = words
+    assert resolve(tmp_path, MLXTP_SPECULATION=on).speculation
+    assert not resolve(tmp_path, MLXTP_SPECULATION=off).speculation
+
+
+def test_a_switch_in_the_file_is_true_or_false(tmp_path: Path) -> None:
+    settings = resolve(tmp_path, "compiled = false\nprefix_cache = true\nkv_bits = 8\nmax_context = 4096")
+    assert (settings.compiled, settings.prefix_cache) == (False, True)
+    assert (settings.kv_bits, settings.max_context) == (8, 4096)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0", 0),
+        ("500", 500),
+        ("500MB", 500_000_000),
+        ("1.5GiB", 1_610_612_736),
+        ("2 gb", 2_000_000_000),
+        ("64kib", 65_536),
+    ],
+)
+def test_amounts_of_memory(tmp_path: Path, value: str, expected: int) -> None:
+    assert resolve(tmp_path, kv_bytes=value).kv_bytes == expected
+
+
 # --- what is wrong, and where -----------------------------------------------------------------------------
 
 
@@ -151,10 +187,35 @@ def test_beyond_this_machine_nothing_is_served(tmp_path: Path, host: str) -> Non
     assert "127.0.0.1:8080" in detail
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("agreement", "argue"),
+        ("agreement", "Verify"),
+        ("compiled", "maybe"),
+        ("prefix_cache", "2"),
+        ("max_context", "-1"),
+        ("max_context", "4k"),
+        ("max_context", "16777217"),
+        ("kv_bits", "3"),
+        ("kv_bits", "eight"),
+        ("kv_bytes", "-1"),
+        ("kv_bytes", "lots"),
+        ("kv_bytes", "1TB"),
+        ("kv_bytes", "1.GB"),
+    ],
+)
+def test_an_engine_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
+    flag = f"--{key.replace('_', '-')}"
+    assert refusal(tmp_path, **{key: value}).startswith(f"{flag}: {value!r} is n")
+    variable = f"MLXTP_{key.upper()}"
+    assert refusal(tmp_path, **{variable: value}).startswith(f"{variable}: {value!r} is n")
+
+
 def test_a_key_that_nobody_knows(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     detail = refusal(tmp_path, 'modle = "x"\nranks = 2')
-    assert detail == f"{path}: unknown key 'modle'; known are http, ranks, model"
+    assert detail.startswith(f"{path}: unknown key 'modle'; known are http, ranks, model, ")
 
 
 def test_the_file_cannot_name_the_home_it_is_in(tmp_path: Path) -> None:

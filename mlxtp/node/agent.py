@@ -54,7 +54,7 @@ async def running_agent(
     Raises ConfigError and ModelError before anything is started.
     """
     with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
-        model = await open_model(settings.model)
+        model = await open_model(settings.model, settings.draft_model)
         async with _running(settings, sock, model, on_stage, worker) as agent:
             yield agent
 

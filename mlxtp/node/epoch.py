@@ -111,6 +111,8 @@ class Watch:
         self._last_tick = now
         self._lag_until = now
         self.pongs: dict[int, Pong] = {}
+        self.warming_up = False
+        """First forwards may have kernels compiled: a forward may then take as long as warming up may."""
 
     def heard(self, rank: int, pong: Pong, now: float) -> None:
         """A rank answered."""
@@ -142,7 +144,8 @@ class Watch:
         # Ranks wait for each other: as long as one of them gets on in a phase, the group does.
         for phase, limit_s in stall_limits_s(self._limits).items():
             stood_s = min((p.phase_s for p in self.pongs.values() if p.phase == phase), default=0.0)
-            if stood_s > limit_s * factor:
+            allowed_s = max(limit_s, self._limits.warm_up_s) if self.warming_up else limit_s * factor
+            if stood_s > allowed_s:
                 steps = ", ".join(f"{r} at step {p.step}" for r, p in sorted(self.pongs.items()))
                 return GroupError(
                     f"no progress in {phase} for {stood_s:.1f} s; {self._who_is_behind()}: {steps}",

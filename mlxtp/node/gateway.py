@@ -5,18 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
-from ..api.backend import End, Event, Health, ModelInfo, Tokens
+from ..api.backend import Answer, End, Event, Health, ModelInfo, Request, Score, Tokens
 from ..api.text import Text
 from ..errors import Code, GroupError, MlxtpError, RequestError
-from ..wire.messages import MAX_FRAME_TOKENS, Cancel, Delta, Error, Finished, Generate
+from ..wire.messages import (
+    MAX_FRAME_TOKENS,
+    Accepted,
+    Cancel,
+    Delta,
+    Error,
+    Finished,
+    Generate,
+    Sampling,
+    ScoredDelta,
+)
+from . import golden
 from .ranks import Ranks, RequestEvent
 
 _Item = Event | MlxtpError
 
 WARM_UP_PROMPT = 8
-WARM_UP_TOKENS = 3
+WARM_UP_TOKENS = 6
 
 
 class Gateway:
@@ -26,7 +37,7 @@ class Gateway:
         self._health = health
         self._max_open = max_open
         self._uids = itertools.count(1)
-        self._open: dict[int, asyncio.Queue[_Item]] = {}
+        self._open: dict[int, _Answer] = {}
         self._ranks: Ranks | None = None
         self._model: ModelInfo | None = None
         self._text: Text | None = None
@@ -40,8 +51,8 @@ class Gateway:
     def suspend(self, error: MlxtpError) -> None:
         """No requests from now on; those that are open end with `error`."""
         self._ranks = self._model = self._text = None
-        for queue in self._open.values():
-            queue.put_nowait(error)
+        for answer in self._open.values():
+            answer.put(error)
         self._open.clear()
 
     def on_event(self, event: RequestEvent) -> None:
@@ -49,14 +60,28 @@ class Gateway:
         match event:
             case Delta():
                 for uid, token in zip(event.uids, event.tokens, strict=True):
-                    if queue := self._open.get(uid):
-                        queue.put_nowait(Tokens((token,)))
+                    if answer := self._open.get(uid):
+                        answer.put(Tokens((token,)))
+            case ScoredDelta():
+                if answer := self._open.get(event.uid):
+                    answer.put(Tokens(event.tokens, _scores(event)))
+            case Accepted():
+                if answer := self._open.get(event.uid):
+                    answer.accept()
             case Finished():
-                if queue := self._open.pop(event.uid, None):
-                    queue.put_nowait(End(event.reason, event.generated))  # type: ignore[arg-type]
+                if answer := self._open.pop(event.uid, None):
+                    answer.put(
+                        End(
+                            event.reason,  # type: ignore[arg-type]
+                            event.generated,
+                            event.cached,
+                            event.drafted,
+                            event.accepted,
+                        )
+                    )
             case Error():
-                if queue := self._open.pop(event.uid, None):
-                    queue.put_nowait(_refusal(Code(event.code), event.detail))
+                if answer := self._open.pop(event.uid, None):
+                    answer.put(_refusal(Code(event.code), event.detail))
 
     # --- what HTTP asks ------------------------------------------------------------------------------
 
@@ -69,7 +94,7 @@ class Gateway:
     def text(self) -> Text | None:
         return self._text
 
-    def generate(self, prompt: tuple[int, ...], max_tokens: int) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> Answer:
         """Start a request; see `Backend.generate`."""
         ranks = self._ranks
         if ranks is None:
@@ -80,34 +105,56 @@ class Gateway:
                 Code.OVERLOADED,
                 status=429,
             )
-        return self._start(ranks, prompt, max_tokens)
+        return self._start(ranks, request)
 
-    async def warm_up(self, ranks: Ranks, vocabulary: int) -> None:
-        """Run two short sequences at once before anybody waits: a first forward compiles kernels for seconds.
+    async def warm_up(self, ranks: Ranks, vocabulary: int) -> tuple[int, ...]:
+        """Run short sequences before anybody waits: a first forward compiles kernels for seconds.
 
-        Raises what a request would raise.
+        Returns the answers to the golden prompts, which go first, one by one. Raises what a request would
+        raise.
         """
-        prompt = tuple(range(min(WARM_UP_PROMPT, vocabulary)))
 
-        async def run() -> None:
-            async for _ in self._start(ranks, prompt, WARM_UP_TOKENS):
-                pass
+        async def run(request: Request) -> tuple[int, ...]:
+            tokens: list[int] = []
+            async for event in self._start(ranks, request):
+                if isinstance(event, Tokens):
+                    tokens += event.tokens
+            return tuple(tokens)
 
-        await asyncio.gather(run(), run())
+        fixed = golden.prompts(vocabulary)
+        answers = [await run(Request(prompt, golden.ANSWER_TOKENS, ignore_eos=True)) for prompt in fixed]
+        # Two at once, one of them with something to copy, one that samples: the other kinds of steps.
+        repeated = fixed[0][: max(WARM_UP_PROMPT // 2, 1)] * 2
+        sampled = Sampling(temperature=1.0, seed=1)
+        await asyncio.gather(
+            run(Request(repeated, WARM_UP_TOKENS, ignore_eos=True)),
+            run(Request(fixed[1][:WARM_UP_PROMPT], WARM_UP_TOKENS, sampled, ignore_eos=True)),
+        )
+        return tuple([token for answer in answers for token in answer])
 
-    def _start(self, ranks: Ranks, prompt: tuple[int, ...], max_tokens: int) -> _Answer:
-        if len(prompt) > MAX_FRAME_TOKENS:
+    def _start(self, ranks: Ranks, request: Request) -> _Answer:
+        if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
-                f"{len(prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}", Code.CONTEXT_OVERFLOW
+                f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
+                Code.CONTEXT_OVERFLOW,
             )
         uid = next(self._uids)
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
         try:
-            ranks.send(Generate(uid, prompt, max_tokens))
+            ranks.send(
+                Generate(
+                    uid,
+                    request.prompt,
+                    request.max_tokens,
+                    request.sampling,
+                    request.shaping,
+                    request.logprobs,
+                    request.ignore_eos,
+                )
+            )
         except MlxtpError as error:
             raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
-        self._open[uid] = queue
-        return _Answer(queue, lambda: self._abandon(uid, ranks))
+        answer = self._open[uid] = _Answer(lambda: self._abandon(uid, ranks))
+        return answer
 
     def _abandon(self, uid: int, ranks: Ranks) -> None:
         """Nobody waits for this answer any more; unless it is complete, every rank stops working on it."""
@@ -119,19 +166,44 @@ class Gateway:
 class _Answer:
     """The events of one request. Closing it before its end cancels the request, even if never iterated."""
 
-    def __init__(self, queue: asyncio.Queue[_Item], abandon: Callable[[], None]) -> None:
-        self._queue = queue
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self._items: asyncio.Queue[_Item] = asyncio.Queue()
         self._abandon = abandon
+        self._judged = asyncio.Event()
+        self._refusal: MlxtpError | None = None
         self._ended = False
 
-    def __aiter__(self) -> AsyncIterator[Event]:
+    # --- what the gateway puts in --------------------------------------------------------------------
+
+    def accept(self) -> None:
+        self._judged.set()
+
+    def put(self, item: _Item) -> None:
+        if isinstance(item, MlxtpError) and not self._judged.is_set():
+            self._refusal = item
+        self._judged.set()
+        self._items.put_nowait(item)
+
+    # --- what HTTP takes out -------------------------------------------------------------------------
+
+    async def accepted(self) -> None:
+        try:
+            await self._judged.wait()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if self._refusal is not None:
+            self._ended = True
+            raise self._refusal
+
+    def __aiter__(self) -> Answer:
         return self
 
     async def __anext__(self) -> Event:
         if self._ended:
             raise StopAsyncIteration
         try:
-            item = await self._queue.get()
+            item = await self._items.get()
         except asyncio.CancelledError:
             await self.aclose()
             raise
@@ -145,7 +217,15 @@ class _Answer:
         self._abandon()
 
 
+def _scores(event: ScoredDelta) -> tuple[Score, ...]:
+    top = event.top
+    pairs = tuple(zip(event.top_tokens, event.top_logprobs, strict=True))
+    return tuple(Score(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs))
+
+
 def _refusal(code: Code, detail: str) -> MlxtpError:
-    if code in (Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW):
+    if code in (Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW, Code.NOT_SUPPORTED, Code.GRAMMAR_STUCK):
         return RequestError(detail, code)
+    if code is Code.OVERLOADED:
+        return RequestError(detail, code, status=429)
     return GroupError(detail, code)

@@ -14,22 +14,28 @@ from .supervisor import ModelSource
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 
 
-async def open_model(name: str) -> ModelSource:
+async def open_model(name: str, draft: str = "") -> ModelSource:
     """The model `name`: the embedded one, a folder, or an id on the Hugging Face Hub, downloaded if need be.
 
-    Raises ModelError in the words of whoever typed the name.
+    `draft` names a second one that proposes tokens for it. Raises ModelError in the words of whoever typed
+    the name.
     """
-    return await asyncio.to_thread(_open_model, name)
+    return await asyncio.to_thread(_open_model, name, draft)
 
 
-def _open_model(name: str) -> ModelSource:
-    path = _find(name)
+def _open_model(name: str, draft: str) -> ModelSource:
+    path = _check(_find(name))
+    draft_path = _check(_find(draft)).resolve() if draft else None
+    public = name if _is_hub_id(name) else path.name
+    return ModelSource(public, path.resolve(), Text.load(path), draft_path)
+
+
+def _check(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND)
     if set(str(path)) & set("[]*?"):
         raise ModelError(f"{path}: mlx-lm finds no weights in folders whose path has one of [ ] * ?")
-    public = name if _is_hub_id(name) else path.name
-    return ModelSource(public, path.resolve(), Text.load(path))
+    return path
 
 
 def _find(name: str) -> Path:

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from ..wire.connection import Connection
 from ..wire.link import listen
 from ..wire.messages import (
     PROTOCOL_VERSION,
+    Accepted,
     Bootstrap,
     Delta,
     Done,
@@ -35,6 +36,7 @@ from ..wire.messages import (
     Pong,
     SanityCheck,
     SanityDone,
+    ScoredDelta,
     SessionEnd,
     Shutdown,
     Welcome,
@@ -51,7 +53,7 @@ CAUSE_GRACE_S = 0.1
 TERM_GRACE_S = 2.0
 _STDERR_FD = 2
 
-RequestEvent = Delta | Finished | Error
+RequestEvent = Accepted | Delta | ScoredDelta | Finished | Error
 Stage = Callable[[str], None]
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -169,6 +171,12 @@ class Ranks:
                     deadline_s=self._limits.form_s,
                     ack_deadline_s=self._limits.ack_s,
                     run_ahead=self._settings.run_ahead,
+                    queue_s=self._limits.queue_s,
+                    canary_s=self._limits.canary_s,
+                    agreement=self._settings.agreement,
+                    compiled=self._settings.compiled,
+                    speculation=self._settings.speculation,
+                    prefix_cache=self._settings.prefix_cache,
                 )
             )
             await self._reply(child, Done)
@@ -185,9 +193,18 @@ class Ranks:
         """Send to rank 0. Raises LinkError when it is gone."""
         self.leader.connection.send(message)
 
-    async def load(self, path: str, eos: tuple[int, ...]) -> Loaded:
+    async def load(self, path: str, eos: tuple[int, ...], draft_path: str = "") -> Loaded:
         """Load a model on every rank. Raises ModelError with every rank's words; the group stays usable."""
-        command = LoadShard(path, self._settings.prefill_chunk, eos)
+        settings = self._settings
+        command = LoadShard(
+            path,
+            settings.prefill_chunk,
+            eos,
+            settings.max_context,
+            settings.kv_bits,
+            settings.kv_bytes,
+            draft_path,
+        )
         return await self._ask(command, Loaded, None)
 
     async def do(self, command: Message) -> None:
@@ -236,12 +253,28 @@ class Ranks:
             raise self.failed.result()
         raise GroupError(f"the ranks did not {what} within {deadline_s:g} s", Code.LINK_TIMEOUT)
 
+    def give_up(self, error: GroupError) -> None:
+        """End the epoch: these ranks are not to be trusted with another request."""
+        self._report(Report(0, error))
+
     # --- watching ------------------------------------------------------------------------------------
 
     @property
     def pongs(self) -> dict[int, Pong]:
         """The newest heartbeat of each rank."""
         return self._watch.pongs if self._watch is not None else {}
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Meanwhile forwards may take as long as warming up may."""
+        if self._watch is None:
+            yield
+            return
+        self._watch.warming_up = True
+        try:
+            yield
+        finally:
+            self._watch.warming_up = False
 
     async def _read(self, child: RankProcess) -> None:
         try:
@@ -257,7 +290,7 @@ class Ranks:
             case Pong():
                 if self._watch is not None:
                     self._watch.heard(child.rank, message, time.monotonic())
-            case Delta() | Finished():
+            case Delta() | ScoredDelta() | Accepted() | Finished():
                 self._on_event(message)
             case Error() if message.uid:
                 self._on_event(message)

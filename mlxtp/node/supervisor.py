@@ -11,15 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from ..api.backend import Health, ModelInfo
+from ..api.defaults import load_defaults
 from ..api.text import Text
 from ..config import Settings
-from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..wire.messages import Abort, ClearCache, Unload
+from . import golden
 from .epoch import RestartPolicy, State
 from .gateway import Gateway
 from .ranks import WORKER, Ranks
 
 log = logging.getLogger(__name__)
+
+_SHOWN = (
+    "phase", "step", "forwards", "collectives", "emitted", "memory_bytes", "peak_memory_bytes",
+    "weight_bytes", "load_peak_bytes", "kv_bytes", "step_us", "wait_us", "collective_us",
+)  # fmt: skip
+"""What /health shows of each rank's heartbeat."""
 
 StageListener = Callable[[str, float], None]
 """Called with the name of a stage that was just reached and the seconds since its epoch began."""
@@ -27,11 +35,13 @@ StageListener = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model to serve: its public name, its folder on this machine, and its tokenizer."""
+    """A model to serve: its public name, its folder on this machine, its tokenizer, and a model to draft for
+    it."""
 
     id: str
     path: Path
     text: Text
+    draft_path: Path | None = None
 
 
 class Supervisor:
@@ -88,12 +98,17 @@ class Supervisor:
         """Serve another model in the same epoch; requests that are open on the old one end with an error.
 
         Raises ModelError when it does not load on every rank; then nothing is loaded and the group is up.
+        Raises GroupError when the ranks then do not compute what they should; that ends the epoch.
         """
         async with self._busy:
             ranks = self._require_ranks()
             if self.gateway.models():
                 await self._unload(ranks)
-            await self._load(ranks, model)
+            try:
+                await self._load(ranks, model)
+            except GroupError as error:
+                ranks.give_up(error)
+                raise
 
     async def unload(self) -> None:
         """Serve nothing; the group stays."""
@@ -114,16 +129,19 @@ class Supervisor:
     async def _load(self, ranks: Ranks, model: ModelSource) -> None:
         self._enter(State.LOADING)
         try:
-            loaded = await ranks.load(str(model.path), model.text.eos)
+            loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
             self._reached("loaded")
-            warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
-            await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
+            with ranks.warming_up():
+                warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
+                answer = await self._warmed_up(ranks, warm_up)
+            await asyncio.to_thread(self._prove, model.path, answer)
             self._reached("warmed up")
         except ModelError as error:
             self.reason = error
             self._enter(State.IDLE)
             raise
         aliases = ("default",) if model.id != "default" else ()
+        defaults = await asyncio.to_thread(load_defaults, model.path)
         info = ModelInfo(
             id=model.id,
             aliases=aliases,
@@ -132,10 +150,29 @@ class Supervisor:
             created=int(time.time()),
             eos=loaded.eos,
             vocabulary=loaded.vocabulary,
+            defaults=defaults,
         )
         self._desired, self.reason = model, None
         self.gateway.serve(ranks, info, model.text)
         self._enter(State.READY)
+
+    async def _warmed_up(
+        self, ranks: Ranks, warm_up: Coroutine[Any, Any, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        try:
+            return await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
+        except RequestError as error:
+            await ranks.do(Unload())
+            raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
+
+    def _prove(self, folder: Path, answer: tuple[int, ...]) -> None:
+        settings = self._settings
+        numeric = {"backend": settings.backend, "compiled": settings.compiled, "kv_bits": settings.kv_bits}
+        numeric |= {"draft_model": settings.draft_model}
+        numeric |= {"speculation": settings.speculation, "prefill_chunk": settings.prefill_chunk}
+        key = golden.key(folder, settings.ranks, numeric)
+        if golden.check(settings.home / "golden.json", key, answer):
+            log.info("golden proof: the answer is that of earlier loads")
 
     async def _unload(self, ranks: Ranks) -> None:
         self._enter(State.LOADING)
@@ -203,15 +240,8 @@ class Supervisor:
         pongs = self.ranks.pongs if self.ranks is not None else {}
         rows = []
         for rank, pong in sorted(pongs.items()):
-            row = {
-                name: getattr(pong, name) for name in ("phase", "step", "forwards", "collectives", "emitted")
-            }
-            row |= {
-                "rank": rank,
-                "memory_bytes": pong.memory_bytes,
-                "peak_memory_bytes": pong.peak_memory_bytes,
-            }
-            rows.append(row)
+            row = {name: getattr(pong, name) for name in _SHOWN}
+            rows.append({"rank": rank, **row})
         return Health(
             state=str(self.state),
             epoch=self.epoch,

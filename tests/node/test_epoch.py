@@ -182,6 +182,36 @@ def test_an_observer_that_was_late_forgives_being_stuck_as_well() -> None:
     assert story.beats(1, rank_0=stuck, rank_1=stuck) is None
 
 
+def test_while_warming_up_a_forward_may_take_as_long_as_that_may() -> None:
+    """First forwards may have kernels compiled."""
+    story = Story()
+    story.watch.warming_up = True
+    compiling = pong("decode", phase_s=LIMITS.warm_up_s)
+    assert story.beats(5, rank_0=compiling, rank_1=compiling) is None
+    error = story.beats(5, rank_0=pong("decode", phase_s=LIMITS.warm_up_s + 0.1), rank_1=pong())
+    assert error is not None
+    assert error.code is Code.RANK_STALLED
+
+
+def test_warming_up_excuses_no_silence() -> None:
+    story = Story()
+    story.watch.warming_up = True
+    error = story.beats(LIMITS.silence_s + 1, rank_0=pong("prefill", phase_s=5.0))
+    assert error is not None
+    assert "rank 1 has been silent" in error.detail
+
+
+def test_when_it_is_warm_the_limits_are_what_they_were() -> None:
+    story = Story()
+    slow = pong("decode", phase_s=LIMITS.decode_stall_s + 0.1)
+    story.watch.warming_up = True
+    assert story.beats(5, rank_0=slow, rank_1=slow) is None
+    story.watch.warming_up = False
+    error = story.beats(1, rank_0=slow, rank_1=slow)
+    assert error is not None
+    assert error.code is Code.RANK_STALLED
+
+
 def test_after_a_while_on_time_the_limits_are_what_they_were() -> None:
     story = Story()
     story.now += 2.0

@@ -11,11 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.backend import End, Event, Health, ModelInfo, Tokens
+from mlxtp.api.backend import End, Event, Health, ModelInfo, Request, Score, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
+from mlxtp.node import golden
 from mlxtp.node.gateway import WARM_UP_TOKENS, Gateway
 from mlxtp.node.ranks import Ranks
-from mlxtp.wire.messages import MAX_FRAME_TOKENS, Cancel, Delta, Error, Finished, Generate, Message
+from mlxtp.wire.messages import (
+    MAX_FRAME_TOKENS,
+    Accepted,
+    Cancel,
+    Delta,
+    Error,
+    Finished,
+    Generate,
+    Message,
+    Sampling,
+    ScoredDelta,
+    Shaping,
+)
 
 MODEL = ModelInfo("tiny", ("default",), Path(), 100, 0, (1,), 512)
 TEXT: Any = object()
@@ -76,7 +89,7 @@ def play(story: Callable[[Stage], Awaitable[None]], max_open: int = 4) -> None:
 
 def test_a_request_goes_to_rank_0_and_its_tokens_come_back() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate((1, 2, 3), 9)
+        answer = stage.gateway.generate(Request((1, 2, 3), 9))
         assert stage.ranks.sent == [Generate(1, (1, 2, 3), 9)]
         assert stage.open == 1
         stage.say(1, 50, 51)
@@ -90,7 +103,7 @@ def test_a_request_goes_to_rank_0_and_its_tokens_come_back() -> None:
 
 def test_after_the_end_there_is_nothing() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate((1,), 9)
+        answer = stage.gateway.generate(Request((1,), 9))
         stage.finish(1)
         assert len(await everything(answer)) == 1
         assert await everything(answer) == []
@@ -101,9 +114,9 @@ def test_after_the_end_there_is_nothing() -> None:
 def test_uids_rise_and_are_never_used_again() -> None:
     async def story(stage: Stage) -> None:
         for _ in range(3):
-            stage.gateway.generate((1,), 9)
+            stage.gateway.generate(Request((1,), 9))
         stage.finish(2)
-        stage.gateway.generate((1,), 9)
+        stage.gateway.generate(Request((1,), 9))
         assert [generate.uid for generate in stage.ranks.sent_of(Generate)] == [1, 2, 3, 4]
 
     play(story)
@@ -111,7 +124,7 @@ def test_uids_rise_and_are_never_used_again() -> None:
 
 def test_one_step_of_several_requests_reaches_each_of_them() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate((1,), 9) for _ in range(3)]
+        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
         stage.gateway.on_event(Delta((3, 1), (0, 0), (33, 11)))
         stage.gateway.on_event(Delta((1, 2), (1, 0), (12, 22)))
         for uid in (1, 2, 3):
@@ -125,7 +138,7 @@ def test_one_step_of_several_requests_reaches_each_of_them() -> None:
 @given(st.permutations([(uid, index) for uid in (1, 2, 3) for index in range(4)]))
 def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate((1,), 9) for _ in range(3)]
+        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
         for uid, index in order:
             stage.gateway.on_event(Delta((uid,), (index,), (100 * uid + index,)))
         for uid, answer in enumerate(answers, 1):
@@ -136,12 +149,108 @@ def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) 
     play(story)
 
 
+def test_what_a_request_asks_for_travels_with_it() -> None:
+    async def story(stage: Stage) -> None:
+        sampling, shaping = Sampling(0.5, seed=7), Shaping(min_tokens=3, grammar_kind="json_object")
+        stage.gateway.generate(Request((1,), 9, sampling, shaping, 5, True))
+        assert stage.ranks.sent == [Generate(1, (1,), 9, sampling, shaping, 5, True)]
+
+    play(story)
+
+
+def test_scores_come_with_their_tokens() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((1,), 9, logprobs=top)) for top in (0, 2)]
+        stage.gateway.on_event(ScoredDelta(1, 0, (50,), (-0.5,), 0, (), ()))
+        stage.gateway.on_event(
+            ScoredDelta(2, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.1, -0.2, -0.3, -0.4))
+        )
+        for uid in (1, 2):
+            stage.finish(uid)
+        assert (await everything(answers[0]))[0] == Tokens((50,), (Score(-0.5, ()),))
+        assert (await everything(answers[1]))[0] == Tokens(
+            (60, 61), (Score(-1.0, ((5, -0.1), (6, -0.2))), Score(-2.0, ((7, -0.3), (8, -0.4))))
+        )
+
+    play(story)
+
+
+def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
+        assert await everything(answer) == [End("length", 9, 30, 8, 5)]
+
+    play(story)
+
+
+# --- being accepted ---------------------------------------------------------------------------------------
+
+
+def test_nobody_is_told_accepted_before_rank_0_says_so() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        waiting = asyncio.create_task(answer.accepted())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stage.gateway.on_event(Accepted(2))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stage.gateway.on_event(Accepted(1))
+        await waiting
+        await answer.accepted()
+        stage.say(1, 50)
+        stage.finish(1)
+        assert await everything(answer) == [Tokens((50,)), End("stop", 1)]
+
+    play(story)
+
+
+def test_a_refusal_is_raised_by_accepted_and_ends_the_answer() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Error(Code.BAD_REQUEST, "no such grammar", 1))
+        with pytest.raises(RequestError, match="no such grammar"):
+            await answer.accepted()
+        assert await everything(answer) == []
+        await answer.aclose()
+        assert stage.ranks.sent_of(Cancel) == []
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Accepted(1))
+        stage.gateway.suspend(GroupError("rank 1 is gone"))
+        await answer.accepted()
+        with pytest.raises(GroupError, match="rank 1 is gone"):
+            await everything(answer)
+
+    play(story)
+
+
+def test_whoever_stops_waiting_to_be_accepted_cancels_the_request() -> None:
+    async def story(stage: Stage) -> None:
+        waiting = asyncio.create_task(stage.gateway.generate(Request((1,), 9)).accepted())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+        assert stage.open == 0
+
+    play(story)
+
+
 # --- going away -------------------------------------------------------------------------------------------
 
 
 def test_closing_before_the_end_cancels_once() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate((1,), 9)
+        answer: Any = stage.gateway.generate(Request((1,), 9))
         stage.say(1, 50)
         assert await anext(answer) == Tokens((50,))
         await answer.aclose()
@@ -155,7 +264,7 @@ def test_closing_before_the_end_cancels_once() -> None:
 
 def test_closing_what_was_never_read_cancels_too() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate((1,), 9)
+        answer: Any = stage.gateway.generate(Request((1,), 9))
         await answer.aclose()
         assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
 
@@ -164,7 +273,7 @@ def test_closing_what_was_never_read_cancels_too() -> None:
 
 def test_closing_after_the_end_says_nothing() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate((1,), 9)
+        answer: Any = stage.gateway.generate(Request((1,), 9))
         stage.finish(1)
         await everything(answer)
         await answer.aclose()
@@ -175,7 +284,7 @@ def test_closing_after_the_end_says_nothing() -> None:
 
 def test_a_reader_whose_task_is_cancelled_cancels_the_request() -> None:
     async def story(stage: Stage) -> None:
-        reader = asyncio.create_task(everything(stage.gateway.generate((1,), 9)))
+        reader = asyncio.create_task(everything(stage.gateway.generate(Request((1,), 9))))
         await asyncio.sleep(0)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -187,7 +296,7 @@ def test_a_reader_whose_task_is_cancelled_cancels_the_request() -> None:
 
 def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate((1,), 9)
+        answer: Any = stage.gateway.generate(Request((1,), 9))
         await answer.aclose()
         stage.say(1, 50)
         stage.finish(1, "cancel", 1)
@@ -199,7 +308,7 @@ def test_what_rank_0_still_says_about_a_cancelled_request_is_dropped() -> None:
 
 def test_cancelling_at_a_rank_that_is_gone_is_no_error() -> None:
     async def story(stage: Stage) -> None:
-        answer: Any = stage.gateway.generate((1,), 9)
+        answer: Any = stage.gateway.generate(Request((1,), 9))
         stage.ranks.broken = LinkError("gone")
         await answer.aclose()
         assert stage.open == 0
@@ -216,7 +325,7 @@ def test_without_a_model_nothing_is_started() -> None:
         assert stage.gateway.models() == ()
         assert stage.gateway.text() is None
         with pytest.raises(RequestError) as refused:
-            stage.gateway.generate((1,), 9)
+            stage.gateway.generate(Request((1,), 9))
         assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
         assert stage.ranks.sent == []
 
@@ -233,15 +342,15 @@ def test_what_is_served_is_shown() -> None:
 
 def test_more_than_the_limit_is_refused_until_one_ends() -> None:
     async def story(stage: Stage) -> None:
-        answers: list[Any] = [stage.gateway.generate((1,), 9) for _ in range(2)]
+        answers: list[Any] = [stage.gateway.generate(Request((1,), 9)) for _ in range(2)]
         with pytest.raises(RequestError) as refused:
-            stage.gateway.generate((1,), 9)
+            stage.gateway.generate(Request((1,), 9))
         assert (refused.value.code, refused.value.status) == (Code.OVERLOADED, 429)
         assert "2 requests are open" in refused.value.detail
         stage.finish(1)
-        stage.gateway.generate((1,), 9)
+        stage.gateway.generate(Request((1,), 9))
         await answers[1].aclose()
-        stage.gateway.generate((1,), 9)
+        stage.gateway.generate(Request((1,), 9))
         assert stage.open == 2
 
     play(story, max_open=2)
@@ -250,7 +359,7 @@ def test_more_than_the_limit_is_refused_until_one_ends() -> None:
 def test_a_prompt_that_no_frame_holds_is_refused() -> None:
     async def story(stage: Stage) -> None:
         with pytest.raises(RequestError) as refused:
-            stage.gateway.generate((1,) * (MAX_FRAME_TOKENS + 1), 9)
+            stage.gateway.generate(Request((1,) * (MAX_FRAME_TOKENS + 1), 9))
         assert refused.value.code is Code.CONTEXT_OVERFLOW
         assert stage.ranks.sent == []
         assert stage.open == 0
@@ -262,7 +371,7 @@ def test_a_rank_that_is_gone_refuses_and_leaves_no_request_open() -> None:
     async def story(stage: Stage) -> None:
         stage.ranks.broken = LinkError("its link is gone")
         with pytest.raises(RequestError, match="its link is gone") as refused:
-            stage.gateway.generate((1,), 9)
+            stage.gateway.generate(Request((1,), 9))
         assert (refused.value.code, refused.value.status) == (Code.NOT_READY, 503)
         assert stage.open == 0
 
@@ -272,7 +381,7 @@ def test_a_rank_that_is_gone_refuses_and_leaves_no_request_open() -> None:
 @pytest.mark.parametrize("code", [Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW])
 def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate((1,), 9)
+        answer = stage.gateway.generate(Request((1,), 9))
         stage.gateway.on_event(Error(code, "too much", 1))
         with pytest.raises(RequestError, match="too much") as refused:
             await everything(answer)
@@ -284,7 +393,7 @@ def test_what_the_client_got_wrong_is_the_clients_error(code: Code) -> None:
 
 def test_any_other_error_is_ours() -> None:
     async def story(stage: Stage) -> None:
-        answer = stage.gateway.generate((1,), 9)
+        answer = stage.gateway.generate(Request((1,), 9))
         stage.gateway.on_event(Error(Code.SHUTTING_DOWN, "bye", 1))
         with pytest.raises(GroupError, match="bye") as failed:
             await everything(answer)
@@ -296,7 +405,7 @@ def test_any_other_error_is_ours() -> None:
 
 def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -> None:
     async def story(stage: Stage) -> None:
-        answers = [stage.gateway.generate((1,), 9) for _ in range(3)]
+        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
         stage.say(2, 50)
         stage.finish(3)
         stage.gateway.suspend(GroupError("rank 1 is gone", Code.RANK_LOST))
@@ -314,11 +423,11 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
 
 def test_a_late_word_of_the_old_epoch_harms_nobody_in_the_new_one() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.generate((1,), 9)
+        stage.gateway.generate(Request((1,), 9))
         stage.gateway.suspend(GroupError("gone"))
         ranks = FakeRanks()
         stage.gateway.serve(cast(Ranks, ranks), MODEL, TEXT)
-        answer = stage.gateway.generate((7,), 9)
+        answer = stage.gateway.generate(Request((7,), 9))
         assert ranks.sent == [Generate(2, (7,), 9)]
         stage.say(1, 50)
         stage.finish(1)
@@ -331,7 +440,7 @@ def test_a_late_word_of_the_old_epoch_harms_nobody_in_the_new_one() -> None:
 
 def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> None:
     async def story(stage: Stage) -> None:
-        old: Any = stage.gateway.generate((1,), 9)
+        old: Any = stage.gateway.generate(Request((1,), 9))
         stage.gateway.suspend(GroupError("gone"))
         ranks = FakeRanks()
         stage.gateway.serve(cast(Ranks, ranks), MODEL, TEXT)
@@ -344,16 +453,28 @@ def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> Non
 # --- warming up -------------------------------------------------------------------------------------------
 
 
-def test_warming_up_runs_two_sequences_at_once() -> None:
+def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once() -> None:
     async def story(stage: Stage) -> None:
         warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), 5))
-        await asyncio.sleep(0)
-        prompt = tuple(range(5))
-        await asyncio.sleep(0)
-        assert stage.ranks.sent == [Generate(uid, prompt, WARM_UP_TOKENS) for uid in (1, 2)]
-        for uid in (1, 2):
+
+        async def sent(count: int) -> list[Generate]:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert len(stage.ranks.sent) == count
+            return [message for message in stage.ranks.sent if isinstance(message, Generate)]
+
+        golden_prompts = golden.prompts(5)
+        for uid, prompt in enumerate(golden_prompts, 1):
+            newest = (await sent(uid))[-1]
+            assert newest == Generate(uid, prompt, golden.ANSWER_TOKENS, ignore_eos=True)
+            stage.say(uid, uid)
             stage.finish(uid)
-        await warming
+        pair = (await sent(len(golden_prompts) + 2))[-2:]
+        assert [request.max_tokens for request in pair] == [WARM_UP_TOKENS] * 2
+        assert pair[1].sampling.temperature > 0
+        for request in pair:
+            stage.finish(request.uid)
+        assert await warming == tuple(range(1, len(golden_prompts) + 1))
 
     play(story)
 

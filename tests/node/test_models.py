@@ -176,3 +176,19 @@ def test_the_embedded_model_and_its_folder_are_the_same_model() -> None:
     assert (
         (embedded.id, embedded.path) == (folder.id, folder.path) == ("tiny", embedded_model_path().resolve())
     )
+
+
+def test_a_draft_model_is_looked_for_like_any_other(tmp_path: Path) -> None:
+    import asyncio
+
+    assert asyncio.run(open_model("tiny")).draft_path is None
+    source = asyncio.run(open_model("tiny", str(embedded_model_path())))
+    assert (source.id, source.draft_path) == ("tiny", embedded_model_path().resolve())
+    for name, words in (
+        ("tinny", "tinny is neither a folder nor an id on the Hub"),
+        (str(tmp_path), f"{tmp_path} holds no config.json"),
+    ):
+        with pytest.raises(ModelError) as refused:
+            asyncio.run(open_model("tiny", name))
+        assert refused.value.code is Code.MODEL_NOT_FOUND
+        assert words in refused.value.detail

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,12 +19,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ..errors import Code, GroupError, MlxtpError, RequestError
-from . import openai
-from .backend import Backend, End, Event
+from ..errors import Code, MlxtpError, RequestError
+from . import answers, openai, settings
+from .backend import Backend, End, ModelInfo
+from .backend import Request as Wanted
+from .choices import Answers, Piece, collect
 from .guard import LOOPBACK_HOSTS, HostGuard
-from .streaming import ClientGone, EventStream, closing, unless_gone
-from .text import Detokenizer, Text
+from .stops import TextStream
+from .streaming import ClientGone, EventStream, unless_gone
+from .text import Name, Text
 
 log = logging.getLogger(__name__)
 
@@ -70,16 +75,30 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A chat request that passed every check."""
+    """A chat request that passed every check: one request to the backend for each choice."""
 
     text: Text
-    model: str
-    eos: tuple[int, ...]
-    prompt: tuple[int, ...]
-    max_tokens: int
+    model: ModelInfo
+    requests: tuple[Wanted, ...]
+    stops: tuple[str, ...]
 
-    def detokenizer(self) -> Detokenizer:
-        return self.text.detokenizer(skip=self.eos)
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.requests[0].prompt)
+
+    @property
+    def scored(self) -> bool:
+        return self.requests[0].logprobs >= 0
+
+    def streams(self) -> list[TextStream]:
+        return [
+            TextStream(self.text.detokenizer(skip=self.model.eos), self.stops, self.scored)
+            for _ in self.requests
+        ]
+
+    def name(self, token: int) -> Name:
+        name, bytes_ = self.text.name(token)
+        return name, None if token in self.model.eos else bytes_
 
 
 class _Endpoints:
@@ -93,43 +112,62 @@ class _Endpoints:
 
     async def health(self, _request: Request) -> Response:
         health = self._backend.health()
-        return self._json(openai.health_body(health), 200 if health.ready else 503)
+        return self._json(answers.health_body(health), 200 if health.ready else 503)
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse(openai.models_body(self._backend.models()))
+        return JSONResponse(answers.models_body(self._backend.models()))
 
     async def model(self, request: Request) -> Response:
         return JSONResponse(
-            openai.model_body(openai.find_model(request.path_params["id"], self._backend.models()))
+            answers.model_body(openai.find_model(request.path_params["id"], self._backend.models()))
         )
 
     async def chat(self, request: Request) -> Response:
         body = await _read_body(request, self._max_body_bytes)
         chat = await _in_thread_if(len(body) > _LARGE_BYTES, lambda: openai.parse_chat(body))
         job = await self._job(chat, len(body))
-        completion = openai.Completion(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), job.model)
-        # No await from here to the `closing` around it: an answer once asked for is also closed.
-        events = self._backend.generate(job.prompt, job.max_tokens)
-        if chat.stream:
-            writer = openai.ChunkWriter(completion, chat.include_usage)
-            return EventStream(_chunks(job, events, writer), events, self._keep_alive_s)
-        async with closing(events):
-            text, end = await unless_gone(request.receive, _collect(job, events))
-        counts = openai.usage(len(job.prompt), end.generated)
-        return JSONResponse(openai.completion_body(completion, text, end.reason, counts))
+        completion = answers.Completion(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), job.model.id)
+        async with AsyncExitStack() as open_:
+            asked = Answers()
+            open_.push_async_callback(asked.aclose)
+            for wanted in job.requests:
+                asked.add(self._backend.generate(wanted))
+            try:
+                await unless_gone(request.receive, asked.accepted())
+            except RequestError as error:
+                if chat.response_format is not None and error.code is Code.BAD_REQUEST:
+                    error.param = error.param or "response_format"
+                raise
+            pieces = asked.pieces(job.streams())
+            if chat.stream:
+                writer = answers.ChunkWriter(completion, chat.include_usage, job.name)
+                events = _events(pieces, writer, len(asked), job.prompt_tokens)
+                open_.pop_all()  # from here on the stream closes them
+                return EventStream(events, asked, self._keep_alive_s)
+            choices = await unless_gone(request.receive, collect(pieces, len(asked), job.scored))
+        return await _in_thread_if(
+            job.scored,
+            lambda: JSONResponse(answers.completion_body(completion, job.prompt_tokens, choices, job.name)),
+        )
 
     async def _job(self, chat: openai.ChatRequest, size: int) -> _Job:
         models, text = self._backend.models(), self._backend.text()
         if not models or text is None:
             raise self._not_ready()
         model = openai.find_model(chat.model, models)
+        seed = secrets.randbits(63) if chat.seed is None else settings.seed_of(chat.seed)
+        sampling = settings.sampling(chat, model.defaults, seed)
+        shaping = settings.shaping(chat, model.vocabulary)
+        stops = settings.stop_strings(chat)
         messages = openai.chat_messages(chat.messages)
         openai.check_may_fit(messages, text.longest_token, model)
         prompt = await _in_thread_if(size > _LARGE_BYTES, lambda: text.prompt_ids(messages))
         max_tokens = openai.token_budget(chat.budget, prompt, model)
+        settings.check_min_tokens(shaping.min_tokens, max_tokens)
         if self._backend.text() is not text:  # another model was loaded while we were in the thread
             raise self._not_ready()
-        return _Job(text, model.id, model.eos, prompt, max_tokens)
+        first = Wanted(prompt, max_tokens, sampling, shaping, settings.logprobs(chat), bool(chat.ignore_eos))
+        return _Job(text, model, settings.choices(first, chat.n or 1), stops)
 
     def _not_ready(self) -> RequestError:
         health = self._backend.health()
@@ -140,17 +178,17 @@ class _Endpoints:
 
     async def refuse(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, MlxtpError)
-        status = openai.error_status(error)
+        status = answers.error_status(error)
         if not isinstance(error, RequestError):
             log.warning("request failed with %s: %s", error.code, error.detail)
-        return self._json(openai.error_body_of(error), status)
+        return self._json(answers.error_body_of(error), status)
 
     async def refuse_http(self, request: Request, error: Exception) -> Response:
         """No such path, or not with this method."""
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, Code.BAD_REQUEST.value)
-        body = openai.error_body(message, code, error.status_code)
+        body = answers.error_body(message, code, error.status_code)
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     async def nobody(self, _request: Request, _error: Exception) -> Response:
@@ -160,55 +198,36 @@ class _Endpoints:
         """A bug. Starlette raises the error again after this answer, and the server logs its traceback."""
         return self._json(_internal_error(), 500)
 
-    def _json(self, body: openai.Json, status: int) -> Response:
+    def _json(self, body: answers.Json, status: int) -> Response:
         headers = {"retry-after": str(self._retry_after_s)} if status in (429, 503) else None
         return JSONResponse(body, status, headers=headers)
 
 
-async def _collect(job: _Job, events: AsyncIterator[Event]) -> tuple[str, End]:
-    """The whole answer."""
-    detokenizer = job.detokenizer()
-    parts: list[str] = []
-    async for event in events:
-        if isinstance(event, End):
-            _check_complete(event)
-            return "".join(parts) + detokenizer.finish(), event
-        parts.append(detokenizer.push(event.tokens))
-    raise _incomplete()
-
-
-async def _chunks(
-    job: _Job, events: AsyncIterator[Event], writer: openai.ChunkWriter
+async def _events(
+    pieces: AsyncGenerator[Piece], writer: answers.ChunkWriter, count: int, prompt_tokens: int
 ) -> AsyncGenerator[bytes]:
-    """The answer as server-sent events. A failure is the last one: the status is long gone."""
-    detokenizer, opening = job.detokenizer(), writer.role()
+    """`count` answers as server-sent events. A failure is the last one: the status is long gone."""
+    openings = [writer.role(index) for index in range(count)]
+    ends: list[End] = []
     try:
-        async for event in events:
-            if isinstance(event, End):
-                _check_complete(event)
-                rest = detokenizer.finish()
-                counts = openai.usage(len(job.prompt), event.generated)
-                yield opening + (writer.text(rest) if rest else b"") + writer.end(event.reason, counts)
-                return
-            if text := detokenizer.push(event.tokens):
-                yield opening + writer.text(text)
-                opening = b""
-        raise _incomplete()
+        async with aclosing(pieces):
+            async for index, text, scores, end in pieces:
+                event = openings[index]
+                openings[index] = b""
+                if text or scores:
+                    event += writer.text(index, text, scores)
+                if end is not None:
+                    ends.append(end)
+                    event += writer.finish(index, end.reason)
+                    if len(ends) == count:
+                        event += writer.close(prompt_tokens, ends)
+                yield event
     except MlxtpError as error:
         log.warning("stream failed with %s: %s", error.code, error.detail)
-        yield openai.sse(openai.error_body_of(error))
+        yield answers.sse(answers.error_body_of(error))
     except Exception:  # the request ends here, the server goes on
         log.exception("stream failed")
-        yield openai.sse(_internal_error())
-
-
-def _incomplete() -> GroupError:
-    return GroupError("the answer broke off", Code.INTERNAL)
-
-
-def _check_complete(end: End) -> None:
-    if end.reason == "cancel":
-        raise GroupError("the request was cancelled on the server", Code.SHUTTING_DOWN)
+        yield answers.sse(_internal_error())
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -233,10 +252,10 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def _in_thread_if(large: bool, work: Callable[[], T]) -> T:
-    """What is large would hold up everybody else's tokens."""
-    return await asyncio.to_thread(work) if large else work()
+async def _in_thread_if(slow: bool, work: Callable[[], T]) -> T:
+    """What takes long would hold up everybody else's tokens."""
+    return await asyncio.to_thread(work) if slow else work()
 
 
-def _internal_error() -> openai.Json:
-    return openai.error_body("internal error; the server's log has the details", Code.INTERNAL.value, 500)
+def _internal_error() -> answers.Json:
+    return answers.error_body("internal error; the server's log has the details", Code.INTERNAL.value, 500)

@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ..wire.messages import MAX_BIASES, MAX_GRAMMAR, PLAIN, Sampling, Shaping
+
 if TYPE_CHECKING:
     from .text import Text
 
+__all__ = [
+    "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "Backend", "End", "Event", "Health",
+    "ModelInfo", "Reason", "Request", "Sampling", "Score", "Shaping", "Tokens",
+]  # fmt: skip
+
 Reason = Literal["stop", "length", "cancel"]
+GREEDY = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `sampling.seed` is always set: no two requests without a wish share theirs.
+
+    `logprobs` -1 wants none, 0 those of the chosen tokens, k the k most probable alternatives as well.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    shaping: Shaping = PLAIN
+    logprobs: int = -1
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Log-probability (natural) of one chosen token, and the most probable (token, log-probability) pairs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Newly confirmed tokens, in order. An end token may be among them; its text is never shown."""
+    """Newly confirmed tokens, in order. An end token may be among them; its text is never shown.
+
+    `scores` has one entry for each token of a request that asked for log-probabilities, else it is empty.
+    """
 
     tokens: tuple[int, ...]
+    scores: tuple[Score, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +60,14 @@ class End:
     """The last event of a request. `generated` counts every token, the end token too.
 
     "cancel" means that the backend gave the request up: the client sees an error, never a short answer.
+    `cached` prompt tokens came from the prefix cache. Of `drafted` tokens, `accepted` were right.
     """
 
     reason: Reason
     generated: int
+    cached: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 Event = Tokens | End
@@ -36,7 +75,10 @@ Event = Tokens | End
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that can be served: `path` its folder, `context` in tokens, `created` in seconds since 1970."""
+    """A model that can be served: `path` its folder, `context` in tokens, `created` in seconds since 1970.
+
+    `defaults` are for requests that leave a setting out; their seed means nothing.
+    """
 
     id: str
     aliases: tuple[str, ...]
@@ -45,6 +87,7 @@ class ModelInfo:
     created: int
     eos: tuple[int, ...]
     vocabulary: int
+    defaults: Sampling = GREEDY
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +105,25 @@ class Health:
     ranks: tuple[Mapping[str, object], ...] = ()
 
 
+class Answer(Protocol):
+    """The events of one request: any number of `Tokens`, then one `End`.
+
+    Iterating raises MlxtpError when the epoch ends for good under the request.
+    """
+
+    async def accepted(self) -> None:
+        """Wait until rank 0 has taken the request. Raises RequestError when it refuses it."""
+        ...
+
+    def __aiter__(self) -> Answer: ...
+
+    async def __anext__(self) -> Event: ...
+
+    async def aclose(self) -> None:
+        """Cancel the request on every rank, unless it has ended. May be repeated."""
+        ...
+
+
 class Backend(Protocol):
     """The model as the HTTP side sees it. Everything runs on one event loop."""
 
@@ -75,13 +137,13 @@ class Backend(Protocol):
         """The tokenizer side of the loaded model, the same object as long as that model stays loaded."""
         ...
 
-    def generate(self, prompt: tuple[int, ...], max_tokens: int) -> AsyncIterator[Event]:
-        """Any number of `Tokens`, then one `End`.
+    def generate(self, request: Request) -> Answer:
+        """Start a request.
 
         A plain function, not a coroutine: what can be refused at once (nothing loaded: RequestError 503
-        NOT_READY; full: 429 or 503 OVERLOADED) is raised by this call, so that a streaming client still gets
-        a real status. While iterating it raises MlxtpError when the epoch ends for good under the request.
-        The caller closes the iterator (`aclose`, where it has one) or cancels the task that waits in it:
-        either cancels the request on every rank.
+        NOT_READY; full: 429 or 503 OVERLOADED) is raised by this call. What only rank 0 can judge (a grammar,
+        the KV cache) is raised by `Answer.accepted`, so that a streaming client still gets a real status.
+        The caller closes the answer or cancels the task that waits in it: either cancels the request on
+        every rank.
         """
         ...

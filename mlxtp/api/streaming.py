@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -13,6 +13,10 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 COMMENT = b": mlxtp\n\n"
+
+
+class Closable(Protocol):
+    async def aclose(self) -> None: ...
 
 
 class ClientGone(Exception):
@@ -44,9 +48,7 @@ class EventStream(Response):
     `source`, from which `events` are made, is closed however the stream ends, even before it began.
     """
 
-    def __init__(
-        self, events: AsyncGenerator[bytes], source: AsyncIterator[Any], keep_alive_s: float
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], source: Closable, keep_alive_s: float) -> None:
         self._events = events
         self._source = source
         self._keep_alive_s = keep_alive_s
@@ -59,11 +61,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A client that is gone is no error: it was the one to leave.
         with suppress(ClientGone, OSError):
-            async with closing(self._source):
+            async with aclosing(self._source):
                 await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with closing(self._events) as events:
+        async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _send_body(send, COMMENT)
             self._quiet_since = asyncio.get_running_loop().time()
@@ -90,15 +92,40 @@ class EventStream(Response):
                 await _send_body(send, COMMENT)
 
 
-@asynccontextmanager
-async def closing(events: AsyncIterator[T]) -> AsyncIterator[AsyncIterator[T]]:
-    """Closes `events` on the way out, if it is of a kind that can be closed."""
+async def interleaved(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """What several sources yield, as it comes. Each is at most one item ahead of the reader, so none is left
+    out and none runs away. Raises the first failure; whichever way it ends, all sources are closed.
+    """
+    queue: asyncio.Queue[_Handed[T]] = asyncio.Queue(maxsize=1)
+    pumps = [asyncio.create_task(_pump(source, queue)) for source in sources]
     try:
-        yield events
+        running = len(pumps)
+        while running:
+            handed = await queue.get()
+            if isinstance(handed, Exception):
+                raise handed
+            if handed is None:
+                running -= 1
+            else:
+                yield handed[0]
     finally:
-        aclose = getattr(events, "aclose", None)
-        if aclose is not None:
-            await aclose()
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+_Handed = tuple[T] | Exception | None
+"""An item, why a source failed, or that it ended."""
+
+
+async def _pump(source: AsyncGenerator[T], queue: asyncio.Queue[_Handed[T]]) -> None:
+    try:
+        async with aclosing(source):
+            async for item in source:
+                await queue.put((item,))
+        await queue.put(None)
+    except Exception as error:  # noqa: BLE001 - whoever reads the queue raises it
+        await queue.put(error)
 
 
 async def _gone(receive: Receive) -> None:

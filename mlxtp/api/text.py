@@ -30,6 +30,10 @@ class Detokenizer(Protocol):
         ...
 
 
+Name = tuple[str, tuple[int, ...] | None]
+"""How one token is shown alone, and its bytes in the answer; None for what has none there: special tokens."""
+
+
 class Text:
     """The tokenizer and chat template of one model. Its methods may be called from any thread.
 
@@ -45,6 +49,7 @@ class Text:
             id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self._decoding = _byte_decoding(self._backend, self._special)
+        self._names: dict[int, Name] = {}
         self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
         """In characters: `n` tokens make at most `n` times as many."""
 
@@ -102,6 +107,23 @@ class Text:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
         return tuple(self._backend.encode(prompt, add_special_tokens=False).ids)
+
+    def name(self, token: int) -> Name:
+        """What log-probabilities call `token`. Bytes that are no whole character are shown as U+FFFD."""
+        name = self._names.get(token)
+        if name is None:
+            name = self._names[token] = self._name(token)
+        return name
+
+    def _name(self, token: int) -> Name:
+        known = self._backend.id_to_token(token)
+        if known is None or token in self._special:
+            return known or f"<{token}>", None
+        if self._decoding is not None:
+            piece = self._decoding.piece(token)
+            return piece.decode(errors="replace"), tuple(piece)
+        text = str(self._backend.decode([token], skip_special_tokens=False))
+        return text or known, None if "\ufffd" in text or not text else tuple(text.encode())
 
     def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
         """For one answer. Special tokens and the ids in `skip` have no text."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import End, Event, Health, ModelInfo, Tokens
+from mlxtp.api.backend import GREEDY, End, Event, Health, ModelInfo, Request, Sampling, Score, Tokens
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text import Text
+from mlxtp.errors import Code, RequestError
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -102,16 +103,34 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
 
 Script = Callable[[], AsyncIterator[Event]]
 CONTEXT = 200
+VOCABULARY = 340
 WAIT_S = 20
 
 
-def says(tokens: list[int], reason: str = "stop", step: int = 1) -> Script:
+def says(tokens: list[int], reason: str = "stop", step: int = 1, **end: int) -> Script:
     """An answer in pieces of `step` tokens."""
 
     async def script() -> AsyncIterator[Event]:
         for i in range(0, len(tokens), step):
             yield Tokens(tuple(tokens[i : i + step]))
-        yield End(reason, len(tokens))  # type: ignore[arg-type]
+        yield End(reason, len(tokens), **end)  # type: ignore[arg-type]
+
+    return script
+
+
+def score(at: int, top: int = 0) -> Score:
+    """That of token number `at`: no two are alike."""
+    return Score(-0.25 * at, tuple((60 + i, -0.5 * i) for i in range(top)))
+
+
+def says_scored(tokens: list[int], step: int = 1, top: int = 0) -> Script:
+    """An answer with scores."""
+
+    async def script() -> AsyncIterator[Event]:
+        for i in range(0, len(tokens), step):
+            part = tuple(tokens[i : i + step])
+            yield Tokens(part, tuple(score(i + j, top) for j in range(len(part))))
+        yield End("stop", len(tokens))
 
     return script
 
@@ -134,18 +153,74 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
+class FakeAnswer:
+    """The events of a script. As the gateway's, it may be closed while somebody waits in it."""
+
+    def __init__(self, backend: FakeBackend, script: Script) -> None:
+        self._backend = backend
+        self._script = script
+        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue(maxsize=1)
+        self._player: asyncio.Task[None] | None = None
+        self.closed = threading.Event()
+        self.finished = False
+
+    async def accepted(self) -> None:
+        self._backend.began.set()
+        try:
+            await self._backend.judge()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    def __aiter__(self) -> FakeAnswer:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self.closed.is_set():
+            raise StopAsyncIteration
+        if self._player is None:
+            self._player = asyncio.create_task(self._play())
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    async def aclose(self) -> None:
+        if self._player is not None:
+            self._player.cancel()
+        self.closed.set()
+
+    async def _play(self) -> None:
+        try:
+            async for event in self._script():
+                await self._events.put(event)
+                self.finished = isinstance(event, End)
+            await self._events.put(None)
+        except Exception as error:  # noqa: BLE001 - whoever reads raises it
+            await self._events.put(error)
+
+
+async def at_once() -> None:
+    """Every request is accepted."""
+
+
 @dataclass
 class FakeBackend:
-    """Plays `script` for every request and keeps what happened."""
+    """Plays the scripts in turn, the last one for every later request, and keeps what happened."""
 
     loaded_text: Text
     script: Script = field(default_factory=lambda: says([]))
+    scripts: list[Script] = field(default_factory=list)
     refusal: Exception | None = None
+    judge: Callable[[], Awaitable[None]] = at_once
     ready: bool = True
-    requests: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    most_open: int = 1000
+    defaults: Sampling = GREEDY
+    requests: list[Request] = field(default_factory=list)
+    answers: list[FakeAnswer] = field(default_factory=list)
     began: threading.Event = field(default_factory=threading.Event)
-    closed: threading.Event = field(default_factory=threading.Event)
-    finished: bool = False
 
     def health(self) -> Health:
         ranks = ({"rank": 0, "alive": True},)
@@ -155,25 +230,34 @@ class FakeBackend:
     def models(self) -> tuple[ModelInfo, ...]:
         if not self.ready:
             return ()
-        return (ModelInfo("org/tiny", ("tiny", "gpt-x"), Path(), CONTEXT, 1234, (1,), 340),)
+        return (
+            ModelInfo("org/tiny", ("tiny", "gpt-x"), Path(), CONTEXT, 1234, (1,), VOCABULARY, self.defaults),
+        )
 
     def text(self) -> Text | None:
         return self.loaded_text if self.ready else None
 
-    def generate(self, prompt: tuple[int, ...], max_tokens: int) -> AsyncIterator[Event]:
+    def generate(self, request: Request) -> FakeAnswer:
         if self.refusal is not None:
             raise self.refusal
-        self.requests.append((prompt, max_tokens))
-        return self._play(self.script())
+        if len(self.answers) == self.most_open:
+            raise RequestError("full", Code.OVERLOADED, status=429)
+        self.requests.append(request)
+        script = self.scripts.pop(0) if self.scripts else self.script
+        self.answers.append(FakeAnswer(self, script))
+        return self.answers[-1]
 
-    async def _play(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        try:
-            self.began.set()
-            async for event in events:
-                yield event
-            self.finished = True
-        finally:
-            self.closed.set()
+    @property
+    def request(self) -> Request:
+        [request] = self.requests
+        return request
+
+    def all_closed(self) -> bool:
+        return bool(self.answers) and all(answer.closed.wait(WAIT_S) for answer in self.answers)
+
+    @property
+    def finished(self) -> bool:
+        return any(answer.finished for answer in self.answers)
 
 
 @dataclass

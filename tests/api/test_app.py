@@ -88,15 +88,19 @@ def test_a_whole_answer(server: Server) -> None:
     [choice] = answer.choices
     assert (choice.index, choice.finish_reason) == (0, "stop")
     assert (choice.message.role, choice.message.content) == ("assistant", ANSWER)
-    [(prompt, max_tokens)] = server.backend.requests
+    request = server.backend.request
+    prompt = request.prompt
     assert server.tokenizer.decode(prompt, skip_special_tokens=False) == "<s><|user|>hello<|assistant|>"
-    assert max_tokens == 100
+    assert request.max_tokens == 100
     assert answer.usage
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == len(tokens) + 1
     assert answer.usage.total_tokens == len(prompt) + len(tokens) + 1
     assert answer.usage.prompt_tokens_details
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert answer.usage.completion_tokens_details
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 0
 
 
 def test_a_streamed_answer(server: Server) -> None:
@@ -110,7 +114,7 @@ def test_a_streamed_answer(server: Server) -> None:
     assert len(deltas) > 10
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert all(chunk.usage is None for chunk in chunks)
-    assert server.backend.requests[0][1] == CONTEXT - len(server.backend.requests[0][0])
+    assert server.backend.request.max_tokens == CONTEXT - len(server.backend.request.prompt)
 
 
 def test_usage_streams_in_one_trailer_when_asked_for(server: Server) -> None:
@@ -225,10 +229,14 @@ def test_an_unknown_model_is_a_404_for_the_client_library(server: Server) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_mistake_is_a_400_for_the_client_library(server: Server, stream: bool) -> None:
-    with pytest.raises(openai.BadRequestError, match="greedy") as caught:
-        server.client.chat.completions.create(model="tiny", messages=HELLO, temperature=1, stream=stream)
+    with pytest.raises(openai.BadRequestError, match="from 0 to 2, got 3") as caught:
+        server.client.chat.completions.create(model="tiny", messages=HELLO, temperature=3, stream=stream)
     error = caught.value
-    assert (error.code, error.param, error.type) == ("not_supported", "temperature", "invalid_request_error")
+    assert (error.code, error.param, error.type) == (
+        "invalid_request",
+        "temperature",
+        "invalid_request_error",
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -366,8 +374,8 @@ def connect(server: Server) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
 
 
-def send(sock: socket.socket, stream: bool) -> None:
-    body = json.dumps(ask(stream=stream)).encode()
+def send(sock: socket.socket, stream: bool, **fields: Any) -> None:
+    body = json.dumps(ask(stream=stream, **fields)).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     sock.sendall(head.encode() + body)
 
@@ -389,7 +397,7 @@ def test_headers_and_comments_come_before_the_first_token(server: Server) -> Non
     assert read.startswith(b"HTTP/1.1 200 ")
     assert b"content-type: text/event-stream" in read
     assert b"data:" not in read
-    assert server.backend.closed.wait(WAIT_S)
+    assert server.backend.all_closed()
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -402,10 +410,10 @@ def test_a_client_that_leaves_is_cancelled(server: Server, stream: bool, first: 
         if stream:
             read_until(sock, b"data: " if first else b": mlxtp")
         assert server.backend.began.wait(WAIT_S)
-        assert not server.backend.closed.is_set()
+        assert not server.backend.answers[0].closed.is_set()
         if reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    assert server.backend.closed.wait(WAIT_S)
+    assert server.backend.all_closed()
     assert not server.backend.finished
     assert get(server, "/health").status_code == 200
 
@@ -421,8 +429,8 @@ def test_a_client_that_stops_reading_and_leaves_is_cancelled(server: Server) -> 
     with connect(server) as sock:
         send(sock, stream=True)
         read_until(sock, b"data: ")
-        assert not server.backend.closed.wait(0.2)  # the server waits for us, it does not give up
-    assert server.backend.closed.wait(WAIT_S)
+        assert not server.backend.answers[0].closed.wait(0.2)  # the server waits for us, it does not give up
+    assert server.backend.all_closed()
 
 
 def test_the_connection_serves_the_next_request(server: Server) -> None:

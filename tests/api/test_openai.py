@@ -8,7 +8,7 @@ import pytest
 
 from mlxtp.api import openai
 from mlxtp.api.backend import ModelInfo
-from mlxtp.errors import Code, GroupError, LinkError, LocalProtocolError, ModelError, RequestError
+from mlxtp.errors import Code, RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -44,16 +44,41 @@ def test_null_is_absent_in_every_optional_field() -> None:
     assert parse(**dict.fromkeys(optional)) == parse()
 
 
-def test_what_does_not_change_greedy_output_is_accepted() -> None:
+def test_what_asks_for_nothing_is_accepted() -> None:
     neutral = {
-        "temperature": 0, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "seed": 7, "n": 1, "stop": [], "tools": [],
-        "functions": [], "tool_choice": "auto", "function_call": "none", "response_format": {"type": "text"},
-        "logprobs": False, "top_logprobs": 0, "logit_bias": {}, "presence_penalty": 0,
-        "frequency_penalty": 0.0, "repetition_penalty": 1,
+        "n": 1, "stop": [], "tools": [], "functions": [], "tool_choice": "auto", "function_call": "none",
+        "response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "logit_bias": {},
     }  # fmt: skip
     assert parse(**neutral)
     assert parse(stop="")
     assert parse(tool_choice="none")
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [
+        ("n", 1, 16), ("max_tokens", 1, 2**31 - 1), ("min_tokens", 0, 2**31 - 1), ("temperature", 0, 2),
+        ("top_p", 0, 1), ("top_k", -1, 2**31 - 1), ("min_p", 0, 1), ("xtc_probability", 0, 1),
+        ("xtc_threshold", 0, 0.5), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
+        ("repetition_penalty", 0.01, 100),
+    ],
+)  # fmt: skip
+def test_the_ends_of_a_range_belong_to_it_and_what_lies_beyond_is_told_the_range(
+    field: str, least: float, most: float
+) -> None:
+    for value in (least, most):
+        assert getattr(parse(**{field: value}), field) == value
+    for value in (least - 1, most + 1):
+        error = refusal(**{field: value})
+        assert error.param == field
+        assert error.detail == f"{field} should be from {least} to {most}, got {json.dumps(value)}"
+
+
+def test_alternatives_without_log_probabilities_are_refused() -> None:
+    assert parse(logprobs=True, top_logprobs=20).top_logprobs == 20
+    for logprobs in (None, False):
+        error = refusal(logprobs=logprobs, top_logprobs=2)
+        assert (error.code, error.param) == (Code.BAD_REQUEST, "top_logprobs")
 
 
 def test_the_two_names_of_the_budget_are_one_setting() -> None:
@@ -83,11 +108,8 @@ def test_developer_is_system_and_parts_are_joined() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", 0.7), ("n", 2), ("stop", "end"), ("stop", ["", "end"]), ("tools", [{}]),
-        ("functions", [{"name": "f"}]), ("tool_choice", "required"), ("tool_choice", {"type": "function"}),
-        ("function_call", {"name": "f"}), ("response_format", {"type": "x"}), ("response_format", {}),
-        ("logprobs", True), ("top_logprobs", 3), ("logit_bias", {"5": -9.5}), ("presence_penalty", 0.1),
-        ("frequency_penalty", -1.0), ("repetition_penalty", 1.1),
+        ("tools", [{}]), ("functions", [{"name": "f"}]), ("tool_choice", "required"),
+        ("tool_choice", {"type": "function"}), ("function_call", {"name": "f"}),
     ],
 )  # fmt: skip
 def test_what_is_understood_but_not_done_is_never_passed_over(field: str, value: Any) -> None:
@@ -106,6 +128,8 @@ def test_what_is_understood_but_not_done_is_never_passed_over(field: str, value:
         ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("logprobs", 1),
         ("top_logprobs", 21), ("stop", 5), ("logit_bias", []), ("tools", {}), ("tool_choice", 5),
         ("response_format", "json"), ("temperature", float("nan")),
+        ("n", 1.5), ("n", True), ("seed", 1.5), ("seed", True), ("ignore_eos", 1), ("min_tokens", "5"),
+        ("xtc_threshold", "x"), ("repetition_penalty", float("inf")),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named(field: str, value: Any) -> None:
@@ -208,34 +232,3 @@ def test_a_token_the_model_does_not_know_is_refused() -> None:
         openai.token_budget(5, [1, 50], info())
     with pytest.raises(RequestError, match="empty prompt"):
         openai.token_budget(5, [], info())
-
-
-# --- answers ----------------------------------------------------------------------------------------------
-
-
-def test_chunks_are_ascii_and_decode_to_what_went_in() -> None:
-    writer = openai.ChunkWriter(openai.Completion('i"\\u0000', 5, "m\0"), include_usage=True)
-    event = writer.text('a"\n\u2028😀\\')
-    assert event.isascii()
-    assert event.startswith(b"data: ")
-    assert event.endswith(b"\n\n")
-    assert event.count(b"\n") == 2
-    assert json.loads(event[6:]) == {
-        "id": 'i"\\u0000',
-        "object": "chat.completion.chunk",
-        "created": 5,
-        "model": "m\0",
-        "choices": [
-            {"index": 0, "delta": {"content": 'a"\n\u2028😀\\'}, "logprobs": None, "finish_reason": None}
-        ],
-        "usage": None,
-    }
-
-
-def test_a_lost_group_invites_to_come_back_a_bug_does_not() -> None:
-    errors = [GroupError("x"), LinkError("x"), ModelError("x"), LocalProtocolError("x"), RequestError("x")]
-    assert [openai.error_status(error) for error in errors] == [503, 503, 500, 500, 400]
-    body = openai.error_body_of(RequestError("x", status=429, param="p"))
-    assert body == {
-        "error": {"message": "x", "type": "rate_limit_error", "param": "p", "code": "invalid_request"}
-    }

@@ -58,7 +58,7 @@ def test_stopping_takes_bounded_time_and_ends_open_requests(loaded: dict[str, Lo
         return rest
 
     rest: Any = asyncio.run(story())
-    assert backend.closed.is_set()
+    assert backend.all_closed()
     assert b"[DONE]" not in rest
     assert not rest.endswith(b"0\r\n\r\n")  # the body's end is missing: the client sees a broken answer
 

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.api import settings
+from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
+from mlxtp.api.openai import ChatRequest, parse_chat
+from mlxtp.errors import Code, RequestError
+from mlxtp.wire.messages import Generate, check_body, to_body
+
+VOCABULARY = 340
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_chat(json.dumps({"messages": [{"role": "user", "content": "hello"}]} | fields).encode())
+
+
+def sampling(defaults: Sampling = GREEDY, seed: int = 5, **fields: Any) -> Sampling:
+    return settings.sampling(chat(**fields), defaults, seed)
+
+
+def shaping(**fields: Any) -> Shaping:
+    return settings.shaping(chat(**fields), VOCABULARY)
+
+
+def refusal(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        shaping(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+# --- sampling ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_greedy_or_what_the_model_says() -> None:
+    assert sampling() == Sampling(seed=5)
+    defaults = Sampling(0.6, 0.95, 20, 0.05, seed=99)
+    assert sampling(defaults) == Sampling(0.6, 0.95, 20, 0.05, seed=5)
+    assert sampling(defaults, temperature=0).temperature == 0
+    assert sampling(defaults, temperature=0.1) == Sampling(0.1, 0.95, 20, 0.05, seed=5)
+    assert sampling(defaults, top_k=0).top_k == sampling(defaults, top_k=-1).top_k == 0
+
+
+def test_every_setting_reaches_the_engine() -> None:
+    wanted = {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.02, "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+    }  # fmt: skip
+    assert sampling(**wanted) == Sampling(0.7, 0.9, 40, 0.02, 0.5, 0.2, 5)
+    wanted = {"repetition_penalty": 1.1, "presence_penalty": -2, "frequency_penalty": 0.5, "min_tokens": 4}
+    assert shaping(**wanted) == Shaping(1.1, -2, 0.5, min_tokens=4)
+    assert shaping() == PLAIN
+
+
+def test_a_nucleus_of_nothing_is_the_most_probable_token() -> None:
+    found = sampling(temperature=1, top_p=0, top_k=40)
+    assert (found.top_p, found.top_k) == (1.0, 1)
+
+
+def test_log_probabilities_are_counted_as_the_engine_counts_them() -> None:
+    assert settings.logprobs(chat()) == settings.logprobs(chat(logprobs=False, top_logprobs=0)) == -1
+    assert settings.logprobs(chat(logprobs=True)) == 0
+    assert settings.logprobs(chat(logprobs=True, top_logprobs=20)) == 20
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.floats(0, 2),
+            "top_p": st.floats(0, 1) | st.integers(0, 1),
+            "top_k": st.integers(-1, 2**31 - 1),
+            "min_p": st.floats(0, 1),
+            "xtc_probability": st.floats(0, 1),
+            "xtc_threshold": st.floats(0, 0.5),
+            "repetition_penalty": st.floats(0.01, 100),
+            "presence_penalty": st.floats(-2, 2),
+            "frequency_penalty": st.floats(-2, 2),
+            "logit_bias": st.dictionaries(st.integers(0, VOCABULARY - 1).map(str), st.floats(-100, 100)),
+            "min_tokens": st.integers(0, 50),
+            "seed": st.integers(),
+            "ignore_eos": st.booleans(),
+        },
+    )
+)
+def test_what_passes_the_checks_may_travel(fields: dict[str, Any]) -> None:
+    asked = chat(**fields)
+    seed = settings.seed_of(asked.seed or 0)
+    wanted = Generate(
+        1, (1,), 50, settings.sampling(asked, GREEDY, seed), settings.shaping(asked, VOCABULARY)
+    )
+    check_body(Generate, to_body(wanted))
+
+
+# --- seeds ------------------------------------------------------------------------------------------------
+
+
+@given(st.integers())
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert 0 <= settings.seed_of(seed) < 2**63
+    assert (settings.seed_of(seed) - seed) % 2**63 == 0
+
+
+def test_the_seeds_of_choices_are_documented_numbers() -> None:
+    """They may not change: who repeats a request with its seed expects the same answers."""
+    assert [settings.seed_of(seed) for seed in (0, 7, -1, 2**63)] == [0, 7, 2**63 - 1, 0]
+    assert [settings.choice_seed(7, index) for index in range(3)] == SEEDS_OF_7
+
+
+SEEDS_OF_7 = [7, 5595607496629875680, 4504606891059362275]
+
+
+@given(st.integers(0, 2**63 - 2))
+def test_neighbouring_seeds_share_no_choice(seed: int) -> None:
+    seeds = [settings.choice_seed(one, index) for one in (seed, seed + 1) for index in range(16)]
+    assert len(set(seeds)) == 32
+    assert all(0 <= one < 2**63 for one in seeds)
+
+
+def test_choices_differ_in_their_seeds_only() -> None:
+    first = Request((1, 2), 9, Sampling(0.5, seed=7), Shaping(min_tokens=2), 3, True)
+    assert settings.choices(first, 1) == (first,)
+    found = settings.choices(first, 3)
+    assert [one.sampling.seed for one in found] == SEEDS_OF_7
+    assert {(one.prompt, one.max_tokens, one.sampling.temperature, one.shaping, one.logprobs, one.ignore_eos)
+            for one in found} == {((1, 2), 9, 0.5, Shaping(min_tokens=2), 3, True)}  # fmt: skip
+
+
+# --- stop strings and lengths -----------------------------------------------------------------------------
+
+
+def test_stop_is_a_string_or_a_list_and_empty_ones_stop_nothing() -> None:
+    for given_, found in (("end", ("end",)), (["a", "", "b"], ("a", "b")), ("", ()), ([], ()), (None, ())):
+        assert settings.stop_strings(chat(stop=given_)) == found
+    assert len(settings.stop_strings(chat(stop=["x" * 1000] * 16))) == 16
+
+
+@pytest.mark.parametrize(("stop", "number"), [(["x"] * 17, "17"), ("x" * 1001, "1001")])
+def test_too_much_to_stop_at_is_refused(stop: Any, number: str) -> None:
+    with pytest.raises(RequestError, match=number) as caught:
+        settings.stop_strings(chat(stop=stop))
+    assert caught.value.param == "stop"
+
+
+def test_an_answer_must_be_able_to_be_long_enough() -> None:
+    settings.check_min_tokens(9, 9)
+    with pytest.raises(RequestError, match=r"min_tokens 10 .* from 0 to 9"):
+        settings.check_min_tokens(10, 9)
+
+
+# --- biases -----------------------------------------------------------------------------------------------
+
+
+def test_biases_are_pairs_of_token_and_value() -> None:
+    found = shaping(logit_bias={"339": -100, "0": 2.5})
+    assert (found.bias_tokens, found.bias_values) == ((339, 0), (-100.0, 2.5))
+
+
+@pytest.mark.parametrize("key", ["340", "-1", "x", "", "1.0", "٣", " 1", "9" * 5000])
+def test_a_bias_for_what_is_no_token_is_refused(key: str) -> None:
+    error = refusal(logit_bias={key: 1})
+    assert (error.code, error.param) == (Code.BAD_REQUEST, "logit_bias")
+    assert "from 0 to 339" in error.detail
+    assert len(error.detail) < 300
+
+
+def test_a_bias_out_of_range_names_its_token() -> None:
+    error = refusal(logit_bias={"5": 101})
+    assert error.param == "logit_bias.5"
+    assert error.detail == "logit_bias.5 should be from -100 to 100, got 101"
+
+
+def test_more_biases_than_travel_are_refused() -> None:
+    biases = {str(token): 1 for token in range(1025)}
+    with pytest.raises(RequestError, match="1025 tokens; at most 1024"):
+        settings.shaping(chat(logit_bias=biases), 2000)
+    del biases["7"]
+    assert len(settings.shaping(chat(logit_bias=biases), 2000).bias_tokens) == 1024
+
+
+# --- grammars ---------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("format_", "kind", "grammar"),
+    [
+        (None, "", ""),
+        ({"type": "text"}, "", ""),
+        ({"type": "json_object"}, "json_object", ""),
+        ({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+         "json_schema", '{"type":"object","properties":{"größe":{"type":"integer"}}}'),
+        ({"type": "json_object", "schema": {}}, "json_schema", "{}"),
+        ({"type": "regex", "pattern": "[ab]+"}, "regex", "[ab]+"),
+        ({"type": "grammar", "grammar": 'start: "a"'}, "lark", 'start: "a"'),
+        ({"type": "lark", "grammar": 'start: "a"'}, "lark", 'start: "a"'),
+    ],
+)  # fmt: skip
+def test_a_format_becomes_a_grammar(format_: Any, kind: str, grammar: str) -> None:
+    found = shaping(response_format=format_)
+    assert (found.grammar_kind, found.grammar) == (kind, grammar)
+
+
+@pytest.mark.parametrize(
+    ("format_", "param"),
+    [
+        ({"type": "json_schema"}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "response_format.json_schema.schema"),
+        ({"type": "regex"}, "response_format.pattern"),
+        ({"type": "regex", "pattern": ""}, "response_format.pattern"),
+        ({"type": "lark", "grammar": 5}, "response_format.grammar"),
+        ({"type": "grammar"}, "response_format.grammar"),
+        ({"type": "regex", "pattern": "x" * (MAX_GRAMMAR + 1)}, "response_format"),
+    ],
+)
+def test_a_format_without_its_grammar_is_refused(format_: Any, param: str) -> None:
+    error = refusal(response_format=format_)
+    assert (error.code, error.param) == (Code.BAD_REQUEST, param)
+    assert len(error.detail) < 300
+
+
+@pytest.mark.parametrize("format_", [{"type": "xml"}, {}, {"type": 5}])
+def test_an_unknown_format_is_not_passed_over(format_: Any) -> None:
+    error = refusal(response_format=format_)
+    assert (error.code, error.param) == (Code.NOT_SUPPORTED, "response_format")
+    assert json.dumps(format_) in error.detail

@@ -1,25 +1,82 @@
-"""Run all benchmarks and print one table."""
+"""Run the cases and print one table; a full run writes it into docs/benchmarks.md as well."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from . import decode, frames
+from rich.console import Console
+
+from mlxtp.errors import MlxtpError
+from mlxtp.node.agent import stopped_by_signal
+
+from . import concurrency, decode, docs, frames, idle, links, loading, prefill, speculation
+from .errors import Unmeasured
+from .measures import Row
+from .stage import Stage
 from .table import show
+
+CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
+    "frames": frames.measure,
+    "decode": decode.measure,
+    "concurrency": concurrency.measure,
+    "prefill": prefill.measure,
+    "speculation": speculation.measure,
+    "idle": idle.measure,
+    "links": links.measure,
+    "loading": loading.measure,
+}
+CASE_LIMIT_S = 1800.0
+"""One case that hangs must not take the others' rows with it."""
+
+_INTERRUPTED = 130
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and tokens")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
+    parser.add_argument("--only", action="append", choices=CASES, help="this case alone; may be repeated")
+    parser.add_argument("--no-docs", action="store_true", help="leave docs/benchmarks.md as it is")
     args = parser.parse_args()
-    rows = [*frames.measure(), *decode.measure(rounds=3 if args.quick else 9)]
+    console = Console(stderr=True)
+    wanted = [name for name in CASES if not args.only or name in args.only]
+    outcome, interrupted = asyncio.run(stopped_by_signal(run(wanted, console, quick=args.quick)))
+    if interrupted or outcome is None:
+        sys.exit(_INTERRUPTED)
+    rows, failed = outcome
     show(rows)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n")
+    if not (failed or args.quick or args.only or args.no_docs):
+        docs.write(rows)
+    sys.exit(1 if failed else 0)
+
+
+async def run(names: Sequence[str], console: Console, *, quick: bool) -> tuple[list[Row], list[str]]:
+    """The rows of these cases, and the names of those that could not be measured."""
+    rows: list[Row] = []
+    failed: list[str] = []
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mlxtp-bench-") as folder:
+        async with Stage(Path(folder), console, quick=quick) as stage:
+            for name in names:
+                console.print(f"[bold]{name}[/]")
+                try:
+                    async with asyncio.timeout(CASE_LIMIT_S):
+                        rows += await CASES[name](stage)
+                except (Unmeasured, MlxtpError, TimeoutError, OSError) as error:
+                    failed.append(name)
+                    console.print(f"  [red]not measured:[/] {error or type(error).__name__}", markup=True)
+    console.print(f"[dim]{time.monotonic() - began:.0f} s[/]")
+    return rows, failed
 
 
 if __name__ == "__main__":

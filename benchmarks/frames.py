@@ -1,4 +1,4 @@
-"""What one frame costs in Python: `python -m benchmarks.frames`."""
+"""What one frame costs in Python."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ from mlxtp.wire.messages import (
 )
 from mlxtp.wire.protocol import LinkKind, Protocol, Side
 
-from .table import Row, show
+from .measures import Row, absolute
+from .stage import Stage
 
 _ROUNDS = 5
 _PER_ROUND = 20_000
 
-STEP = StepToken((1,), "broadcast")
+STEP = StepToken((1,), (1,))
 
 
-def measure() -> list[Row]:
-    """The cost of a one-row StepToken and of an Ack, in microseconds: the best of several rounds."""
+async def measure(stage: Stage) -> list[Row]:
+    """The cost of a one-row StepToken and of an Ack: the best of several rounds."""
+    stage.say("frames")
     encoding = _best_us(lambda: encode(STEP, 1, 1))
     decoding = _best_us(_decode_step())
     step_us, ack_us = _protocol_us()
-    return [
-        Row("encode StepToken", encoding, "µs"),
-        Row("decode StepToken", decoding, "µs"),
-        Row("encode + decode StepToken", encoding + decoding, "µs", goal="≤ 5"),
-        Row("protocol send + receive StepToken", step_us, "µs"),
-        Row("protocol send + receive Ack", ack_us, "µs"),
-    ]
+    figures = {
+        "encode StepToken": encoding,
+        "decode StepToken": decoding,
+        "encode + decode StepToken": encoding + decoding,
+        "protocol send + receive StepToken": step_us,
+        "protocol send + receive Ack": ack_us,
+    }
+    return [absolute(name, [value]) for name, value in figures.items()]
 
 
 def _decode_step() -> Callable[[], object]:
@@ -99,7 +102,3 @@ def _decoding_link() -> tuple[Protocol, Protocol]:
 
 def _best_us(act: Callable[[], object]) -> float:
     return min(timeit.repeat(act, number=_PER_ROUND, repeat=_ROUNDS)) / _PER_ROUND * 1e6
-
-
-if __name__ == "__main__":
-    show(measure())

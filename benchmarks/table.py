@@ -1,42 +1,50 @@
-"""One row a measurement, and the table of them."""
+"""The rows as a table in the terminal."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH = 110
+from .measures import Row, met
+
+_WIDTH = 150
+VERDICT = {True: "yes", False: "no", None: ""}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A median of `value`s in `unit`; `peer` and `ratio` where it was measured beside something else.
+def cells(row: Row) -> tuple[str, ...]:
+    """Name, value, unit, peer, its value, ratio, spread, goal, whether it was reached."""
+    return (
+        row.name,
+        number(row.value),
+        row.unit,
+        row.peer,
+        "" if row.peer_value is None else number(row.peer_value),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
+        "" if row.spread is None else f"±{row.spread / 2:.0%}",
+        row.goal,
+        VERDICT[met(row)],
+    )
 
-    `spread` is the relative distance between the smallest and the largest round, `goal` what is asked for.
-    """
 
-    name: str
-    value: float
-    unit: str
-    peer: str = ""
-    ratio: float | None = None
-    spread: float | None = None
-    goal: str = ""
+HEADINGS = ("measure", "value", "unit", "peer", "peer's", "ratio", "spread", "goal", "reached")
+RIGHT = frozenset({"value", "peer's", "ratio", "spread"})
 
 
-def show(rows: list[Row]) -> None:
+def number(value: float) -> str:
+    """Four digits, never in powers of ten."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def show(rows: Sequence[Row]) -> None:
     """Print the table."""
     table = Table()
-    for heading, side in (
-        ("measure", "left"), ("value", "right"), ("unit", "left"), ("peer", "left"),
-        ("ratio", "right"), ("spread", "right"), ("goal", "left"),
-    ):  # fmt: skip
-        table.add_column(heading, justify=side)  # type: ignore[arg-type]
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in RIGHT else "left")
     for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        spread = "" if row.spread is None else f"±{row.spread / 2:.0%}"
-        table.add_row(row.name, f"{row.value:.4g}", row.unit, row.peer, ratio, spread, row.goal)
+        colour = {True: "green", False: "red", None: ""}[met(row)]
+        *plain, verdict = cells(row)
+        table.add_row(*plain, f"[{colour}]{verdict}[/]" if colour else verdict)
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)

@@ -1,0 +1,82 @@
+"""Many streams: 8 and 16 at once, and requests that arrive over time; both servers get the same requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable
+
+from . import prompts
+from .http_client import Answer, Ask, median_ttft_ms, total_rate, total_s, user
+from .measures import Row, compare
+from .stage import Stage, endpoint
+
+AT_ONCE = (8, 16)
+GAP_S = 0.1
+"""Mean time between two arrivals."""
+_SEED = 7
+
+
+async def measure(stage: Stage) -> list[Row]:
+    return [*await _at_once(stage), *await _arrivals(stage)]
+
+
+async def _at_once(stage: Stage) -> list[Row]:
+    tokens = stage.pick(full=100, quick=64)
+    numbers = itertools.count()  # a prompt is asked once at each server: no cache knows it whole
+    rows = []
+    for streams in AT_ONCE:
+        pairs = []
+        for number in stage.rounds(f"{streams} streams at once", full=5, quick=2):
+            pair = await _both(
+                stage, [Ask(user(prompts.count(next(numbers))), tokens) for _ in range(streams)]
+            )
+            if number:
+                pairs.append(pair)
+        name = f"{streams} streams at once, HTTP vs mlx_lm.server"
+        rows.append(compare(name, *_columns(pairs, total_rate)))
+    ttft = "16 streams at once, median time to first token vs mlx_lm.server"
+    return [*rows, compare(ttft, *_columns(pairs, median_ttft_ms))]
+
+
+async def _arrivals(stage: Stage) -> list[Row]:
+    draw = random.Random(_SEED)
+    requests, tokens = stage.pick(full=24, quick=16), 64
+    pairs = []
+    for number in stage.rounds("arrivals over time", full=3, quick=2):
+        delays = list(itertools.accumulate(draw.expovariate(1 / GAP_S) for _ in range(requests)))
+        numbers = draw.sample(range(140), requests)
+        asks = [
+            Ask(user(prompts.count(i)), tokens, delay_s=delay)
+            for i, delay in zip(numbers, delays, strict=True)
+        ]
+        pair = await _both(stage, asks)
+        if number:
+            pairs.append(pair)
+    name = "arrivals over time, {} vs mlx_lm.server"
+    return [
+        compare(name.format("total time"), *_columns(pairs, total_s)),
+        compare(name.format("median time to first token"), *_columns(pairs, median_ttft_ms)),
+        compare(name.format("p95 time to first token"), *_columns(pairs, _p95_ttft_ms)),
+    ]
+
+
+Pair = tuple[list[Answer], list[Answer]]
+
+
+async def _both(stage: Stage, asks: list[Ask]) -> Pair:
+    agent, server, client = await stage.agent(speculation=False), await stage.server(), await stage.client()
+    ours = await client.ask(endpoint(agent), asks)
+    async with server.awake() as there:
+        theirs = await client.ask(there, asks)
+    return ours, theirs
+
+
+def _columns(pairs: list[Pair], figure: Callable[[list[Answer]], float]) -> tuple[list[float], list[float]]:
+    return [figure(ours) for ours, _ in pairs], [figure(theirs) for _, theirs in pairs]
+
+
+def _p95_ttft_ms(answers: list[Answer]) -> float:
+    times = [answer.ttft_s * 1000 for answer in answers]
+    return statistics.quantiles(times, n=20, method="inclusive")[-1]

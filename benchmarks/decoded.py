@@ -1,0 +1,21 @@
+"""One sequence that was decoded, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Tokens, and tokens per second: `rate` after the first one, `whole_rate` from the request on."""
+
+    tokens: tuple[int, ...]
+    rate: float
+    whole_rate: float
+
+    @classmethod
+    def timed(cls, tokens: Sequence[int], began: float, times: Sequence[float]) -> Decoded:
+        """`times[i]` is when token i was there, in seconds; at least two tokens."""
+        steps = len(tokens) - 1
+        return cls(tuple(tokens), steps / (times[-1] - times[0]), len(tokens) / (times[-1] - began))

@@ -1,0 +1,64 @@
+"""`python -m benchmarks.delayed_worker FLAG <arguments of mlxtp.engine.worker>`: a rank behind a slow link.
+
+While the file FLAG exists, what this end of a decode link sends is delivered `DELAY_S` later, in order, and
+whoever sends does not wait for it. Every decode link's socket passes `worker.secure`, where it is wrapped.
+Create and remove FLAG only while nothing is sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from mlxtp.engine import worker
+
+DELAY_S = 0.001
+
+
+class DelayedSocket:
+    """A socket whose bytes leave later. Everything else is the socket's own."""
+
+    def __init__(self, sock: socket.socket, flag: Path) -> None:
+        self._sock = sock
+        self._flag = flag
+        self._due: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, name="delay", daemon=True).start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def sendall(self, data: bytes) -> None:
+        if self._flag.exists():
+            self._due.put((time.monotonic() + DELAY_S, data))
+        else:
+            self._sock.sendall(data)
+
+    def _deliver(self) -> None:
+        while True:
+            due_at, data = self._due.get()
+            if (left_s := due_at - time.monotonic()) > 0:
+                time.sleep(left_s)
+            try:
+                self._sock.sendall(data)
+            except OSError:
+                return  # whoever reads this link hears of its end
+
+
+def main() -> None:
+    flag = Path(sys.argv[1])
+    original = vars(worker)["secure"]
+
+    def delayed(sock: socket.socket) -> socket.socket:
+        return cast(socket.socket, DelayedSocket(original(sock), flag))
+
+    vars(worker)["secure"] = delayed
+    worker.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

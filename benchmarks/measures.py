@@ -1,0 +1,172 @@
+"""Every row of the table: its name, its unit, what it is measured beside, what it must reach, what it says.
+
+Names are stable: a JSON file of one version can be compared with one of another. Pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BARE = "bare generate_step"
+SERVER = "mlx_lm.server"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound on a row's ratio, or on its value where it has no peer. `relation` is ≥, ≤ or <."""
+
+    relation: str
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.relation} {self.bound:g}"
+
+    def met(self, number: float) -> bool:
+        if self.relation == "≥":
+            return number >= self.bound
+        return number <= self.bound if self.relation == "≤" else number < self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A row before it is measured. `peer` is empty where the value stands for itself."""
+
+    name: str
+    unit: str
+    says: str
+    peer: str = ""
+    goal: Goal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured: medians over rounds; `ratio` is the median of each round's own ratio.
+
+    `spread` is the distance between the smallest and the largest round, relative to the median: of the ratios
+    where there is a peer, else of the values. None where there was one round only.
+    """
+
+    name: str
+    value: float
+    unit: str
+    peer: str
+    peer_value: float | None
+    ratio: float | None
+    spread: float | None
+    goal: str
+
+
+_ALL = (
+    # --- decode
+    Measure("bare loop, one stream", "tokens/s",
+            "mlx-lm's generate_step on the same two ranks with nothing around it: the limit."),
+    Measure("one stream, pipe vs bare loop", "tokens/s",
+            "Decode speed where tokens leave the engine, after the first token.", BARE, Goal("≥", 0.97)),
+    Measure("one stream, HTTP vs bare loop", "tokens/s",
+            "What a streaming client gets, from its request to the last token.", BARE, Goal("≥", 0.90)),
+    Measure("one stream, HTTP vs mlx_lm.server", "tokens/s",
+            "The same client at both servers, from its request to the last token.", SERVER, Goal("≥", 1.15)),
+    Measure("HTTP and text, cost of a token", "µs",
+            "What a token of a single stream takes longer at the client than at the pipe, on average."),
+    # --- concurrency
+    Measure("8 streams at once, HTTP vs mlx_lm.server", "tokens/s",
+            "Tokens of all streams, from the first request to the last token.", SERVER, Goal("≥", 1.5)),
+    Measure("16 streams at once, HTTP vs mlx_lm.server", "tokens/s",
+            "Tokens of all streams, from the first request to the last token.", SERVER, Goal("≥", 1.7)),
+    Measure("16 streams at once, median time to first token vs mlx_lm.server", "ms",
+            "From a stream's request to its first text; the median of the sixteen.", SERVER, Goal("≤", 0.5)),
+    Measure("arrivals over time, total time vs mlx_lm.server", "s",
+            "Requests at random moments, the same for both: from the first to the last token.", SERVER),
+    Measure("arrivals over time, median time to first token vs mlx_lm.server", "ms",
+            "The same requests: half of them waited longer than this.", SERVER),
+    Measure("arrivals over time, p95 time to first token vs mlx_lm.server", "ms",
+            "The same requests: one in twenty waited longer than this.", SERVER),
+    # --- prefill
+    Measure("second turn after 1,000 cached tokens, time to first token vs the first turn", "ms",
+            "A chat goes on: its first thousand tokens are in the prefix cache.",
+            "first turn", Goal("≤", 0.15)),
+    Measure("longest gap beside a 4,000-token prompt vs without chunks", "ms",
+            "The longest silence of a running stream while another request's prompt is prefilled.",
+            "prefill in one piece", Goal("≤", 0.2)),
+    # --- speculation
+    Measure("copy-heavy text, speculation vs none", "tokens/s",
+            "The embedded model repeats a string of its prompt.", "no speculation", Goal("≥", 2.5)),
+    Measure("counting, speculation vs none", "tokens/s",
+            "The embedded model counts: some of what comes resembles what came.", "no speculation"),
+    Measure("text with nothing to copy, speculation vs none", "tokens/s",
+            "A model that never says a token twice, so that no draft can be right.",
+            "no speculation", Goal("≥", 0.97)),
+    # --- loading
+    Measure("weights of a rank vs total / N", "MB",
+            "The rank that holds the most, of a generated model of about 400 MB.",
+            "total / N", Goal("≤", 1.02)),
+    Measure("peak memory while loading vs the shard", "MB",
+            "MLX's peak on the rank where it is highest.", "total / N", Goal("≤", 1.15)),
+    Measure("load time, 400 MB model", "s", "From the proven group to every rank's share in memory."),
+    # --- idle
+    Measure("idle rank, share of one core", "%",
+            "CPU time of the busier rank of a loaded model that nobody asks.", "", Goal("<", 1.0)),
+    Measure("idle rank of mlx_lm.server, share of one core", "%", "The same of its busier rank."),
+    # --- links
+    Measure("decode link with 1 ms each way vs none", "tokens/s",
+            "Every frame between the ranks is delivered 1 ms late, both ways; MLX's ring is not delayed.",
+            "undelayed", Goal("≥", 0.95)),
+    Measure("model behind the delayed link, one step", "ms",
+            "Its step without the delay; the case wants 5 ms or more."),
+    Measure("steps begun after a client's disconnect", "steps",
+            "Forwards for a request beyond the tokens its client had received when it closed its socket, "
+            "less the one that was already running behind the last of them.", "", Goal("≤", 1)),
+    # --- frames
+    Measure("encode StepToken", "µs", "Fields to bytes, one row."),
+    Measure("decode StepToken", "µs", "Bytes to checked fields, one row."),
+    Measure("encode + decode StepToken", "µs", "Both.", "", Goal("≤", 5)),
+    Measure("protocol send + receive StepToken", "µs", "With the link's order and ledger, both ends."),
+    Measure("protocol send + receive Ack", "µs", "The way back."),
+)  # fmt: skip
+
+MEASURES = {measure.name: measure for measure in _ALL}
+
+
+def compare(name: str, ours: Sequence[float], peers: Sequence[float]) -> Row:
+    """A row with a peer: `ours[i]` and `peers[i]` come from the same round."""
+    measure = MEASURES[name]
+    if not measure.peer:
+        raise ValueError(f"{name!r} has no peer")
+    ratios = [mine / theirs for mine, theirs in zip(ours, peers, strict=True)]
+    return Row(
+        name,
+        statistics.median(ours),
+        measure.unit,
+        measure.peer,
+        statistics.median(peers),
+        statistics.median(ratios),
+        spread(ratios),
+        "" if measure.goal is None else str(measure.goal),
+    )
+
+
+def absolute(name: str, values: Sequence[float]) -> Row:
+    """A row whose values stand for themselves."""
+    measure = MEASURES[name]
+    if measure.peer:
+        raise ValueError(f"{name!r} is measured against {measure.peer}")
+    goal = "" if measure.goal is None else str(measure.goal)
+    return Row(name, statistics.median(values), measure.unit, "", None, None, spread(values), goal)
+
+
+def met(row: Row) -> bool | None:
+    """Whether the row reached its goal; None when it has none."""
+    goal = MEASURES[row.name].goal
+    if goal is None:
+        return None
+    return goal.met(row.value if row.ratio is None else row.ratio)
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """(largest - smallest) / median; None for a single value, or around zero."""
+    middle = abs(statistics.median(values))
+    if len(values) < 2 or not middle:
+        return None
+    return (max(values) - min(values)) / middle

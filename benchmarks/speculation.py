@@ -1,0 +1,53 @@
+"""The same requests with speculation and without, at the engine's pipe; both must give the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlxtp.api.backend import Request
+from mlxtp.node.agent import Agent
+
+from . import models, prompts
+from .errors import Unmeasured
+from .http_client import user
+from .measures import Row, compare
+from .stage import Stage, decode, in_turn, require, serving, text_of
+
+_COPIED = 95
+"""Characters; the embedded model learned to repeat up to 100."""
+
+
+async def measure(stage: Stage) -> list[Row]:
+    require("speculation")
+    agents = await stage.agent(speculation=True), await stage.agent(speculation=False)
+
+    def ask(question: str, tokens: int) -> Request:
+        return Request(text_of(agents[0]).prompt_ids(list(user(question))), tokens)
+
+    copy = await _race(stage, agents, "copy-heavy text", lambda i: ask(prompts.repeat(i, _COPIED), 160))
+    count = await _race(stage, agents, "counting", lambda i: ask(prompts.count(20 * i), 150))
+    walking = models.write_walk(stage.folder / "walk")
+    async with serving(walking, *agents):
+        walk = await _race(
+            stage,
+            agents,
+            "text with nothing to copy",
+            lambda i: Request(tuple(models.walk_tokens(8, seed=i)), 150, ignore_eos=True),
+        )
+    return [copy, count, walk]
+
+
+async def _race(
+    stage: Stage, agents: tuple[Agent, Agent], what: str, request: Callable[[int], Request]
+) -> Row:
+    """With speculation (the first agent) against without."""
+    columns: tuple[list[float], list[float]] = [], []
+    for number in stage.rounds(what, full=9, quick=3):
+        wanted = request(number)
+        decoded = {i: await decode(agents[i], wanted) for i in in_turn(number, 0, 1)}
+        if number:
+            for i in range(2):
+                columns[i].append(decoded[i].rate)
+        if decoded[0].tokens != decoded[1].tokens:
+            raise Unmeasured(f"{what}: speculation changed the tokens of round {number}")
+    return compare(f"{what}, speculation vs none", *columns)

@@ -1,0 +1,205 @@
+"""The parts of the benchmark that measure nothing: rows, goals, the page, what a stream of events held."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import docs, models, prefill, prompts
+from benchmarks.__main__ import CASES
+from benchmarks.errors import Unmeasured
+from benchmarks.http_client import parse
+from benchmarks.measures import MEASURES, Goal, absolute, compare, met
+from benchmarks.table import HEADINGS, cells
+
+GOALS = {
+    "one stream, pipe vs bare loop": "≥ 0.97",
+    "one stream, HTTP vs bare loop": "≥ 0.9",
+    "one stream, HTTP vs mlx_lm.server": "≥ 1.15",
+    "8 streams at once, HTTP vs mlx_lm.server": "≥ 1.5",
+    "16 streams at once, HTTP vs mlx_lm.server": "≥ 1.7",
+    "16 streams at once, median time to first token vs mlx_lm.server": "≤ 0.5",
+    "copy-heavy text, speculation vs none": "≥ 2.5",
+    "text with nothing to copy, speculation vs none": "≥ 0.97",
+    "second turn after 1,000 cached tokens, time to first token vs the first turn": "≤ 0.15",
+    "longest gap beside a 4,000-token prompt vs without chunks": "≤ 0.2",
+    "weights of a rank vs total / N": "≤ 1.02",
+    "peak memory while loading vs the shard": "≤ 1.15",
+    "idle rank, share of one core": "< 1",
+    "decode link with 1 ms each way vs none": "≥ 0.95",
+    "steps begun after a client's disconnect": "≤ 1",
+}
+SPEED = "one stream, pipe vs bare loop"
+
+
+@pytest.mark.parametrize("name", GOALS)
+def test_every_goal_has_its_row(name: str) -> None:
+    assert str(MEASURES[name].goal) == GOALS[name]
+
+
+def test_a_ratio_is_the_median_of_each_rounds_own() -> None:
+    row = compare(SPEED, ours=[100, 90, 300], peers=[100, 100, 200])
+    assert (row.value, row.peer_value, row.ratio) == (100, 100, 1.0)
+    assert row.spread == pytest.approx(0.6)  # 0.9 to 1.5 around 1.0
+
+
+def test_one_round_has_no_spread() -> None:
+    assert absolute("encode StepToken", [3.0]).spread is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reached"),
+    [("idle rank, share of one core", 0.99, True), ("idle rank, share of one core", 1.0, False)],
+)
+def test_a_goal_without_a_peer_is_about_the_value(name: str, value: float, reached: bool) -> None:
+    assert met(absolute(name, [value])) is reached
+
+
+@pytest.mark.parametrize(("ours", "reached"), [(97.0, True), (96.9, False)])
+def test_a_goal_with_a_peer_is_about_the_ratio(ours: float, reached: bool) -> None:
+    assert met(compare(SPEED, [ours], [100.0])) is reached
+
+
+def test_a_row_without_a_goal_is_neither_reached_nor_missed() -> None:
+    assert met(absolute("encode StepToken", [3.0])) is None
+
+
+def test_a_row_is_built_as_it_was_declared() -> None:
+    with pytest.raises(ValueError, match="no peer"):
+        compare("encode StepToken", [1.0], [1.0])
+    with pytest.raises(ValueError, match="against bare"):
+        absolute(SPEED, [1.0])
+
+
+def test_goals_compare() -> None:
+    assert Goal("≥", 2).met(2)
+    assert Goal("≤", 2).met(2)
+    assert not Goal("<", 2).met(2)
+
+
+def test_the_json_of_a_row() -> None:
+    row = json.loads(json.dumps(asdict(compare(SPEED, [97.0], [100.0]))))
+    assert row == {
+        "name": SPEED,
+        "value": 97.0,
+        "unit": "tokens/s",
+        "peer": "bare generate_step",
+        "peer_value": 100.0,
+        "ratio": 0.97,
+        "spread": None,
+        "goal": "≥ 0.97",
+    }
+
+
+def test_a_row_has_a_cell_for_each_heading() -> None:
+    assert len(cells(absolute("encode StepToken", [3.0]))) == len(HEADINGS)
+
+
+# --- the page -----------------------------------------------------------------------------------------
+
+
+def test_the_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n")
+    docs.write([compare(SPEED, [97.0], [100.0])], page)
+    once = page.read_text()
+    assert once.startswith("before\n")
+    assert once.endswith("\nafter\n")
+    assert f"| {SPEED} | 97 | tokens/s |" in once
+    assert MEASURES[SPEED].says in once
+    assert "mlx-lm" in once
+    assert "old" not in once
+    docs.write([compare(SPEED, [97.0], [100.0])], page)
+    assert page.read_text() == once
+
+
+def test_the_real_page_has_its_markers() -> None:
+    docs.between_markers(docs.PAGE.read_text(), "text")
+
+
+@pytest.mark.parametrize("page", ["", docs.BEGIN, f"{docs.END}{docs.BEGIN}", f"{docs.BEGIN * 2}{docs.END}"])
+def test_a_page_without_its_markers_is_left_alone(page: str) -> None:
+    with pytest.raises(ValueError, match="once each"):
+        docs.between_markers(page, "text")
+
+
+def test_the_page_names_every_case() -> None:
+    page = docs.PAGE.read_text()
+    assert [name for name in CASES if name not in page] == []
+
+
+# --- what a client saw --------------------------------------------------------------------------------
+
+
+def _event(**fields: object) -> bytes:
+    return b"data: " + json.dumps({"choices": [], **fields}).encode() + b"\n\n"
+
+
+def _piece(text: str) -> bytes:
+    return _event(choices=[{"delta": {"content": text}}])
+
+
+def test_an_event_came_when_its_last_byte_did() -> None:
+    usage = _event(usage={"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 7}})
+    stream = _event(choices=[{"delta": {"role": "assistant", "content": ""}}]) + _piece("1") + _piece("2")
+    stream += usage + b": comment\n\ndata: [DONE]\n\n"
+    cut = stream.index(_piece("2")) + 10
+    answer = parse(1.0, [(2.0, stream[:cut]), (3.5, stream[cut:])])
+    assert answer.arrivals == ((2.0, "1"), (3.5, "2"))
+    assert (answer.text, answer.tokens, answer.cached) == ("12", 2, 7)
+    assert (answer.ttft_s, answer.ended_at) == (1.0, 3.5)
+    assert answer.rate == pytest.approx(2 / 2.5)
+
+
+def test_an_answer_without_text_had_its_first_token_at_its_end() -> None:
+    answer = parse(1.0, [(2.0, _event(usage={"completion_tokens": 1}))])
+    assert answer.ttft_s == 1.0
+    with pytest.raises(Unmeasured):
+        _ = answer.rate
+
+
+def test_an_error_in_a_stream_is_no_answer() -> None:
+    with pytest.raises(Unmeasured, match="lost"):
+        parse(0.0, [(1.0, _event(error={"message": "lost"}))])
+
+
+def test_a_gap_counts_if_it_overlaps_the_long_prompt() -> None:
+    running = (0, 5, 6, 8, 9, 20)
+    assert prefill.longest_gap_s(running, 5.5, 8.5) == 2
+    assert prefill.longest_gap_s(running, 7, 30) == 11
+
+
+def test_a_stream_that_was_over_has_no_gap() -> None:
+    with pytest.raises(Unmeasured):
+        prefill.longest_gap_s((0, 1, 2), 3, 4)
+
+
+# --- what is asked, and of what -----------------------------------------------------------------------
+
+
+def test_a_haystack_is_as_long_as_fits() -> None:
+    text, second = prompts.haystack(1, lambda candidate: len(candidate) <= 500)
+    assert 450 < len(text) <= 500
+    assert second.removeprefix("What is the code for ").rstrip("?") in text
+    assert prompts.haystack(1, lambda candidate: len(candidate) <= 500) == (text, second)
+    assert prompts.haystack(2, lambda candidate: len(candidate) <= 500) != (text, second)
+
+
+def test_the_walk_comes_to_every_token_once() -> None:
+    seen = [100]
+    while (token := models.successor(seen[-1], 512)) != 100:
+        seen.append(token)
+    assert len(seen) == len(set(seen)) == 504
+    assert not {0, 1, 5} & set(seen)
+
+
+def test_the_large_model_is_about_400_mb() -> None:
+    shapes = models.shapes(models.LARGE)
+    total = sum(int(np.prod(shape)) for shape in shapes.values())
+    vocabulary = sum(int(np.prod(shapes[name])) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert 380e6 < 2 * total < 420e6
+    assert 0.1 < vocabulary / total < 0.25

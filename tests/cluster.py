@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
-from mlxtp.api.backend import End, Event, Tokens
+from mlxtp.api.backend import End, Event, Score, Tokens
+from mlxtp.api.backend import Request as Wanted
 from mlxtp.config import Limits, Settings
+from mlxtp.errors import MlxtpError
 from mlxtp.node.agent import Agent, running_agent
 from mlxtp.node.epoch import State
 from mlxtp.node.models import open_model
@@ -91,8 +93,8 @@ class Snapshot:
 class Cluster:
     """An agent in a thread of its own. `home` is a folder that nobody else uses.
 
-    Raises what the agent raises on its way up. With `wait=False` the constructor returns while the ranks
-    are still starting.
+    `settings` are those of `Settings`. Raises what the agent raises on its way up. With `wait=False` the
+    constructor returns while the ranks are still starting.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Cluster:
         prefill_chunk: int = 512,
         limits: Limits = LIMITS,
         wait: bool = True,
+        **settings: Any,
     ) -> None:
         self.home = home
         self.stages: list[tuple[str, float]] = []
@@ -118,6 +121,7 @@ class Cluster:
             prefill_chunk=prefill_chunk,
             run_ahead=run_ahead,
             limits=limits,
+            **settings,
         )
         self._worker = worker
         self._loop = asyncio.new_event_loop()
@@ -287,39 +291,51 @@ class Cluster:
 
     # --- below HTTP ----------------------------------------------------------------------------------
 
-    def start(self, prompt: Sequence[int], max_tokens: int) -> Request:
-        """A request straight to the gateway."""
+    def ask(self, wanted: Wanted) -> Request:
+        """A request straight to the gateway. Raises what the gateway refuses at once."""
 
         async def begin() -> Any:
-            return self.supervisor.gateway.generate(tuple(prompt), max_tokens)
+            return self.supervisor.gateway.generate(wanted)
 
         return Request(self, self.call(begin()))
 
-    def complete(self, prompt: Sequence[int], max_tokens: int) -> tuple[tuple[int, ...], End]:
+    def ask_all(self, wanted: Sequence[Wanted], at_once: int = 256) -> list[Outcome]:
+        """Many requests, never more than `at_once` open; what came of each, in their order."""
+
+        async def run() -> list[Outcome]:
+            turn = asyncio.Semaphore(at_once)
+
+            async def one(each: Wanted) -> Outcome:
+                async with turn:
+                    return await _collect(self.supervisor.gateway.generate(each))
+
+            return await asyncio.gather(*(one(each) for each in wanted))
+
+        return self.call(run(), WAIT_S + 2 * SLOWNESS * len(wanted))
+
+    def start(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Request:
+        """A request straight to the gateway, greedy unless `fields` of it say something else."""
+        return self.ask(Wanted(tuple(prompt), max_tokens, **fields))
+
+    def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> tuple[tuple[int, ...], End]:
         """The tokens that a request emits, and its end."""
-        return self.start(prompt, max_tokens).finish()
+        return self.start(prompt, max_tokens, **fields).finish()
 
     def complete_all(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int
     ) -> list[tuple[tuple[int, ...], End]]:
-        """Many requests, never more than `at_once` open; answers in the order of the prompts."""
+        """Many greedy requests, never more than `at_once` open; answers in the order of the prompts."""
+        outcomes = self.ask_all([Wanted(tuple(prompt), max_tokens) for prompt in prompts], at_once)
+        return [(outcome.tokens, outcome.whole()) for outcome in outcomes]
 
-        async def run() -> list[tuple[tuple[int, ...], End]]:
-            turn = asyncio.Semaphore(at_once)
-
-            async def one(prompt: Sequence[int]) -> tuple[tuple[int, ...], End]:
-                async with turn:
-                    return await _collect(self.supervisor.gateway.generate(tuple(prompt), max_tokens))
-
-            return await asyncio.gather(*(one(prompt) for prompt in prompts))
-
-        return self.call(run(), WAIT_S + 2 * SLOWNESS * len(prompts))
-
-    def load(self, model: str | Path) -> None:
-        """Serve another model in the same epoch."""
+    def load(self, model: str | Path, draft: str | Path = "", **settings: Any) -> None:
+        """Serve another model in the same epoch; `settings` are those of `Settings` that loading goes by."""
 
         async def work() -> None:
-            await self.supervisor.load(await open_model(str(model)))
+            ranks = self.supervisor.ranks
+            assert ranks is not None
+            ranks._settings = dataclasses.replace(self.settings, **settings)
+            await self.supervisor.load(await open_model(str(model), str(draft)))
 
         self.call(work())
 
@@ -327,43 +343,72 @@ class Cluster:
         self.call(self.supervisor.unload())
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a request: its tokens, their scores where it asked for them, and its end or its error."""
+
+    tokens: tuple[int, ...]
+    scores: tuple[Score, ...]
+    end: End | None
+    error: MlxtpError | None = None
+
+    def whole(self) -> End:
+        """Its end; raises the error that ended it instead."""
+        if self.error is not None:
+            raise self.error
+        assert self.end is not None
+        return self.end
+
+
 class Request:
     """A request that is open at the gateway, read at the test's own pace."""
 
-    def __init__(self, cluster: Cluster, events: Any) -> None:
+    def __init__(self, cluster: Cluster, answer: Any) -> None:
         self._cluster = cluster
-        self._events = events
+        self._answer = answer
         self.tokens: list[int] = []
+        self.scores: list[Score] = []
         self.end: End | None = None
+
+    def accepted(self) -> None:
+        """Wait until rank 0 has taken it. Raises the RequestError that it refuses it with."""
+        self._cluster.call(self._answer.accepted())
 
     def take(self, count: int, timeout_s: float = WAIT_S) -> tuple[int, ...]:
         """Read until `count` tokens have come in all, or the end; returns the tokens so far."""
         while len(self.tokens) < count and self.end is None:
-            event: Event = self._cluster.call(anext(self._events), timeout_s)
+            event: Event = self._cluster.call(anext(self._answer), timeout_s)
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
+                self.scores += event.scores
             else:
                 self.end = event
         return tuple(self.tokens)
 
     def finish(self, timeout_s: float = WAIT_S) -> tuple[tuple[int, ...], End]:
         """Everything, and the end. Raises the MlxtpError that ended the request instead."""
-        tokens, end = self._cluster.call(_collect(self._events), timeout_s)
-        self.tokens += tokens
-        self.end = end
-        return tuple(self.tokens), end
+        outcome = self._cluster.call(_collect(self._answer), timeout_s)
+        self.tokens += outcome.tokens
+        self.scores += outcome.scores
+        self.end = outcome.whole()
+        return tuple(self.tokens), self.end
 
     def close(self) -> None:
         """Go away before the end."""
-        self._cluster.call(self._events.aclose())
+        self._cluster.call(self._answer.aclose())
 
 
-async def _collect(events: Any) -> tuple[tuple[int, ...], End]:
+async def _collect(answer: Any) -> Outcome:
     tokens: list[int] = []
-    async for event in events:
-        if isinstance(event, End):
-            return tuple(tokens), event
-        tokens += event.tokens
+    scores: list[Score] = []
+    try:
+        async for event in answer:
+            if isinstance(event, End):
+                return Outcome(tuple(tokens), tuple(scores), event)
+            tokens += event.tokens
+            scores += event.scores
+    except MlxtpError as error:
+        return Outcome(tuple(tokens), tuple(scores), None, error)
     raise AssertionError("a request without an end")
 
 

@@ -1,4 +1,4 @@
-"""What the answer must be: the same weights in this one process, greedy, by mlx-lm's own loop."""
+"""What the answer must be: the same weights in this one process, by mlx-lm's own models and loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from mlxtp.api.backend import PLAIN, Request, Score
 from mlxtp.api.text import Text
 from mlxtp.config import embedded_model_path
 
@@ -62,6 +63,55 @@ def _answer(prompt: tuple[int, ...], max_tokens: int, folder: Path) -> Answer:
             return Answer(tuple(tokens), "stop", len(tokens) + 1)
         tokens.append(int(token))
     return Answer(tuple(tokens), "length", len(tokens))
+
+
+@dataclass(frozen=True)
+class Expected(Answer):
+    """`scores`: of each visible token, from the logits before anything was done to them."""
+
+    scores: tuple[Score, ...] = ()
+
+
+@cache
+def expected(wanted: Request, folder: Path = TINY) -> Expected:
+    """What a request must get, grammars apart: one sequence, one token a forward, the project's sampler."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from mlxtp.engine.sampler import Sampler, Shaper
+
+    model, eos = model_of(folder)
+    ends = frozenset[int]() if wanted.ignore_eos else eos
+    caches = make_prompt_cache(model)
+    logits = model(mx.array([wanted.prompt]), cache=caches)[0, -1:]
+    sampler = Sampler((wanted.sampling,), tuple(sorted(eos)))
+    shaper = Shaper(wanted.shaping, wanted.prompt, logits.shape[-1], tuple(sorted(ends)))
+    tokens: list[int] = []
+    scores: list[Score] = []
+    while True:
+        shaped = logits
+        if wanted.shaping != PLAIN:
+            shaped = shaper.apply(logits, generated=len(tokens), mask=None).astype(logits.dtype)
+        at = mx.array([[len(wanted.prompt) + len(tokens)]], dtype=mx.int32)
+        token = int(sampler.choose(shaped[None], at).item())
+        if token in ends:
+            return Expected(tuple(tokens), "stop", len(tokens) + 1, tuple(scores))
+        if wanted.logprobs >= 0:
+            scores.append(_score(logits[0], token, wanted.logprobs))
+        tokens.append(token)
+        if len(tokens) == wanted.max_tokens:
+            return Expected(tuple(tokens), "length", len(tokens), tuple(scores))
+        shaper.advance(token)
+        logits = model(mx.array([[token]]), cache=caches)[0]
+
+
+def _score(logits: Any, token: int, top: int) -> Score:
+    import numpy as np
+
+    row = np.array(logits.tolist(), dtype=np.float64)
+    logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+    best = sorted(range(len(row)), key=lambda other: (-logprobs[other], other))[:top]
+    return Score(float(logprobs[token]), tuple((other, float(logprobs[other])) for other in best))
 
 
 @cache

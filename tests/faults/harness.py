@@ -35,8 +35,8 @@ FAULT_LIMITS = dataclasses.replace(
     form_s=6.0 * SLOWNESS,
 )
 """Shorter than in production where a test waits for the limit to pass."""
-STALL_S = FAULT_LIMITS.decode_stall_s + 2 * FAULT_LIMITS.heartbeat_s + 0.5 * SLOWNESS
-"""When a stuck decode must have been noticed."""
+STALL_S = 2 * FAULT_LIMITS.decode_stall_s + 2 * FAULT_LIMITS.heartbeat_s + 0.5 * SLOWNESS
+"""When a stuck decode must have been noticed: twice its limit, which a watch that was late itself allows."""
 ACK_S = FAULT_LIMITS.ack_s + 0.5 * SLOWNESS
 """When an acknowledgement that does not come must have been noticed."""
 
@@ -91,11 +91,15 @@ class Answer:
 
 
 class FaultyCluster(Cluster):
-    """Two ranks that take orders, and a record of every state and every epoch's end."""
+    """Two ranks that take orders, and a record of every state and every epoch's end.
+
+    Without speculation and prefix cache unless asked for: then N tokens are N forwards, whatever was asked
+    before, and orders can say at which of them something happens.
+    """
 
     def __init__(self, folder: Path, *, limits: Limits = FAULT_LIMITS, **settings: Any) -> None:
         self.moments: list[Moment] = []
-        self._right: dict[tuple[str, int], str] = {}
+        self._right: dict[tuple[str, str], str] = {}
         orders = folder / "orders"
         orders.mkdir()
         self.book = OrderBook(orders)
@@ -103,9 +107,8 @@ class FaultyCluster(Cluster):
         self.book.give(*self.first_orders)
         worker = (sys.executable, "-m", "tests.faults.worker", str(orders))
         wait = settings.pop("wait", True)
-        super().__init__(
-            folder / "home", worker=worker, limits=limits, prefill_chunk=32, wait=False, **settings
-        )
+        plain = {"prefill_chunk": 32, "speculation": False, "prefix_cache": False}
+        super().__init__(folder / "home", worker=worker, limits=limits, wait=False, **plain | settings)
         self._observe()
         if wait:
             self.wait_ready()
@@ -146,7 +149,7 @@ class FaultyCluster(Cluster):
 
     # --- clients -------------------------------------------------------------------------------------
 
-    def ask(self, prompt: str, **fields: Any) -> Answer:
+    def read(self, prompt: str, **fields: Any) -> Answer:
         """Stream one answer to its end, whatever that is; fails when it has none."""
         answer = Answer()
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400, "temperature": 0}
@@ -164,11 +167,12 @@ class FaultyCluster(Cluster):
         answer.ended_at = time.time()
         return answer
 
-    def right(self, prompt: str, max_tokens: int = 400) -> str:
+    def right(self, prompt: str, max_tokens: int = 400, **fields: Any) -> str:
         """The answer without any fault; ask for it before one is ordered."""
-        key = (prompt, max_tokens)
+        fields["max_tokens"] = max_tokens
+        key = (prompt, json.dumps(fields, sort_keys=True))
         if key not in self._right:
-            answer = self.ask(prompt, max_tokens=max_tokens)
+            answer = self.read(prompt, **fields)
             assert answer.done, answer
             self._right[key] = answer.text
         return self._right[key]
@@ -177,7 +181,7 @@ class FaultyCluster(Cluster):
     def asking(self, prompt: str, **fields: Any) -> Iterator[Callable[[], Answer]]:
         """A client in the background; call what is yielded for its answer."""
         answers: list[Answer] = []
-        client = threading.Thread(target=lambda: answers.append(self.ask(prompt, **fields)))
+        client = threading.Thread(target=lambda: answers.append(self.read(prompt, **fields)))
         client.start()
 
         def result() -> Answer:
@@ -222,7 +226,11 @@ class FaultyCluster(Cluster):
         return [m for m in self.moments if m.error is not None and m.epoch == epoch]
 
     def wait_end(self, epoch: int, within_s: float) -> Moment:
-        return until(lambda: self.ends(epoch), f"epoch {epoch} ended", within_s)[0]
+        # A model that was unloaded suspends the gateway too, and its epoch goes on.
+        def last() -> list[Moment]:
+            return [m for m in self.ends(epoch) if m.error and m.error.code is not Code.SHUTTING_DOWN]
+
+        return until(last, f"epoch {epoch} ended", within_s)[0]
 
     def states(self) -> list[State]:
         return [m.state for m in self.moments if m.state is not None]

@@ -171,7 +171,7 @@ def test_a_loop_that_holds_the_gil(cluster: FaultyCluster, rank: int) -> None:
     expected = cluster.right(LONG)
     was = before(cluster)
     cluster.order("hold", rank, on="decode", at=20, seconds=HELD_S, how="gil")
-    answer = cluster.ask(LONG)
+    answer = cluster.read(LONG)
     answers = ((answer, expected),)
     case = f"rank {rank} holds the GIL"
     assert_recovered(cluster, was, LOST, detected_within_s=SILENCE_S, case=case, answers=answers)
@@ -191,7 +191,7 @@ def test_a_prefill_that_stands_still(cluster: FaultyCluster) -> None:
     was = before(cluster)
     cluster.tighten(prefill_stall_s=STALL_S - 1)
     cluster.order("hold", 1, on="prefill", at=2, seconds=HELD_S)
-    answer = cluster.ask(LONG)
+    answer = cluster.read(LONG)
     answers = ((answer, cluster.right(LONG)),)
     codes = {Code.RANK_STALLED}
     assert_recovered(cluster, was, codes, detected_within_s=STALL_S, case="stuck in prefill", answers=answers)

@@ -92,7 +92,7 @@ def refuse(cluster: FaultyCluster, rank: int, on: str, how: str, codes: set[Code
     """`rank` sends something else than, or besides, the 20th message `on` of an answer."""
     was = before(cluster)
     cluster.order("wrong_frame", rank, on=on, how=how, at=20)
-    answer = cluster.ask(LONG)
+    answer = cluster.read(LONG)
     assert answer.error, "the frame went unnoticed"
     within_s = STALL_S if Code.RANK_STALLED in codes else AT_ONCE_S
     case = f"{how} from rank {rank}"
@@ -110,7 +110,7 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted(cluster: FaultyCluster,
         Order("wrong_frame", rank, was.epoch, on=on, how="other epoch as well", at=20, times=3),
         Order("record", 1 - rank, was.epoch),
     )
-    answer = cluster.ask(LONG)
+    answer = cluster.read(LONG)
     assert (answer.text, answer.error) == (cluster.right(LONG), None)
     counts = [frame["dropped"] for frame in cluster.book.notes("frame")]
     assert max(counts) - min(counts) == 3

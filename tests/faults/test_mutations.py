@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 
-from mlxtp.errors import Code
+from mlxtp.errors import Code, GroupError
+from mlxtp.node.epoch import State
 
 from ..cluster import SLOWNESS
 from .harness import (
     ACK_S,
     LONG,
+    RESTART_S,
     STALL_S,
     FaultyCluster,
     assert_honest,
     assert_recovered,
     assert_sound,
     before,
+    kill,
 )
 
 chaos = pytest.mark.chaos
@@ -43,7 +46,7 @@ def run(
     expected = cluster.right(LONG, max_tokens)
     was = before(cluster)
     cluster.order(fault, rank, **how)
-    answer = cluster.ask(LONG, max_tokens=max_tokens)
+    answer = cluster.read(LONG, max_tokens=max_tokens)
     assert_recovered(
         cluster, was, set(codes), detected_within_s=within_s, case=case, answers=((answer, expected),)
     )
@@ -117,14 +120,129 @@ def test_rank_1_reports_a_wrong_number(cluster: FaultyCluster, field: str) -> No
     run(cluster, f"wrong {field}", "lie", 1, Code.DESYNC, at=20, how=field)
 
 
-def test_a_flipped_logit_bit_changes_nothing(cluster: FaultyCluster) -> None:
-    """The argmax of rank 1 is another, and is nobody's token: rank 0's travels inside the graph."""
+@pytest.mark.parametrize("how", ["rows", "order"])
+def test_rank_1_has_its_rows_in_another_order(cluster: FaultyCluster, how: str) -> None:
+    """In the frame, or in its batch: two answers are on their way."""
+    expected = cluster.right(LONG)
     was = before(cluster)
-    cluster.order("flip_logit_bit", 1, at=5, times=0)
-    answer = cluster.ask(LONG)
-    flipped = cluster.wait_note("flipped", count=50)
-    assert all(note["before"] != note["after"] for note in flipped)
-    assert_honest(answer, cluster.right(LONG))
+    cluster.order("misread_step", 1, on="several rows", at=5, how=how)
+    with cluster.asking(LONG) as first, cluster.asking(LONG) as second:
+        answers = ((first(), expected), (second(), expected))
+    assert {answer.code for answer, _ in answers} == {Code.DESYNC}
+    case = f"another order of rows, {how}"
+    assert_recovered(cluster, was, {Code.DESYNC}, detected_within_s=AT_ONCE_S, case=case, answers=answers)
+
+
+def test_rank_1_has_another_position(cluster: FaultyCluster) -> None:
+    """Attention over too little on one rank is in everybody's sums: all would agree on a wrong token."""
+    run(cluster, "another position", "misread_step", 1, Code.DESYNC, at=20, how="positions")
+
+
+def test_a_stop_with_another_number_of_forwards(cluster: FaultyCluster) -> None:
+    run(
+        cluster,
+        "wrong count in a stop",
+        "lie",
+        0,
+        Code.DESYNC,
+        max_tokens=30,
+        on="SessionStop",
+        how="forwards",
+    )
+
+
+# --- whose token counts -------------------------------------------------------------------------------
+
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+"""Every rank draws alike: the agreement is `verify`."""
+BIASED: dict[str, Any] = {"logit_bias": {"511": -1.0}}
+"""Only rank 0 knows of a bias: the agreement is `broadcast`."""
+
+
+def test_rank_1_draws_another_token_than_rank_0(cluster: FaultyCluster) -> None:
+    expected = cluster.right(LONG, **DRAWN)
+    was = before(cluster)
+    cluster.order("draw_another_token", 1, at=10)
+    answer = cluster.read(LONG, **DRAWN)
+    assert answer.code == Code.DESYNC
+    assert_recovered(
+        cluster,
+        was,
+        {Code.DESYNC},
+        detected_within_s=AT_ONCE_S,
+        case="another draw under verify",
+        answers=((answer, expected),),
+    )
+
+
+def assert_nothing_comes_of_it(cluster: FaultyCluster, note: str, fault: str, **how: Any) -> None:
+    expected = cluster.right(LONG, **BIASED)
+    was = before(cluster)
+    cluster.order(fault, 1, at=5, times=0, **how)
+    answer = cluster.read(LONG, **BIASED)
+    notes = cluster.wait_note(note, count=50)
+    assert all(n["before"] != n["after"] for n in notes)
+    assert_honest(answer, expected)
     assert answer.error is None
     assert cluster.epoch == was.epoch
+    assert_sound(cluster, was)
+
+
+def test_another_draw_of_rank_1_is_nobodys_token(cluster: FaultyCluster) -> None:
+    """Rank 0's choice travels inside the graph."""
+    assert_nothing_comes_of_it(cluster, "drawn", "draw_another_token")
+
+
+def test_a_bit_flipped_in_the_logits_that_rank_1_gathered_changes_nothing(cluster: FaultyCluster) -> None:
+    """The argmax of rank 1 is another, and is nobody's token."""
+    assert_nothing_comes_of_it(cluster, "flipped", "flip_logit_bit", on="choose")
+
+
+@pytest.mark.parametrize(("on", "fields"), [("winners", {}), pytest.param("gather", BIASED, marks=chaos)])
+def test_a_bit_flipped_before_ranks_exchange_logits_is_everybodys(
+    cluster: FaultyCluster, on: str, fields: dict[str, Any]
+) -> None:
+    """What a rank computes of its share is nowhere else to compare with: all ranks agree on what came of it.
+
+    It takes the golden proof to notice a rank that does this more than once.
+    """
+    expected = cluster.right(LONG, **fields)
+    was = before(cluster)
+    cluster.order("flip_logit_bit", 1, on=on, at=20)
+    answer = cluster.read(LONG, **fields)
+    (flipped,) = cluster.wait_note("flipped")
+    assert flipped["before"] != flipped["after"]
+    assert (answer.done, answer.error) == (True, None)
+    assert answer.text != expected
+    assert cluster.epoch == was.epoch
+    assert_sound(cluster, was)
+
+
+# --- the golden proof ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
+def test_a_rank_with_a_changed_weight_serves_nobody(cluster: FaultyCluster, rank: int) -> None:
+    """The group forms, proves its collectives and loads; its answer to the golden prompt is another one."""
+    was = before(cluster)
+    cluster.order("change_weight", rank, epoch=was.epoch + 1)
+    kill(was.pids[1])
+    end = assert_recovered(
+        cluster, was, {Code.PROOF_FAILED}, detected_within_s=RESTART_S, epochs=2, case="a changed weight"
+    )
+    assert end.error is not None
+    assert "golden proof failed" in end.error.detail
+    assert not [m for m in cluster.moments if m.epoch == was.epoch + 1 and m.state is State.READY]
+
+
+def test_a_model_that_comes_later_with_a_changed_weight_ends_the_epoch(cluster: FaultyCluster) -> None:
+    was = before(cluster)
+    cluster.order("change_weight", 1)
+    with pytest.raises(GroupError, match="golden proof failed") as failed:
+        cluster.load("tiny")
+    assert failed.value.code is Code.PROOF_FAILED
+    cluster.wait_ready()
+    assert cluster.epoch == was.epoch + 1
+    *_, end = cluster.ends(was.epoch)
+    assert end.error is failed.value
     assert_sound(cluster, was)

@@ -49,7 +49,7 @@ def fail_once(
     expected = cluster.right(LONG, max_tokens)
     was = before(cluster)
     cluster.order(fault, rank, **how)
-    answer = cluster.ask(LONG, max_tokens=max_tokens)
+    answer = cluster.read(LONG, max_tokens=max_tokens)
     assert answer.error, "the fault went unnoticed"
     assert_recovered(
         cluster, was, codes, detected_within_s=within_s, case=case, answers=((answer, expected),)
@@ -89,7 +89,7 @@ def test_the_last_ack_comes_too_late(cluster: FaultyCluster) -> None:
 def test_a_late_ack_within_its_limit_is_a_pause(cluster: FaultyCluster) -> None:
     was = before(cluster)
     cluster.order("late", 1, on="Ack", at=20, seconds=0.8)
-    answer = cluster.ask(LONG)
+    answer = cluster.read(LONG)
     assert (answer.text, answer.error) == (cluster.right(LONG), None)
     assert cluster.epoch == was.epoch
     assert_sound(cluster, was)
@@ -130,7 +130,7 @@ def test_rank_1_stands_still_in_a_step_with_a_beating_heart(cluster: FaultyClust
     """Liveness is not progress: the stall detector, not silence, and not before its limit."""
     was = before(cluster)
     cluster.order("hold", 1, on="decode", at=20, seconds=60 * SLOWNESS)
-    answer = cluster.ask(LONG)
+    answer = cluster.read(LONG)
     end = assert_recovered(
         cluster,
         was,
@@ -149,7 +149,7 @@ def test_idling_is_not_part_of_the_first_step(cluster: FaultyCluster) -> None:
     cluster.tighten(prefill_stall_s=stall_s)
     time.sleep(stall_s + 0.5)
     cluster.order("hold", 1, on="prefill", seconds=stall_s / 2)
-    answer = cluster.ask(LONG)
+    answer = cluster.read(LONG)
     assert (answer.text, answer.error) == (cluster.right(LONG), None)
     assert cluster.epoch == was.epoch
 

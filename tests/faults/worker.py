@@ -23,10 +23,17 @@ import msgpack
 
 from mlxtp.engine import rank as rank_module
 from mlxtp.engine import worker
+from mlxtp.engine.choice import Chooser, Scores
+from mlxtp.engine.grammar_trial import Trial
+from mlxtp.engine.group import Proof, RingGroup
+from mlxtp.engine.loader import LoadedModel
 from mlxtp.engine.mail import Mailbox
+from mlxtp.engine.moves import Decode, Move, Stop
 from mlxtp.engine.rank import Forward, Rank
-from mlxtp.engine.runner import Runner
-from mlxtp.engine.scheduler import Decode, Move, Scheduler, Stop
+from mlxtp.engine.runner import Chosen, Runner
+from mlxtp.engine.sampler import Sampler
+from mlxtp.engine.scheduler import Scheduler
+from mlxtp.engine.vocabulary import Vocabulary
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.link import Link
 from mlxtp.wire.messages import (
@@ -98,9 +105,9 @@ def know_links(
 
 
 @around(Mailbox, "post")
-def record(original: Wrapped, mail: Mailbox, sender: int, received: Received) -> None:
+def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None:
     """Write down what comes, in the order in which it comes."""
-    if orders.order("record"):
+    if isinstance(received, Received) and orders.order("record"):
         message = received.message
         orders.note(
             "frame",
@@ -117,7 +124,7 @@ def record(original: Wrapped, mail: Mailbox, sender: int, received: Received) ->
 
 @around(Rank, "launch")
 def hold_forward(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
-    place = "prefill" if isinstance(frame, PromptTokens) else "decode"
+    place = "decode" if isinstance(frame, StepToken) else "prefill"
     if order := orders.due("hold", place):
         pause(order)
     return original(rank, step, frame)
@@ -156,9 +163,11 @@ def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptToke
 
 
 @around(Mailbox, "take")
-def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Received | None:
-    received: Received | None = original(mail, sender)
-    if received and isinstance(received.message, StepToken) and orders.due("skip_step"):
+def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Any:
+    received = original(mail, sender)
+    if not isinstance(received, Received):
+        return received
+    if isinstance(received.message, StepToken) and orders.due("skip_step"):
         return original(mail, sender)
     return received
 
@@ -182,31 +191,128 @@ def swallow_exception(original: Wrapped, rank: Rank, step: int, frame: PromptTok
 
 
 @around(Runner, "step")
-def take_another_token(original: Wrapped, runner: Runner, rows: tuple[int, ...]) -> mx.array:
-    tokens: mx.array = original(runner, rows)
+def take_another_token(original: Wrapped, runner: Runner, frame: StepToken) -> Chosen:
+    chosen: Chosen = original(runner, frame)
     if orders.due("take_another_token"):
-        runner._tokens = tokens = tokens + 1
+        chosen = dataclasses.replace(chosen, tokens=chosen.tokens + 1)
+        runner._tokens = chosen.tokens[:, -1]
+    return chosen
+
+
+@around(Sampler, "choose")
+def draw_another_token(original: Wrapped, sampler: Sampler, logits: mx.array, at: mx.array) -> mx.array:
+    """What this rank draws from the gathered logits is one too high."""
+    tokens: mx.array = original(sampler, logits, at)
+    if orders.due("draw_another_token"):
+        wrong = (tokens + 1) % logits.shape[-1]
+        orders.note("drawn", before=tokens.tolist(), after=wrong.tolist())
+        return wrong
     return tokens
 
 
-@around(Runner, "_choose")
-def flip_logit_bit(original: Wrapped, runner: Runner, logits: mx.array) -> mx.array:
-    """The highest bit of the exponent: a small number becomes a huge one, the argmax with it."""
-    if not orders.due("flip_logit_bit"):
-        return original(runner, logits)
+def flipped(logits: mx.array) -> mx.array:
+    """The highest bit of one logit's exponent: a small number becomes a huge one, the argmax with it."""
     bits = mx.zeros((logits.shape[-1],), dtype=mx.uint32)
     scores = logits.astype(mx.float32)
     bits[mx.argmin(mx.where(scores[0, -1] > 0, scores[0, -1], mx.inf))] = 0x40000000
-    flipped = (scores.view(mx.uint32) ^ bits).view(mx.float32)
-    before, after = mx.argmax(logits[0, -1]).item(), mx.argmax(flipped[0, -1]).item()
+    changed = (scores.view(mx.uint32) ^ bits).view(mx.float32)
+    before, after = mx.argmax(logits[0, -1]).item(), mx.argmax(changed[0, -1]).item()
     orders.note("flipped", before=before, after=after)
-    return original(runner, flipped)
+    return changed.astype(logits.dtype)
+
+
+@around(Runner, "_replay")
+def see_every_forward(original: Wrapped, runner: Runner, key: Any, winners: bool, inputs: Any) -> Any:
+    """A graph that is replayed passes by the functions here; while a logit is to be flipped, none is."""
+    if orders.order("flip_logit_bit"):
+        return runner._body(winners, *inputs)
+    return original(runner, key, winners, inputs)
+
+
+@around(Vocabulary, "winners")
+def flip_before_winners(
+    original: Wrapped, vocabulary: Vocabulary, local: mx.array
+) -> tuple[mx.array, mx.array]:
+    return original(vocabulary, flipped(local) if orders.due("flip_logit_bit", "winners") else local)
+
+
+@around(Vocabulary, "gather")
+def flip_before_gather(original: Wrapped, vocabulary: Vocabulary, local: mx.array) -> mx.array:
+    return original(vocabulary, flipped(local) if orders.due("flip_logit_bit", "gather") else local)
+
+
+@around(Chooser, "choose")
+def flip_after_gather(
+    original: Wrapped, chooser: Chooser, logits: mx.array, *args: Any, **how: Any
+) -> tuple[mx.array, Scores]:
+    chosen: tuple[mx.array, Scores] = original(
+        chooser, flipped(logits) if orders.due("flip_logit_bit", "choose") else logits, *args, **how
+    )
+    return chosen
+
+
+@around(Rank, "launch")
+def misread_step(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    """What this rank runs is not what the frame says. It counts frames of one row, or of several."""
+    rows = "one row" if isinstance(frame, StepToken) and len(frame.rows) == 1 else "several rows"
+    if isinstance(frame, StepToken) and (order := orders.due("misread_step", rows)):
+        match order.how:
+            case "positions":
+                frame = dataclasses.replace(frame, positions=tuple(p - 1 for p in frame.positions))
+            case "rows":
+                frame = dataclasses.replace(frame, rows=frame.rows[::-1], positions=frame.positions[::-1])
+            case "order":  # as if this rank had let another row take a place that became free
+                rank._require_runner()._batch.rows.reverse()
+    return original(rank, step, frame)
+
+
+@around(Rank, "stop")
+def keep_otherwise(original: Wrapped, rank: Rank, uid: int, forwards: int, keep: int) -> None:
+    """A KV cache is not kept here, though all the others keep it; or less of it."""
+    if keep and (order := orders.due("keep_otherwise")):
+        keep = max(keep + int(order.how), 0)
+    original(rank, uid, forwards, keep)
+
+
+@around(Rank, "evict")
+def evict_otherwise(original: Wrapped, rank: Rank, uids: tuple[int, ...]) -> None:
+    if not orders.due("evict_otherwise"):
+        original(rank, uids)
+
+
+@around(RingGroup, "prove")
+def prove_otherwise(original: Wrapped, group: RingGroup, digest: int) -> Proof:
+    if orders.order("record"):
+        orders.note("proof")
+    if order := orders.due("hold", "proof"):
+        pause(order)
+    return original(group, digest ^ 1 if orders.due("prove_otherwise") else digest)
+
+
+@around(Trial, "run")
+def know_trials(original: Wrapped, trial: Trial, kind: str, text: str) -> int:
+    if orders.order("record"):
+        trial.start()
+        assert trial._process is not None
+        orders.note("trial", pid=trial._process.pid)
+    return original(trial, kind, text)
+
+
+@around(rank_module, "load")
+def change_weight(original: Wrapped, *args: Any) -> LoadedModel:
+    """One weight of one layer, on this rank, is not what the file says: memory, or a build, is broken."""
+    loaded: LoadedModel = original(*args)
+    if orders.due("change_weight"):
+        norm = loaded.model.layers[0].input_layernorm
+        norm.weight = norm.weight.at[0].add(64)
+        mx.eval(norm.weight)
+    return loaded
 
 
 @around(Link, "send")
 def lie(original: Wrapped, link: Link, message: Message) -> int:
-    """One field of an Ack is one too high."""
-    if isinstance(message, Ack) and (order := orders.due("lie")):
+    """One field of an Ack, or of a SessionStop, is one too high."""
+    if isinstance(message, Ack | SessionStop) and (order := orders.due("lie", type(message).__name__)):
         message = dataclasses.replace(message, **{order.how: getattr(message, order.how) + 1})
     return original(link, message)
 
@@ -231,18 +337,25 @@ def speak(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepTo
 def extra_step(original: Wrapped, scheduler: Scheduler) -> Move | None:
     """As the first published loop of this kind did: sent and run once more, after the last token."""
     move: Move | None = original(scheduler)
+    if isinstance(move, Decode):
+        extra_step.last = move  # type: ignore[attr-defined]
     if isinstance(move, Stop) and orders.due("extra_step"):
-        scheduler._stops.appendleft(move)
-        return Decode((move.uid,))
+        scheduler._moves.appendleft(move)
+        scheduler._queued.append(())
+        last: Decode = extra_step.last  # type: ignore[attr-defined]
+        return Decode((move.uid,), (last.positions[last.rows.index(move.uid)] + 1,))
     return move
 
 
 @around(Link, "send")
 def extra_frame(original: Wrapped, link: Link, message: Message) -> int:
     """Sent, and not run here; "late": after the sequence has been stopped."""
+    if isinstance(message, StepToken):
+        extra_frame.last = message  # type: ignore[attr-defined]
     if not (isinstance(message, SessionStop) and (order := orders.due("extra_frame"))):
         return original(link, message)
-    extra = StepToken((message.uid,), "broadcast")
+    last: StepToken = extra_frame.last  # type: ignore[attr-defined]
+    extra = StepToken((message.uid,), (last.positions[last.rows.index(message.uid)] + 1,))
     if order.how == "late":
         seq = original(link, message)
         put(link, extra)
@@ -316,7 +429,7 @@ def _missing(send: Send, link: Link, message: Message) -> int:
 
 WAYS: dict[str, Callable[[Send, Link, Message], int]] = {
     "prompt first": _ahead_of(lambda _: PromptTokens(1, 0, 4, (1, 2, 3, 4))),
-    "unknown uid": _ahead_of(lambda _: StepToken((4_000_000_000,), "broadcast")),
+    "unknown uid": _ahead_of(lambda _: StepToken((4_000_000_000,), (40,))),
     "hello again": _ahead_of(lambda _: Hello(PROTOCOL_VERSION, 1, 1, bytes(16), bytes(32))),
     "delta": _ahead_of(lambda _: Delta((1,), (0,), (7,))),
     "other epoch as well": _other_epoch_as_well,

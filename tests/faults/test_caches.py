@@ -1,0 +1,204 @@
+"""KV caches that are not on every rank what rank 0 believes: who starts from one never gets a wrong answer.
+
+Everything that production has on is on here: speculation, prefix cache, several kinds of sampling.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mlxtp.errors import Code
+
+from ..cluster import SLOWNESS
+from ..reference import prompt_ids, random_text, reference, spoken
+from .harness import (
+    LONG,
+    SHORT,
+    FaultyCluster,
+    assert_honest,
+    assert_recovered,
+    assert_sound,
+    before,
+    kill,
+)
+from .test_deaths import LOST, NOTICED_S
+
+AT_ONCE_S = 1.0 * SLOWNESS
+TOKEN_BYTES = 2048
+"""Of the embedded model's KV cache, on one of two ranks: 4 layers of keys and values, 2 heads of 32
+float32."""
+
+chaos = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module")
+def whole_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+    """Room for about a thousand tokens: after a few requests, kept caches must go."""
+    folder = tmp_path_factory.mktemp("whole")
+    with FaultyCluster(
+        folder, speculation=True, prefix_cache=True, prefill_chunk=512, kv_bytes=1024 * TOKEN_BYTES
+    ) as cluster:
+        yield cluster
+    assert cluster.everybody() == set()
+
+
+@pytest.fixture
+def whole(whole_cluster: FaultyCluster) -> FaultyCluster:
+    whole_cluster.wait_ready()
+    whole_cluster.supervisor._policy.failures.clear()
+    whole_cluster.book.clear()
+    return whole_cluster
+
+
+def fresh(seed: int) -> tuple[str, str]:
+    """A prompt that nobody has asked yet, and its right answer."""
+    prompt = f"Repeat exactly: {random_text(random.Random(seed), 20)}"
+    return prompt, spoken(reference(prompt_ids(prompt), 400))
+
+
+def cached(cluster: FaultyCluster, prompt: str) -> tuple[str, int]:
+    body = cluster.chat(prompt, max_tokens=400)
+    return body["choices"][0]["message"]["content"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_second_time_starts_from_what_was_kept(whole: FaultyCluster) -> None:
+    """What the faults below rely on."""
+    prompt, expected = fresh(1)
+    assert cached(whole, prompt) == (expected, 0)
+    text, tokens = cached(whole, prompt)
+    assert text == expected
+    assert tokens >= 16
+
+
+def test_a_cache_that_rank_1_has_not_kept(whole: FaultyCluster) -> None:
+    """Whoever starts from it finds nothing there."""
+    prompt, expected = fresh(2)
+    was = before(whole)
+    whole.order("keep_otherwise", 1, how=str(-(1 << 20)))
+    first = whole.read(prompt)
+    assert_honest(first, expected)
+    whole.wait_note("fault")
+    at = time.time()
+    second = whole.read(prompt)
+    assert second.error, "a cache that is not there went unnoticed"
+    assert_recovered(
+        whole,
+        was,
+        {Code.FORWARD_FAILED, Code.DESYNC},
+        since=at,
+        detected_within_s=AT_ONCE_S,
+        case="a cache that rank 1 has not kept",
+        answers=((second, expected),),
+    )
+
+
+def test_a_cache_of_which_rank_1_has_kept_less(whole: FaultyCluster) -> None:
+    prompt, expected = fresh(3)
+    was = before(whole)
+    whole.order("keep_otherwise", 1, how="-24")
+    assert_honest(whole.read(prompt), expected)
+    whole.wait_note("fault")
+    at = time.time()
+    second = whole.read(prompt)
+    assert second.error, f"a cache that is too short went unnoticed: {second.text!r}"
+    assert_recovered(
+        whole,
+        was,
+        {Code.DESYNC},
+        since=at,
+        detected_within_s=AT_ONCE_S,
+        case="a cache of which rank 1 has kept less",
+        answers=((second, expected),),
+    )
+
+
+def test_a_cache_that_rank_1_is_told_to_drop_and_has_not(whole: FaultyCluster) -> None:
+    """Rank 0 names a cache that is not there: that rank is not what it was thought to be."""
+    was = before(whole)
+    whole.order("keep_otherwise", 1, how=str(-(1 << 20)))
+    answers = []
+    for seed in range(40, 80):
+        prompt, expected = fresh(seed)
+        answers.append((whole.read(prompt), expected))
+        if answers[-1][0].error:
+            break
+    assert answers[-1][0].error, "nothing was ever dropped"
+    assert_recovered(
+        whole,
+        was,
+        {Code.FORWARD_FAILED, Code.DESYNC},
+        since=answers[-1][0].ended_at,
+        detected_within_s=AT_ONCE_S,
+        case="an Evict of a cache that rank 1 has not kept",
+        answers=tuple(answers),
+    )
+
+
+def test_caches_that_rank_1_keeps_for_itself_are_never_used(whole: FaultyCluster) -> None:
+    """No uid is given twice, so they cost memory and nothing else."""
+    was = before(whole)
+    whole.order("evict_otherwise", 1, times=0)
+    for seed in (*range(100, 112), 100, 101, 110, 111):
+        prompt, expected = fresh(seed)
+        assert cached(whole, prompt)[0] == expected
+    whole.wait_note("fault")
+    assert whole.epoch == was.epoch
+    assert_sound(whole, was)
+
+
+def test_rank_1_rolls_drafts_back_too_far(whole: FaultyCluster) -> None:
+    expected = spoken(reference(prompt_ids(LONG), 400))
+    was = before(whole)
+    whole.order("misread_step", 1, at=3, how="positions")
+    answer = whole.read(LONG)
+    assert answer.code == Code.DESYNC
+    assert_recovered(
+        whole,
+        was,
+        {Code.DESYNC},
+        detected_within_s=AT_ONCE_S,
+        case="drafts rolled back too far",
+        answers=((answer, expected),),
+    )
+
+
+MIXTURE: tuple[tuple[str, dict[str, Any]], ...] = (
+    (LONG, {}),
+    (LONG, {"temperature": 0.8, "seed": 3}),
+    (SHORT, {"logit_bias": {"511": -1.0}}),
+    (SHORT, {"response_format": {"type": "regex", "pattern": "[A-Z]{3,9}(-[A-Z0-9]{2,9}){1,3}"}}),
+)
+
+
+@chaos
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_at_any_time_with_everything_on(whole: FaultyCluster, seed: int) -> None:
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    expected = [whole.right(prompt, **fields) for prompt, fields in MIXTURE]
+    was = before(whole)
+    rank = rng.randrange(2)
+    (p0, f0), (p1, f1), (p2, f2), (p3, f3) = MIXTURE
+    with (
+        whole.asking(p0, **f0) as a,
+        whole.asking(p1, **f1) as b,
+        whole.asking(p2, **f2) as c,
+        whole.asking(p3, **f3) as d,
+    ):
+        time.sleep(rng.uniform(0.02, 0.4) * SLOWNESS)
+        at = kill(was.pids[rank])
+        answers = tuple((client(), text) for client, text in zip((a, b, c, d), expected, strict=True))
+    assert_recovered(
+        whole,
+        was,
+        LOST,
+        since=at,
+        detected_within_s=NOTICED_S,
+        case=f"kill -9 of rank {rank}, everything on, seed {seed}",
+        answers=answers,
+    )

@@ -1,0 +1,81 @@
+"""A group that idles proves itself now and then: nobody notices, unless a rank computes something else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from mlxtp.errors import Code
+
+from ..cluster import SLOWNESS
+from .harness import (
+    FAULT_LIMITS,
+    LONG,
+    SHORT,
+    FaultyCluster,
+    assert_recovered,
+    assert_sound,
+    before,
+)
+
+CANARY_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def idler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+    limits = dataclasses.replace(FAULT_LIMITS, canary_s=CANARY_S)
+    with FaultyCluster(tmp_path_factory.mktemp("canary"), limits=limits) as cluster:
+        yield cluster
+    assert cluster.everybody() == set()
+
+
+def test_an_idle_group_proves_itself_and_goes_on(idler: FaultyCluster) -> None:
+    was = before(idler)
+    for rank in (0, 1):
+        idler.order("record", rank)
+        idler.wait_note("proof", count=3)
+        counted = idler.idle()
+        assert len(set(counted.forwards)) == len(set(counted.collectives)) == 1
+        assert idler.content(LONG, max_tokens=400) == idler.right(LONG)
+    idler.wait_note("proof", count=1 + len(idler.book.notes("proof")))
+    assert idler.epoch == was.epoch
+    assert_sound(idler, was)
+
+
+def test_requests_that_come_while_it_proves_itself(idler: FaultyCluster) -> None:
+    """The proof is held up for a moment: whoever asks meanwhile waits that long and no more."""
+    expected = idler.right(SHORT)
+    was = before(idler)
+    idler.order("hold", 1, on="proof", seconds=0.5)
+    idler.wait_note("held")
+    with idler.asking(SHORT) as first, idler.asking(SHORT) as second:
+        assert [(a.text, a.error) for a in (first(), second())] == [(expected, None)] * 2
+    assert idler.epoch == was.epoch
+    assert_sound(idler, was)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.chaos)])
+def test_a_rank_that_computes_something_else_while_idle_ends_the_epoch(
+    idler: FaultyCluster, rank: int
+) -> None:
+    """Nobody has to ask for it to be found."""
+    was = before(idler)
+    idler.order("prove_otherwise", rank)
+    assert_recovered(
+        idler, was, {Code.PROOF_FAILED}, detected_within_s=1.0 * SLOWNESS, case=f"canary, rank {rank}"
+    )
+
+
+def test_a_rank_that_stands_still_in_a_proof_ends_the_epoch(idler: FaultyCluster) -> None:
+    was = before(idler)
+    idler.tighten(form_s=1.0 * SLOWNESS)
+    idler.order("hold", 1, on="proof", seconds=60 * SLOWNESS)
+    assert_recovered(
+        idler,
+        was,
+        {Code.RANK_STALLED},
+        detected_within_s=3.0 * SLOWNESS,
+        case="stuck in a proof",
+    )

@@ -51,7 +51,7 @@ def _range(low: float, high: float) -> AfterValidator:
 class ChatRequest(_Schema):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # errors take memory, too
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -60,7 +60,7 @@ class ChatRequest(_Schema):
     max_tokens: Annotated[int, _range(1, _MOST_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, _range(1, _MOST_TOKENS)] | None = None
     min_tokens: Annotated[int, _range(0, _MOST_TOKENS)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     # how a token is chosen
     temperature: Annotated[float, _range(0, 2)] | None = None
@@ -73,7 +73,9 @@ class ChatRequest(_Schema):
     presence_penalty: Annotated[float, _range(-2, 2)] | None = None
     frequency_penalty: Annotated[float, _range(-2, 2)] | None = None
     repetition_penalty: Annotated[float, _range(0.01, 100)] | None = None
-    logit_bias: dict[str, Annotated[float, _range(-100, 100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, _range(-100, 100)]], Field(max_length=1024)] | None = (
+        None
+    )
     response_format: Json | None = None
     # what is told of it
     logprobs: bool | None = None

@@ -21,6 +21,9 @@ from .kv import SMALLEST, capacity, slots
 QUANTIZATION_GROUPS = (64, 32)
 """Numbers that share a scale, the best first. A head's keys and values must divide by it."""
 
+KVCACHE_STEP = 256
+"""Positions by which mlx-lm's own caches grow."""
+
 Caches = list[Any]
 """One mlx-lm cache a layer, of one sequence."""
 
@@ -38,8 +41,11 @@ class Batch(Protocol):
         """`uid` becomes the last row; `caches` belong to the batch from now on."""
         ...
 
-    def leave(self, uid: int, keep: int) -> Caches | None:
-        """Take a row out. Returns the caches of its first `keep` tokens, None for 0."""
+    def leave(self, uid: int, keep: int, longest: int = 0) -> Caches | None:
+        """Take a row out. Returns the caches of its first `keep` tokens, None for 0.
+
+        `longest`: tokens of the longest row that stays, where it is known; room beyond it may be given up.
+        """
         ...
 
     def copy(self, uid: int, length: int) -> Caches:
@@ -166,7 +172,7 @@ class SlotBatch:
             for kept, new in zip(self.arrays, arrays, strict=True)
         ]
 
-    def leave(self, uid: int, keep: int) -> Caches | None:
+    def leave(self, uid: int, keep: int, longest: int = 0) -> Caches | None:
         row = self.rows.index(uid)
         kept = self.copy(uid, keep) if keep else None
         last = len(self.rows) - 1
@@ -176,8 +182,14 @@ class SlotBatch:
         self.rows.pop()
         if not self.rows:
             self.arrays = []
-        elif (fewer := slots(len(self.rows))) * 2 < self.shape()[0] or fewer == 1:
-            self._resize(fewer, self.shape()[1])
+            return kept
+        held, room = self.shape()
+        fewer = slots(len(self.rows))
+        shorter = capacity(longest + 1) if longest else room
+        self._resize(
+            fewer if fewer * 2 < held or fewer == 1 else held,
+            shorter if shorter * 2 <= room else room,
+        )
         return kept
 
     def copy(self, uid: int, length: int) -> Caches:
@@ -194,7 +206,7 @@ class SlotBatch:
             self._resize(slots_now, capacity(length))
 
     def _part(self, array: mx.array, row: int, length: int) -> mx.array:
-        if array.shape[0] == 1:
+        if array.shape[0] == 1 and array.shape[2] <= max(2 * length, KVCACHE_STEP):
             return mx.array(array)  # shared; whoever writes first copies
         return mx.contiguous(array[row : row + 1, :, :length])
 
@@ -247,7 +259,7 @@ class MergedBatch:
         for running, joining in zip(self.caches, caches, strict=True):
             running.extend(joining.merge([joining]))
 
-    def leave(self, uid: int, keep: int) -> Caches | None:
+    def leave(self, uid: int, keep: int, longest: int = 0) -> Caches | None:
         row = self.rows.index(uid)
         kept = self.copy(uid, keep) if keep else None
         last = len(self.rows) - 1

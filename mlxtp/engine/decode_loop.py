@@ -212,6 +212,10 @@ class DecodeLoop:
 
     def _rest(self) -> None:
         """Nothing to run: wait for Acks, or for the agent."""
+        scheduler = self._requests.scheduler
+        if scheduler is not None and not self._unconfirmed and (late := scheduler.late()):
+            self._requests.emit(tuple(late))
+            return
         if self._unconfirmed:
             self._mail.wait(max(self._ack_time_left_s(), 0.0))
             return

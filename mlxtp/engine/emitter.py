@@ -66,10 +66,10 @@ class Emitter:
                     uid,
                     run[0].index,
                     tuple(token.token for token in run),
-                    tuple(max(logprob, LEAST_LOGPROB) for logprob, _ in scores),
+                    tuple(_finite(logprob) for logprob, _ in scores),
                     len(scores[0][1]),
                     tuple(token for _, top in scores for token, _ in top),
-                    tuple(max(logprob, LEAST_LOGPROB) for _, top in scores for _, logprob in top),
+                    tuple(_finite(logprob) for _, top in scores for _, logprob in top),
                 )
             )
 
@@ -84,3 +84,8 @@ class Emitter:
     def fail_all(self, code: Code, detail: str) -> None:
         for uid in sorted(self._open):
             self.fail(uid, code, detail)
+
+
+def _finite(logprob: float) -> float:
+    """NaN counts as the logarithm of nothing, as it does for a greedy choice."""
+    return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

@@ -7,6 +7,7 @@ rank 0 knows of it stands on the desk.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from .scheduler import Scheduler
 
 MAX_ROWS = 64
 """Sequences decoded at once. More wait their turn."""
+USUAL_CHUNK = 512
 CHUNK_BESIDE = 256
 """Prompt tokens computed between two decode steps of the others."""
 TOGETHER_ON_GPU = 512
@@ -56,6 +58,8 @@ class Requests:
         self._reuses = False
         self._grammars: Grammars | None = None
         self._compiling: dict[int, Generate] = {}
+        self._jobs: dict[tuple[str, str], Future[None]] = {}
+        """Grammars that are being compiled, or wait for it, by kind and text."""
         self._waiting_since: dict[int, float] = {}
         """Requests that have had no forward yet, oldest first."""
         self._context = 0
@@ -78,7 +82,10 @@ class Requests:
         self._policy = Policy(
             eos=rank.eos,
             prefill_chunk=command.prefill_chunk,
-            chunk_beside=min(command.prefill_chunk, CHUNK_BESIDE),
+            # Who asks for larger chunks than usual does not mind the others' pauses.
+            chunk_beside=min(command.prefill_chunk, CHUNK_BESIDE)
+            if command.prefill_chunk <= USUAL_CHUNK
+            else command.prefill_chunk,
             together=TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU,
             max_rows=MAX_ROWS if kinds.batches else 1,
             kv_tokens=reply.kv_bytes // reply.kv_token_bytes if reply.kv_token_bytes else UNLIMITED,
@@ -102,6 +109,7 @@ class Requests:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
+            self._jobs.clear()
 
     def drop(self, why: str) -> None:
         """End every request with an error. Nothing of theirs may be on its way."""
@@ -153,16 +161,25 @@ class Requests:
             self._emitter.fail(request.uid, Code.OVERLOADED, detail)
             return
         self._compiling[request.uid] = request
-        mail, uid = self._mail, request.uid
-        self._grammars.submit(kind, text, lambda outcome: mail.post(COMPILER, (uid, outcome)))
+        if (kind, text) not in self._jobs:
+            mail = self._mail
+            self._jobs[kind, text] = self._grammars.submit(
+                kind, text, lambda outcome: mail.post(COMPILER, (kind, text, outcome))
+            )
 
-    def compiled(self, uid: int, outcome: Grammar | RequestError) -> None:
-        if (request := self._compiling.pop(uid, None)) is None:
-            return  # cancelled meanwhile
-        if isinstance(outcome, RequestError):
-            self._emitter.fail(uid, outcome.code, outcome.detail)
-        else:
-            self._start(request, outcome)
+    def compiled(self, kind: str, text: str, outcome: Grammar | RequestError) -> None:
+        """One grammar, for all who wait for it."""
+        self._jobs.pop((kind, text), None)
+        for request in self._who_waits_for(kind, text):
+            del self._compiling[request.uid]
+            if isinstance(outcome, RequestError):
+                self._emitter.fail(request.uid, outcome.code, outcome.detail)
+            else:
+                self._start(request, outcome)
+
+    def _who_waits_for(self, kind: str, text: str) -> list[Generate]:
+        waiting = self._compiling.values()
+        return [r for r in waiting if (r.shaping.grammar_kind, r.shaping.grammar) == (kind, text)]
 
     def _start(self, request: Generate, grammar: Grammar | None) -> None:
         assert self.scheduler is not None
@@ -191,7 +208,10 @@ class Requests:
         self._emitter.accept(request.uid)
 
     def cancel(self, uid: int) -> None:
-        if self._compiling.pop(uid, None) is not None:
+        if (request := self._compiling.pop(uid, None)) is not None:
+            wanted = request.shaping.grammar_kind, request.shaping.grammar
+            if not self._who_waits_for(*wanted) and (job := self._jobs.get(wanted)) and job.cancel():
+                del self._jobs[wanted]  # it had not begun
             self.emit((End(uid, "cancel", 0, 0),))
         elif self.scheduler is not None and (end := self.scheduler.cancel(uid)):
             self.emit((end,))

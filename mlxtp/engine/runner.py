@@ -343,7 +343,8 @@ class Runner:
     def _leave(self, uid: int, keep: int) -> Caches | None:
         assert self._tokens is not None
         row, last = self._batch.rows.index(uid), len(self._batch.rows) - 1
-        kept = self._batch.leave(uid, keep)
+        longest = max((self._lengths[other].stop for other in self._batch.rows if other != uid), default=0)
+        kept = self._batch.leave(uid, keep, longest)
         if kept is not None:
             mx.async_eval(_arrays(kept))
         if not self._batch.rows:

@@ -98,6 +98,10 @@ def keep_top_k(logprobs: mx.array, top_k: mx.array, largest_k: int) -> mx.array:
 # --- choosing -------------------------------------------------------------------------------------------
 
 
+LEAST_TOP_P = 1e-30
+"""Smaller ones would be 0 as 32-bit numbers, and keep nothing."""
+
+
 class Sampler:
     """Chooses tokens for rows with these settings. `top_p` 0 leaves everything in, as 1 does.
 
@@ -120,7 +124,7 @@ class Sampler:
         self._keys = stream_keys([row.seed for row in drawn])
         self._sharpness = column([min(1.0 / row.temperature, _COLDEST) for row in drawn])
         # A setting that leaves everything in must not lose a token to rounding.
-        self._top_p = column([row.top_p if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn])
+        self._top_p = column([max(row.top_p, LEAST_TOP_P) if 0.0 < row.top_p < 1.0 else 2.0 for row in drawn])
         self._log_min_p = column([math.log(row.min_p) if row.min_p else -math.inf for row in drawn])
         self._xtc_probability = column([row.xtc_probability for row in drawn])
         self._xtc_threshold = column([row.xtc_threshold for row in drawn])

@@ -445,6 +445,11 @@ class Scheduler:
             self._extend(sequence, new, len(new) - 1 if row.drafts else 0, given, outcomes)
         return outcomes
 
+    def late(self) -> list[Outcome]:
+        """What has become of requests between two results."""
+        outcomes, self._late = self._late, []
+        return outcomes
+
     def _new_tokens(self, sequence: _Sequence, row: _Row, chosen: tuple[int, ...]) -> tuple[int, ...]:
         if not row.drafts:
             sequence.adaptive.report(0, 0)

@@ -73,9 +73,7 @@ class ChatRequest(_Schema):
     presence_penalty: Annotated[float, _range(-2, 2)] | None = None
     frequency_penalty: Annotated[float, _range(-2, 2)] | None = None
     repetition_penalty: Annotated[float, _range(0.01, 100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, _range(-100, 100)]], Field(max_length=1024)] | None = (
-        None
-    )
+    logit_bias: dict[str, Annotated[float, _range(-100, 100)]] | None = None
     response_format: Json | None = None
     # what is told of it
     logprobs: bool | None = None

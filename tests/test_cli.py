@@ -117,7 +117,7 @@ def test_a_mistake_in_a_variable_is_named_after_it(
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--max-context", "30"), "exceed the model's context of 30"),
+        (("--max-context", "15"), "exceed the model's context of 15"),
         (("--kv-bytes", "10KB"), "fit the rank with the least memory"),
     ],
 )

@@ -162,13 +162,15 @@ class Requests:
             return
         self._compiling[request.uid] = request
         if (kind, text) not in self._jobs:
-            mail = self._mail
-            self._jobs[kind, text] = self._grammars.submit(
-                kind, text, lambda outcome: mail.post(COMPILER, (kind, text, outcome))
+            mail, grammars = self._mail, self._grammars
+            self._jobs[kind, text] = grammars.submit(
+                kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome))
             )
 
-    def compiled(self, kind: str, text: str, outcome: Grammar | RequestError) -> None:
+    def compiled(self, grammars: Grammars, kind: str, text: str, outcome: Grammar | RequestError) -> None:
         """One grammar, for all who wait for it."""
+        if grammars is not self._grammars:
+            return  # it is for the tokens of a model that was taken away
         self._jobs.pop((kind, text), None)
         for request in self._who_waits_for(kind, text):
             del self._compiling[request.uid]

@@ -9,10 +9,14 @@ Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from ..errors import Code, RemoteProtocolError
+from .base import U32 as U32
+from .base import U63 as U63
+from .base import Message as Message
+from .base import holding as _f
 from .codecs import (
     FieldCodec,
     Wire,
@@ -47,14 +51,6 @@ MAX_BIASES = 1024
 MAX_GRAMMAR = 1 << 19
 """Characters of one grammar or schema: with four bytes each, a quarter of the largest frame."""
 MAX_TOP_LOGPROBS = 20
-
-U32 = 2**32 - 1
-U63 = 2**63 - 1
-
-
-def _f(codec: FieldCodec, **default: Any) -> Any:
-    return field(metadata={"codec": codec}, **default)
-
 
 _uid = integer(1, U32)
 _count = integer(0, U63)
@@ -106,13 +102,6 @@ GREEDY = Sampling()
 PLAIN = Shaping()
 _sampling = record(Sampling)
 _shaping = record(Shaping)
-
-
-class Message:
-    """Base of all messages. `TYPE` is the number on the wire."""
-
-    __slots__ = ()
-    TYPE: ClassVar[int]
 
 
 # --- opening a link ---------------------------------------------------------------------------------

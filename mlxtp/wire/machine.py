@@ -1,0 +1,77 @@
+"""What one Mac tells the others about itself: chip, memory, addresses, cables.
+
+Filled in by `cluster/hardware.py`, sent in `MachineReport`, judged by `cluster/placement.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .base import U63, holding
+from .codecs import boolean, choice, integer, records, text, texts
+
+MAX_INTERFACES = 32
+MAX_PORTS = 16
+MAX_NOTES = 16
+
+_count = integer(0, U63)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One IPv4 address of a network interface. `mbps` 0 is unknown."""
+
+    name: str = holding(text(40))
+    address: str = holding(text(15))
+    prefix: int = holding(integer(0, 32))
+    kind: str = holding(choice("ethernet", "wifi", "thunderbolt", "bridge", "loopback", "other"))
+    mbps: int = holding(integer(0, 10**7))
+    up: bool = holding(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One Thunderbolt port.
+
+    `receptacle` is the number Apple gives it (1, 2, ...), `interface` its network device ("en5") or empty.
+    `domain` is the UUID of its own Thunderbolt domain, `peer_domain` that of the Mac at the other end of the
+    cable, empty without one; `hub` says that a hub or dock stands in between. `gbps` is the link's speed, 0
+    when unknown. `rdma` is its RDMA device ("rdma_en5"), empty for a port without; `active` its state.
+    """
+
+    receptacle: int = holding(integer(0, 64))
+    interface: str = holding(text(40))
+    domain: str = holding(text(64))
+    peer_domain: str = holding(text(64))
+    hub: bool = holding(boolean())
+    gbps: int = holding(integer(0, 1000))
+    rdma: str = holding(text(60))
+    active: bool = holding(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine. Bytes are bytes; what could not be found out is 0 or empty and stands in `notes`.
+
+    `chip` is Apple's name for it ("Apple M3 Ultra"). `gpu_bytes` is the most memory its GPU may wire,
+    `free_bytes` what the system calls available now. `rdma` is "enabled", "disabled" or "unsupported".
+    `power` is "ac", "battery" or "unknown". `notes` are sentences for people.
+    """
+
+    system: str = holding(choice("macos", "linux", "other"))
+    release: str = holding(text(60))
+    build: str = holding(text(60))
+    model: str = holding(text(60))
+    chip: str = holding(text(80))
+    cpu_cores: int = holding(integer(0, 4096))
+    gpu_cores: int = holding(integer(0, 4096))
+    memory_bytes: int = holding(_count)
+    free_bytes: int = holding(_count)
+    wired_bytes: int = holding(_count)
+    gpu_bytes: int = holding(_count)
+    power: str = holding(choice("ac", "battery", "unknown"))
+    rdma: str = holding(choice("enabled", "disabled", "unsupported"))
+    bridge_up: bool = holding(boolean())
+    interfaces: tuple[Interface, ...] = holding(records(Interface, 0, MAX_INTERFACES), default=())
+    ports: tuple[Port, ...] = holding(records(Port, 0, MAX_PORTS), default=())
+    notes: tuple[str, ...] = holding(texts(MAX_NOTES, 300), default=())

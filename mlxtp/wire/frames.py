@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from ..errors import Code, LocalProtocolError, RemoteProtocolError
-from .messages import MESSAGES, U63, Message, check_body, from_body, to_body
+from .base import U63, Message
+from .table import MESSAGES, check_body, from_body, to_body
 
 MAX_OPENING_FRAME: Final = 4 * 1024
 """Bytes of one frame, without its length, until the link is open."""

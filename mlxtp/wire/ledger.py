@@ -317,10 +317,24 @@ class DecodeLedger:
             )
 
 
-Ledger = PipeLedger | DecodeLedger
+class ControlLedger:
+    """Nothing but order is kept between agents."""
+
+    outstanding = 0
+
+    def rules(self) -> Rules:
+        return {}
+
+    def forget(self) -> None:
+        """No command here ends anything."""
+
+
+Ledger = PipeLedger | DecodeLedger | ControlLedger
 
 LEDGERS: dict[LinkKind, type[Ledger]] = {
     LinkKind.PIPE: PipeLedger,
     LinkKind.PIPE_LEADER: RequestLedger,
     LinkKind.DECODE: DecodeLedger,
+    LinkKind.CONTROL: ControlLedger,
+    LinkKind.REQUESTS: RequestLedger,
 }

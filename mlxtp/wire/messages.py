@@ -1,4 +1,4 @@
-"""Every message of every link: one frozen dataclass each, and the table that numbers them.
+"""The messages of links that end at a rank, one frozen dataclass each; `control.py` has those of agents.
 
 A frame is `[type, epoch, seq, body]` (see `frames.py`); `body` is the message's fields as a map. What a
 field may hold is said once, in its declaration, and holds for both directions: a message that breaks it
@@ -9,17 +9,15 @@ Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-from ..errors import Code, RemoteProtocolError
+from ..errors import Code
 from .base import U32 as U32
 from .base import U63 as U63
 from .base import Message as Message
 from .base import holding as _f
 from .codecs import (
-    FieldCodec,
-    Wire,
     binary,
     boolean,
     choice,
@@ -165,14 +163,13 @@ class Pong(Message):
     collective_us: int = _f(_count, default=0)
 
 
-# 0x05 DesiredState, 0x06 Members and 0x0B SideChannel belong to links between Macs and come with them.
-
-
 @dataclass(frozen=True, slots=True)
 class Bootstrap(Message):
     """Agent to its rank: the group this process will be part of, for one epoch.
 
     `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s` proves itself.
+    `pins` are the key fingerprints of the ranks' agents, in rank order: decode links are TLS then. Without
+    them all ranks are of one agent and its machine.
     """
 
     TYPE: ClassVar[int] = 0x07
@@ -191,6 +188,7 @@ class Bootstrap(Message):
     compiled: bool = _f(boolean(), default=True)
     speculation: bool = _f(boolean(), default=True)
     prefix_cache: bool = _f(boolean(), default=True)
+    pins: tuple[str, ...] = _f(texts(MAX_RANKS, 64), default=())
 
 
 # --- decoding ---------------------------------------------------------------------------------------
@@ -344,6 +342,7 @@ class LoadShard(Message):
     `max_context` (tokens) shortens the model's own context, `kv_bits` quantizes the KV cache, `kv_bytes` is
     what the caches of all sequences may take on each rank; 0 leaves each to the model and the machine.
     `draft_path` is the folder of a small model with the same vocabulary, for rank 0 to propose tokens with.
+    `paths` has a folder for each rank where they differ from Mac to Mac, else it is empty.
     """
 
     TYPE: ClassVar[int] = 0x14
@@ -354,6 +353,7 @@ class LoadShard(Message):
     kv_bits: int = _f(integer(0, 8), default=0)
     kv_bytes: int = _f(_count, default=0)
     draft_path: str = _f(text(4000), default="")
+    paths: tuple[str, ...] = _f(texts(MAX_RANKS, 4000), default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,65 +521,9 @@ class SessionEnd(Message):
     TYPE: ClassVar[int] = 0xFF
 
 
-M = TypeVar("M", bound=Message)
-
-MESSAGES: dict[int, type[Message]] = {
-    message.TYPE: message
-    for message in (
-        Hello, Welcome, Ping, Pong, Bootstrap, PromptTokens, PromptBatch, StepToken, SessionStop, Evict, Ack,
-        Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
-        InitDone, SanityDone, Loaded, Done,
-        Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
-    )
-}  # fmt: skip
-
-_CODECS: dict[type[Message], tuple[tuple[str, FieldCodec], ...]] = {
-    message: tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]
-    for message in MESSAGES.values()
-}
-_PACK = {
-    message: tuple((name, codec.to_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
-}
-_CHECK = {
-    message: tuple((name, codec.from_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
-}
-
-
-def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
-    """Names and codecs of a message's fields, in order."""
-    return _CODECS[message]
-
-
-def to_body(message: Message) -> dict[str, Wire]:
-    """The map that travels. Values are packed, not checked: `check_body` on the same map is the check."""
-    return {name: pack(getattr(message, name)) for name, pack in _PACK[type(message)]}
-
-
-def from_body(message_type: type[M], body: Wire) -> M:
-    """A message from what was unpacked. Raises RemoteProtocolError as `check_body` does."""
-    return message_type(*check_body(message_type, body))
-
-
-def check_body(message_type: type[Message], body: Wire) -> list[Any]:
-    """The fields' values, in order, from what was unpacked.
-
-    Raises RemoteProtocolError (FIELD_INVALID) naming the field: missing, surplus, of the wrong type or out
-    of range.
-    """
-    checks = _CHECK[message_type]
-    name = "body"
-    values = []
-    try:
-        if type(body) is not dict or len(body) != len(checks):
-            raise ValueError(f"a map of exactly the fields {', '.join(n for n, _ in checks) or '(none)'}")
-        for name, check in checks:
-            values.append(check(body[name]))
-    except KeyError:
-        raise RemoteProtocolError(
-            f"{message_type.__name__}: field {name!r} is missing", Code.FIELD_INVALID
-        ) from None
-    except ValueError as error:
-        raise RemoteProtocolError(
-            f"{message_type.__name__}.{name}: expected {error}", Code.FIELD_INVALID
-        ) from None
-    return values
+RANK_MESSAGES: tuple[type[Message], ...] = (
+    Hello, Welcome, Ping, Pong, Bootstrap, PromptTokens, PromptBatch, StepToken, SessionStop, Evict, Ack,
+    Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
+    InitDone, SanityDone, Loaded, Done,
+    Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
+)  # fmt: skip

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
+from .control import BOTH_WAYS, AgentHello
 from .messages import (
     Abort,
     Accepted,
@@ -69,6 +70,8 @@ class LinkKind(Enum):
     PIPE_LEADER = ("pipe to rank 0", "the agent", "rank 0")
     PIPE = ("pipe", "the agent", "the rank")
     DECODE = ("decode link", "rank 0", "the rank")
+    CONTROL = ("control link", "the agent that was called", "the agent that called")
+    REQUESTS = ("requests link", "the agent with clients", "the agent with rank 0")
 
     def __str__(self) -> str:
         return self.value[0]
@@ -273,8 +276,41 @@ def _table(rows: tuple[Row, ...]) -> Table:
     return table
 
 
+_CONTROL: tuple[Row, ...] = (
+    (State.NEW, _LOWER, AgentHello, State.GREETED),
+    (State.GREETED, _UPPER, AgentHello, State.OPEN),
+    (State.GREETED, _UPPER, Error, State.CLOSED),  # refused
+)
+"""Once open, both ends may say the same."""
+
+_CONTROL_END: tuple[Row, ...] = tuple(
+    (State.OPEN, side, message, end)
+    for side in Side
+    for message, end in ((SessionEnd, State.CLOSED), (Error, State.FAILED))
+)
+
+_REQUESTS_LINK: tuple[Row, ...] = (
+    (State.NEW, _LOWER, Hello, State.GREETED),
+    (State.GREETED, _UPPER, Welcome, State.OPEN),
+    *((State.OPEN, _UPPER, message, State.OPEN) for message in (Generate, Cancel)),
+    *(
+        (State.OPEN, _LOWER, message, State.OPEN)
+        for message in (Accepted, Delta, ScoredDelta, Finished, RequestFailed)
+    ),
+    *((State.OPEN, side, Error, State.FAILED) for side in Side),
+    *((State.OPEN, side, SessionEnd, State.CLOSED) for side in Side),
+)
+
+
+def _control(rows: tuple[Row, ...]) -> Table:
+    both = tuple(row for side in Side for row in _anywhere(rows, side, *BOTH_WAYS))
+    return _table((*rows, *both, *_CONTROL_END))
+
+
 TABLES: dict[LinkKind, Table] = {
     LinkKind.PIPE: _pipe(_GREETING + _PIPE_START),
     LinkKind.PIPE_LEADER: _pipe(_GREETING + _PIPE_START + _LIFE + _REQUESTS + _VOICE, Cancel),
     LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _CANARY),
+    LinkKind.CONTROL: _control(_CONTROL),
+    LinkKind.REQUESTS: _table(_REQUESTS_LINK),
 }

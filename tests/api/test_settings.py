@@ -11,7 +11,8 @@ from mlxtp.api import settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
 from mlxtp.api.openai import ChatRequest, parse_chat
 from mlxtp.errors import Code, RequestError
-from mlxtp.wire.messages import Generate, check_body, to_body
+from mlxtp.wire.messages import Generate
+from mlxtp.wire.table import check_body, to_body
 
 VOCABULARY = 340
 

@@ -5,6 +5,28 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
+from mlxtp.wire.control import (
+    MAX_MEMBERS,
+    AgentHello,
+    Beat,
+    DesiredState,
+    EndEpoch,
+    EpochEnded,
+    MachineReport,
+    Members,
+    ModelStatus,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankStarted,
+    RankTrouble,
+    RosterEntry,
+    Serving,
+    StartRank,
+    TokenIssued,
+    TokenWanted,
+)
+from mlxtp.wire.machine import Interface, Port
 from mlxtp.wire.messages import (
     MAX_BIASES,
     MAX_CONTEXT,
@@ -13,7 +35,6 @@ from mlxtp.wire.messages import (
     MAX_RANKS,
     MAX_TOP_LOGPROBS,
     MAX_WIDTH,
-    MESSAGES,
     U32,
     U63,
     Abort,
@@ -50,6 +71,35 @@ from mlxtp.wire.messages import (
     Unload,
     Welcome,
 )
+from mlxtp.wire.table import MESSAGES
+
+NODE = "0123456789abcdef" * 2
+_MEMBER = RosterEntry(NODE, "studio", "ab" * 32, False, 3)
+_ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
+_PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
+
+_CONTROL_EXAMPLES: tuple[Message, ...] = (
+    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=0.32.4",), ("kv_bits=0",), ("10.0.0.1:52414",), ""),
+    Beat(3, NODE, 2, 5, 17, True),
+    DesiredState(2, NODE, "tiny", "auto"),
+    Members((_MEMBER,)),
+    MachineReport(
+        "macos", "26.3", "25D1", "Mac15,14", "Apple M3 Ultra", 32, 80, 1 << 39, 1 << 38, 9, 9, "ac",
+        "enabled", False, (_ETHERNET,), (_PORT,), ("all is well",),
+    ),
+    ModelStatus(2, "ab" * 32, ""),
+    Prepare(17, 1, "10.0.0.1", 2),
+    Prepared(17, "10.0.0.1:50000", "/models/tiny"),
+    StartRank(17, Bootstrap(1, 2, "ring", ("a:1", "b:2"), "a:3", b"k" * 32, 30.0, 5.0, 1)),
+    RankStarted(17, False),
+    RankPong(17, 1, Pong("idle", 0.25, 0, 7, 7, 14, 5, 1 << 30, 1 << 31, "tiny")),
+    RankTrouble(17, 1, Code.RANK_LOST, "rank 1 was ended by signal 9", True),
+    EndEpoch(17, True),
+    EpochEnded(17),
+    Serving(17, "ready", "", "ring", "ring over Ethernet", (NODE,), "tiny", 2, 2048, 512, (2,)),
+    TokenWanted(b"n" * 16),
+    TokenIssued(b"n" * 16, "ABCD", ""),
+)  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
     type(message): message
@@ -84,6 +134,7 @@ EXAMPLES: dict[type[Message], Message] = {
         Cancel(1),
         Finished(1, "stop", 1, 1),
         SessionEnd(),
+        *_CONTROL_EXAMPLES,
     )
 }
 assert set(EXAMPLES) == set(MESSAGES.values())
@@ -111,6 +162,9 @@ _agreement = st.sampled_from(("verify", "broadcast"))
 _exchange = st.sampled_from(("winners", "logits"))
 _proof = st.binary(max_size=32)
 _text = st.text(st.characters(codec="utf-8"), max_size=100)
+_short = st.text(st.characters(codec="utf-8"), max_size=8)
+_node = st.text("0123456789abcdef", max_size=32)
+_epoch = st.integers(1, U63)
 _reason = st.sampled_from(("stop", "length", "cancel"))
 _phase = st.sampled_from(
     ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
@@ -159,6 +213,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.booleans(),
         st.booleans(),
         st.booleans(),
+        st.lists(_short, max_size=MAX_RANKS).map(tuple),
     ),
     PromptTokens: st.builds(
         PromptTokens,
@@ -212,6 +267,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.integers(0, 8),
         _count,
         _text,
+        st.lists(_text, max_size=MAX_RANKS).map(tuple),
     ),
     InitDone: st.builds(InitDone, _rank, _size),
     SanityDone: st.builds(SanityDone, _count, _ints(0, 2**31 - 1, 0, MAX_RANKS), _u32),
@@ -241,6 +297,74 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Cancel: st.builds(Cancel, _uid),
     Finished: st.builds(Finished, _uid, _reason, *(_count,) * 5),
 }
+
+_shorts = st.lists(_short, max_size=5).map(tuple)
+_big = st.integers(0, 2**53)
+
+_MACHINE_PARTS = (
+    st.sampled_from(("macos", "linux", "other")),
+    *(_short,) * 4,
+    *(st.integers(0, 4096),) * 2,
+    *(_big,) * 4,
+    st.sampled_from(("ac", "battery", "unknown")),
+    st.sampled_from(("enabled", "disabled", "unsupported")),
+    st.booleans(),
+    st.lists(
+        st.builds(
+            Interface,
+            _short,
+            _short,
+            st.integers(0, 32),
+            st.sampled_from(("ethernet", "wifi", "thunderbolt", "bridge", "loopback", "other")),
+            st.integers(0, 10**7),
+            st.booleans(),
+        ),
+        max_size=3,
+    ).map(tuple),
+    st.lists(
+        st.builds(
+            Port,
+            st.integers(0, 64),
+            _short,
+            _short,
+            _short,
+            st.booleans(),
+            st.integers(0, 1000),
+            _short,
+            st.booleans(),
+        ),
+        max_size=3,
+    ).map(tuple),
+    _shorts,
+)
+
+_STRATEGIES |= {
+    AgentHello: st.builds(AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short),
+    Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans()),
+    DesiredState: st.builds(DesiredState, _count, _node, _text, _short),
+    Members: st.builds(
+        Members,
+        st.lists(
+            st.builds(RosterEntry, _node, _short, _short, st.booleans(), _count), max_size=MAX_MEMBERS // 8
+        ).map(tuple),
+    ),
+    MachineReport: st.builds(MachineReport, *_MACHINE_PARTS),
+    ModelStatus: st.builds(ModelStatus, _count, _short, _text),
+    Prepare: st.builds(Prepare, _epoch, _rank, _short, _count),
+    Prepared: st.builds(Prepared, _epoch, _short, _text),
+    StartRank: st.builds(StartRank, _epoch, _STRATEGIES[Bootstrap]),
+    RankStarted: st.builds(RankStarted, _epoch, st.booleans()),
+    RankPong: st.builds(RankPong, _epoch, _rank, _STRATEGIES[Pong]),
+    RankTrouble: st.builds(RankTrouble, _epoch, _rank, st.sampled_from(Code), _text, st.booleans()),
+    EndEpoch: st.builds(EndEpoch, _epoch, st.booleans()),
+    EpochEnded: st.builds(EpochEnded, _epoch),
+    Serving: st.builds(
+        Serving, _count, _short, _text, _short, _short, _shorts, _text, _count, _u32, _u32,
+        _ints(0, 2**31 - 1, 0, 64),
+    ),
+    TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
+    TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
+}  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(
     *(_STRATEGIES.get(message, st.builds(message)) for message in MESSAGES.values())

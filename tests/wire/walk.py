@@ -17,6 +17,9 @@ EPOCH = 7
 
 Move = tuple[Side, type[Message]]
 
+USUAL = {LinkKind.PIPE: State.LINKED, LinkKind.CONTROL: State.OPEN, LinkKind.REQUESTS: State.OPEN}
+"""Where a link stands most of its time, unless that is LOADED."""
+
 
 def example(kind: type[Message]) -> Message:
     """A message for one column of the table."""
@@ -93,12 +96,11 @@ def pair_in(link: LinkKind, target: State) -> Pair:
 
 
 def start_uid_1(pair: Pair) -> None:
-    """In LOADED: one request, or one sequence with its prompt complete."""
-    if pair.upper.state is not State.LOADED:
-        return
-    if pair.upper.link is LinkKind.PIPE_LEADER:
+    """Where requests or sequences may live: one request, or one sequence with its prompt complete."""
+    link, state = pair.upper.link, pair.upper.state
+    if state is USUAL.get(link, State.LOADED) and Generate in TABLES[link][state][Side.UPPER]:
         pair.up(Generate(1, (5, 6), 10))
-    else:
+    elif state is State.LOADED:
         pair.up(PromptTokens(1, 0, 2, (5, 6)))
         pair.down(Ack(pair.upper.seq, 1, 1, 0))
 

@@ -1,0 +1,245 @@
+"""The messages of links between agents.
+
+A *control* link joins two agents, and both say most things alike: who they are, that they live, what should
+run. The coordinator's agent also has the others start and end their ranks over it. A *requests* link brings
+requests from an agent that has clients to the one that has rank 0; its messages are those of a pipe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import Code
+from .base import U32, U63, Message
+from .base import holding as _f
+from .codecs import binary, boolean, choice, integer, integers, record, records, text, texts
+from .machine import Machine
+from .messages import MAX_RANKS, Bootstrap, Pong
+
+MAX_MEMBERS = 64
+
+_count = integer(0, U63)
+_epoch = integer(1, U63)
+_rank = integer(0, MAX_RANKS - 1)
+_id = text(32)
+_detail = text(1000, cut=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHello(Message):
+    """First frame of both ends: who this is, since which start, and what it runs.
+
+    `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must fit together for
+    ranks to compute alike. `addresses` are where this agent listens ("ip:port"), `http` is its endpoint.
+    """
+
+    TYPE: ClassVar[int] = 0x30
+    version: int = _f(integer(0, U32))
+    node_id: str = _f(_id)
+    cluster_id: str = _f(text(16))
+    boot_id: str = _f(_id)
+    name: str = _f(text(80))
+    versions: tuple[str, ...] = _f(texts(16, 80))
+    flags: tuple[str, ...] = _f(texts(32, 120))
+    addresses: tuple[str, ...] = _f(texts(16, 64))
+    http: str = _f(text(120))
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Each end, twice a second: that it lives, whom it follows, and which versions of what it holds.
+
+    `term` and `coordinator` are its claim; `epoch` is the highest it has seen.
+    """
+
+    TYPE: ClassVar[int] = 0x31
+    term: int = _f(_count)
+    coordinator: str = _f(_id)
+    desired: int = _f(_count)
+    roster: int = _f(_count)
+    epoch: int = _f(_count)
+    healthy: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState(Message):
+    """What should run: newer versions replace older ones; of two equal ones, the smaller writer's holds.
+
+    An empty `model` means nothing. `nodes` is "auto", "all" or a number.
+    """
+
+    TYPE: ClassVar[int] = 0x05
+    version: int = _f(_count)
+    writer: str = _f(_id)
+    model: str = _f(text(1000))
+    nodes: str = _f(text(8))
+
+
+@dataclass(frozen=True, slots=True)
+class RosterEntry:
+    """One member, or one that was removed. `fingerprint` is its key's, as 64 hex digits."""
+
+    node_id: str = _f(_id)
+    name: str = _f(text(80))
+    fingerprint: str = _f(text(64))
+    removed: bool = _f(boolean())
+    version: int = _f(_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Members(Message):
+    """Everybody that belongs to the cluster, present or not."""
+
+    TYPE: ClassVar[int] = 0x06
+    entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_MEMBERS))
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReport(Machine, Message):
+    """What the sender's machine is and has."""
+
+    TYPE: ClassVar[int] = 0x32
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus(Message):
+    """Whether the sender has the desired model: `fingerprint` of its files, or why not (`problem`).
+
+    Both empty: it is still looking, or downloading.
+    """
+
+    TYPE: ClassVar[int] = 0x33
+    desired: int = _f(_count)
+    fingerprint: str = _f(text(64))
+    problem: str = _f(_detail)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(Message):
+    """Coordinator to participant: start a rank process for `epoch`. Answered by Prepared or RankTrouble.
+
+    `fabric` is the participant's own address for MLX's sockets, empty where there are none.
+    """
+
+    TYPE: ClassVar[int] = 0x34
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    fabric: str = _f(text(64))
+    desired: int = _f(_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Message):
+    """The rank process said hello. `ring` is a free port on its fabric address ("ip:port"), `path` the folder
+    of the model on its machine."""
+
+    TYPE: ClassVar[int] = 0x35
+    epoch: int = _f(_epoch)
+    ring: str = _f(text(64))
+    path: str = _f(text(4000))
+
+
+@dataclass(frozen=True, slots=True)
+class StartRank(Message):
+    """Coordinator to participant: hand this to the rank process. Answered by RankStarted or RankTrouble."""
+
+    TYPE: ClassVar[int] = 0x36
+    epoch: int = _f(_epoch)
+    bootstrap: Bootstrap = _f(record(Bootstrap))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
+class RankStarted(Message):
+    """The rank process has its decode link."""
+
+    TYPE: ClassVar[int] = 0x37
+    epoch: int = _f(_epoch)
+    jaccl: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class RankPong(Message):
+    """A rank's heartbeat, from its agent to the coordinator."""
+
+    TYPE: ClassVar[int] = 0x40
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    pong: Pong = _f(record(Pong))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrouble(Message):
+    """What happened to a rank, from its agent. `outside`: the agent saw it, the rank did not say it."""
+
+    TYPE: ClassVar[int] = 0x41
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    code: str = _f(choice(*(code.value for code in Code)))
+    detail: str = _f(_detail)
+    outside: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class EndEpoch(Message):
+    """Coordinator to participant: end the rank of `epoch`, in order or at once. Answered by EpochEnded."""
+
+    TYPE: ClassVar[int] = 0x42
+    epoch: int = _f(_epoch)
+    in_order: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded(Message):
+    """The rank process of `epoch` is gone."""
+
+    TYPE: ClassVar[int] = 0x43
+    epoch: int = _f(_epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving(Message):
+    """Coordinator to all: the state of the group, and what is served when it is ready.
+
+    `participants` are node ids in rank order. `eos`, `context` and `vocabulary` are the model's.
+    """
+
+    TYPE: ClassVar[int] = 0x45
+    epoch: int = _f(_count)
+    state: str = _f(text(20))
+    reason: str = _f(_detail)
+    backend: str = _f(text(20))
+    kind: str = _f(text(60))
+    participants: tuple[str, ...] = _f(texts(MAX_RANKS, 32))
+    model: str = _f(text(1000))
+    desired: int = _f(_count)
+    context: int = _f(integer(0, U32))
+    vocabulary: int = _f(integer(0, U32))
+    eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWanted(Message):
+    """To the Mac that holds the cluster's CA key: issue a join token. Answered by TokenIssued."""
+
+    TYPE: ClassVar[int] = 0x46
+    nonce: bytes = _f(binary(16, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIssued(Message):
+    """A join token, or in `problem` why there is none."""
+
+    TYPE: ClassVar[int] = 0x47
+    nonce: bytes = _f(binary(16, 16))
+    token: str = _f(text(200))
+    problem: str = _f(_detail)
+
+
+BOTH_WAYS: tuple[type[Message], ...] = (
+    Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
+    RankPong, RankTrouble, EndEpoch, EpochEnded, Serving, TokenWanted, TokenIssued,
+)  # fmt: skip
+"""What either end of an open control link may send: who coordinates may change while it stands."""
+
+CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

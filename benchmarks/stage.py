@@ -16,7 +16,7 @@ from mlxtp.api.text import Text
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
 from mlxtp.node.agent import Agent, running_agent
 from mlxtp.node.models import open_model
-from mlxtp.node.ranks import WORKER
+from mlxtp.node.rank_process import WORKER
 
 from .bare_loop import BareGroup
 from .decoded import Decoded

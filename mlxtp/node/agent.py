@@ -21,7 +21,7 @@ from ..config import Settings
 from ..errors import ConfigError, GroupError
 from .epoch import State
 from .models import open_model
-from .ranks import WORKER
+from .rank_process import WORKER
 from .supervisor import ModelSource, StageListener, Supervisor
 
 T = TypeVar("T")

@@ -22,7 +22,8 @@ from ..wire.messages import (
     ScoredDelta,
 )
 from . import golden
-from .ranks import Ranks, RequestEvent
+from .rank_process import RequestEvent
+from .ranks import Ranks
 
 _Item = Event | MlxtpError
 

@@ -19,7 +19,8 @@ from ..wire.messages import Abort, ClearCache, Unload
 from . import golden
 from .epoch import RestartPolicy, State
 from .gateway import Gateway
-from .ranks import WORKER, Ranks
+from .rank_process import WORKER
+from .ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ class Supervisor:
             self.epoch,
             self.gateway.on_event,
             self._reached,
-            self._worker,
+            worker=self._worker,
         )
         try:
             await ranks.start()

@@ -1,0 +1,237 @@
+"""One rank process of this machine, and the agent's end of its pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ..config import Limits
+from ..errors import Code, GroupError, LinkError, MlxtpError, ModelError, code_of_exit
+from ..wire.connection import Connection
+from ..wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Bootstrap,
+    Delta,
+    Done,
+    Error,
+    Finished,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    ScoredDelta,
+    SessionEnd,
+    Shutdown,
+    Welcome,
+)
+from ..wire.protocol import LinkKind, Side, State
+from ..wire.protocol import Protocol as LinkProtocol
+from .epoch import Report, exit_report
+
+log = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
+TERM_GRACE_S = 2.0
+_STDERR_FD = 2
+
+RequestEvent = Accepted | Delta | ScoredDelta | Finished | Error
+R = TypeVar("R", bound=Message)
+
+
+class Watcher(Protocol):
+    """Who wants to know what becomes of a rank."""
+
+    def heard(self, rank: int, pong: Pong) -> None: ...
+
+    def report(self, report: Report) -> None: ...
+
+    def emitted(self, event: RequestEvent) -> None:
+        """What rank 0 emits."""
+
+
+class RankProcess:
+    """From its spawn to the moment it is gone. `folder` is for files that live as long as the epoch."""
+
+    def __init__(
+        self,
+        rank: int,
+        epoch: int,
+        folder: Path,
+        watcher: Watcher,
+        limits: Limits,
+        *,
+        worker: Sequence[str] = WORKER,
+    ) -> None:
+        self.rank = rank
+        self._epoch = epoch
+        self._folder = folder
+        self._watcher = watcher
+        self._limits = limits
+        self._worker = tuple(worker)
+        self._process: asyncio.subprocess.Process | None = None
+        self._connection: Connection | None = None
+        self._replies: asyncio.Queue[Message] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending = False
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
+        """Start the process. `listener` is for decode links, `identity` where this node's certificate is."""
+        ours, theirs = socket.socketpair()
+        fds = [theirs.fileno()]
+        args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--pipe-fd", str(theirs.fileno())]
+        args += ["--folder", str(self._folder)]
+        if identity is not None:
+            args += ["--identity", str(identity)]
+        if listener is not None:
+            fds.append(listener.fileno())
+            args += ["--listen-fd", str(listener.fileno())]
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._worker,
+                *args,
+                pass_fds=fds,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=_STDERR_FD,  # stdout is the command's own: its JSON must stay JSON
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
+        self._connection = await Connection.from_socket(ours, LinkProtocol(kind, Side.UPPER, self._epoch))
+        self._start(self._read(self._connection))
+        self._start(self._await_exit(self._process))
+
+    async def greet(self) -> None:
+        """Wait for its Hello and answer it. Raises GroupError (NOT_AUTHENTIC) for another one."""
+        hello = await self._replies.get()
+        if not isinstance(hello, Hello) or hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
+            raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
+        self.send(Welcome(PROTOCOL_VERSION, b""))
+
+    async def join(self, bootstrap: Bootstrap) -> None:
+        """Tell it which group it is part of; returns when it has its decode links."""
+        self.send(bootstrap)
+        await self.reply(Done)
+
+    def send(self, message: Message) -> None:
+        """Raises LinkError when it is gone."""
+        assert self._connection is not None
+        self._connection.send(message)
+
+    async def reply(self, expected: type[R]) -> R:
+        """The one reply to a command. Raises the error that it reports instead."""
+        reply = await self._replies.get()
+        if isinstance(reply, Error):
+            code = Code(reply.code)
+            raise (ModelError if code.startswith("model_") else GroupError)(reply.detail, code)
+        if not isinstance(reply, expected):
+            raise GroupError(f"rank {self.rank} answered with {type(reply).__name__}", Code.OUT_OF_ORDER)
+        return reply
+
+    def ping(self) -> None:
+        """Ask for a heartbeat."""
+        with contextlib.suppress(MlxtpError):  # its reader reports it
+            self.send(Ping())
+
+    async def shut_down(self) -> None:
+        """Ask it to end in order, and wait until it has."""
+        self._ending = True
+        assert self._process is not None
+        self.send(Shutdown())
+        await self.reply(Done)
+        await self._process.wait()
+
+    async def kill(self) -> None:
+        """End what is left: ask with SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated."""
+        self._ending = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            waiting = asyncio.ensure_future(process.wait())
+            await asyncio.wait({waiting}, timeout=TERM_GRACE_S)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.close()
+
+    # --- what it says --------------------------------------------------------------------------------
+
+    async def _read(self, connection: Connection) -> None:
+        try:
+            while batch := await connection.receive():
+                for received in batch:
+                    self._dispatch(connection, received.message)
+        except MlxtpError as error:
+            code = Code.RANK_LOST if isinstance(error, LinkError) else error.code
+            self._report(Report(self.rank, GroupError(f"rank {self.rank}: {error.detail}", code)))
+
+    def _dispatch(self, connection: Connection, message: Message) -> None:
+        match message:
+            case Pong():
+                self._watcher.heard(self.rank, message)
+            case Delta() | ScoredDelta() | Accepted() | Finished():
+                self._watcher.emitted(message)
+            case Error() if message.uid:
+                self._watcher.emitted(message)
+            case Error() if connection.protocol.state is State.FAILED:
+                self._report(Report(self.rank, GroupError(message.detail, Code(message.code))))
+            case SessionEnd():
+                pass
+            case _:
+                self._replies.put_nowait(message)
+
+    async def _await_exit(self, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        self._report(exit_report(self.rank, status, code_of_exit(status)))
+
+    def _report(self, report: Report) -> None:
+        if not self._ending:
+            self._watcher.report(report)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(self._check_ended)
+        self._tasks.append(task)
+
+    def _check_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in a task of ours must not leave a rank that nobody watches."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error)
+            bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
+            self._watcher.report(Report(self.rank, bug))
+
+
+def free_port(host: str) -> int:
+    """A port of `host` where nobody listens now. Somebody may take it before the ring does; then the epoch
+    fails and the next one has others. Raises OSError."""
+    with contextlib.closing(socket.create_server((host, 0))) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def new_folder(home: Path, epoch: int) -> Path:
+    """The folder of an epoch's files; the agent removes it, since a killed rank cleans up nothing."""
+    folder = home / "run" / f"epoch-{epoch}-{os.getpid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder

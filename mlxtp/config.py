@@ -77,8 +77,8 @@ class Settings:
     limits: Limits = Limits()
 
     @property
-    def backend(self) -> str:
-        """How the ranks of this machine talk: one alone needs nothing."""
+    def local_backend(self) -> str:
+        """How ranks of one machine talk: one alone needs nothing."""
         return "none" if self.ranks == 1 else "ring"
 
 

@@ -123,7 +123,7 @@ async def run(settings: Settings, prompt: str | None, view: View, *, once: bool)
         "prompt": question,
         "model": settings.model,
         "ranks": settings.ranks,
-        "backend": settings.backend,
+        "backend": settings.local_backend,
         "ready_s": round(ready_s, 3),
         "stages_s": {name: round(at_s, 3) for name, at_s in view.stages.items()},
     }

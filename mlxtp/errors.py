@@ -56,6 +56,7 @@ class Code(StrEnum):
     RANK_STALLED = "rank_stalled"
     OUT_OF_MEMORY = "out_of_memory"
     SHUTTING_DOWN = "shutting_down"
+    REPLANNED = "group_replanned"
     INTERNAL = "internal"
 
 

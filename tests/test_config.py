@@ -43,7 +43,7 @@ def test_defaults(tmp_path: Path) -> None:
         home=tmp_path, http_host="127.0.0.1", http_port=52415, ranks=1, model="tiny", limits=Limits()
     )
     assert f"{settings.http_host}:{settings.http_port}" == DEFAULT_HTTP
-    assert settings.backend == "none"
+    assert settings.local_backend == "none"
     assert (embedded_model_path() / "config.json").is_file()
 
 

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 from ..api.backend import Answer, End, Event, Health, ModelInfo, Request, Score, Tokens
 from ..api.text import Text
 from ..errors import Code, GroupError, MlxtpError, RequestError
+from ..wire.base import Message
 from ..wire.messages import (
     MAX_FRAME_TOKENS,
     Accepted,
@@ -23,9 +26,16 @@ from ..wire.messages import (
 )
 from . import golden
 from .rank_process import RequestEvent
-from .ranks import Ranks
 
 _Item = Event | MlxtpError
+
+
+class Desk(Protocol):
+    """Where requests go: rank 0, or the agent that has it."""
+
+    def send(self, message: Message) -> None:
+        """Generate or Cancel. Raises MlxtpError when nobody takes them any more."""
+
 
 WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
@@ -38,20 +48,20 @@ class Gateway:
         self._health = health
         self._max_open = max_open
         self._uids = itertools.count(1)
-        self._open: dict[int, _Answer] = {}
-        self._ranks: Ranks | None = None
+        self._open: dict[int, _Answer | Relayed] = {}
+        self._desk: Desk | None = None
         self._model: ModelInfo | None = None
         self._text: Text | None = None
 
     # --- what the agent tells ------------------------------------------------------------------------
 
-    def serve(self, ranks: Ranks, model: ModelInfo, text: Text) -> None:
-        """From now on requests go to `ranks`."""
-        self._ranks, self._model, self._text = ranks, model, text
+    def serve(self, desk: Desk, model: ModelInfo, text: Text) -> None:
+        """From now on requests go to `desk`."""
+        self._desk, self._model, self._text = desk, model, text
 
     def suspend(self, error: MlxtpError) -> None:
         """No requests from now on; those that are open end with `error`."""
-        self._ranks = self._model = self._text = None
+        self._desk = self._model = self._text = None
         for answer in self._open.values():
             answer.put(error)
         self._open.clear()
@@ -97,8 +107,21 @@ class Gateway:
 
     def generate(self, request: Request) -> Answer:
         """Start a request; see `Backend.generate`."""
-        ranks = self._ranks
-        if ranks is None:
+        return self._start(self._free_desk(), request)
+
+    def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
+        """Start a request that another agent's gateway sent; `tell` gets its events under its own uid.
+
+        Returns what cancels it. Raises RequestError when it is refused at once.
+        """
+        desk = self._free_desk()
+        uid = next(self._uids)
+        self._send(desk, replace(generate, uid=uid))
+        self._open[uid] = Relayed(generate.uid, tell)
+        return lambda: self._abandon(uid, desk)
+
+    def _free_desk(self) -> Desk:
+        if self._desk is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
         if len(self._open) >= self._max_open:
             raise RequestError(
@@ -106,9 +129,9 @@ class Gateway:
                 Code.OVERLOADED,
                 status=429,
             )
-        return self._start(ranks, request)
+        return self._desk
 
-    async def warm_up(self, ranks: Ranks, vocabulary: int) -> tuple[int, ...]:
+    async def warm_up(self, ranks: Desk, vocabulary: int) -> tuple[int, ...]:
         """Run short sequences before anybody waits: a first forward compiles kernels for seconds.
 
         Returns the answers to the golden prompts, which go first, one by one. Raises what a request would
@@ -133,35 +156,71 @@ class Gateway:
         )
         return tuple([token for answer in answers for token in answer])
 
-    def _start(self, ranks: Ranks, request: Request) -> _Answer:
+    def _start(self, desk: Desk, request: Request) -> _Answer:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
                 Code.CONTEXT_OVERFLOW,
             )
         uid = next(self._uids)
-        try:
-            ranks.send(
-                Generate(
-                    uid,
-                    request.prompt,
-                    request.max_tokens,
-                    request.sampling,
-                    request.shaping,
-                    request.logprobs,
-                    request.ignore_eos,
-                )
-            )
-        except MlxtpError as error:
-            raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
-        answer = self._open[uid] = _Answer(lambda: self._abandon(uid, ranks))
+        self._send(
+            desk,
+            Generate(
+                uid,
+                request.prompt,
+                request.max_tokens,
+                request.sampling,
+                request.shaping,
+                request.logprobs,
+                request.ignore_eos,
+            ),
+        )
+        answer = _Answer(lambda: self._abandon(uid, desk))
+        self._open[uid] = answer
         return answer
 
-    def _abandon(self, uid: int, ranks: Ranks) -> None:
+    def _send(self, desk: Desk, generate: Generate) -> None:
+        try:
+            desk.send(generate)
+        except MlxtpError as error:
+            raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
+
+    def _abandon(self, uid: int, desk: Desk) -> None:
         """Nobody waits for this answer any more; unless it is complete, every rank stops working on it."""
         if self._open.pop(uid, None) is not None:
             with contextlib.suppress(MlxtpError):  # rank 0 is gone: nothing decodes any more
-                ranks.send(Cancel(uid))
+                desk.send(Cancel(uid))
+
+
+class Relayed:
+    """A request of another agent: its events go back there as messages, numbered by the uid it has there."""
+
+    def __init__(self, uid: int, tell: Callable[[Message], None]) -> None:
+        self._uid = uid
+        self._tell = tell
+        self._index = 0
+
+    def accept(self) -> None:
+        self._tell(Accepted(self._uid))
+
+    def put(self, item: _Item) -> None:
+        match item:
+            case Tokens(tokens, ()):
+                count = len(tokens)
+                indices = tuple(range(self._index, self._index + count))
+                self._tell(Delta((self._uid,) * count, indices, tokens))
+                self._index += count
+            case Tokens(tokens, scores):
+                self._tell(_scored(self._uid, self._index, tokens, scores))
+                self._index += len(tokens)
+            case End():
+                self._tell(
+                    Finished(
+                        self._uid, item.reason, item.generated, 0, item.cached, item.drafted, item.accepted
+                    )
+                )
+            case _:
+                self._tell(Error(item.code, item.detail, self._uid))
 
 
 class _Answer:
@@ -224,9 +283,25 @@ def _scores(event: ScoredDelta) -> tuple[Score, ...]:
     return tuple(Score(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs))
 
 
+def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[Score, ...]) -> ScoredDelta:
+    """The way back of `_scores`."""
+    pairs = [pair for score in scores for pair in score.top]
+    return ScoredDelta(
+        uid,
+        index,
+        tokens,
+        tuple(score.logprob for score in scores),
+        len(scores[0].top),
+        tuple(token for token, _ in pairs),
+        tuple(logprob for _, logprob in pairs),
+    )
+
+
 def _refusal(code: Code, detail: str) -> MlxtpError:
     if code in (Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW, Code.NOT_SUPPORTED, Code.GRAMMAR_STUCK):
         return RequestError(detail, code)
     if code is Code.OVERLOADED:
         return RequestError(detail, code, status=429)
+    if code is Code.NOT_READY:
+        return RequestError(detail, code, status=503)
     return GroupError(detail, code)

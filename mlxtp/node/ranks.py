@@ -68,13 +68,14 @@ class Seat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Which ranks an epoch has. Rank 0 is here; `local` counts the ranks of this machine, first of all.
+    """Which ranks an epoch has. `local` counts those of this machine; rank 0 is one of them.
 
-    `fabric` is this machine's address for MLX's sockets; `seats` makes the ranks of other machines, which
+    `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets; `seats` makes the ranks of other machines, which
     connect to rank 0 at `decode_hosts`. `pins` are the agents' key fingerprints, in rank order.
     """
 
     local: int
+    world_size: int
     backend: str
     fabric: str = "127.0.0.1"
     seats: Callable[[Ranks], tuple[Seat, ...]] = lambda _ranks: ()
@@ -98,7 +99,7 @@ class Ranks:
     ) -> None:
         self.epoch = epoch
         self.failed: asyncio.Future[MlxtpError] = asyncio.get_running_loop().create_future()
-        self.group = group or Group(settings.ranks, settings.backend)
+        self.group = group or Group(settings.ranks, settings.ranks, settings.local_backend)
         self._settings = settings
         self._limits = settings.limits
         self.emitted = on_event
@@ -115,10 +116,6 @@ class Ranks:
         self._ending = False
         self._watch: Watch | None = None
 
-    @property
-    def world_size(self) -> int:
-        return len(self.processes) + len(self.seats)
-
     # --- from spawn to a proven group ----------------------------------------------------------------
 
     async def start(self) -> None:
@@ -131,16 +128,16 @@ class Ranks:
         self._on_stage("formed")
         await self._ask(SanityCheck(), SanityDone, self._limits.form_s)
         self._on_stage("proven")
-        self._watch = Watch(self.world_size, self._limits, time.monotonic())
+        self._watch = Watch(self.group.world_size, self._limits, time.monotonic())
         self._heart = asyncio.ensure_future(self._heartbeat())
         self._heart.add_done_callback(self._check_ended)
 
     async def _spawn(self) -> tuple[str, ...]:
         """Start every rank process; returns where each rank finds rank 0 ("ip:port")."""
-        hosts = self.group.decode_hosts or ("127.0.0.1",) * self.world_size
+        hosts = self.group.decode_hosts or ("127.0.0.1",) * self.group.world_size
         here = set(hosts[1:]) or set(hosts)
         # Where the others know this machine by several addresses, rank 0 listens on all of them.
-        listener = listen(here.pop() if len(here) == 1 else "0.0.0.0") if self.world_size > 1 else None
+        listener = listen(here.pop() if len(here) == 1 else "0.0.0.0") if self.group.world_size > 1 else None
         identity = self._settings.home / "identity" if self.group.pins else None
         try:
             for process in self.processes:
@@ -152,7 +149,7 @@ class Ranks:
 
         async def greeted(process: RankProcess) -> Ready:
             await process.greet()
-            if self.world_size == 1:
+            if self.group.world_size == 1:
                 return Ready()
             return Ready(f"{self.group.fabric}:{free_port(self.group.fabric)}")
 
@@ -166,7 +163,7 @@ class Ranks:
         return tuple(f"{host}:{port}" if port else "" for host in hosts)
 
     async def _bootstrap(self, decode_addresses: tuple[str, ...]) -> None:
-        settings, world = self._settings, self.world_size
+        settings, world = self._settings, self.group.world_size
         key = os.urandom(32)
 
         def bootstrap(rank: int) -> Bootstrap:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..api.backend import Health, ModelInfo
 from ..api.defaults import load_defaults
@@ -20,7 +20,7 @@ from . import golden
 from .epoch import RestartPolicy, State
 from .gateway import Gateway
 from .rank_process import WORKER
-from .ranks import Ranks
+from .ranks import Group, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,25 @@ class ModelSource:
     draft_path: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The next epoch: its number, its model (None: only the group), and its ranks."""
+
+    epoch: int
+    model: ModelSource | None
+    group: Group
+
+
+class Plans(Protocol):
+    """Who decides about epochs where there are several Macs."""
+
+    async def next(self) -> Plan:
+        """Wait until there should be an epoch."""
+
+    async def changed(self) -> None:
+        """Wait until something is different from when the last epoch failed for good."""
+
+
 class Supervisor:
     """The desired model, the current epoch, and the state in between."""
 
@@ -60,6 +79,8 @@ class Supervisor:
         self.reason: MlxtpError | None = None
         """Why it is not ready, or why the last epoch ended."""
         self.ranks: Ranks | None = None
+        self.group: Group | None = None
+        """The ranks of the present epoch, or of the last one."""
         self._settings = settings
         self._on_stage = on_stage
         self._worker = worker
@@ -69,19 +90,27 @@ class Supervisor:
         self._busy = asyncio.Lock()
         self._began = time.monotonic()
 
-    async def run(self, model: ModelSource | None) -> None:
+    async def run(self, model: ModelSource | None, plans: Plans | None = None) -> None:
         """Keep the group up until cancelled, or until it cannot be: then `state` is FAILED and this returns.
 
+        Where there are `plans`, they say what comes next, and after a failure it waits for them to change.
         Cancelling ends the ranks in order; no process is left when this returns.
         """
         self._desired = model
         while True:
-            error = await self._one_epoch()
+            error = await self._one_epoch(plans)
+            if error.code is Code.REPLANNED:
+                log.info("epoch %d ended: %s", self.epoch, error.detail)
+                continue
             delay_s = self._policy.delay_s(time.monotonic(), error)
             if delay_s is None:
                 log.error("epoch %d: %s; giving up", self.epoch, error.detail)
                 self._enter(State.FAILED)
-                return
+                if plans is None:
+                    return
+                await plans.changed()
+                self._policy = RestartPolicy()
+                continue
             log.warning("epoch %d ended: %s; next one in %g s", self.epoch, error.detail, delay_s)
             self._enter(State.RESTARTING)
             await asyncio.sleep(delay_s)
@@ -168,10 +197,12 @@ class Supervisor:
 
     def _prove(self, folder: Path, answer: tuple[int, ...]) -> None:
         settings = self._settings
-        numeric = {"backend": settings.backend, "compiled": settings.compiled, "kv_bits": settings.kv_bits}
+        assert self.group is not None
+        backend, world_size = self.group.backend, self.group.world_size
+        numeric = {"backend": backend, "compiled": settings.compiled, "kv_bits": settings.kv_bits}
         numeric |= {"draft_model": settings.draft_model}
         numeric |= {"speculation": settings.speculation, "prefill_chunk": settings.prefill_chunk}
-        key = golden.key(folder, settings.ranks, numeric)
+        key = golden.key(folder, world_size, numeric)
         try:
             if golden.check(settings.home / "golden.json", key, answer):
                 log.info("golden proof: the answer is that of earlier loads")
@@ -191,9 +222,15 @@ class Supervisor:
 
     # --- epochs --------------------------------------------------------------------------------------
 
-    async def _one_epoch(self) -> MlxtpError:
+    async def _one_epoch(self, plans: Plans | None) -> MlxtpError:
         """Run one epoch to its end; returns why it ended."""
-        self.epoch += 1
+        if plans is None:
+            ranks_here = self._settings.ranks
+            group = Group(ranks_here, ranks_here, self._settings.local_backend)
+            plan = Plan(self.epoch + 1, self._desired, group)
+        else:
+            plan = await plans.next()
+        self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
         self._enter(State.STARTING)
         self._began = time.monotonic()
         ranks = Ranks(
@@ -202,6 +239,7 @@ class Supervisor:
             self.gateway.on_event,
             self._reached,
             worker=self._worker,
+            group=plan.group,
         )
         try:
             await ranks.start()
@@ -226,8 +264,14 @@ class Supervisor:
         self.ranks, self.reason = None, error
         self._enter(State.RESTARTING)
         self.gateway.suspend(error)
-        await _to_its_end(ranks.kill())
+        await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill())
         return error
+
+    def follow(self, state: State, epoch: int, reason: str, group: Group) -> None:
+        """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
+        self.epoch, self.group = epoch, group
+        self.reason = GroupError(reason) if reason else None
+        self._enter(state)
 
     def _reached(self, stage: str) -> None:
         try:
@@ -249,8 +293,8 @@ class Supervisor:
         return Health(
             state=str(self.state),
             epoch=self.epoch,
-            world_size=self._settings.ranks,
-            backend=self._settings.backend,
+            world_size=self.group.world_size if self.group is not None else self._settings.ranks,
+            backend=self.group.backend if self.group is not None else self._settings.local_backend,
             model=model.id if model is not None else None,
             reason=self.reason.detail if self.reason is not None else None,
             ready=self.state is State.READY,

@@ -1,0 +1,209 @@
+"""The rank that this machine runs for a coordinator on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import Settings
+from ..errors import Code, GroupError, MlxtpError
+from ..wire.control import (
+    EndEpoch,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankStarted,
+    RankTrouble,
+    StartRank,
+)
+from ..wire.messages import Pong
+from .epoch import Report
+from .rank_process import WORKER, RankProcess, RequestEvent, free_port, new_folder
+from .remote_rank import Wire
+
+log = logging.getLogger(__name__)
+
+ModelFolder = Callable[[int], Path]
+"""The folder of the model of a version of the desired state. Raises ModelError when it is not here."""
+
+
+@dataclass(slots=True)
+class _Stay:
+    """One epoch's rank here."""
+
+    order: Prepare
+    host: Wire
+    folder: Path
+    process: RankProcess
+    heart: asyncio.Task[None] | None = None
+    silenced: bool = False
+
+
+class Guest:
+    """At most one rank at a time. Lives and dies by the control link to the coordinator that asked for it."""
+
+    def __init__(self, settings: Settings, model: ModelFolder, worker: Sequence[str] = WORKER) -> None:
+        self._settings = settings
+        self._model = model
+        self._worker = worker
+        self._stay: _Stay | None = None
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose rank runs here; 0 for none."""
+        return self._stay.order.epoch if self._stay is not None else 0
+
+    def received(self, host: Wire, message: Prepare | StartRank | EndEpoch) -> None:
+        """An order of a coordinator. Carried out in turn, in the background."""
+        match message:
+            case Prepare():
+                self._background(self._prepare(host, message))
+            case StartRank():
+                self._background(self._start(host, message))
+            case EndEpoch():
+                self._background(self._end(host, message))
+
+    def lost(self, host: Wire) -> None:
+        """The control link to a coordinator is gone: its rank goes too."""
+        if self._stay is not None and self._stay.host is host:
+            self._background(self._clear("the coordinator's link is gone"))
+
+    async def close(self) -> None:
+        """End whatever runs."""
+        await self._clear("the agent ends")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # --- orders --------------------------------------------------------------------------------------
+
+    async def _prepare(self, host: Wire, order: Prepare) -> None:
+        await self._clear(f"epoch {order.epoch} comes")
+        async with self._turn:
+            try:
+                path = self._model(order.desired)
+                folder = new_folder(self._settings.home, order.epoch)
+                watcher = _Watcher(self, order.epoch)
+                process = RankProcess(
+                    order.rank, order.epoch, folder, watcher, self._settings.limits, worker=self._worker
+                )
+                self._stay = _Stay(order, host, folder, process)
+                async with asyncio.timeout(self._settings.limits.spawn_s):
+                    await process.spawn(identity=self._settings.home / "identity")
+                    await process.greet()
+                ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
+            except (MlxtpError, OSError, TimeoutError) as error:
+                self._tell(host, _trouble(order, _named(error)))
+                return
+            self._tell(host, Prepared(order.epoch, ring, str(path)))
+
+    async def _start(self, host: Wire, order: StartRank) -> None:
+        async with self._turn:
+            stay = self._stay
+            if stay is None or (stay.order.epoch, stay.host) != (order.epoch, host):
+                return  # it has ended meanwhile, and that was said
+            try:
+                async with asyncio.timeout(self._settings.limits.form_s):
+                    await stay.process.join(order.bootstrap)
+            except (MlxtpError, TimeoutError) as error:
+                self._tell(host, _trouble(stay.order, _named(error)))
+                return
+            stay.heart = asyncio.ensure_future(self._beat(stay))
+            self._tell(host, RankStarted(order.epoch, False))
+
+    async def _end(self, host: Wire, order: EndEpoch) -> None:
+        stay = self._stay
+        if stay is not None and (stay.order.epoch, stay.host) == (order.epoch, host):
+            stay.silenced = True
+            if order.in_order:
+                with contextlib.suppress(MlxtpError, TimeoutError):
+                    async with asyncio.timeout(self._settings.limits.shutdown_s):
+                        await stay.process.shut_down()
+            await self._clear("its epoch ended")
+        self._tell(host, EpochEnded(order.epoch))
+
+    async def _clear(self, why: str) -> None:
+        stay, self._stay = self._stay, None
+        if stay is None:
+            return
+        log.info("rank %d of epoch %d ends: %s", stay.order.rank, stay.order.epoch, why)
+        stay.silenced = True
+        if stay.heart is not None:
+            stay.heart.cancel()
+        await stay.process.kill()
+        shutil.rmtree(stay.folder, ignore_errors=True)
+
+    # --- what the rank says --------------------------------------------------------------------------
+
+    def heard(self, epoch: int, pong: Pong) -> None:
+        if (stay := self._of(epoch)) is not None:
+            self._tell(stay.host, RankPong(epoch, stay.order.rank, pong))
+
+    def report(self, epoch: int, report: Report) -> None:
+        if (stay := self._of(epoch)) is not None:
+            error = report.error
+            trouble = RankTrouble(
+                epoch, stay.order.rank, error.code, error.detail, outside=report.seen_from_outside
+            )
+            self._tell(stay.host, trouble)
+
+    def _of(self, epoch: int) -> _Stay | None:
+        stay = self._stay
+        return stay if stay is not None and stay.order.epoch == epoch and not stay.silenced else None
+
+    async def _beat(self, stay: _Stay) -> None:
+        while True:
+            stay.process.ping()
+            await asyncio.sleep(self._settings.limits.heartbeat_s)
+
+    def _tell(self, host: Wire, message: Any) -> None:
+        with contextlib.suppress(MlxtpError):  # its link is gone, and `lost` does the rest
+            host.send(message)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("an order of the coordinator failed", exc_info=error)
+
+
+class _Watcher:
+    """Tells the guest which epoch's rank spoke."""
+
+    def __init__(self, guest: Guest, epoch: int) -> None:
+        self._guest = guest
+        self._epoch = epoch
+
+    def heard(self, rank: int, pong: Pong) -> None:
+        self._guest.heard(self._epoch, pong)
+
+    def report(self, report: Report) -> None:
+        self._guest.report(self._epoch, report)
+
+    def emitted(self, event: RequestEvent) -> None:
+        """Only rank 0 has a voice, and that is never a guest."""
+
+
+def _named(error: Exception) -> MlxtpError:
+    if isinstance(error, MlxtpError):
+        return error
+    if isinstance(error, TimeoutError):
+        return GroupError("its rank process did not answer in time", Code.LINK_TIMEOUT)
+    return GroupError(str(error), Code.FORM_FAILED)
+
+
+def _trouble(order: Prepare, error: MlxtpError) -> RankTrouble:
+    return RankTrouble(order.epoch, order.rank, error.code, error.detail, outside=False)

@@ -1,0 +1,109 @@
+"""A rank on another Mac, as the coordinator's agent sees it: what is asked goes to that Mac's agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol, TypeVar
+
+from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..wire.base import Message
+from ..wire.control import (
+    EndEpoch,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankStarted,
+    RankTrouble,
+    StartRank,
+)
+from ..wire.messages import Bootstrap
+from .epoch import Report
+from .rank_process import Watcher
+from .ranks import Ready
+
+END_GRACE_S = 4.0
+"""How long another agent may take to end its rank before it is no longer waited for."""
+
+M = TypeVar("M", bound=Message)
+
+
+class Wire(Protocol):
+    """The control link to one agent."""
+
+    def send(self, message: Message) -> None:
+        """Raises LinkError when it is gone."""
+
+
+class RemoteRank:
+    """A seat of `Ranks`. Whoever reads the control link calls `received` and `lost`."""
+
+    def __init__(self, wire: Wire, name: str, order: Prepare, watcher: Watcher) -> None:
+        self.rank = order.rank
+        self.epoch = order.epoch
+        self._wire = wire
+        self._name = name
+        self._order = order
+        self._watcher = watcher
+        self._replies: asyncio.Queue[Message | MlxtpError] = asyncio.Queue()
+        self._ended = asyncio.Event()
+        self._asked = False
+
+    async def prepare(self) -> Ready:
+        """Raises GroupError, or ModelError when the model is not what it should be there."""
+        self._asked = True
+        self._wire.send(self._order)
+        prepared = await self._reply(Prepared)
+        return Ready(prepared.ring, prepared.path)
+
+    async def join(self, bootstrap: Bootstrap) -> None:
+        self._wire.send(StartRank(self.epoch, bootstrap))
+        await self._reply(RankStarted)
+
+    async def shut_down(self) -> None:
+        await self._end(in_order=True)
+
+    async def kill(self) -> None:
+        with contextlib.suppress(TimeoutError):  # it ends with its own link, if it has not yet
+            async with asyncio.timeout(END_GRACE_S):
+                await self._end(in_order=False)
+
+    async def _end(self, *, in_order: bool) -> None:
+        if not self._asked or self._ended.is_set():
+            return
+        try:
+            self._wire.send(EndEpoch(self.epoch, in_order))
+        except MlxtpError:
+            return  # without its link the other agent ends it by itself
+        await self._ended.wait()
+
+    async def _reply(self, expected: type[M]) -> M:
+        reply = await self._replies.get()
+        if isinstance(reply, MlxtpError):
+            raise reply
+        assert isinstance(reply, expected)
+        return reply
+
+    def received(self, message: Prepared | RankStarted | RankPong | RankTrouble | EpochEnded) -> None:
+        """What its agent said about it."""
+        match message:
+            case RankPong():
+                self._watcher.heard(self.rank, message.pong)
+            case RankTrouble():
+                code = Code(message.code)
+                kind = ModelError if code.startswith("model_") else GroupError
+                error = kind(f"{self._name}: {message.detail}", code)
+                self._replies.put_nowait(error)
+                self._watcher.report(Report(self.rank, error, message.outside))
+            case EpochEnded():
+                self._ended.set()
+            case _:
+                self._replies.put_nowait(message)
+
+    def lost(self, why: str) -> None:
+        """The control link to its agent is gone."""
+        error = GroupError(f"rank {self.rank}: {self._name} is gone: {why}", Code.RANK_LOST)
+        self._ended.set()
+        self._replies.put_nowait(error)
+        self._watcher.report(Report(self.rank, error, seen_from_outside=True))

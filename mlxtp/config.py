@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tomllib
@@ -13,6 +14,9 @@ from typing import Any
 from .errors import ConfigError
 
 DEFAULT_HTTP = "127.0.0.1:52415"
+DEFAULT_CONTROL_PORT = 52414
+BACKENDS = ("auto", "jaccl", "ring")
+MAX_NODES = 8
 EMBEDDED_MODEL = "tiny"
 RANK_COUNTS = (1, 2, 4)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -57,6 +61,18 @@ class Settings:
     kv_bits       bits of a number in the KV cache; 0 leaves it as the model computes it
     kv_bytes      what KV caches may take on each rank; 0 is what fits
     draft_model   a small model with the same vocabulary that proposes tokens; empty for none
+
+    cluster       whether other Macs may belong to it; without, everything stays on this one
+    name          what people call this Mac
+    control_host  where other agents find this one; "0.0.0.0" is every address
+    interface     the only address of this Mac that is announced and used; empty for all
+    peers         addresses of other agents ("ip:port"), for networks without multicast
+    discovery     whether to look for others by Bonjour
+    join          None: not asked for; empty: with the stored identity; else a join token
+    nodes         how many Macs one model is spread over: auto, all, or a number
+    fabric        how ranks of several Macs talk: auto, jaccl or ring
+    fast_fences   MLX_METAL_FAST_SYNCH, which is fast and can hang a GPU until it is restarted
+    rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     """
 
     home: Path
@@ -74,6 +90,19 @@ class Settings:
     kv_bits: int = 0
     kv_bytes: int = 0
     draft_model: str = ""
+    cluster: bool = False
+    model_given: bool = False
+    name: str = ""
+    control_host: str = "0.0.0.0"
+    control_port: int = DEFAULT_CONTROL_PORT
+    interface: str = ""
+    peers: tuple[str, ...] = ()
+    discovery: bool = True
+    join: str | None = None
+    nodes: str = "auto"
+    fabric: str = "auto"
+    fast_fences: bool = False
+    rdma: tuple[str, ...] = ()
     limits: Limits = Limits()
 
     @property
@@ -115,6 +144,13 @@ def resolve_settings(
     chosen = fallback | _read_file(home / "config.toml") | variables | given
     values = {key: parse(*chosen[key]) for key, parse in _PARSERS.items() if key in chosen}
     host, port = values.pop("http")
+    if "control" in values:
+        values["control_host"], values["control_port"] = values.pop("control")
+    elif values.get("interface"):
+        values["control_host"] = values["interface"]
+    if "backend" in values:
+        values["fabric"] = values.pop("backend")
+    values["model_given"] = bool(chosen["model"][1])
     return Settings(home=home, http_host=host, http_port=port, **values)
 
 
@@ -170,6 +206,65 @@ def _parse_address(value: object, where: str) -> tuple[str, int]:
 
 def _parse_text(value: object, where: str) -> str:
     return str(value)
+
+
+def _parse_host_port(value: object, where: str) -> tuple[str, int]:
+    """An IPv4 address and a port, such as 10.0.0.1:52414; MLX's ring speaks nothing else."""
+    host, _, port = str(value).rpartition(":")
+    address = _parse_ipv4(host or value, where)
+    if not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{where}: {value!r} is not ADDRESS:PORT, such as 10.0.0.1:{DEFAULT_CONTROL_PORT}")
+    return address, int(port)
+
+
+def _parse_ipv4(value: object, where: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(str(value)))
+    except ValueError:
+        raise ConfigError(f"{where}: {value!r} is no IPv4 address, such as 10.0.0.1") from None
+
+
+def _parse_peers(value: object, where: str) -> tuple[str, ...]:
+    """Addresses of agents: a list, or one string with commas. Names are looked up when they are dialled."""
+    peers = []
+    for peer in _parse_list(value, where):
+        host, colon, port = peer.rpartition(":")
+        if not colon:
+            host, port = peer, str(DEFAULT_CONTROL_PORT)
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            raise ConfigError(f"{where}: {peer!r} is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
+        peers.append(f"{host}:{port}")
+    return tuple(peers)
+
+
+def _parse_list(value: object, where: str) -> tuple[str, ...]:
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    if not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"{where}: {value!r} is no list of strings")
+    return tuple(item.strip() for item in items if item.strip())
+
+
+def _parse_rdma(value: object, where: str) -> tuple[str, ...]:
+    items = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else _parse_list(value, where)
+    for item in items:
+        node, equals, device = item.partition("=")
+        if not (node and equals and device):
+            raise ConfigError(f"{where}: {item!r} is not NODE=DEVICE, such as studio-1=rdma_en5")
+    return tuple(items)
+
+
+def _parse_fabric(value: object, where: str) -> str:
+    if value not in BACKENDS:
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(BACKENDS)}")
+    return str(value)
+
+
+def parse_nodes(value: object, where: str) -> str:
+    """How many Macs: "auto", "all" or a number from 1 to 8. Raises ConfigError."""
+    text = str(value)
+    if text not in ("auto", "all") and not (text.isdecimal() and 1 <= int(text) <= MAX_NODES):
+        raise ConfigError(f"{where}: {value!r} is none of auto, all, or a number from 1 to {MAX_NODES}")
+    return text
 
 
 def _parse_switch(value: object, where: str) -> bool:
@@ -239,5 +334,14 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "kv_bits": _parse_kv_bits,
     "kv_bytes": _parse_bytes,
     "draft_model": _parse_text,
+    "name": _parse_text,
+    "control": _parse_host_port,
+    "interface": _parse_ipv4,
+    "peers": _parse_peers,
+    "discovery": _parse_switch,
+    "nodes": parse_nodes,
+    "backend": _parse_fabric,
+    "fast_fences": _parse_switch,
+    "rdma": _parse_rdma,
 }
 """What flags, variables and the file may set. The file is in the home, so it cannot name that."""

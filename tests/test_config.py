@@ -114,7 +114,7 @@ def test_the_real_environment_counts_when_none_is_given(
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_ranks_need_the_ring(tmp_path: Path, ranks: int) -> None:
-    assert resolve(tmp_path, ranks=str(ranks)).backend == "ring"
+    assert resolve(tmp_path, ranks=str(ranks)).local_backend == "ring"
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,9 @@ class Seat(Protocol):
 class Group:
     """Which ranks an epoch has. `local` counts those of this machine; rank 0 is one of them.
 
-    `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets; `seats` makes the ranks of other machines, which
-    connect to rank 0 at `decode_hosts`. `pins` are the agents' key fingerprints, in rank order.
+    `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets. `seats`
+    makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins` are the
+    agents' key fingerprints, in rank order.
     """
 
     local: int

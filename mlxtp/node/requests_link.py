@@ -90,7 +90,7 @@ class RemoteDesk:
 async def serve_requests(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gateway: Gateway
 ) -> None:
-    """The other end: every request that comes is the gateway's, until the link ends. Then all are cancelled."""
+    """The other end: what comes is the gateway's until the link ends; then all of it is cancelled."""
     connection = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.LOWER, 0))
     cancels: dict[int, Callable[[], None]] = {}
 

@@ -32,6 +32,7 @@ from .codecs import (
     text,
     texts,
 )
+from .rdma import MAX_ENTRY
 
 PROTOCOL_VERSION = 1
 MAX_RANKS = 8
@@ -51,6 +52,9 @@ MAX_BIASES = 1024
 MAX_GRAMMAR = 1 << 19
 """Characters of one grammar or schema: with four bytes each, a quarter of the largest frame."""
 MAX_TOP_LOGPROBS = 20
+MAX_ROUND_BYTES = 1 << 16
+"""What one rank may say in one round of the side channel; JACCL says a few hundred bytes."""
+MAX_ROUNDS = 1024
 
 _uid = integer(1, U32)
 _count = integer(0, U63)
@@ -165,7 +169,7 @@ class Pong(Message):
     collective_us: int = _f(_count, default=0)
 
 
-# 0x05 DesiredState, 0x06 Members and 0x0B SideChannel belong to links between Macs and come with them.
+# 0x05 DesiredState and 0x06 Members belong to links between Macs and come with them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +177,14 @@ class Bootstrap(Message):
     """Agent to its rank: the group this process will be part of, for one epoch.
 
     `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s` proves itself.
+    `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring` it joins only
+    neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns MLX_METAL_FAST_SYNCH on.
     """
 
     TYPE: ClassVar[int] = 0x07
     rank: int = _f(integer(0, MAX_RANKS - 1))
     world_size: int = _f(integer(1, MAX_RANKS))
-    backend: str = _f(choice("none", "ring"))
+    backend: str = _f(choice("none", "ring", "jaccl"))
     hosts: tuple[str, ...] = _f(texts(MAX_RANKS, 100))
     decode_address: str = _f(text(100))
     epoch_key: bytes = _f(binary(32, 32))
@@ -191,6 +197,32 @@ class Bootstrap(Message):
     compiled: bool = _f(boolean(), default=True)
     speculation: bool = _f(boolean(), default=True)
     prefix_cache: bool = _f(boolean(), default=True)
+    rdma: tuple[str, ...] = _f(texts(MAX_RANKS * MAX_RANKS, MAX_ENTRY), default=())
+    jaccl_ring: bool = _f(boolean(), default=False)
+    fast_fences: bool = _f(boolean(), default=False)
+    round_s: float = _f(_seconds, default=15.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SideChannel(Message):
+    """A rank's bytes for one round of JACCL's all-gather, rounds numbered from 1. Answered by Gathered."""
+
+    TYPE: ClassVar[int] = 0x0B
+    round: int = _f(integer(1, MAX_ROUNDS))
+    data: bytes = _f(binary(0, MAX_ROUND_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered(Message):
+    """Every rank's bytes of that round, in rank order; or in `error` why there will be no more rounds.
+
+    An error may come unasked, to a rank that is between two rounds.
+    """
+
+    TYPE: ClassVar[int] = 0x0E
+    round: int = _f(integer(0, MAX_ROUNDS))
+    data: bytes = _f(binary(0, MAX_RANKS * MAX_ROUND_BYTES))
+    error: str = _f(_detail, default="")
 
 
 # --- decoding ---------------------------------------------------------------------------------------
@@ -424,9 +456,13 @@ class Loaded(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """The reply of Bootstrap, ClearCache, Unload, Abort and Shutdown."""
+    """The reply of Bootstrap, ClearCache, Unload, Abort and Shutdown.
+
+    After Bootstrap, `jaccl` tells whether MLX has JACCL on this machine.
+    """
 
     TYPE: ClassVar[int] = 0x1C
+    jaccl: bool = _f(boolean(), default=False)
 
 
 # --- requests in, tokens out ------------------------------------------------------------------------
@@ -526,7 +562,8 @@ M = TypeVar("M", bound=Message)
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
-        Hello, Welcome, Ping, Pong, Bootstrap, PromptTokens, PromptBatch, StepToken, SessionStop, Evict, Ack,
+        Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered,
+        PromptTokens, PromptBatch, StepToken, SessionStop, Evict, Ack,
         Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
         InitDone, SanityDone, Loaded, Done,
         Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,

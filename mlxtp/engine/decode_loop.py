@@ -20,6 +20,7 @@ from ..wire.messages import (
     Cancel,
     Error,
     Evict,
+    Gathered,
     Generate,
     Loaded,
     LoadShard,
@@ -93,6 +94,8 @@ class DecodeLoop:
                 self._requests.cancel(command.uid)
             case LoadShard():
                 self._pipe.send(self._load(command))
+            case Gathered():
+                raise GroupError(command.error, Code.FORM_FAILED)  # another rank did not form
             case Abort() | Unload():
                 self._drain()
                 self._requests.drop("the model was taken away while this request was running")

@@ -13,14 +13,15 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 
-from ..errors import Code, GroupError
+from ..errors import Code, ConfigError, GroupError
+from .jaccl import Fabric, Factory
 
 PAD = 64
 """Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms."""
@@ -159,27 +160,63 @@ def _padded(array: mx.array) -> mx.array:
 Group = LoneGroup | RingGroup
 
 
+def is_available(backend: str) -> bool:
+    """Whether MLX has this backend on this machine. JACCL's `init` crashes where it has not."""
+    return bool(mx.distributed.is_available(backend))
+
+
+def init(backend: str, factory: Factory | None) -> Any:
+    """MLX's group of all ranks. `factory` is for JACCL, and None elsewhere."""
+    return mx.distributed.init(strict=True, backend=backend, all_gather_factory=factory)
+
+
+def use_fast_fences(fast: bool) -> None:
+    """Whether MLX's CPU and GPU synchronise the fast way, which can wedge a GPU until its machine restarts.
+
+    MLX looks at this once, when it first needs to know.
+    """
+    os.environ["MLX_METAL_FAST_SYNCH"] = "1" if fast else "0"
+
+
 def form(
-    backend: str, rank: int, world_size: int, hosts: tuple[str, ...], *, folder: Path, deadline_s: float
+    backend: str,
+    rank: int,
+    world_size: int,
+    hosts: tuple[str, ...],
+    *,
+    folder: Path,
+    deadline_s: float,
+    fabric: Fabric | None = None,
+    available: Callable[[str], bool] = is_available,
+    init: Callable[[str, Factory | None], Any] = init,
 ) -> Group:
     """Form the group; blocks until every rank is here.
 
-    `hosts` are "ip:port" in rank order; MLX reads them from a file, which is in `folder` meanwhile. MLX holds
-    the GIL all the while and its accept never gives up, so the deadline is an alarm whose default action ends
-    the process without asking Python.
+    The ring needs `hosts`, "ip:port" in rank order, JACCL a `fabric`. MLX reads them from a file, which is in
+    `folder` meanwhile. It holds the GIL all the while (but see `Exchange`) and its accept never gives up, so
+    the deadline is an alarm whose default action ends the process without asking Python.
 
-    Raises GroupError (FORM_FAILED) when MLX reports a failure, or forms something else than was asked for.
+    Raises ConfigError where there is no such backend, GroupError (FORM_FAILED) when MLX reports a failure or
+    forms something else than was asked for, and what the fabric's all-gather raises.
     """
     if backend == "none":
         if world_size != 1:
             raise GroupError(f"{world_size} ranks need a backend, not 'none'", Code.FORM_FAILED)
         return LoneGroup()
-    with _hostfile(hosts, folder) as path, _deadman(deadline_s):
-        os.environ["MLX_RANK"] = str(rank)
-        os.environ["MLX_HOSTFILE"] = str(path)
+    assert (fabric is not None) == (backend == "jaccl")
+    if not available(backend):
+        raise ConfigError(
+            f"rank {rank}: MLX has no {backend} backend on this machine{_LACKING.get(backend, '')}"
+        )
+    text = json.dumps([[host] for host in hosts]) if fabric is None else fabric.file()
+    with _file(text, folder) as path, _deadman(deadline_s):
+        if fabric is None:
+            _set({"MLX_RANK": str(rank), "MLX_HOSTFILE": path})
+        else:
+            _set(fabric.environment(os.environ, rank, path))
         try:
-            group = RingGroup(mx.distributed.init(strict=True, backend=backend))
-        except RuntimeError as error:
+            group = RingGroup(init(backend, None if fabric is None else fabric.factory))
+        except (RuntimeError, ValueError, IndexError) as error:  # what C++ throws arrives as one of these
             raise GroupError(f"rank {rank}: {backend} did not form: {error}", Code.FORM_FAILED) from error
     if (group.rank, group.size) != (rank, world_size):
         raise GroupError(
@@ -187,6 +224,9 @@ def form(
             Code.FORM_FAILED,
         )
     return group
+
+
+_LACKING = {"jaccl": "; it needs macOS 26.2 or newer and its librdma"}
 
 
 def check_proof(proof: Proof, world_size: int, digest: int) -> None:
@@ -202,11 +242,19 @@ def check_proof(proof: Proof, world_size: int, digest: int) -> None:
 
 
 @contextlib.contextmanager
-def _hostfile(hosts: tuple[str, ...], folder: Path) -> Iterator[Path]:
+def _file(text: str, folder: Path) -> Iterator[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".json", dir=folder) as file:
-        json.dump([[host] for host in hosts], file)
+        file.write(text)
         file.flush()
-        yield Path(file.name)
+        yield file.name
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from ..wire.messages import (
 from .batch import CacheKind
 from .choice import Chooser, Desk
 from .group import CollectiveCounter, Group, LoneGroup, check_proof, form
+from .jaccl import Exchange, Fabric
 from .loader import LoadedModel, load
 from .moves import Score
 from .runner import Chosen, Runner
@@ -88,6 +89,7 @@ class Rank:
         counter: CollectiveCounter,
         *,
         desk: Desk,
+        exchange: Exchange,
     ) -> None:
         self.bootstrap = bootstrap
         self.status = status
@@ -97,6 +99,7 @@ class Rank:
         self._folder = folder
         self._counter = counter
         self._desk = desk
+        self._exchange = exchange
         self.caches: CacheKind | None = None
         self._group: Group = LoneGroup()
         self._runner: Runner | None = None
@@ -186,8 +189,17 @@ class Rank:
     def _init(self) -> InitDone:
         b = self.bootstrap
         self.status.enter("forming")
+        fabric = None
+        if b.backend == "jaccl":
+            fabric = Fabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self._exchange.factory)
         self._group = form(
-            b.backend, b.rank, b.world_size, b.hosts, folder=self._folder, deadline_s=b.deadline_s
+            b.backend,
+            b.rank,
+            b.world_size,
+            b.hosts,
+            folder=self._folder,
+            deadline_s=b.deadline_s,
+            fabric=fabric,
         )
         return InitDone(self._group.rank, self._group.size)
 

@@ -29,12 +29,14 @@ from ..wire.messages import (
     Done,
     Error,
     Hello,
+    Message,
     Ping,
     SessionEnd,
     Shutdown,
     Welcome,
 )
 from ..wire.protocol import LinkKind, Protocol, Received, Side, State
+from .jaccl import Exchange
 from .mail import AGENT, Mailbox, read_in_background
 from .status import Status
 
@@ -106,9 +108,11 @@ def run(process: Process, listener: socket.socket | None) -> None:
     pipe, mail = process.pipe, process.mail
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
     process.listen_to_agent()
-    from .group import CollectiveCounter  # imports MLX: a second during which the agent can already see us
+    # imports MLX: a second during which the agent can already see us
+    from .group import CollectiveCounter, is_available, use_fast_fences
 
     bootstrap = _bootstrap(process)
+    use_fast_fences(bootstrap.fast_fences)
     links = _join(process, bootstrap, listener)
     counter = CollectiveCounter()
     counter.install()
@@ -124,10 +128,11 @@ def run(process: Process, listener: socket.socket | None) -> None:
         process.status,
         counter,
         desk=NoDesk() if process.rank else desk,
+        exchange=_exchange(process, bootstrap),
     )
     import mlx_lm.utils  # noqa: F401 - its import takes seconds; now nobody waits for a token
 
-    pipe.send(Done())
+    pipe.send(Done(jaccl=is_available("jaccl")))
     process.status.enter("idle")
     if process.rank == 0:
         from .decode_loop import DecodeLoop
@@ -154,6 +159,14 @@ def _bootstrap(process: Process) -> Bootstrap:
                 process.leave()
         else:
             process.mail.wait()
+
+
+def _exchange(process: Process, bootstrap: Bootstrap) -> Exchange:
+    def receive(timeout_s: float) -> Message:
+        message: Message = process.mail.receive(AGENT, timeout_s).message
+        return message
+
+    return Exchange(bootstrap.rank, bootstrap.world_size, process.pipe.send, receive, bootstrap.round_s)
 
 
 def _await_shutdown(mail: Mailbox) -> None:

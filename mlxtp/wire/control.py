@@ -15,7 +15,7 @@ from .base import U32, U63, Message
 from .base import holding as _f
 from .codecs import binary, boolean, choice, integer, integers, record, records, text, texts
 from .machine import Machine
-from .messages import MAX_RANKS, Bootstrap, Pong
+from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
 MAX_MEMBERS = 64
 
@@ -198,6 +198,26 @@ class EpochEnded(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class RankSide(Message):
+    """One rank's round of JACCL's all-gather, on its way to the coordinator."""
+
+    TYPE: ClassVar[int] = 0x44
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    side: SideChannel = _f(record(SideChannel))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
+class RankGathered(Message):
+    """What all ranks said in that round, or why there is none, on its way back."""
+
+    TYPE: ClassVar[int] = 0x48
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    gathered: Gathered = _f(record(Gathered))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
 class Serving(Message):
     """Coordinator to all: the state of the group, and what is served when it is ready.
 
@@ -238,7 +258,7 @@ class TokenIssued(Message):
 
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
-    RankPong, RankTrouble, EndEpoch, EpochEnded, Serving, TokenWanted, TokenIssued,
+    RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

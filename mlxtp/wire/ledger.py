@@ -22,6 +22,7 @@ from .messages import (
     Error,
     Evict,
     Finished,
+    Gathered,
     Generate,
     Message,
     Ping,
@@ -32,6 +33,7 @@ from .messages import (
     ScoredDelta,
     SessionStop,
     Shutdown,
+    SideChannel,
     StepToken,
     Unload,
 )
@@ -49,14 +51,22 @@ class Violation(Exception):
 
 
 class PipeLedger:
-    """Pings and their Pongs, between an agent and a rank that does not speak."""
+    """Pings and rounds of the side channel, with their answers, between an agent and any rank."""
 
     def __init__(self) -> None:
         self.outstanding = 0
         """Pings whose Pong has not come."""
+        self._round = 0
+        self._round_is_open = False
+        self._rounds_are_over = False
 
     def rules(self) -> Rules:
-        return {Ping: self._ping, Pong: self._pong}
+        return {
+            Ping: self._ping,
+            Pong: self._pong,
+            SideChannel: self._side_channel,
+            Gathered: self._gathered,
+        }
 
     def forget(self) -> None:
         """The command that ends every request before it has been answered."""
@@ -68,6 +78,26 @@ class PipeLedger:
         if not self.outstanding:
             raise Violation(Code.OUT_OF_ORDER, "Pong without a Ping that waits for it")
         self.outstanding -= 1
+
+    def _side_channel(self, ours: SideChannel, seq: int) -> None:
+        # A round may also cross the error that ends them all; that one gets no other answer.
+        if self._round_is_open or ours.round != self._round + 1:
+            raise Violation(
+                Code.OUT_OF_ORDER, f"SideChannel with round {ours.round} after round {self._round}"
+            )
+        self._round = ours.round
+        self._round_is_open = True
+
+    def _gathered(self, gathered: Gathered, seq: int) -> None:
+        if gathered.error and gathered.data:
+            raise Violation(Code.FIELD_INVALID, "Gathered with both bytes and an error")
+        if self._rounds_are_over:
+            raise Violation(Code.OUT_OF_ORDER, "Gathered after the error that ended all rounds")
+        if gathered.error:
+            self._rounds_are_over = True
+        elif not self._round_is_open or gathered.round != self._round:
+            raise Violation(Code.OUT_OF_ORDER, f"Gathered for round {gathered.round}, which nobody waits for")
+        self._round_is_open = False
 
 
 class RequestLedger(PipeLedger):

@@ -30,6 +30,7 @@ from .codecs import (
     text,
     texts,
 )
+from .rdma import MAX_ENTRY
 
 PROTOCOL_VERSION = 1
 MAX_RANKS = 8
@@ -49,6 +50,9 @@ MAX_BIASES = 1024
 MAX_GRAMMAR = 1 << 19
 """Characters of one grammar or schema: with four bytes each, a quarter of the largest frame."""
 MAX_TOP_LOGPROBS = 20
+MAX_ROUND_BYTES = 1 << 16
+"""What one rank may say in one round of the side channel; JACCL says a few hundred bytes."""
+MAX_ROUNDS = 1024
 
 _uid = integer(1, U32)
 _count = integer(0, U63)
@@ -168,6 +172,8 @@ class Bootstrap(Message):
     """Agent to its rank: the group this process will be part of, for one epoch.
 
     `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s` proves itself.
+    `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring` it joins only
+    neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns MLX_METAL_FAST_SYNCH on.
     `pins` are the key fingerprints of the ranks' agents, in rank order: decode links are TLS then. Without
     them all ranks are of one agent and its machine.
     """
@@ -175,7 +181,7 @@ class Bootstrap(Message):
     TYPE: ClassVar[int] = 0x07
     rank: int = _f(integer(0, MAX_RANKS - 1))
     world_size: int = _f(integer(1, MAX_RANKS))
-    backend: str = _f(choice("none", "ring"))
+    backend: str = _f(choice("none", "ring", "jaccl"))
     hosts: tuple[str, ...] = _f(texts(MAX_RANKS, 100))
     decode_address: str = _f(text(100))
     epoch_key: bytes = _f(binary(32, 32))
@@ -188,7 +194,33 @@ class Bootstrap(Message):
     compiled: bool = _f(boolean(), default=True)
     speculation: bool = _f(boolean(), default=True)
     prefix_cache: bool = _f(boolean(), default=True)
+    rdma: tuple[str, ...] = _f(texts(MAX_RANKS * MAX_RANKS, MAX_ENTRY), default=())
+    jaccl_ring: bool = _f(boolean(), default=False)
+    fast_fences: bool = _f(boolean(), default=False)
+    round_s: float = _f(_seconds, default=15.0)
     pins: tuple[str, ...] = _f(texts(MAX_RANKS, 64), default=())
+
+
+@dataclass(frozen=True, slots=True)
+class SideChannel(Message):
+    """A rank's bytes for one round of JACCL's all-gather, rounds numbered from 1. Answered by Gathered."""
+
+    TYPE: ClassVar[int] = 0x0B
+    round: int = _f(integer(1, MAX_ROUNDS))
+    data: bytes = _f(binary(0, MAX_ROUND_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered(Message):
+    """Every rank's bytes of that round, in rank order; or in `error` why there will be no more rounds.
+
+    An error may come unasked, to a rank that is between two rounds.
+    """
+
+    TYPE: ClassVar[int] = 0x0E
+    round: int = _f(integer(0, MAX_ROUNDS))
+    data: bytes = _f(binary(0, MAX_RANKS * MAX_ROUND_BYTES))
+    error: str = _f(_detail, default="")
 
 
 # --- decoding ---------------------------------------------------------------------------------------
@@ -424,9 +456,13 @@ class Loaded(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """The reply of Bootstrap, ClearCache, Unload, Abort and Shutdown."""
+    """The reply of Bootstrap, ClearCache, Unload, Abort and Shutdown.
+
+    After Bootstrap, `jaccl` tells whether MLX has JACCL on this machine.
+    """
 
     TYPE: ClassVar[int] = 0x1C
+    jaccl: bool = _f(boolean(), default=False)
 
 
 # --- requests in, tokens out ------------------------------------------------------------------------
@@ -522,8 +558,8 @@ class SessionEnd(Message):
 
 
 RANK_MESSAGES: tuple[type[Message], ...] = (
-    Hello, Welcome, Ping, Pong, Bootstrap, PromptTokens, PromptBatch, StepToken, SessionStop, Evict, Ack,
-    Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
+    Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
+    SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
     InitDone, SanityDone, Loaded, Done,
     Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip

@@ -29,6 +29,7 @@ from .messages import (
     Error,
     Evict,
     Finished,
+    Gathered,
     Generate,
     Hello,
     Init,
@@ -46,6 +47,7 @@ from .messages import (
     SessionEnd,
     SessionStop,
     Shutdown,
+    SideChannel,
     StepToken,
     Unload,
     Welcome,
@@ -214,6 +216,20 @@ _REQUESTS: tuple[Row, ...] = tuple(
 )
 """Whoever asks for tokens need not know of a command that keeps the model. Cancel may come anywhere."""
 
+_ROUNDS: tuple[Row, ...] = (
+    (State.LINKED, _LOWER, SideChannel, State.LINKED),
+    (State.LINKED, _UPPER, Gathered, State.LINKED),
+    (State.CLOSING, _LOWER, SideChannel, State.CLOSING),  # it crossed Shutdown
+)
+"""A rank above 0 forms the group when rank 0 says so, of which its pipe knows nothing."""
+
+_ROUNDS_OF_LEADER: tuple[Row, ...] = (
+    (State.FORMING, _LOWER, SideChannel, State.FORMING),
+    (State.FORMING, _UPPER, Gathered, State.FORMING),
+    (State.FORMED, _UPPER, Gathered, State.FORMED),  # an error that crossed InitDone
+    (State.CLOSING_AFTER_INIT, _LOWER, SideChannel, State.CLOSING_AFTER_INIT),
+)
+
 _VOICE: tuple[Row, ...] = tuple(
     (state, _LOWER, message, state)
     for state in (
@@ -308,8 +324,10 @@ def _control(rows: tuple[Row, ...]) -> Table:
 
 
 TABLES: dict[LinkKind, Table] = {
-    LinkKind.PIPE: _pipe(_GREETING + _PIPE_START),
-    LinkKind.PIPE_LEADER: _pipe(_GREETING + _PIPE_START + _LIFE + _REQUESTS + _VOICE, Cancel),
+    LinkKind.PIPE: _pipe(_GREETING + _PIPE_START + _ROUNDS),
+    LinkKind.PIPE_LEADER: _pipe(
+        _GREETING + _PIPE_START + _LIFE + _ROUNDS_OF_LEADER + _REQUESTS + _VOICE, Cancel
+    ),
     LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _CANARY),
     LinkKind.CONTROL: _control(_CONTROL),
     LinkKind.REQUESTS: _table(_REQUESTS_LINK),

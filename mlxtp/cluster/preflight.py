@@ -1,0 +1,253 @@
+"""Why JACCL would not form here, before it is tried; and what its errors mean, after it was. Pure.
+
+JACCL opens devices one after the other and reports an error number of whatever failed first, on each Mac by
+itself, so a cable in the wrong port is "errno 60" on two Macs and silence on the others. What can be seen
+beforehand is said beforehand, in words, with what to do. The numbers are macOS's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from ..wire.machine import Machine, Port
+from ..wire.rdma import Matrix, devices, fault, peers
+
+RDMA_SINCE = (26, 2)
+"""The macOS that brought RDMA over Thunderbolt."""
+
+_BRIDGE_DOWN = (
+    "until the next restart: sudo ifconfig bridge0 down; for good: turn the Thunderbolt Bridge off in System "
+    "Settings > Network"
+)
+_RDMA_ON = (
+    "shut this Mac down, hold the power button until the options load, choose Options, then Terminal in the "
+    "Utilities menu, and run: rdma_ctl enable"
+)
+_PORT_UP = (
+    "plug the cable in at both ends, see that the other Mac is awake and has RDMA on, and look with "
+    "`ibv_devinfo` for PORT_ACTIVE"
+)
+_FREE = (
+    "end what else uses RDMA on this Mac, above all ranks of an earlier group that are still there; when there "
+    "is nothing, restart it"
+)
+_BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One reason and what to do about it. `errno` is the number that JACCL has for it, None without one."""
+
+    what: str
+    fix: str
+    errno: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}. To do: {self.fix}"
+
+
+# --- before -----------------------------------------------------------------------------------------------
+
+
+def preflight(
+    rank: int,
+    machine: Machine,
+    matrix: Matrix,
+    *,
+    ring: bool = False,
+    others: Mapping[int, Machine] | None = None,
+    named: Collection[str] = (),
+    ranks_left: int = 0,
+) -> Trouble | None:
+    """The first reason why JACCL's `init` would fail on this rank's machine, or None.
+
+    `machine` has all its interfaces and is of now: ports come and go. With the machines of `others`, by rank,
+    cables are followed to their other ends. What a person has `named` by hand is believed: nothing is asked
+    of these devices of this rank, and where there are no more, nothing of the machine. `ranks_left` counts
+    rank processes of earlier epochs that still run here.
+    """
+    if wrong := fault(matrix, ring=ring):
+        return Trouble(wrong, f"correct the cables or the matrix, or {_BY_HAND}")
+    return next(_troubles(rank, machine, matrix, ring, others or {}, named, ranks_left), None)
+
+
+def _troubles(
+    rank: int,
+    machine: Machine,
+    matrix: Matrix,
+    ring: bool,
+    others: Mapping[int, Machine],
+    named: Collection[str],
+    ranks_left: int,
+) -> Iterator[Trouble]:
+    if ranks_left:
+        what = (
+            f"{ranks_left} rank processes of an earlier group still hold queue pairs, of which each RDMA device "
+            "has about 10"
+        )
+        yield Trouble(what, "wait until they are gone, or end them", 16)
+    connected = peers(rank, len(matrix), ring=ring)
+    used = [(peer, name) for peer in connected for name in devices(matrix[rank][peer]) if name not in named]
+    if not used:
+        return
+    yield from _of_machine(machine)
+    for peer, name in used:
+        port = next((port for port in machine.ports if port.rdma == name), None)
+        if port is None:
+            yield _no_such_device(machine, name, peer)
+            continue
+        yield from _of_port(machine, port, peer)
+        if peer in others:
+            yield from _of_cable(port, peer, devices(matrix[peer][rank]), others[peer])
+
+
+def _of_machine(machine: Machine) -> Iterator[Trouble]:
+    release = tuple(int(part) for part in machine.release.split(".")[:2] if part.isdecimal())
+    if machine.rdma == "disabled":
+        yield Trouble("RDMA over Thunderbolt is off on this Mac", _RDMA_ON)
+    elif machine.rdma != "enabled" and machine.system == "macos" and () < release < RDMA_SINCE:
+        yield Trouble(f"macOS {machine.release} has no RDMA over Thunderbolt", "update it to 26.2 or newer")
+    elif machine.rdma != "enabled":
+        yield Trouble(
+            "this machine has no RDMA over Thunderbolt, which takes a Mac with Thunderbolt 5",
+            f"use --backend ring; if it has an RDMA device all the same, {_BY_HAND}",
+        )
+    if machine.bridge_up:
+        yield Trouble("bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports", _BRIDGE_DOWN, 22)
+
+
+def _no_such_device(machine: Machine, name: str, peer: int) -> Trouble:
+    port = next((port for port in machine.ports if f"rdma_{port.interface}" == name), None)
+    if port is not None:
+        return Trouble(
+            f"the cable to rank {peer} is in {_place(port)}, which has no RDMA",
+            "move it to another Thunderbolt 5 port; on a Mac Studio the one next to Ethernet has none",
+        )
+    present = ", ".join(port.rdma for port in machine.ports if port.rdma) or "none"
+    return Trouble(
+        f"there is no RDMA device {name} for rank {peer}; this Mac has: {present}",
+        f"look with `ibv_devices`, and {_BY_HAND}",
+    )
+
+
+def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
+    if not port.active:
+        yield Trouble(
+            f"{port.rdma} for rank {peer}, in {_place(port)}, is down, and gets no protection domain",
+            _PORT_UP,
+        )
+    addresses = [each.address for each in machine.interfaces if each.name == port.interface and each.up]
+    if not any(addresses):
+        yield Trouble(
+            f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address",
+            f"sudo ifconfig {port.interface} inet ADDRESS netmask 255.255.255.252, with the two addresses of a "
+            "/30 for the two ends of the cable; for good: System Settings > Network",
+            22,
+        )
+
+
+def _of_cable(port: Port, peer: int, theirs: Collection[str], other: Machine) -> Iterator[Trouble]:
+    """Whether the cable in this port ends in one of `theirs`, the devices of the `other` machine."""
+    right = [each for each in other.ports if each.rdma in theirs and each.domain]
+    if not port.peer_domain or not right or port.peer_domain in {each.domain for each in right}:
+        return
+    end = next((each for each in other.ports if each.domain == port.peer_domain), None)
+    yield Trouble(
+        f"the cable in {_place(port)}, {port.rdma}, should lead to {right[0].rdma} of rank {peer} and ends "
+        + (f"in {_place(end)} of it" if end else "at another machine"),
+        f"move that end to {_place(right[0])} of rank {peer}, or {_BY_HAND}",
+        60,
+    )
+
+
+def _place(port: Port) -> str:
+    return f"Thunderbolt port {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
+
+
+# --- afterwards -------------------------------------------------------------------------------------------
+
+_BY_NUMBER = {
+    trouble.errno: trouble
+    for trouble in (
+        Trouble(
+            "errno 22 from JACCL: an RDMA device has no IPv4 address or an old one, or bridge0 holds its port",
+            "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo ifconfig "
+            "en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the port came up; "
+            f"take the bridge down, {_BRIDGE_DOWN}",
+            22,
+        ),
+        Trouble(
+            "errno 60 from JACCL: the cable of an RDMA device ends in another port than the matrix says",
+            f"move the cable to the port that `mlxtp plan` names, or {_BY_HAND}",
+            60,
+        ),
+        Trouble(
+            "errno 16 from JACCL: all queue pairs of an RDMA device are taken, of which it has about 10, and "
+            "trying again frees none",
+            _FREE,
+            16,
+        ),
+        Trouble(
+            "errno 2 from JACCL: another rank failed first",
+            "nothing here; what ended the other rank stands in its own report",
+            2,
+        ),
+        Trouble(
+            "errno 65: macOS keeps this process from the local network",
+            "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
+            "not ask: as a LaunchDaemon, or from a Terminal or SSH session that stays open",
+            65,
+        ),
+    )
+}
+
+_BY_WORDS: tuple[tuple[str, Trouble], ...] = (
+    (
+        "protection domain",
+        Trouble(
+            "JACCL got no protection domain: the port of an RDMA device is down, or the device is used up",
+            f"{_PORT_UP}; where it is active, {_FREE}",
+        ),
+    ),
+    (
+        "memory region",
+        Trouble(
+            "JACCL could not register its memory: a device has room for 100 regions, and one connection takes "
+            "64 or more",
+            f"use each device for one cable and one group; {_FREE}",
+        ),
+    ),
+    (
+        "could not (find|open) device",
+        Trouble(
+            "the matrix names an RDMA device that is not there or cannot be opened",
+            f"look with `ibv_devices`, and {_BY_HAND}; where none is listed, look with `rdma_ctl status`",
+        ),
+    ),
+    (
+        r"couldn't connect\b.*\b60\b",
+        Trouble(
+            "a TCP connection from rank to rank did not come about in time",
+            "see that each Mac reaches the other's address, with no firewall in between",
+            60,
+        ),
+    ),
+    ("no ipv4-mapped gid", _BY_NUMBER[22]),
+    ("no route to host", _BY_NUMBER[65]),
+)
+"""Parts of messages that say more than a number in them would, or have none; the first that fits counts."""
+
+_NUMBER = re.compile(r"\b(?:errno|error code|error)\b\W{0,3}(\d{1,3})\b", re.IGNORECASE)
+
+
+def explain(error: int | str) -> str | None:
+    """What an error number, or a message of JACCL's, means and what to do; None for one not known here."""
+    if isinstance(error, int):
+        return str(_BY_NUMBER[error]) if error in _BY_NUMBER else None
+    for words, trouble in _BY_WORDS:
+        if re.search(words, error, re.IGNORECASE):
+            return str(trouble)
+    match = _NUMBER.search(error)
+    return explain(int(match[1])) if match else None

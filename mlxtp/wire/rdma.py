@@ -1,0 +1,127 @@
+"""Which RDMA device leads to whom: the matrix that JACCL is given, and what can be wrong with one.
+
+JACCL itself says little: an entry on the diagonal or a cable with one end gives it a group of another shape
+than was meant, or an error about something else. So whoever makes or uses a matrix asks `fault` first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+Matrix = tuple[tuple[str, ...], ...]
+"""`matrix[i][j]` names the devices of rank i that are cabled to rank j ("rdma_en5", or several with commas
+between them), or is empty."""
+
+MAX_SIZE = 8
+"""Ranks that JACCL joins at most."""
+MAX_LANES = 4
+"""Devices between two neighbours of a ring at most."""
+MAX_NAME = 60
+MAX_ENTRY = MAX_LANES * (MAX_NAME + 1)
+"""Characters of one entry."""
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+
+
+def devices(entry: str) -> tuple[str, ...]:
+    """The devices that one entry names."""
+    return tuple(entry.split(",")) if entry else ()
+
+
+def flat(matrix: Matrix) -> tuple[str, ...]:
+    """All entries, row by row, as Bootstrap carries them."""
+    return tuple(entry for row in matrix for entry in row)
+
+
+def square(entries: Sequence[str], size: int) -> Matrix:
+    """The matrix of `size` ranks from its entries, row by row. Raises ValueError unless they are size²."""
+    if len(entries) != size * size:
+        raise ValueError(f"an RDMA matrix of {size} ranks has {size * size} entries, not {len(entries)}")
+    return tuple(tuple(entries[start : start + size]) for start in range(0, len(entries), size))
+
+
+def device_file(matrix: Matrix) -> str:
+    """The JSON text that JACCL reads: null, a name, or a list of names."""
+    return json.dumps([[_as_json(devices(entry)) for entry in row] for row in matrix])
+
+
+def _as_json(names: tuple[str, ...]) -> str | list[str] | None:
+    if not names:
+        return None
+    return names[0] if len(names) == 1 else list(names)
+
+
+def peers(rank: int, size: int, *, ring: bool) -> list[int]:
+    """The ranks that `rank` has a connection with, ascending."""
+    if ring:
+        return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+    return [peer for peer in range(size) if peer != rank]
+
+
+def fault(matrix: Matrix, *, ring: bool) -> str | None:
+    """The first thing that is wrong with a matrix, in words for whoever made it; None when JACCL can use it.
+
+    With `ring`, neighbours need each other, as many devices each; what stands between others is not used.
+    Without, each two ranks need each other, by one device.
+    """
+    size = len(matrix)
+    if not 2 <= size <= MAX_SIZE:
+        return f"JACCL joins 2 to {MAX_SIZE} ranks; this RDMA matrix has {size} rows"
+    for rank, row in enumerate(matrix):
+        if len(row) != size:
+            return (
+                f"row {rank} of the RDMA matrix has {len(row)} entries; it needs one for each of {size} ranks"
+            )
+    for rank, row in enumerate(matrix):
+        if wrong := _fault_of_row(rank, row):
+            return wrong
+    pairs = [(rank, peer) for rank in range(size) for peer in peers(rank, size, ring=ring)]
+    return _fault_of_pairs(matrix, pairs, ring=ring)
+
+
+def _fault_of_row(rank: int, row: tuple[str, ...]) -> str | None:
+    if row[rank]:
+        return f"rank {rank} has {row[rank]} as its RDMA device to itself; that entry stays empty"
+    used: dict[str, int] = {}
+    for peer, entry in enumerate(row):
+        for name in devices(entry):
+            if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+                return f"{name!r} of rank {rank} cannot be the name of an RDMA device, such as rdma_en5"
+            if name in used:
+                return (
+                    f"rank {rank} has {name} for rank {used[name]} and again for rank {peer}; "
+                    "one device serves one cable"
+                )
+            used[name] = peer
+    return None
+
+
+def _fault_of_pairs(matrix: Matrix, pairs: list[tuple[int, int]], *, ring: bool) -> str | None:
+    for rank, peer in pairs:
+        ours, theirs = matrix[rank][peer], matrix[peer][rank]
+        if ours and not theirs:
+            return (
+                f"rank {rank} has {ours} for rank {peer}, which has no RDMA device for rank {rank}; "
+                "a cable has two ends"
+            )
+        if not ours and not theirs:
+            need = "each two neighbours of a ring" if ring else "each two ranks of a mesh"
+            return f"ranks {rank} and {peer} have no RDMA device for each other; {need} need a cable"
+    lanes = {(rank, peer): len(devices(matrix[rank][peer])) for rank, peer in pairs}
+    most = max(lanes.values())
+    rank, peer = max(lanes, key=lanes.__getitem__)
+    if not ring and most > 1:
+        return (
+            f"rank {rank} has {most} RDMA devices for rank {peer}; a mesh uses one, only a ring uses several"
+        )
+    if most > MAX_LANES:
+        return f"rank {rank} has {most} RDMA devices for rank {peer}; a ring uses at most {MAX_LANES}"
+    if len(set(lanes.values())) > 1:
+        fewer = min(lanes, key=lanes.__getitem__)
+        return (
+            f"rank {rank} has {most} RDMA devices for rank {peer}, rank {fewer[0]} has {lanes[fewer]} for "
+            f"rank {fewer[1]}; all neighbours of a ring need equally many"
+        )
+    return None

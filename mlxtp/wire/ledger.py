@@ -317,10 +317,23 @@ class DecodeLedger:
             )
 
 
-Ledger = PipeLedger | DecodeLedger
+class JoinLedger:
+    """Three messages whose order says everything."""
+
+    outstanding = 0
+
+    def rules(self) -> Rules:
+        return {}
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+
+Ledger = PipeLedger | DecodeLedger | JoinLedger
 
 LEDGERS: dict[LinkKind, type[Ledger]] = {
     LinkKind.PIPE: PipeLedger,
     LinkKind.PIPE_LEADER: RequestLedger,
     LinkKind.DECODE: DecodeLedger,
+    LinkKind.JOIN: JoinLedger,
 }

@@ -4,7 +4,8 @@ A frame is `[type, epoch, seq, body]` (see `frames.py`); `body` is the message's
 field may hold is said once, in its declaration, and holds for both directions: a message that breaks it
 is refused before it is sent and after it is received.
 
-Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and one other rank.
+Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and one other rank; *join* lets a
+Mac into a cluster (its messages are in `joining.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .codecs import (
     text,
     texts,
 )
+from .joining import JoinGrant, JoinOffer, JoinRequest
 
 PROTOCOL_VERSION = 1
 MAX_RANKS = 8
@@ -530,6 +532,7 @@ MESSAGES: dict[int, type[Message]] = {
         Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
         InitDone, SanityDone, Loaded, Done,
         Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
+        JoinOffer, JoinRequest, JoinGrant,
     )
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ A move that is not in the table is illegal. States that mean the same have the s
     new -Hello-> greeted -Welcome-> open -Bootstrap-> linking -Done-> linked
     linked -Init-> forming -InitDone-> formed -SanityCheck-> proving -SanityDone-> proven
     proven -LoadShard-> loading -Loaded-> loaded
+    new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant-> closed
 
 A state in -ing waits for the reply to one command. Both ends run this table, each at its own time, so a
 message may arrive in a state that its sender had not yet heard of. Where that can happen the table holds
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
+from .joining import JoinGrant, JoinOffer, JoinRequest
 from .messages import (
     Abort,
     Accepted,
@@ -52,7 +54,7 @@ from .messages import (
 
 
 class Side(Enum):
-    """UPPER gives commands, LOWER says Hello and answers."""
+    """UPPER gives commands, LOWER says Hello and answers. Who joins is LOWER."""
 
     UPPER = "upper"
     LOWER = "lower"
@@ -69,6 +71,7 @@ class LinkKind(Enum):
     PIPE_LEADER = ("pipe to rank 0", "the agent", "rank 0")
     PIPE = ("pipe", "the agent", "the rank")
     DECODE = ("decode link", "rank 0", "the rank")
+    JOIN = ("join link", "the cluster", "the joiner")
 
     def __str__(self) -> str:
         return self.value[0]
@@ -83,6 +86,8 @@ class State(Enum):
 
     NEW = "new"
     GREETED = "greeted"
+    OFFERED = "offered"
+    ASKED = "asked"
     OPEN = "open"
     LINKING = "linking"
     LINKED = "linked"
@@ -112,6 +117,9 @@ class State(Enum):
 
 TERMINAL = frozenset((State.CLOSED, State.FAILED))
 """Nothing is legal here."""
+
+OPENING = frozenset((State.NEW, State.GREETED, State.OFFERED, State.ASKED))
+"""Whoever sends here has proven nothing yet, and gets little room."""
 
 
 class RequestFailed(Message):
@@ -226,6 +234,15 @@ _VOICE: tuple[Row, ...] = tuple(
 """Tokens leave rank 0 until the command that crossed them is answered. No other link has these moves."""
 
 
+_JOINING: tuple[Row, ...] = (
+    (State.NEW, _UPPER, JoinOffer, State.OFFERED),
+    (State.OFFERED, _LOWER, JoinRequest, State.ASKED),
+    (State.ASKED, _UPPER, JoinGrant, State.CLOSED),
+    (State.ASKED, _UPPER, Error, State.CLOSED),  # refused
+    (State.OFFERED, _UPPER, Error, State.FAILED),  # the offer stands no longer
+)
+
+
 def _states(rows: Iterable[Row]) -> frozenset[State]:
     return frozenset(state for start, _, _, end in rows for state in (start, end)) - TERMINAL
 
@@ -277,4 +294,5 @@ TABLES: dict[LinkKind, Table] = {
     LinkKind.PIPE: _pipe(_GREETING + _PIPE_START),
     LinkKind.PIPE_LEADER: _pipe(_GREETING + _PIPE_START + _LIFE + _REQUESTS + _VOICE, Cancel),
     LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _CANARY),
+    LinkKind.JOIN: _table(_JOINING),
 }

@@ -1,4 +1,4 @@
-"""Join tokens: their text, and the desk that knows which of them are good. No clock, no randomness of its own.
+"""Join tokens: their text, and the desk that knows which of them are good. No clock, nothing random.
 
 A token is what a person carries from one Mac to the next. It names the cluster, lets the joiner recognise
 the cluster's authority (a hash of its certificate), and holds a secret of 128 bits that both ends prove to
@@ -27,7 +27,7 @@ MAX_FAILURES = 5
 """Wrong proofs after which a token is given up."""
 MAX_OPEN = 16
 RESEND_S = 60.0
-"""Seconds in which the Mac that used a token may ask again with the same key: the answer may have been lost."""
+"""Seconds in which the Mac that used a token may ask again, with the same key: its answer may be lost."""
 REMEMBERED_S = 3600.0
 """Seconds after its expiry for which the desk still knows what became of a token."""
 MAX_REMEMBERED = 256

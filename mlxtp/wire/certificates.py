@@ -1,8 +1,8 @@
 """What the certificates of a cluster say: made, read and judged. Bytes in, bytes out; no file, no clock.
 
 A cluster has one authority, whose key stays on the Mac that founded it. The authority certifies, for each
-member, that a P-256 key belongs to a node id. A certificate names its cluster and its node in one URI, and
-nothing else in it is read: `mlxtp:cluster:CLUSTER` in the authority's, `mlxtp:node:CLUSTER:NODE` in a member's.
+member, that a P-256 key belongs to a node id. Whom a certificate is for stands in it as one URI, the only
+name in it that is read: `mlxtp:cluster:CLUSTER` for the authority, `mlxtp:node:CLUSTER:NODE` for a member.
 
 Certificates hold whatever the clock says, from 1970 to 9999. What ends a membership is its removal; a Mac
 whose clock is wrong by years, as after an empty battery, must not part from its cluster for that.
@@ -141,7 +141,9 @@ def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
             x509.load_der_x509_certificate(authority)
         )
     except (InvalidSignature, *_UNREADABLE):
-        raise _not_authentic(f"the certificate was not made by the authority of cluster {cluster_id}") from None
+        raise _not_authentic(
+            f"the certificate was not made by the authority of cluster {cluster_id}"
+        ) from None
     node = read_node(certificate)
     if node.cluster_id != cluster_id:
         raise _not_authentic(f"the certificate is for cluster {node.cluster_id}, not {cluster_id}")

@@ -35,6 +35,7 @@ class Code(StrEnum):
     NOT_READY = "not_ready"
     OVERLOADED = "overloaded"
     GRAMMAR_STUCK = "grammar_stuck"
+    JOIN_REFUSED = "join_refused"
     # the wire
     FRAME_OVERSIZE = "frame_oversize"
     FRAME_MALFORMED = "frame_malformed"

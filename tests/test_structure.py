@@ -282,6 +282,10 @@ PURE = (
     "mlxtp.wire.order",
     "mlxtp.wire.ledger",
     "mlxtp.wire.identity",
+    "mlxtp.wire.certificates",
+    "mlxtp.wire.joining",
+    "mlxtp.cluster.tokens",
+    "mlxtp.cluster.joining",
     "mlxtp.node.epoch",
 )
 IMPURE = frozenset(

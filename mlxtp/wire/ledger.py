@@ -348,7 +348,7 @@ class DecodeLedger:
 
 
 class ControlLedger:
-    """Nothing but order is kept between agents."""
+    """Between agents, and with a joiner, the order of messages says everything."""
 
     outstanding = 0
 
@@ -367,4 +367,5 @@ LEDGERS: dict[LinkKind, type[Ledger]] = {
     LinkKind.DECODE: DecodeLedger,
     LinkKind.CONTROL: ControlLedger,
     LinkKind.REQUESTS: RequestLedger,
+    LinkKind.JOIN: ControlLedger,
 }

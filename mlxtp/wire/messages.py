@@ -4,7 +4,8 @@ A frame is `[type, epoch, seq, body]` (see `frames.py`); `body` is the message's
 field may hold is said once, in its declaration, and holds for both directions: a message that breaks it
 is refused before it is sent and after it is received.
 
-Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and one other rank.
+Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and one other rank; *join* lets a
+Mac into a cluster (its messages are in `joining.py`).
 """
 
 from __future__ import annotations

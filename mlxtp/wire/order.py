@@ -5,6 +5,7 @@ A move that is not in the table is illegal. States that mean the same have the s
     new -Hello-> greeted -Welcome-> open -Bootstrap-> linking -Done-> linked
     linked -Init-> forming -InitDone-> formed -SanityCheck-> proving -SanityDone-> proven
     proven -LoadShard-> loading -Loaded-> loaded
+    new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant-> closed
 
 A state in -ing waits for the reply to one command. Both ends run this table, each at its own time, so a
 message may arrive in a state that its sender had not yet heard of. Where that can happen the table holds
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from .control import BOTH_WAYS, AgentHello
+from .joining import JoinGrant, JoinOffer, JoinRequest
 from .messages import (
     Abort,
     Accepted,
@@ -55,7 +57,7 @@ from .messages import (
 
 
 class Side(Enum):
-    """UPPER gives commands, LOWER says Hello and answers."""
+    """UPPER gives commands, LOWER says Hello and answers. Who joins is LOWER."""
 
     UPPER = "upper"
     LOWER = "lower"
@@ -74,6 +76,7 @@ class LinkKind(Enum):
     DECODE = ("decode link", "rank 0", "the rank")
     CONTROL = ("control link", "the agent that was called", "the agent that called")
     REQUESTS = ("requests link", "the agent with clients", "the agent with rank 0")
+    JOIN = ("join link", "the cluster", "the joiner")
 
     def __str__(self) -> str:
         return self.value[0]
@@ -88,6 +91,8 @@ class State(Enum):
 
     NEW = "new"
     GREETED = "greeted"
+    OFFERED = "offered"
+    ASKED = "asked"
     OPEN = "open"
     LINKING = "linking"
     LINKED = "linked"
@@ -117,6 +122,9 @@ class State(Enum):
 
 TERMINAL = frozenset((State.CLOSED, State.FAILED))
 """Nothing is legal here."""
+
+OPENING = frozenset((State.NEW, State.GREETED, State.OFFERED, State.ASKED))
+"""Whoever sends here has proven nothing yet, and gets little room."""
 
 
 class RequestFailed(Message):
@@ -245,6 +253,15 @@ _VOICE: tuple[Row, ...] = tuple(
 """Tokens leave rank 0 until the command that crossed them is answered. No other link has these moves."""
 
 
+_JOINING: tuple[Row, ...] = (
+    (State.NEW, _UPPER, JoinOffer, State.OFFERED),
+    (State.OFFERED, _LOWER, JoinRequest, State.ASKED),
+    (State.ASKED, _UPPER, JoinGrant, State.CLOSED),
+    (State.ASKED, _UPPER, Error, State.CLOSED),  # refused
+    (State.OFFERED, _UPPER, Error, State.FAILED),  # the offer stands no longer
+)
+
+
 def _states(rows: Iterable[Row]) -> frozenset[State]:
     return frozenset(state for start, _, _, end in rows for state in (start, end)) - TERMINAL
 
@@ -331,4 +348,5 @@ TABLES: dict[LinkKind, Table] = {
     LinkKind.DECODE: _decode(_GREETING + _DECODE_START + _LIFE + _DECODING + _CANARY),
     LinkKind.CONTROL: _control(_CONTROL),
     LinkKind.REQUESTS: _table(_REQUESTS_LINK),
+    LinkKind.JOIN: _table(_JOINING),
 }

@@ -10,7 +10,7 @@ from ..errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProt
 from .frames import MAX_FRAME, Decoder, encode
 from .ledger import LEDGERS, Ledger, Violation
 from .messages import Done, Error, Message
-from .order import TABLES, TERMINAL, LinkKind, Moves, RequestFailed, Side, State
+from .order import OPENING, TABLES, TERMINAL, LinkKind, Moves, RequestFailed, Side, State
 
 __all__ = ["LinkKind", "Protocol", "Received", "Side", "State"]
 
@@ -154,7 +154,7 @@ class Protocol:
         moves = self._table[state]
         self._sendable = moves[self.side]
         self._receivable = moves[self._peer]
-        if state not in (State.NEW, State.GREETED):
+        if state not in OPENING:
             self._decoder.limit = MAX_FRAME
 
     def _fail(self, failure: MlxtpError) -> NoReturn:

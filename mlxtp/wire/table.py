@@ -9,14 +9,17 @@ from ..errors import Code, RemoteProtocolError
 from .base import Message
 from .codecs import FieldCodec, Wire
 from .control import CONTROL_MESSAGES
+from .joining import JOIN_MESSAGES
 from .messages import RANK_MESSAGES
 
 M = TypeVar("M", bound=Message)
 
 MESSAGES: dict[int, type[Message]] = {
-    message.TYPE: message for message in (*RANK_MESSAGES, *CONTROL_MESSAGES)
+    message.TYPE: message for message in (*RANK_MESSAGES, *CONTROL_MESSAGES, *JOIN_MESSAGES)
 }
-assert len(MESSAGES) == len(RANK_MESSAGES) + len(CONTROL_MESSAGES), "two messages with one number"
+assert len(MESSAGES) == len(RANK_MESSAGES) + len(CONTROL_MESSAGES) + len(JOIN_MESSAGES), (
+    "two messages with one number"
+)
 
 _CODECS: dict[type[Message], tuple[tuple[str, FieldCodec], ...]] = {
     message: tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]

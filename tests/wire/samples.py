@@ -28,6 +28,7 @@ from mlxtp.wire.control import (
     TokenIssued,
     TokenWanted,
 )
+from mlxtp.wire.joining import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.machine import Interface, Port
 from mlxtp.wire.messages import (
     MAX_BIASES,
@@ -144,6 +145,9 @@ EXAMPLES: dict[type[Message], Message] = {
         Finished(1, "stop", 1, 1),
         SessionEnd(),
         *_CONTROL_EXAMPLES,
+        JoinOffer(b"ca", b"n" * 32, "studio", ("10.0.0.1:52414",)),
+        JoinRequest(b"t" * 8, b"i" * 16, "mini", b"\4" * 65, b"n" * 32, b"p" * 32, b"s" * 70),
+        JoinGrant(b"certificate", b"p" * 32, "desk", ("10.0.0.1:52414",)),
     )
 }
 assert set(EXAMPLES) == set(MESSAGES.values())
@@ -156,6 +160,10 @@ def _ints(low: int, high: int, min_items: int, max_items: int) -> st.SearchStrat
 def _floats(low: float, high: float, min_items: int, max_items: int) -> st.SearchStrategy[tuple[float, ...]]:
     """Such as 32 bits can hold: frames carry no more of a list of numbers."""
     return st.lists(st.floats(low, high, width=32), min_size=min_items, max_size=max_items).map(tuple)
+
+
+def _addresses(max_items: int) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.text(st.characters(codec="utf-8"), max_size=60), max_size=max_items).map(tuple)
 
 
 _rank = st.integers(0, MAX_RANKS - 1)
@@ -174,6 +182,9 @@ _text = st.text(st.characters(codec="utf-8"), max_size=100)
 _short = st.text(st.characters(codec="utf-8"), max_size=8)
 _node = st.text("0123456789abcdef", max_size=32)
 _epoch = st.integers(1, U63)
+_name = st.text(st.characters(codec="utf-8"), max_size=64)
+_certificate = st.binary(min_size=1, max_size=1500)
+_nonce = st.binary(min_size=32, max_size=32)
 _reason = st.sampled_from(("stop", "length", "cancel"))
 _phase = st.sampled_from(
     ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
@@ -312,6 +323,18 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Delta: st.builds(Delta, _ints(1, U32, 1, 40), _token_lists, _token_lists),
     Cancel: st.builds(Cancel, _uid),
     Finished: st.builds(Finished, _uid, _reason, *(_count,) * 5),
+    JoinOffer: st.builds(JoinOffer, _certificate, _nonce, _name, _addresses(MAX_ADDRESSES)),
+    JoinRequest: st.builds(
+        JoinRequest,
+        st.binary(min_size=8, max_size=8),
+        st.binary(min_size=16, max_size=16),
+        _name,
+        st.binary(min_size=65, max_size=65),
+        _nonce,
+        _nonce,
+        st.binary(min_size=8, max_size=80),
+    ),
+    JoinGrant: st.builds(JoinGrant, _certificate, _nonce, _name, _addresses(MAX_PEERS)),
 }
 
 _shorts = st.lists(_short, max_size=5).map(tuple)

@@ -160,6 +160,31 @@ def test_the_life_of_a_plain_pipe() -> None:
     assert pipe.upper.closed
 
 
+def test_the_life_of_a_join_link() -> None:
+    link = Pair.of(LinkKind.JOIN)
+    link.up(say("JoinOffer"))
+    link.down(say("JoinRequest"))
+    link.up(say("JoinGrant"))
+    for end in (link.upper, link.lower):
+        assert end.closed
+        end.receive_eof()
+
+
+def test_a_joiner_that_is_refused() -> None:
+    link = pair_in(LinkKind.JOIN, State.ASKED)
+    link.up(Error(Code.JOIN_REFUSED, "the token has expired", 0))
+    assert link.lower.closed
+
+
+@pytest.mark.parametrize("state", [State.NEW, State.OFFERED, State.ASKED])
+def test_who_joins_is_given_little_room_to_the_end(state: State) -> None:
+    pair = pair_in(LinkKind.JOIN, state)
+    for end in (pair.upper, pair.lower):
+        with pytest.raises(RemoteProtocolError) as caught:
+            end.receive_data(encode(LoadShard("x" * 4000, 512, (1,) * 64), EPOCH, 1))
+        assert caught.value.code is Code.FRAME_OVERSIZE
+
+
 def test_a_hello_that_is_refused() -> None:
     link = pair_in(LinkKind.DECODE, State.GREETED)
     link.up(Error(Code.NOT_AUTHENTIC, "another epoch's key", 0))

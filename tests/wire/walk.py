@@ -17,7 +17,12 @@ EPOCH = 7
 
 Move = tuple[Side, type[Message]]
 
-USUAL = {LinkKind.PIPE: State.LINKED, LinkKind.CONTROL: State.OPEN, LinkKind.REQUESTS: State.OPEN}
+USUAL = {
+    LinkKind.PIPE: State.LINKED,
+    LinkKind.CONTROL: State.OPEN,
+    LinkKind.REQUESTS: State.OPEN,
+    LinkKind.JOIN: State.OFFERED,
+}
 """Where a link stands most of its time, unless that is LOADED."""
 
 

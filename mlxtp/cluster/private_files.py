@@ -1,0 +1,105 @@
+"""Files that only their owner may read, written so that a crash leaves the old content or the new one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from ..errors import ConfigError
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+_OTHERS = 0o077
+MAX_BYTES = 1 << 20
+
+
+def make_private_folder(folder: Path) -> None:
+    """Makes `folder`, or finds it there, closed to others. Raises ConfigError as `check_private_folder`."""
+    try:
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made: {error.strerror}") from None
+    check_private_folder(folder)
+
+
+def check_private_folder(folder: Path) -> None:
+    """Raises ConfigError, with what to do, when others may look into `folder` or it is no folder of ours."""
+    try:
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{folder} is not a folder; move it away")
+    _check_owner(folder, status)
+    if status.st_mode & _OTHERS:
+        raise ConfigError(
+            f"{folder} is open to other users of this Mac (mode {stat.S_IMODE(status.st_mode):04o}, should "
+            f"be {FOLDER_MODE:04o}); run: chmod {FOLDER_MODE:o} '{folder}'"
+        )
+
+
+def read_private(path: Path) -> bytes | None:
+    """The content of a file that nobody else may read; None where there is none.
+
+    Raises ConfigError, with what to do, when others may read it, or when it is no file of ours.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path} is not a file; move it away")
+        _check_owner(path, status)
+        if status.st_mode & _OTHERS:
+            raise ConfigError(
+                f"{path} can be read or changed by other users of this Mac (mode "
+                f"{stat.S_IMODE(status.st_mode):04o}, should be {FILE_MODE:04o}); if somebody may have read "
+                f"it, remove this Mac from its cluster; otherwise run: chmod {FILE_MODE:o} '{path}'"
+            )
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes, which mlxtp never writes")
+    return data
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Writes the whole file, or leaves it as it was; it is on the disk when this returns.
+
+    One writer at a time. Nothing is left behind but, after a crash, a file `.NAME.new`, which the next write
+    replaces. Raises ConfigError when it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        fresh.unlink(missing_ok=True)
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        fresh.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings names that were made, changed or removed in `folder` to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    user = os.geteuid()
+    if user not in (0, status.st_uid):
+        raise ConfigError(
+            f"{path} belongs to user {status.st_uid}, and this is user {user}; run mlxtp as that user, or "
+            f"with another --home"
+        )

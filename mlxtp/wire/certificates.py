@@ -1,0 +1,304 @@
+"""What the certificates of a cluster say: made, read and judged. Bytes in, bytes out; no file, no clock.
+
+A cluster has one authority, whose key stays on the Mac that founded it. The authority certifies, for each
+member, that a P-256 key belongs to a node id. Whom a certificate is for stands in it as one URI, the only
+name in it that is read: `mlxtp:cluster:CLUSTER` for the authority, `mlxtp:node:CLUSTER:NODE` for a member.
+
+Certificates hold whatever the clock says, from 1970 to 9999. What ends a membership is its removal; a Mac
+whose clock is wrong by years, as after an empty battery, must not part from its cluster for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from ..errors import Code, ProtocolError
+
+PrivateKey = ec.EllipticCurvePrivateKey
+PublicKey = ec.EllipticCurvePublicKey
+
+AUTHORITY_HASH_BYTES = 16
+VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
+VALID_UNTIL = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""What RFC 5280 writes for "no end"."""
+
+_CLUSTER_URI = re.compile(r"mlxtp:cluster:([0-9a-f]{16})")
+_NODE_URI = re.compile(r"mlxtp:node:([0-9a-f]{16}):([0-9a-f]{32})")
+
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+"""What the parser raises for bytes that are no certificate, or none of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who a member's certificate says it is. `fingerprint` is that of its key, as in `fingerprint`."""
+
+    node_id: str
+    cluster_id: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A member's certificate and that of its cluster's authority (DER)."""
+
+    certificate: bytes
+    authority: bytes
+
+    @property
+    def cluster_id(self) -> str:
+        """16 hex digits. Raises ProtocolError (NOT_AUTHENTIC) where there is no such authority."""
+        return cluster_of(self.authority)
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """The certificate (DER) of a cluster's authority, with its key: only the founding Mac has this."""
+
+    certificate: bytes
+    key: PrivateKey = field(repr=False)
+
+    def certify(
+        self,
+        node_id: str,
+        key: PublicKey,
+        valid_from: datetime = VALID_FROM,
+        valid_until: datetime = VALID_UNTIL,
+    ) -> bytes:
+        """A certificate (DER) that `key` belongs to `node_id` in this cluster, for both ends of TLS."""
+        cluster_id = cluster_of(self.certificate)
+        issuer = self.key.public_key()
+        builder = (
+            _builder(f"mlxtp node {node_id}", key, valid_from, valid_until)
+            .issuer_name(_name(f"mlxtp cluster {cluster_id}"))
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(digital_signature=True), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+            .add_extension(_uri(f"mlxtp:node:{cluster_id}:{node_id}"), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
+        )
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(Encoding.DER)
+
+
+def found(cluster_id: str, key: PrivateKey) -> Authority:
+    """A new cluster's authority, its certificate signed by itself."""
+    name = f"mlxtp cluster {cluster_id}"
+    builder = (
+        _builder(name, key.public_key(), VALID_FROM, VALID_UNTIL)
+        .issuer_name(_name(name))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(key_cert_sign=True), critical=True)
+        .add_extension(_uri(f"mlxtp:cluster:{cluster_id}"), critical=False)
+    )
+    return Authority(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.DER), key)
+
+
+def new_key() -> PrivateKey:
+    """A fresh P-256 key, drawn by OpenSSL."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+# --- reading and judging ------------------------------------------------------------------------------
+
+
+def check_node(certificate: bytes, authority: bytes) -> NodeIdentity:
+    """Who `certificate` (DER) belongs to, signed by `authority` (DER), which the caller trusts.
+
+    Raises ProtocolError (NOT_AUTHENTIC) when it is not of that cluster. Nothing but the signature is read of
+    a certificate that `authority` did not sign.
+    """
+    cluster_id = cluster_of(authority)
+    try:
+        x509.load_der_x509_certificate(certificate).verify_directly_issued_by(
+            x509.load_der_x509_certificate(authority)
+        )
+    except (InvalidSignature, *_UNREADABLE):
+        raise _not_authentic(
+            f"the certificate was not made by the authority of cluster {cluster_id}"
+        ) from None
+    node = read_node(certificate)
+    if node.cluster_id != cluster_id:
+        raise _not_authentic(f"the certificate is for cluster {node.cluster_id}, not {cluster_id}")
+    return node
+
+
+def read_node(certificate: bytes) -> NodeIdentity:
+    """Who a member's certificate (DER) names. Whether to believe it is the caller's to know.
+
+    Raises ProtocolError (NOT_AUTHENTIC) for anything that is not the certificate of a node.
+    """
+    try:
+        parsed = x509.load_der_x509_certificate(certificate)
+        names = _NODE_URI.fullmatch(_uri_of(parsed))
+        key = parsed.public_key()
+    except _UNREADABLE:
+        names = None
+    if names is None or not isinstance(key, PublicKey):
+        raise _not_authentic("the certificate is not that of a node")
+    return NodeIdentity(names[2], names[1], fingerprint(key))
+
+
+def cluster_of(authority: bytes) -> str:
+    """The cluster id in an authority's certificate (DER), which must have signed itself.
+
+    Raises ProtocolError (NOT_AUTHENTIC) for anything else.
+    """
+    try:
+        parsed = x509.load_der_x509_certificate(authority)
+        names = _CLUSTER_URI.fullmatch(_uri_of(parsed))
+        parsed.verify_directly_issued_by(parsed)
+        signs = parsed.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (InvalidSignature, *_UNREADABLE):
+        names, signs = None, False
+    if names is None or not signs:
+        raise _not_authentic("the certificate is not that of a cluster's authority")
+    return names[1]
+
+
+def check_pin(
+    peer: NodeIdentity,
+    pins: Mapping[str, str],
+    removed: Iterable[str] = (),
+    expected: str | None = None,
+) -> None:
+    """Whether the member that shows this certificate may be spoken to.
+
+    `pins` has the fingerprint of each known member by its node id, `removed` the fingerprints of keys that
+    may not come back, `expected` the node id that was dialled. A member that is in neither passes: its
+    certificate shows that the authority let it in, and the caller pins it from now on. Raises ProtocolError
+    (NOT_AUTHENTIC).
+    """
+    if expected is not None and peer.node_id != expected:
+        raise _not_authentic(f"node {peer.node_id} answers where node {expected} was expected")
+    if peer.fingerprint in set(removed):
+        raise _not_authentic(f"node {peer.node_id} was removed from this cluster")
+    if pins.get(peer.node_id, peer.fingerprint) != peer.fingerprint:
+        raise _not_authentic(f"node {peer.node_id} shows another key than the one it joined with")
+
+
+def fingerprint(key: PublicKey) -> str:
+    """SHA-256 of a public key (its SubjectPublicKeyInfo), 64 hex digits."""
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def authority_hash(authority: bytes) -> bytes:
+    """What a join token knows of the authority: 16 bytes of SHA-256 of its certificate (DER)."""
+    return hashlib.sha256(authority).digest()[:AUTHORITY_HASH_BYTES]
+
+
+# --- keys and certificates as bytes -------------------------------------------------------------------
+
+
+def point_of(key: PublicKey) -> bytes:
+    """The key as a point of 65 bytes."""
+    return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+
+
+def key_at(point: bytes) -> PublicKey:
+    """The key of such a point. Raises ValueError for one that is not on the curve."""
+    return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), point)
+
+
+def key_to_pem(key: PrivateKey) -> bytes:
+    """The private key as PKCS 8, not encrypted."""
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def key_from_pem(pem: bytes) -> PrivateKey:
+    """The first private key in `pem`. Raises ValueError when there is none, or none on P-256."""
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except _UNREADABLE:
+        raise ValueError("there is no private key in it that can be read") from None
+    if not isinstance(key, PrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise ValueError("its private key is not one on the curve P-256")
+    return key
+
+
+def certificates_to_pem(*certificates: bytes) -> bytes:
+    """One PEM text of certificates (DER)."""
+    return b"".join(
+        x509.load_der_x509_certificate(certificate).public_bytes(Encoding.PEM) for certificate in certificates
+    )
+
+
+def certificates_from_pem(pem: bytes) -> list[bytes]:
+    """The certificates (DER) in a PEM text, in order. Raises ValueError when there is none."""
+    try:
+        return [parsed.public_bytes(Encoding.DER) for parsed in x509.load_pem_x509_certificates(pem)]
+    except _UNREADABLE:
+        raise ValueError("there is no certificate in it that can be read") from None
+
+
+def _builder(
+    subject: str, key: PublicKey, valid_from: datetime, valid_until: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(subject))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(valid_from)
+        .not_valid_after(valid_until)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _uri(text: str) -> x509.SubjectAlternativeName:
+    return x509.SubjectAlternativeName([x509.UniformResourceIdentifier(text)])
+
+
+def _uri_of(certificate: x509.Certificate) -> str:
+    """The one name in a certificate, or an empty string where there are others."""
+    names = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    return str(names[0].value) if len(names) == 1 else ""
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        key_cert_sign=key_cert_sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _not_authentic(detail: str) -> ProtocolError:
+    return ProtocolError(detail, Code.NOT_AUTHENTIC)

@@ -283,6 +283,12 @@ PURE = (
     "mlxtp.wire.ledger",
     "mlxtp.wire.identity",
     "mlxtp.node.epoch",
+    "mlxtp.cluster.standing",
+    "mlxtp.cluster.membership",
+    "mlxtp.cluster.beliefs",
+    "mlxtp.cluster.coordination",
+    "mlxtp.cluster.decisions",
+    "mlxtp.cluster.builds",
 )
 IMPURE = frozenset(
     ("asyncio", "io", "logging", "mlx", "mlx_lm", "multiprocessing", "os", "pathlib", "queue", "random",

@@ -70,8 +70,8 @@ class Membership:
 
     Links are known by numbers that the caller gives them, never the same twice; two links to one member may
     stand beside each other. Changes wait until `tick` hands them out: call it at every beat, and after any
-    input that should have its effect at once. Then close every link for which `counts` is false: its other end
-    shall notice too.
+    input that should have its effect at once. Then close every link for which `counts` is false: the other
+    end shall notice too.
     """
 
     def __init__(

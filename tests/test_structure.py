@@ -287,6 +287,12 @@ PURE = (
     "mlxtp.cluster.tokens",
     "mlxtp.cluster.joining",
     "mlxtp.node.epoch",
+    "mlxtp.cluster.standing",
+    "mlxtp.cluster.membership",
+    "mlxtp.cluster.beliefs",
+    "mlxtp.cluster.coordination",
+    "mlxtp.cluster.decisions",
+    "mlxtp.cluster.builds",
 )
 IMPURE = frozenset(
     ("asyncio", "io", "logging", "mlx", "mlx_lm", "multiprocessing", "os", "pathlib", "queue", "random",

@@ -50,7 +50,8 @@ class AgentHello(Message):
 class Beat(Message):
     """Each end, twice a second: that it lives, whom it follows, and which versions of what it holds.
 
-    `term` and `coordinator` are its claim; `epoch` is the highest it has seen.
+    `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `roster` is the digest of what
+    it holds. `pulse` is the highest it has heard of: the coordinator counts one on with each of its own.
     """
 
     TYPE: ClassVar[int] = 0x31
@@ -60,6 +61,7 @@ class Beat(Message):
     roster: int = _f(_count)
     epoch: int = _f(_count)
     healthy: bool = _f(boolean())
+    pulse: int = _f(_count)
 
 
 @dataclass(frozen=True, slots=True)

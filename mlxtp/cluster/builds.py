@@ -1,0 +1,64 @@
+"""Whether two Macs run what may compute together: compared when they meet, both values named. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What an agent runs, as its AgentHello says it.
+
+    `protocol` is the wire's version. `versions` and `flags` are "name=value"; a flag that is not named is what it
+    was before there was such a flag.
+    """
+
+    protocol: int
+    versions: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def compare(ours: Build, theirs: Build, their_name: str = "the other Mac") -> str | None:
+    """Why these two cannot be ranks of one group, and what to do about it; None when they can.
+
+    Only the first difference is named: the one that makes the others pointless.
+    """
+    if ours.protocol != theirs.protocol:
+        return (
+            f"this Mac speaks protocol {ours.protocol}, {their_name} protocol {theirs.protocol}: install the "
+            "same mlxtp on both"
+        )
+    our_versions, their_versions = _pairs(ours.versions), _pairs(theirs.versions)
+    for package, same, rule in _RULES:
+        one, other = our_versions.get(package, "none"), their_versions.get(package, "none")
+        if same(one) != same(other):
+            return f"this Mac runs {package} {one}, {their_name} {package} {other}: {rule}"
+    our_flags, their_flags = _pairs(ours.flags), _pairs(theirs.flags)
+    for flag in sorted(our_flags.keys() | their_flags.keys()):
+        one, other = our_flags.get(flag, _UNSET), their_flags.get(flag, _UNSET)
+        if one != other:
+            return (
+                f"{flag} is {one} on this Mac and {other} on {their_name}: ranks compute alike only with the "
+                "same; start both with the same flags"
+            )
+    return None
+
+
+_UNSET = "at its default"
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
+
+
+_RULES: tuple[tuple[str, Callable[[str], str], str], ...] = (
+    ("mlxtp", _major, "versions may differ behind the first point only; install the same mlxtp on both"),
+    ("mlx", str, "ranks compute alike only with the same; install one version on both"),
+    ("mlx-lm", str, "ranks compute alike only with the same; install one version on both"),
+)
+"""Package, what of its version must be the same, and what to say when it is not."""
+
+
+def _pairs(items: tuple[str, ...]) -> Mapping[str, str]:
+    return {name: value for name, _, value in (item.partition("=") for item in items)}

@@ -1,0 +1,285 @@
+"""Who coordinates, what should run, who belongs: one node's part in agreeing on it. Pure.
+
+The present coordinator stays as long as it lives. Each of its beats counts a pulse; everybody passes on the
+highest pulse it has heard of, so that a node whose own link to the coordinator is cut still knows that it
+lives. When it is lost, the smallest node id among the living claims the next term. Of two claims the stronger
+holds everywhere sooner or later (`beliefs.stronger`), so that two sides of a partition that heals end with
+one coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..wire.control import Beat, DesiredState, RosterEntry
+from .beliefs import NOBODY, Beliefs, Claim, newer, stronger
+from .decisions import Action, Plan, Running, View, Wait, decide
+from .membership import Membership
+from .standing import Change, Duplicate, Standing, State, Why
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """How long to wait before acting on what has just changed, in seconds.
+
+    settle_s       after the last change of membership, before an epoch is formed
+    settle_most_s  after the first of changes that do not end
+    start_s        after the start, before a node that misses members claims to coordinate
+    patience_s     for open requests, before a better group takes over
+    shaky_s        after a member was lost, before a running epoch ends for its sake
+    """
+
+    settle_s: float = 0.3
+    settle_most_s: float = 2.0
+    start_s: float = 2.0
+    patience_s: float = 10.0
+    shaky_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the agent knows and this module does not; the fields are those of `decisions.View`."""
+
+    running: Running | None = None
+    others: Sequence[Running] = ()
+    plan: Plan | None = None
+    refusal: str = ""
+    hold_until: float = 0.0
+    hold: str = ""
+
+
+@dataclass(slots=True)
+class _Following:
+    """How the claim is doing. `boot_id` is the claimant's own, once it was heard from itself."""
+
+    pulse: int = 0
+    at: float = 0.0
+    relayed: bool = False
+    boot_id: str = ""
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Unrest:
+    first: float
+    last: float
+    shaky: dict[str, float] = field(default_factory=dict)
+
+
+class Coordination:
+    """Node `self_id`'s beliefs, from what it had `kept` before its start at `now`.
+
+    Only the term of a kept claim counts: whether its coordinator still lives is for others to say.
+    """
+
+    def __init__(self, self_id: str, kept: Beliefs, now: float, calm: Calm | None = None) -> None:
+        self.self_id = self_id
+        self.calm = calm or Calm()
+        self.claim = NOBODY
+        self.desired = kept.desired
+        self.roster = kept.roster
+        self.epoch = kept.epoch
+        self._floor = kept.claim.term
+        self._following = _Following(at=now)
+        self._started = now
+        self._told: dict[str, str] = {}
+        self._unrest = _Unrest(now, now)
+        self._waiting_since: float | None = None
+
+    # --- what is believed
+
+    @property
+    def leading(self) -> bool:
+        """Whether this node coordinates. A claim from before its start is not its own any more."""
+        return self.claim.node_id == self.self_id and self.claim.term > self._floor
+
+    def kept(self) -> Beliefs:
+        """What should survive a restart of the agent."""
+        claim = self.claim if self.claim.term >= self._floor else Claim(self._floor)
+        return Beliefs(claim, self.desired, self.roster, self.epoch)
+
+    def beat(self, *, healthy: bool) -> Beat:
+        """The next beat, for all links. Also due at once on a new link and after a claim has changed."""
+        if self.leading:
+            self._following.pulse += 1
+        return Beat(
+            self.claim.term,
+            self.claim.node_id,
+            self.desired.version,
+            self.roster.digest(),
+            self.epoch,
+            healthy,
+            self._following.pulse,
+        )
+
+    def lacks(self, beat: Beat) -> tuple[bool, bool]:
+        """Whether the sender of a beat should be sent the desired state, and the roster, of this node."""
+        return beat.desired < self.desired.version, beat.roster != self.roster.digest()
+
+    # --- what is heard
+
+    def heard(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
+        """A member's beat, over a link that counts. True when this node follows another claim now."""
+        self._told[sender] = boot_id
+        self.epoch = max(self.epoch, beat.epoch)
+        claim, following = Claim(beat.term, beat.coordinator), self._following
+        if not claim.node_id or stronger(claim, self.claim) != claim:
+            return False
+        anew = claim != self.claim
+        if anew:
+            following = self._follow(claim, now)
+        if anew or beat.pulse > following.pulse:
+            following.pulse = max(beat.pulse, following.pulse)
+            following.at, following.relayed = now, sender != claim.node_id
+            if sender == claim.node_id:
+                following.boot_id = boot_id
+        return anew
+
+    def desires(self, desired: DesiredState) -> bool:
+        """A member's desired state. True when it replaces this node's: keep it, and send it on."""
+        before, self.desired = self.desired, newer(self.desired, desired)
+        return self.desired != before
+
+    def enrols(self, entries: Iterable[RosterEntry]) -> bool:
+        """A member's roster. True when it changes this node's: keep it, and send it on."""
+        before, self.roster = self.roster, self.roster.merged(entries)
+        return self.roster != before
+
+    def saw_epoch(self, number: int) -> None:
+        """An epoch of this number exists."""
+        self.epoch = max(self.epoch, number)
+
+    # --- what is said here
+
+    def want(self, model: str, nodes: str = "auto") -> DesiredState:
+        """What should run from now on, by the word of a person at this node: keep it, and send it on."""
+        self.desired = DesiredState(self.desired.version + 1, self.self_id, model, nodes)
+        return self.desired
+
+    def admit(self, node_id: str, name: str, fingerprint: str) -> None:
+        """A member joined through this node. Raises UserError as `Roster.admitting` does."""
+        self.roster = self.roster.admitting(node_id, name, fingerprint)
+
+    def remove(self, node_id: str) -> None:
+        """A person at this node removed a member. Raises UserError when there is none."""
+        self.roster = self.roster.removing(node_id)
+
+    def hand_over(self, node_id: str, now: float) -> None:
+        """Let another node coordinate from the next term on."""
+        self._follow(self._next_claim(node_id), now)
+
+    # --- what follows
+
+    def tick(self, membership: Membership, changes: Iterable[Change | Duplicate], now: float) -> bool:
+        """After each tick of `membership`, with what it gave. True when this node claims to coordinate."""
+        for change in changes:
+            if isinstance(change, Change):
+                self._take_in(change, now)
+        self._following.at = min(self._following.at + membership.stood_still_s, now)
+        standings = membership.standings()
+        self._told = {
+            node_id: boot_id
+            for node_id, boot_id in self._told.items()
+            if node_id in standings and standings[node_id].boot_id == boot_id
+        }
+        if (
+            not self._is_lost(membership, now)
+            or self._untold(standings)
+            or not self._has_waited(standings, now)
+        ):
+            return False
+        if min(node_id for node_id, standing in standings.items() if standing.present) != self.self_id:
+            return False
+        self._follow(self._next_claim(self.self_id), now)
+        return True
+
+    def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
+        """What to do next, see `decisions.decide`."""
+        standings = membership.standings()
+        action = decide(
+            View(
+                now=now,
+                self_id=self.self_id,
+                leading=self.leading,
+                claim=self.claim,
+                standings=standings,
+                desired=self.desired,
+                running=situation.running,
+                others=situation.others,
+                plan=situation.plan,
+                refusal=situation.refusal,
+                epoch=self.epoch,
+                untold=self._untold(standings),
+                settled_at=self._settled_at(),
+                shaky=self._unrest.shaky,
+                waiting_since=self._waiting_since,
+                patience_s=self.calm.patience_s,
+                hold_until=situation.hold_until,
+                hold=situation.hold,
+                names={node_id: entry.name for node_id, entry in self.roster.members().items()},
+            )
+        )
+        if not (isinstance(action, Wait) and action.for_requests):
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        return action
+
+    # --- how
+
+    def _next_claim(self, node_id: str) -> Claim:
+        return Claim(max(self._floor, self.claim.term) + 1, node_id)
+
+    def _follow(self, claim: Claim, now: float) -> _Following:
+        self.claim, self._following = claim, _Following(at=now)
+        self._changed(now)
+        return self._following
+
+    def _take_in(self, change: Change, now: float) -> None:
+        self._changed(now)
+        if change.after in (State.DEAD, State.LEFT, State.REMOVED):
+            if self._told.get(change.node_id) == change.boot_id:
+                del self._told[change.node_id]
+            if change.node_id == self.claim.node_id and change.boot_id == self._following.boot_id:
+                self._following.over |= change.why is not Why.GIVEN_UP
+        if change.after is State.DEAD or change.why is Why.BROKEN:
+            self._unrest.shaky[change.node_id] = now + self.calm.shaky_s
+        if change.after is State.REMOVED:
+            self._unrest.shaky.pop(change.node_id, None)
+
+    def _changed(self, now: float) -> None:
+        unrest = self._unrest
+        if now - unrest.last >= self.calm.settle_s:
+            unrest.first = now
+        unrest.last = now
+
+    def _settled_at(self) -> float:
+        return min(self._unrest.last + self.calm.settle_s, self._unrest.first + self.calm.settle_most_s)
+
+    def _is_lost(self, membership: Membership, now: float) -> bool:
+        """Whether nobody coordinates, as far as this node can tell."""
+        claim, following, pace = self.claim, self._following, membership.pace
+        if self.leading:
+            return False
+        if claim.node_id in ("", self.self_id) or following.over:
+            return True
+        state = membership.standing(claim.node_id).state
+        if state in (State.LEFT, State.REMOVED):
+            return True
+        # Also who is here must pulse: else it does not know of its claim. What is passed on comes in jerks.
+        limit_s = pace.broken_s if state is State.DEAD and not following.relayed else pace.dead_s
+        return now - following.at >= limit_s * membership.patience
+
+    def _untold(self, standings: Mapping[str, Standing]) -> list[str]:
+        """Members that are present and have not yet told what they believe: they may know better."""
+        return [
+            node_id
+            for node_id, standing in standings.items()
+            if standing.present and node_id != self.self_id and node_id not in self._told
+        ]
+
+    def _has_waited(self, standings: Mapping[str, Standing], now: float) -> bool:
+        """Whether those who were started together with this node had time to show up."""
+        missing = any(standing.state is State.AWAY for standing in standings.values())
+        return not missing or now - self._started >= self.calm.start_s

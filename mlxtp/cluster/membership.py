@@ -1,0 +1,318 @@
+"""Who of the known members is here. Pure: time comes in as an argument.
+
+A member is away until it is first seen in this run. While it is here, its link and its beats are what it is
+judged by: silence or a broken link make it a suspect, more of it makes it dead. `standing.py` has every legal
+change.
+
+A boot id is one start of an agent, an incarnation of its node. Two things look alike and are told apart here:
+
+- a *return*: the same boot id makes a new link after a partition. Only a new link shows that it lives; what
+  still comes over the link it was given up on is ignored.
+- a *restart*: another boot id makes a link. The incarnation before it is over from then on, and retired as
+  soon as it has no link of its own any more. A retired boot id never counts again, whatever comes from it.
+
+A process that has ended neither beats nor calls again and again. So two incarnations that both beat over
+links that are up at the same time, or one that is over and keeps making links, are two machines with one
+identity: a copied home folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..errors import UserError
+from ..wire.control import MAX_MEMBERS
+from .standing import MOVES, Change, Duplicate, Pace, Standing, State, Why
+
+_RETIRED = 16
+"""Boot ids that are remembered as over for each member; older ones have no link left that could speak."""
+_LINKS = 4
+"""Links one member may have at once; more than one only while both ends dial, or after a restart."""
+_PROOF_BEATS = 2
+"""Beats of each incarnation, since both were here, that show that both live."""
+_PROOF_LINKS = 3
+"""Links of an incarnation that should be over which show that it lives: two may have been on their way."""
+
+
+@dataclass(slots=True)
+class _Link:
+    node_id: str
+    boot_id: str
+    address: str
+    heard: float
+    beats: int = 0
+    """Since the youngest link of the same member came up."""
+
+
+@dataclass(slots=True)
+class _Member:
+    state: State = State.AWAY
+    boot_id: str = ""
+    heard: float = 0.0
+    broken: float | None = None
+    """Since when its incarnation has had no link, while it is a suspect."""
+    links: dict[int, _Link] = field(default_factory=dict)
+    retired: dict[str, int] = field(default_factory=dict)
+    """Boot ids that are over, the oldest first, with the links that were made for them since."""
+
+    def linked(self, boot_id: str) -> bool:
+        return any(link.boot_id == boot_id for link in self.links.values())
+
+    def retire(self, boot_id: str) -> None:
+        self.retired.setdefault(boot_id, 0)
+        if len(self.retired) > _RETIRED:
+            del self.retired[next(iter(self.retired))]
+
+
+class Membership:
+    """The members as node `self_id` sees them, since its start `boot_id` at `now`.
+
+    Links are known by numbers that the caller gives them, never the same twice; two links to one member may
+    stand beside each other. Changes wait until `tick` hands them out: call it at every beat, and after any
+    input that should have its effect at once. Then close every link for which `counts` is false: the other
+    end shall notice too.
+    """
+
+    def __init__(
+        self, self_id: str, boot_id: str, known: Iterable[str], now: float, pace: Pace | None = None
+    ) -> None:
+        self.self_id = self_id
+        self.boot_id = boot_id
+        self.pace = pace or Pace()
+        self.stood_still_s = 0.0
+        """How long our own loop had stood still at the last tick: time that counts against nobody."""
+        self._members: dict[str, _Member] = {}
+        self._of_link: dict[int, str] = {}
+        self._events: list[Change | Duplicate] = []
+        self._told_of_twin = False
+        self._last_tick = now
+        self._unwell_until = now
+        for node_id in known:
+            self.admitted(node_id)
+
+    # --- what is asked
+
+    @property
+    def healthy(self) -> bool:
+        """False while our own loop lags or just did: what we say about others is doubtful then."""
+        return self._last_tick >= self._unwell_until
+
+    @property
+    def patience(self) -> float:
+        """What all limits are multiplied by at the moment."""
+        return 1.0 if self.healthy else 2.0
+
+    def standing(self, node_id: str) -> Standing:
+        """Of one member, this node included; who is unknown counts as away."""
+        if node_id == self.self_id:
+            return Standing(State.ALIVE, self.boot_id, True)
+        member = self._members.get(node_id)
+        if member is None:
+            return Standing(State.AWAY, "", False)
+        return Standing(member.state, member.boot_id, member.linked(member.boot_id))
+
+    def standings(self) -> dict[str, Standing]:
+        """Of everybody, this node included."""
+        return {node_id: self.standing(node_id) for node_id in (self.self_id, *self._members)}
+
+    def counts(self, link: int) -> bool:
+        """Whether this link is still one; else close it."""
+        return link in self._of_link
+
+    # --- what happens
+
+    def admitted(self, node_id: str) -> None:
+        """A member from now on, also one that was removed before. Raises UserError when there is no room."""
+        if node_id == self.self_id:
+            return
+        member = self._members.get(node_id)
+        if member is not None:
+            if member.state is State.REMOVED:
+                self._move(node_id, member, Why.ADMITTED)
+            return
+        removed = [known for known, other in self._members.items() if other.state is State.REMOVED]
+        if len(self._members) - len(removed) >= MAX_MEMBERS - 1:
+            raise UserError(
+                f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
+            )
+        if len(self._members) >= MAX_MEMBERS - 1:
+            del self._members[removed[0]]
+        self._members[node_id] = _Member()
+
+    def removed(self, node_id: str) -> None:
+        """No member any more: its links stop counting at once."""
+        member = self._members.get(node_id)
+        if member is not None and member.state is not State.REMOVED:
+            self._drop(member, member.links)
+            self._move(node_id, member, Why.REMOVED)
+
+    def link_up(self, link: int, node_id: str, boot_id: str, address: str, now: float) -> bool:
+        """A link on which the other end has shown who it is. False: close it, it does not count.
+
+        So it is for a stranger, for whoever was removed, for an incarnation that is over, and for ourselves.
+        """
+        if link in self._of_link:
+            raise ValueError(f"link {link} is up already")
+        if node_id == self.self_id:
+            if boot_id != self.boot_id and not self._told_of_twin:
+                self._told_of_twin = True
+                self._events.append(Duplicate(node_id, (self.boot_id, boot_id), ("", address)))
+            return False
+        member = self._members.get(node_id)
+        if member is None or member.state is State.REMOVED or len(member.links) >= _LINKS:
+            return False
+        if boot_id in member.retired:
+            self._refuse(node_id, member, boot_id, address)
+            return False
+        for other in member.links.values():
+            other.beats = 0
+        member.links[link] = _Link(node_id, boot_id, address, now)
+        self._of_link[link] = node_id
+        self._here(node_id, member, boot_id, now)
+        return True
+
+    def beat(self, link: int, now: float) -> None:
+        """Something came over this link."""
+        if link not in self._of_link:
+            return
+        node_id = self._of_link[link]
+        member = self._members[node_id]
+        one = member.links[link]
+        one.heard = now
+        one.beats += 1
+        if one.boot_id == member.boot_id:
+            member.heard = now
+            if member.state is State.SUSPECT:
+                self._move(node_id, member, Why.HEARD)
+
+    def link_down(self, link: int, now: float) -> None:
+        """This link is gone, whoever closed it."""
+        if link not in self._of_link:
+            return
+        node_id = self._of_link[link]
+        member = self._members[node_id]
+        boot_id = member.links[link].boot_id
+        self._drop(member, [link])
+        if member.linked(boot_id):
+            return
+        if boot_id != member.boot_id:
+            member.retire(boot_id)
+        elif not self._fall_back(node_id, member, now):
+            member.broken = now
+            if member.state is State.ALIVE:
+                self._move(node_id, member, Why.BROKEN)
+
+    def goodbye(self, link: int, now: float) -> None:
+        """The agent at the other end said that it stops: this incarnation is over."""
+        if link not in self._of_link:
+            return
+        node_id = self._of_link[link]
+        member = self._members[node_id]
+        boot_id = member.links[link].boot_id
+        self._end(member, boot_id)
+        if boot_id == member.boot_id and not self._fall_back(node_id, member, now):
+            self._move(node_id, member, Why.GOODBYE)
+
+    def tick(self, now: float) -> tuple[Change | Duplicate, ...]:
+        """Judge silence, and hand out what changed since the last tick, in order."""
+        self._notice_own_lag(now)
+        for node_id, member in self._members.items():
+            self._judge(node_id, member, now)
+        events, self._events = tuple(self._events), []
+        return events
+
+    # --- how it is judged
+
+    def _notice_own_lag(self, now: float) -> None:
+        lag_s = now - self._last_tick - self.pace.beat_s
+        self._last_tick = now
+        self.stood_still_s = lag_s if lag_s > self.pace.lag_s else 0.0
+        if not self.stood_still_s:
+            return
+        self._unwell_until = now + 2 * self.pace.dead_s
+        for member in self._members.values():
+            # What came while we stood still may not have been read yet.
+            member.heard = min(member.heard + lag_s, now)
+            if member.broken is not None:
+                member.broken = min(member.broken + lag_s, now)
+            for link in member.links.values():
+                link.heard = min(link.heard + lag_s, now)
+
+    def _judge(self, node_id: str, member: _Member, now: float) -> None:
+        pace, patience = self.pace, self.patience
+        beating = {one.boot_id: one for one in member.links.values() if one.beats >= _PROOF_BEATS}
+        if len(beating) > 1:
+            self._tell_twins(node_id, member, *list(beating.values())[:2])
+            return
+        for link, one in list(member.links.items()):
+            if now - one.heard >= pace.dead_s * patience and self._spare(member, link):
+                self.link_down(link, now)
+        silent_s = now - member.heard
+        if member.state is State.ALIVE and silent_s >= pace.suspect_s * patience:
+            self._move(node_id, member, Why.SILENT)
+        if member.state is not State.SUSPECT:
+            return
+        broken_s = 0.0 if member.broken is None else now - member.broken
+        if silent_s >= pace.dead_s * patience or broken_s >= pace.broken_s * patience:
+            self._drop(member, [key for key, one in member.links.items() if one.boot_id == member.boot_id])
+            if not self._fall_back(node_id, member, now):
+                self._move(node_id, member, Why.GIVEN_UP)
+
+    def _fall_back(self, node_id: str, member: _Member, now: float) -> bool:
+        """Whether another incarnation still has a link, and counts from now on.
+
+        So it is when the first word of one that was over came after that of its successor.
+        """
+        if not member.links:
+            return False
+        member.retire(member.boot_id)
+        self._here(node_id, member, next(reversed(member.links.values())).boot_id, now)
+        return True
+
+    def _spare(self, member: _Member, link: int) -> bool:
+        """Whether the member's incarnation would have a link without this one."""
+        return any(one.boot_id == member.boot_id for key, one in member.links.items() if key != link)
+
+    def _refuse(self, node_id: str, member: _Member, boot_id: str, address: str) -> None:
+        member.retired[boot_id] += 1
+        current = next((one for one in member.links.values() if one.boot_id == member.boot_id), None)
+        if member.retired[boot_id] >= _PROOF_LINKS and current is not None:
+            member.retired[boot_id] = 0
+            self._tell_twins(node_id, member, current, _Link(node_id, boot_id, address, 0.0))
+
+    def _tell_twins(self, node_id: str, member: _Member, one: _Link, other: _Link) -> None:
+        self._events.append(Duplicate(node_id, (one.boot_id, other.boot_id), (one.address, other.address)))
+        for boot_id in {link.boot_id for link in member.links.values()}:
+            self._end(member, boot_id)
+        self._move(node_id, member, Why.TWINS)
+
+    def _here(self, node_id: str, member: _Member, boot_id: str, now: float) -> None:
+        """Incarnation `boot_id` has a link: it is the one that counts."""
+        before = member.boot_id
+        if before and before != boot_id:
+            if member.state in (State.ALIVE, State.SUSPECT):
+                self._move(node_id, member, Why.ENDED)
+            if not member.linked(before):
+                member.retire(before)
+        member.boot_id, member.heard, member.broken = boot_id, now, None
+        if member.state is State.ALIVE:
+            return
+        if before and member.state in (State.DEAD, State.LEFT):
+            self._move(node_id, member, Why.RETURNED if before == boot_id else Why.RESTARTED)
+        else:
+            self._move(node_id, member, Why.LINKED)
+
+    def _end(self, member: _Member, boot_id: str) -> None:
+        member.retire(boot_id)
+        self._drop(member, [key for key, link in member.links.items() if link.boot_id == boot_id])
+
+    def _drop(self, member: _Member, links: Iterable[int]) -> None:
+        for link in list(links):
+            del member.links[link]
+            del self._of_link[link]
+
+    def _move(self, node_id: str, member: _Member, why: Why) -> None:
+        before = member.state
+        member.state = MOVES[before, why]
+        self._events.append(Change(node_id, before, member.state, why, member.boot_id))

@@ -1,0 +1,110 @@
+"""The words in which members are judged, and every legal change of a member's state. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long things may take, in seconds.
+
+    `suspect_s`, `dead_s`  silence after which a member is a suspect, and dead
+    `broken_s`             the time in which a link that broke may come back
+    `lag_s`                how late our own tick may come before we count as unwell
+    """
+
+    beat_s: float = 0.5
+    suspect_s: float = 1.5
+    dead_s: float = 3.0
+    broken_s: float = 1.5
+    lag_s: float = 0.5
+
+
+class State(StrEnum):
+    """Of one member, as this node sees it."""
+
+    AWAY = "away"
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+    REMOVED = "removed"
+
+
+class Why(StrEnum):
+    """What changed a member's state."""
+
+    LINKED = "linked"
+    RETURNED = "the same start of its agent is back"
+    RESTARTED = "its agent was started anew"
+    HEARD = "heard again"
+    SILENT = "silent"
+    BROKEN = "its link broke"
+    GIVEN_UP = "did not come back in time"
+    ENDED = "that start of its agent is over"
+    TWINS = "two machines have its identity"
+    GOODBYE = "said goodbye"
+    REMOVED = "removed from the cluster"
+    ADMITTED = "admitted to the cluster"
+
+
+MOVES: Mapping[tuple[State, Why], State] = {
+    (State.AWAY, Why.LINKED): State.ALIVE,
+    (State.SUSPECT, Why.LINKED): State.ALIVE,
+    (State.SUSPECT, Why.HEARD): State.ALIVE,
+    (State.DEAD, Why.RETURNED): State.ALIVE,
+    (State.DEAD, Why.RESTARTED): State.ALIVE,
+    (State.LEFT, Why.RESTARTED): State.ALIVE,
+    (State.ALIVE, Why.SILENT): State.SUSPECT,
+    (State.ALIVE, Why.BROKEN): State.SUSPECT,
+    (State.SUSPECT, Why.GIVEN_UP): State.DEAD,
+    **{
+        (state, why): after
+        for state in (State.ALIVE, State.SUSPECT)
+        for why, after in (
+            (Why.ENDED, State.DEAD),
+            (Why.TWINS, State.DEAD),
+            (Why.GOODBYE, State.LEFT),
+        )
+    },
+    **{(state, Why.REMOVED): State.REMOVED for state in State if state is not State.REMOVED},
+    (State.REMOVED, Why.ADMITTED): State.AWAY,
+}
+"""(state, what happened) -> next state. What is not here does not happen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A member went from one state to another. `boot_id` is the incarnation it is about, empty for none."""
+
+    node_id: str
+    before: State
+    after: State
+    why: Why
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """Two machines with one identity: their boot ids and addresses, in the order in which they came."""
+
+    node_id: str
+    boot_ids: tuple[str, str]
+    addresses: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A member at this moment. `linked`: its incarnation `boot_id` has a link."""
+
+    state: State
+    boot_id: str
+    linked: bool
+
+    @property
+    def present(self) -> bool:
+        """Whether it can be counted on: a suspect whose link broke cannot."""
+        return self.state is State.ALIVE or (self.state is State.SUSPECT and self.linked)

@@ -36,6 +36,10 @@ class Code(StrEnum):
     OVERLOADED = "overloaded"
     GRAMMAR_STUCK = "grammar_stuck"
     JOIN_REFUSED = "join_refused"
+    SAME_NODE = "same_node"
+    DUPLICATE_NODE = "duplicate_node"
+    REMOVED_NODE = "removed_node"
+    MISMATCH = "build_mismatch"
     # the wire
     FRAME_OVERSIZE = "frame_oversize"
     FRAME_MALFORMED = "frame_malformed"

@@ -13,7 +13,7 @@ from typing import ClassVar
 from ..errors import Code
 from .base import U32, U63, Message
 from .base import holding as _f
-from .codecs import binary, boolean, choice, integer, integers, record, records, text, texts
+from .codecs import binary, boolean, choice, integer, integers, numbers, record, records, text, texts
 from .machine import Machine
 from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
@@ -32,6 +32,7 @@ class AgentHello(Message):
 
     `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must fit together for
     ranks to compute alike. `addresses` are where this agent listens ("ip:port"), `http` is its endpoint.
+    `authority` says that it can let others in.
     """
 
     TYPE: ClassVar[int] = 0x30
@@ -44,6 +45,7 @@ class AgentHello(Message):
     flags: tuple[str, ...] = _f(texts(32, 120))
     addresses: tuple[str, ...] = _f(texts(16, 64))
     http: str = _f(text(120))
+    authority: bool = _f(boolean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +223,10 @@ class RankGathered(Message):
 
 @dataclass(frozen=True, slots=True)
 class Serving(Message):
-    """Coordinator to all: the state of the group, and what is served when it is ready.
+    """The agent of rank 0 to all: the state of its group, and what is served when it is ready.
 
-    `participants` are node ids in rank order. `eos`, `context` and `vocabulary` are the model's.
+    `participants` are node ids in rank order, `key` is what plans are compared by. `eos`, `context` and
+    `vocabulary` are the model's.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -233,6 +236,8 @@ class Serving(Message):
     backend: str = _f(text(20))
     kind: str = _f(text(60))
     participants: tuple[str, ...] = _f(texts(MAX_RANKS, 32))
+    key: tuple[float, ...] = _f(numbers(-1e12, 1e12, 8))
+    open_requests: int = _f(_count)
     model: str = _f(text(1000))
     desired: int = _f(_count)
     context: int = _f(integer(0, U32))

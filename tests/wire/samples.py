@@ -85,7 +85,7 @@ _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
-    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=0.32.4",), ("kv_bits=0",), ("10.0.0.1:52414",), ""),
+    AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), ("kv_bits=0",), ("10.0.0.1:52414",), "", True),
     Beat(3, NODE, 2, 5, 17, True, 40),
     DesiredState(2, NODE, "tiny", "auto"),
     Members((_MEMBER,)),
@@ -104,7 +104,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     EpochEnded(17),
     RankSide(17, 1, SideChannel(1, b"abc")),
     RankGathered(17, 1, Gathered(1, b"abcabc")),
-    Serving(17, "ready", "", "ring", "ring over Ethernet", (NODE,), "tiny", 2, 2048, 512, (2,)),
+    Serving(17, "ready", "", "ring", "ring over Ethernet", (NODE,), (12.5,), 3, "tiny", 2, 2048, 512, (2,)),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
 )  # fmt: skip
@@ -378,7 +378,9 @@ _MACHINE_PARTS = (
 )
 
 _STRATEGIES |= {
-    AgentHello: st.builds(AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short),
+    AgentHello: st.builds(
+        AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short, st.booleans()
+    ),
     Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans()),
     DesiredState: st.builds(DesiredState, _count, _node, _text, _short),
     Members: st.builds(
@@ -400,8 +402,8 @@ _STRATEGIES |= {
     RankSide: st.builds(RankSide, _epoch, _rank, _STRATEGIES[SideChannel]),
     RankGathered: st.builds(RankGathered, _epoch, _rank, _STRATEGIES[Gathered]),
     Serving: st.builds(
-        Serving, _count, _short, _text, _short, _short, _shorts, _text, _count, _u32, _u32,
-        _ints(0, 2**31 - 1, 0, 64),
+        Serving, _count, _short, _text, _short, _short, _shorts, _floats(-(2.0**39), 2.0**39, 0, 8), _count,
+        _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
     ),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),

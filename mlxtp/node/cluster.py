@@ -1,0 +1,489 @@
+"""This node among the others: links, beats, what it believes, and what follows from it.
+
+Everything is decided in `cluster/`; here it is heard, said and carried out. `Conductor` forms the epochs that
+this node coordinates, `Guest` runs a rank of somebody else's, `Follower` sends requests to where rank 0 is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..cluster import hardware
+from ..cluster.beliefs import Beliefs
+from ..cluster.coordination import Coordination
+from ..cluster.decisions import FormEpoch, HandOver, StopEpoch, Wait, refusal
+from ..cluster.identity import Identity
+from ..cluster.membership import Membership
+from ..cluster.standing import Change, Duplicate, State
+from ..config import Settings
+from ..errors import Code, GroupError, MlxtpError, ProtocolError, UserError
+from ..wire.base import Message
+from ..wire.certificates import NodeIdentity
+from ..wire.control import (
+    AgentHello,
+    Beat,
+    DesiredState,
+    EndEpoch,
+    EpochEnded,
+    MachineReport,
+    Members,
+    ModelStatus,
+    Prepare,
+    Prepared,
+    RankGathered,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    Serving,
+    StartRank,
+    TokenIssued,
+    TokenWanted,
+)
+from ..wire.machine import Machine
+from ..wire.messages import PROTOCOL_VERSION
+from .build import compare, flags_of, versions_here
+from .conductor import Conductor
+from .follower import Follower
+from .guest import Guest
+from .model_here import ModelHere
+from .neighbours import ControlLink, Neighbours
+from .rank_process import WORKER
+from .state import StateFile
+from .supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+REPORT_S = 10.0
+"""How often this machine is looked at again."""
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """What other nodes told of themselves, by node id."""
+
+    machines: dict[str, Machine] = field(default_factory=dict)
+    models: dict[str, ModelStatus] = field(default_factory=dict)
+    servings: dict[str, Serving] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    https: dict[str, str] = field(default_factory=dict)
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    authority: str = ""
+    """Who can let others in, once that node was heard of."""
+
+    def forget(self, node_id: str) -> None:
+        """It has no link any more: what it said of its model and group is old."""
+        self.models.pop(node_id, None)
+        self.servings.pop(node_id, None)
+
+
+class Cluster:
+    """Implements `neighbours.Events`. Everything runs in one event loop; `live` is its heart."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        identity: Identity,
+        state: StateFile,
+        supervisor: Supervisor,
+        machine: Machine,
+        worker: Sequence[str] = WORKER,
+    ) -> None:
+        now = time.monotonic()
+        kept = state.load()
+        self.settings = settings
+        self.identity = identity
+        self.node_id = identity.node_id
+        self.name = settings.name
+        self.boot_id = secrets.token_hex(8)
+        self.knowledge = Knowledge()
+        self.knowledge.machines[self.node_id] = machine
+        self.addresses: tuple[str, ...] = ()
+        self.http = ""
+        self.problem = ""
+        """What a person has to mend, such as a copied home folder."""
+        self.waiting = ""
+        """Why there is no group yet."""
+        self.supervisor = supervisor
+        self.coordination = Coordination(self.node_id, kept.beliefs, now)
+        if self.node_id not in self.coordination.roster.members():
+            self.coordination.admit(self.node_id, self.name, identity.fingerprint)
+        members = self.coordination.roster.members()
+        self.membership = Membership(
+            self.node_id, self.boot_id, [node for node in members if node != self.node_id], now
+        )
+        self.neighbours = Neighbours(self.hello, self._judge, self)
+        self.model = ModelHere(settings.draft_model, self._model_changed)
+        self.guest = Guest(settings, self.model.folder, worker)
+        self.conductor = Conductor(self)
+        self.follower = Follower(self)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when members, links or what should run changed."""
+        self._state = state
+        self._saved: Beliefs | None = None
+        self._wake = asyncio.Event()
+        self._until = 0.0
+        self._token_desk: Callable[[], str] | None = None
+        self._token_answers: dict[bytes, asyncio.Future[str]] = {}
+        self._refused: dict[str, float] = {}
+        self.removed = asyncio.Event()
+        """Set when this node is no member of its cluster any more."""
+        self.model.want(self.coordination.desired)
+
+    # --- what is asked ------------------------------------------------------------------------------
+
+    def hello(self) -> AgentHello:
+        """How this node introduces itself."""
+        return AgentHello(
+            PROTOCOL_VERSION,
+            self.node_id,
+            self.identity.cluster_id,
+            self.boot_id,
+            self.name,
+            versions_here(),
+            flags_of(self.settings),
+            self.addresses,
+            self.http,
+            self.identity.authority is not None,
+        )
+
+    def name_of(self, node_id: str) -> str:
+        """What people call a node."""
+        if node_id == self.node_id:
+            return self.name
+        entry = self.coordination.roster.members().get(node_id)
+        return self.knowledge.names.get(node_id) or (entry.name if entry else "") or node_id[:8]
+
+    # --- what people want ----------------------------------------------------------------------------
+
+    def want(self, model: str, nodes: str = "") -> DesiredState:
+        """What should run from now on, on the whole cluster."""
+        desired = self.coordination.want(model, nodes or self.coordination.desired.nodes)
+        self.model.want(desired)
+        self.neighbours.tell_all(desired)
+        self.changed()
+        return desired
+
+    def remove(self, node_id: str) -> None:
+        """Take a member out. Raises UserError when there is none."""
+        self.coordination.remove(node_id)
+        self._roster_changed()
+
+    def admit(self, node_id: str, name: str, fingerprint: str) -> None:
+        """A new member. Raises UserError when it cannot be one."""
+        self.coordination.admit(node_id, name, fingerprint)
+        self._roster_changed()
+        log.info("%s is a member now", name or node_id[:8])
+
+    def issues_tokens(self, desk: Callable[[], str]) -> None:
+        """This node holds the authority's key; `desk` makes a new join token."""
+        self._token_desk = desk
+
+    async def token(self) -> str:
+        """A new join token, from whoever can issue one. Raises UserError when nobody can now."""
+        if self._token_desk is not None:
+            return self._token_desk()
+        founder = self.knowledge.authority
+        if founder not in self.neighbours.nodes():
+            who = self.name_of(founder) if founder else "the Mac that founded this cluster"
+            raise UserError(f"only {who} can issue join tokens, and it is away; start it, or ask there")
+        nonce = secrets.token_bytes(16)
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._token_answers[nonce] = answer
+        try:
+            self.neighbours.send(founder, TokenWanted(nonce))
+            async with asyncio.timeout(5.0):
+                return await answer
+        except TimeoutError:
+            raise UserError(f"{self.name_of(founder)} did not answer; try again") from None
+        finally:
+            del self._token_answers[nonce]
+
+    # --- neighbours ----------------------------------------------------------------------------------
+
+    def _judge(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
+        if (identity.node_id, identity.cluster_id) != (hello.node_id, hello.cluster_id):
+            return ProtocolError("its certificate names another node than it does", Code.NOT_AUTHENTIC)
+        if hello.node_id == self.node_id:
+            if hello.boot_id == self.boot_id:
+                return ProtocolError("this is the same node", Code.SAME_NODE)
+            self._twins(f"another agent at this moment has the identity of {self.name}")
+            return ProtocolError(self.problem, Code.DUPLICATE_NODE)
+        roster = self.coordination.roster
+        if roster.removed(identity.fingerprint):
+            return ProtocolError(
+                f"{hello.name or hello.node_id[:8]} was removed from this cluster; on it, "
+                "`mlxtp cluster leave` and `mlxtp node --join TOKEN` bring it back",
+                Code.REMOVED_NODE,
+            )
+        known = roster.members().get(hello.node_id)
+        if known is not None and known.fingerprint != identity.fingerprint:
+            return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
+        if difference := compare(self.hello(), hello):
+            return ProtocolError(difference, Code.MISMATCH)
+        return None
+
+    def opened(self, link: ControlLink) -> bool:
+        """A peer was welcomed."""
+        hello, now = link.hello, time.monotonic()
+        if self.coordination.roster.members().get(link.node_id) is None:
+            try:  # its certificate says that it was let in; who did has not told us yet
+                self.admit(hello.node_id, hello.name, link.fingerprint)
+            except UserError as error:
+                log.warning("%s", error.detail)
+                return False
+        self.membership.admitted(link.node_id)
+        if not self.membership.link_up(link.number, link.node_id, hello.boot_id, link.remote, now):
+            return False
+        knowledge = self.knowledge
+        knowledge.names[link.node_id] = hello.name
+        knowledge.https[link.node_id] = hello.http
+        knowledge.addresses[link.node_id] = hello.addresses
+        if hello.authority:
+            knowledge.authority = link.node_id
+        with contextlib.suppress(MlxtpError):
+            link.send(self.coordination.beat(healthy=self.membership.healthy))
+            link.send(self.report())
+            link.send(self.model.status)
+            if (serving := self.conductor.serving()) is not None:
+                link.send(serving)
+        self.changed()
+        return True
+
+    def closed(self, link: ControlLink, why: str, goodbye: bool) -> None:
+        """A link has ended."""
+        now = time.monotonic()
+        if goodbye:
+            self.membership.goodbye(link.number, now)
+        else:
+            self.membership.link_down(link.number, now)
+        if link.node_id not in self.neighbours.nodes():
+            self.knowledge.forget(link.node_id)
+            self.conductor.lost(link.node_id, why)
+            self.guest.lost(link.node_id)
+            log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
+        self.changed()
+
+    def received(self, link: ControlLink, message: Message) -> None:
+        """A peer said something."""
+        node_id = link.node_id
+        if not self.membership.counts(link.number):
+            return
+        match message:
+            case Beat():
+                self._beat(link, message)
+            case DesiredState():
+                if self.coordination.desires(message):
+                    self.model.want(message)
+                    self.neighbours.tell_all(message)
+                    self.changed()
+            case Members():
+                if self.coordination.enrols(message.entries):
+                    self._roster_changed()
+            case MachineReport():
+                self.knowledge.machines[node_id] = message
+                self.changed()
+            case ModelStatus():
+                self.knowledge.models[node_id] = message
+                self.changed()
+            case Serving():
+                self.knowledge.servings[node_id] = message
+                self.coordination.saw_epoch(message.epoch)
+                self.changed()
+            case Prepare():
+                self._prepare(node_id, message)
+            case StartRank() | EndEpoch() | RankGathered():
+                self.guest.received(node_id, message)
+            case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
+                self.conductor.received(node_id, message)
+            case TokenWanted():
+                self._issue(node_id, message)
+            case TokenIssued():
+                self._issued(message)
+
+    def _beat(self, link: ControlLink, beat: Beat) -> None:
+        now = time.monotonic()
+        self.membership.beat(link.number, now)
+        if self.coordination.heard(link.node_id, link.hello.boot_id, beat, now):
+            self.changed()
+        desired, roster = self.coordination.lacks(beat)
+        with contextlib.suppress(MlxtpError):
+            if desired:
+                link.send(self.coordination.desired)
+            if roster:
+                for members in self.coordination.roster.messages():
+                    link.send(members)
+
+    def _prepare(self, node_id: str, order: Prepare) -> None:
+        no = refusal(node_id, order.epoch, self.coordination.claim, self.guest.last_epoch)
+        if no is None and self.supervisor.in_epoch:
+            no = f"{self.name} still ends an epoch of its own"
+        if no is not None:
+            with contextlib.suppress(MlxtpError):
+                trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)
+                self.neighbours.send(node_id, trouble)
+            return
+        self.coordination.saw_epoch(order.epoch)
+        self.guest.received(node_id, order)
+
+    def _issue(self, node_id: str, wanted: TokenWanted) -> None:
+        token, problem = "", "this Mac cannot issue join tokens"
+        if self._token_desk is not None:
+            try:
+                token, problem = self._token_desk(), ""
+            except UserError as error:
+                problem = error.detail
+        with contextlib.suppress(MlxtpError):
+            self.neighbours.send(node_id, TokenIssued(wanted.nonce, token, problem))
+
+    def _issued(self, issued: TokenIssued) -> None:
+        answer = self._token_answers.get(issued.nonce)
+        if answer is None or answer.done():
+            return
+        if issued.token:
+            answer.set_result(issued.token)
+        else:
+            answer.set_exception(UserError(issued.problem))
+
+    # --- what follows --------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Something is different: look at everything again, soon."""
+        self._wake.set()
+
+    def report(self) -> MachineReport:
+        """What this machine is, as it is told."""
+        machine = self.knowledge.machines[self.node_id]
+        return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
+
+    def _model_changed(self) -> None:
+        self.neighbours.tell_all(self.model.status)
+        self.changed()
+
+    def _roster_changed(self) -> None:
+        for message in self.coordination.roster.messages():
+            self.neighbours.tell_all(message)
+        members = self.coordination.roster.members()
+        for node_id in members:
+            if node_id != self.node_id:
+                self.membership.admitted(node_id)
+        for node_id in list(self.membership.standings()):
+            if node_id not in members and node_id != self.node_id:
+                self.membership.removed(node_id)
+        if self.coordination.roster.removed(self.identity.fingerprint):
+            self.problem = (
+                "this Mac was removed from its cluster; `mlxtp cluster leave`, then "
+                "`mlxtp node --join TOKEN` bring it back"
+            )
+            self.removed.set()
+        self.changed()
+
+    def _twins(self, what: str) -> None:
+        self.problem = (
+            f"{what}: a home folder was copied. On the copy, stop mlxtp, remove the folder identity in it "
+            "and join again with a new token"
+        )
+        log.error("%s", self.problem)
+
+    async def live(self) -> None:
+        """Beat, judge, decide, until cancelled."""
+        beat_at = report_at = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= beat_at:
+                beat_at = max(beat_at + BEAT_S, now)
+                self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
+                if (serving := self.conductor.serving()) is not None:
+                    self.neighbours.tell_all(serving)
+            if now >= report_at:
+                report_at = now + REPORT_S
+                asyncio.ensure_future(self._look_again()).add_done_callback(_log_failure)
+            self._tick(now)
+            self._save()
+            self.on_change()
+            self._wake.clear()
+            wait_s = min(beat_at, max(self._until, now + 0.02)) - time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(wait_s, 0.0)):
+                    await self._wake.wait()
+            await asyncio.sleep(0)
+
+    def _tick(self, now: float) -> None:
+        events = self.membership.tick(now)
+        for event in events:
+            self._tell(event)
+        for link in self.neighbours.links():
+            if not self.membership.counts(link.number):
+                link.close()
+        if self.coordination.tick(self.membership, events, now):
+            log.info("%s coordinates (term %d)", self.name, self.coordination.claim.term)
+            self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
+        self._decide(now)
+        self.follower.look()
+
+    def _tell(self, event: Change | Duplicate) -> None:
+        if isinstance(event, Change):
+            level = logging.INFO if event.after is not State.DEAD else logging.WARNING
+            log.log(level, "%s is %s: %s", self.name_of(event.node_id), event.after, event.why)
+            return
+        self._twins(
+            f"two agents, at {' and '.join(event.addresses)}, have the identity of "
+            f"{self.name_of(event.node_id)}"
+        )
+        for link in self.neighbours.links():
+            if link.node_id == event.node_id:
+                link.refuse(ProtocolError(self.problem, Code.DUPLICATE_NODE))
+
+    def _decide(self, now: float) -> None:
+        situation = self.conductor.situation()
+        action = self.coordination.decide(self.membership, situation, now)
+        self._until = now + BEAT_S
+        self.waiting = ""
+        match action:
+            case FormEpoch():
+                self.conductor.form(action)
+            case StopEpoch(reason, lost):
+                if self.guest.epoch and not self.supervisor.in_epoch:
+                    self.guest.clear(reason)
+                else:
+                    code = Code.RANK_LOST if lost else Code.REPLANNED
+                    self.supervisor.end_epoch(GroupError(reason, code))
+            case HandOver(node_id):
+                log.info("%s shall coordinate", self.name_of(node_id))
+                self.coordination.hand_over(node_id, now)
+                self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
+            case Wait(reason, until):
+                self.waiting = reason
+                self._until = min(until, self._until)
+
+    def _save(self) -> None:
+        kept = self.coordination.kept()
+        if kept != self._saved:
+            self._saved = kept
+            self._state.save(kept)
+
+    async def _look_again(self) -> None:
+        machine = await hardware.refresh(self.knowledge.machines[self.node_id], self.settings.interface)
+        if machine != self.knowledge.machines[self.node_id]:
+            self.knowledge.machines[self.node_id] = machine
+            self.neighbours.tell_all(self.report())
+
+    async def close(self) -> None:
+        """Say goodbye and end what runs here for others."""
+        await self.follower.close()
+        await self.guest.close()
+        await self.neighbours.close()
+        await self.model.close()
+        self._save()
+
+
+def _log_failure(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("this machine could not be looked at: %s", error)

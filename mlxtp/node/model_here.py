@@ -1,0 +1,72 @@
+"""The desired model on this machine: found or downloaded ahead of time, so that an epoch need not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import Code, MlxtpError, ModelError
+from ..wire.control import DesiredState, ModelStatus
+from . import golden
+from .models import open_model
+from .supervisor import ModelSource
+
+log = logging.getLogger(__name__)
+
+
+class ModelHere:
+    """`on_change` is called when the search for the desired model has ended, well or not."""
+
+    def __init__(self, draft: str, on_change: Callable[[], None]) -> None:
+        self.version = 0
+        self.source: ModelSource | None = None
+        self.fingerprint = ""
+        self.problem = ""
+        self._model = ""
+        self._draft = draft
+        self._on_change = on_change
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> ModelStatus:
+        """What the other members are told."""
+        return ModelStatus(self.version, self.fingerprint, self.problem)
+
+    def want(self, desired: DesiredState) -> None:
+        """From now on this model is looked for; what is known of it stays when only the version is new."""
+        self.version = desired.version
+        if desired.model == self._model and not self.problem:
+            return
+        self._model, self.source, self.fingerprint, self.problem = desired.model, None, "", ""
+        if self._task is not None:
+            self._task.cancel()
+        if desired.model:
+            self._task = asyncio.ensure_future(self._find(desired.model))
+
+    def folder(self, version: int) -> Path:
+        """Where it is. Raises ModelError when it is not, or not yet, or not of this version."""
+        if version != self.version:
+            raise ModelError(f"version {version} of what should run is not known here", Code.MODEL_NOT_FOUND)
+        if self.source is None:
+            raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)
+        return self.source.path
+
+    async def _find(self, model: str) -> None:
+        try:
+            source = await open_model(model, self._draft)
+            self.fingerprint = await asyncio.to_thread(golden.fingerprint, source.path)
+            self.source = source
+        except MlxtpError as error:
+            self.problem = error.detail
+            log.warning("%s: %s", model, error.detail)
+        except OSError as error:
+            self.problem = f"{model}: {error}"
+        self._on_change()
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

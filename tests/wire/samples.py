@@ -381,7 +381,7 @@ _STRATEGIES |= {
     AgentHello: st.builds(
         AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short, st.booleans()
     ),
-    Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans()),
+    Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans(), _count),
     DesiredState: st.builds(DesiredState, _count, _node, _text, _short),
     Members: st.builds(
         Members,

@@ -1,0 +1,410 @@
+"""The epochs that this node coordinates: which group is best, forming it, and what becomes of its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cluster import decisions
+from ..cluster.coordination import Situation
+from ..cluster.decisions import FormEpoch, Running
+from ..cluster.placement import Member, Options, plan
+from ..cluster.placement import Plan as Placement
+from ..cluster.preflight import preflight
+from ..cluster.shapes import ModelShape, shape_of
+from ..config import EMBEDDED_MODEL, Settings
+from ..errors import Code, GroupError, MlxtpError
+from ..wire.base import Message
+from ..wire.control import (
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    Serving,
+)
+from ..wire.rdma import flat
+from .epoch import State
+from .ranks import Group, Ranks, Seat
+from .remote_rank import RemoteRank
+from .supervisor import ModelSource
+from .supervisor import Plan as EpochPlan
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
+
+
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    """An epoch that this node forms or runs."""
+
+    form: FormEpoch
+    placement: Placement
+    model: str
+    desired: int
+
+
+class Conductor:
+    """Implements `supervisor.Plans`."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._ready_for: asyncio.Future[EpochPlan] | None = None
+        self._mine: _Mine | None = None
+        self._seats: dict[str, RemoteRank] = {}
+        self._changed = asyncio.Event()
+        self._shape: tuple[ModelSource, ModelShape] | None = None
+        self._known: tuple[object, Placement | None, str] | None = None
+        self._lacking: set[str] = set()
+        """Nodes whose MLX turned out to have no JACCL."""
+        self._seen: object = None
+
+    # --- for the supervisor --------------------------------------------------------------------------
+
+    async def next(self) -> EpochPlan:
+        """Wait until this node shall form an epoch."""
+        self._mine = None
+        self._seats = {}
+        self._ready_for = asyncio.get_running_loop().create_future()
+        self._cluster.changed()
+        try:
+            return await self._ready_for
+        finally:
+            self._ready_for = None
+
+    async def changed(self) -> None:
+        """Wait until members, or what is wanted, are different from now."""
+        self._mine = None
+        self._changed.clear()
+        self._cluster.changed()
+        await self._changed.wait()
+
+    # --- what is decided -----------------------------------------------------------------------------
+
+    def situation(self) -> Situation:
+        """What `Coordination.decide` cannot know by itself."""
+        self._notice_changes()
+        placement, why = self._placement()
+        best = None
+        if placement is not None and placement.chosen is not None:
+            best = decisions.Plan(placement.ranks, self._key(placement))
+        return Situation(
+            running=self._running(),
+            others=tuple(filter(None, map(self._as_running, self._cluster.knowledge.servings.items()))),
+            plan=best,
+            refusal=why,
+        )
+
+    def form(self, form: FormEpoch) -> None:
+        """Have the supervisor form this epoch, unless it is still busy with the last one."""
+        placement, _ = self._placement()
+        source = self._cluster.model.source
+        if self._ready_for is None or self._ready_for.done() or placement is None or source is None:
+            return
+        cluster = self._cluster
+        self._mine = _Mine(form, placement, cluster.coordination.desired.model, cluster.model.version)
+        cluster.coordination.saw_epoch(form.number)
+        names = " + ".join(map(cluster.name_of, placement.ranks))
+        chosen = placement.chosen
+        assert chosen is not None
+        log.info("epoch %d: %s on %s", form.number, chosen.kind, names)
+        for note in placement.notes:
+            log.info("%s", note)
+        self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))
+
+    def _group(self, form: FormEpoch, placement: Placement) -> Group:
+        cluster, chosen = self._cluster, placement.chosen
+        assert chosen is not None
+        world = len(chosen.ranks)
+        if world == 1:
+            return Group(1, 1, "none", kind=chosen.kind)
+        links = [cluster.neighbours.to(node_id) for node_id in chosen.ranks[1:]]
+        fabric = chosen.ring_addresses or ("",) * world
+        members = cluster.coordination.roster.members()
+
+        def seats(ranks: Ranks) -> tuple[Seat, ...]:
+            made = {}
+            for rank, node_id in enumerate(chosen.ranks[1:], 1):
+                order = Prepare(form.number, rank, fabric[rank], cluster.model.version)
+                made[node_id] = RemoteRank(
+                    lambda message, to=node_id: cluster.neighbours.send(to, message),
+                    cluster.name_of(node_id),
+                    order,
+                    ranks,
+                )
+            self._seats = made
+            return tuple(made.values())
+
+        return Group(
+            1,
+            world,
+            chosen.backend,
+            fabric=fabric[0],
+            seats=seats,
+            decode_hosts=("127.0.0.1", *(link.local if link is not None else "" for link in links)),
+            pins=tuple(members[node_id].fingerprint for node_id in chosen.ranks),
+            kind=chosen.kind,
+            rdma=flat(chosen.rdma) if chosen.backend == "jaccl" else (),
+            jaccl_ring=chosen.jaccl_ring,
+        )
+
+    def _running(self) -> Running | None:
+        """The epoch that this node owns, or the one whose guest it is."""
+        cluster = self._cluster
+        if self._mine is not None and cluster.supervisor.in_epoch:
+            form = self._mine.form
+            return Running(
+                form.number,
+                form.plan.ranks,
+                form.boots,
+                form.plan.key,
+                self._mine.model,
+                self._mine.desired,
+                cluster.supervisor.state is State.READY,
+                cluster.supervisor.gateway.open_requests,
+            )
+        guest = cluster.guest
+        if not guest.epoch:
+            return None
+        return Running(
+            guest.epoch, (guest.host, cluster.node_id), (guest.host_boot, cluster.boot_id), (), "", 0, False
+        )
+
+    def _as_running(self, told: tuple[str, Serving]) -> Running | None:
+        _, serving = told
+        if not serving.participants or serving.state not in (State.READY, State.LOADING):
+            return None
+        return Running(
+            serving.epoch,
+            serving.participants,
+            (),
+            serving.key,
+            serving.model,
+            serving.desired,
+            serving.state == State.READY,
+            serving.open_requests,
+        )
+
+    # --- which group ---------------------------------------------------------------------------------
+
+    def _members(self) -> list[Member]:
+        """Who is present and may take part, as placement wants to know it."""
+        cluster = self._cluster
+        found = []
+        for node_id, standing in cluster.membership.standings().items():
+            machine = cluster.knowledge.machines.get(node_id)
+            if not standing.present or machine is None:
+                continue
+            link = cluster.neighbours.to(node_id)
+            found.append(
+                Member(
+                    node_id,
+                    cluster.name_of(node_id),
+                    replace(machine, free_bytes=0, notes=()),
+                    link.remote if link is not None else "",
+                    *self._has_model(node_id),
+                    jaccl=False if node_id in self._lacking else None,
+                )
+            )
+        return sorted(found, key=lambda member: member.node_id)
+
+    def _has_model(self, node_id: str) -> tuple[bool, str]:
+        cluster = self._cluster
+        ours = cluster.model.status
+        theirs = ours if node_id == cluster.node_id else cluster.knowledge.models.get(node_id)
+        if theirs is None or theirs.desired != ours.desired:
+            return False, "it has not said yet whether it has the model"
+        if theirs.problem:
+            return False, theirs.problem
+        if not theirs.fingerprint:
+            return False, "it is still getting the model"
+        if ours.fingerprint and theirs.fingerprint != ours.fingerprint:
+            return False, (
+                f"its files of the model differ: {theirs.fingerprint[:12]} there, {ours.fingerprint[:12]} on "
+                f"{cluster.name}"
+            )
+        return True, ""
+
+    def _placement(self) -> tuple[Placement | None, str]:
+        """The best plan for those who are present, and why there is none. Kept until something changes."""
+        cluster = self._cluster
+        source, desired = cluster.model.source, cluster.coordination.desired
+        if not desired.model:
+            return None, "nothing is to be served"
+        if source is None:
+            return None, cluster.model.problem or f"{desired.model} is still being looked for"
+        members = self._members()
+        options = self._options(desired.nodes, source)
+        asked = (members, desired, source.id, options)
+        if self._known is None or self._known[0] != asked:
+            try:
+                placement = plan(members, self._shape_of(source), cluster.node_id, options)
+                placement = self._checked(placement, members, options)
+                self._known = (asked, placement, placement.reason)
+            except MlxtpError as error:
+                self._known = (asked, None, error.detail)
+        return self._known[1], self._known[2]
+
+    def _checked(self, placement: Placement, members: list[Member], options: Options) -> Placement:
+        """The plan, if JACCL would form on every Mac of it; else the ring, and a line that says so."""
+        chosen = placement.chosen
+        if chosen is None or chosen.backend != "jaccl":
+            return placement
+        machines = {member.node_id: member.machine for member in members}
+        by_rank = {rank: machines[node_id] for rank, node_id in enumerate(chosen.ranks)}
+        for rank, node_id in enumerate(chosen.ranks):
+            named = options.rdma.get(node_id, {}).values()
+            trouble = preflight(
+                rank, by_rank[rank], chosen.rdma, ring=chosen.jaccl_ring, others=by_rank, named=list(named)
+            )
+            if trouble is None:
+                continue
+            what = f"{self._cluster.name_of(node_id)}: {trouble}"
+            if options.backend == "jaccl":
+                raise GroupError(f"JACCL cannot form: {what}", Code.FORM_FAILED)
+            log.warning("JACCL cannot form, so the ring is used. %s", what)
+            return plan(members, self._shape_now(), self._cluster.node_id, replace(options, backend="ring"))
+        return placement
+
+    def _options(self, nodes: str, source: ModelSource) -> Options:
+        settings = self._cluster.settings
+        wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
+        if wanted == "auto" and source.id == EMBEDDED_MODEL:
+            wanted = "all"  # it is there to show that the cluster works, not to be fast
+        return Options(
+            backend=settings.fabric,
+            nodes=wanted,
+            max_context=settings.max_context,
+            fast_fences=settings.fast_fences,
+            rdma=self._overrides(settings),
+        )
+
+    def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:
+        """RDMA devices by hand, by node id; people name nodes by name or by the start of an id."""
+        known = {self._cluster.node_id, *self._cluster.knowledge.machines}
+
+        def nodes(text: str) -> list[str]:
+            return [node for node in known if text == self._cluster.name_of(node) or node.startswith(text)]
+
+        found: dict[str, dict[str, str]] = {}
+        for item in settings.rdma:
+            who, _, device = item.partition("=")
+            one, _, other = who.partition("/")
+            for node in nodes(one):
+                for peer in nodes(other) if other else known - {node}:
+                    found.setdefault(node, {})[peer] = device
+        return found
+
+    def _shape_now(self) -> ModelShape:
+        assert self._shape is not None
+        return self._shape[1]
+
+    def _shape_of(self, source: ModelSource) -> ModelShape:
+        if self._shape is None or self._shape[0] is not source:
+            config = json.loads((source.path / "config.json").read_text())
+            weights = sum(path.stat().st_size for path in Path(source.path).glob("*.safetensors"))
+            kv_bits = self._cluster.settings.kv_bits
+            shape = shape_of(config, name=source.id, weight_bytes=weights, kv_bits=kv_bits)
+            self._shape = (source, shape)
+        return self._shape[1]
+
+    def _key(self, placement: Placement) -> tuple[float, ...]:
+        """What plans are compared by: as many Macs as wanted, then tokens per second."""
+        chosen = placement.chosen
+        assert chosen is not None
+        source = self._cluster.model.source
+        nodes = self._cluster.coordination.desired.nodes
+        everybody = source is not None and self._options(nodes, source).nodes == "all"
+        speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
+        return (float(len(chosen.ranks)) if everybody else 0.0, speed)
+
+    def _notice_changes(self) -> None:
+        """A failed state lasts until somebody comes or goes, or something else is wanted."""
+        cluster = self._cluster
+        standings = cluster.membership.standings()
+        present = tuple(sorted((node, s.boot_id) for node, s in standings.items() if s.present))
+        now = (present, cluster.coordination.desired, cluster.coordination.leading)
+        if now != self._seen:
+            self._seen = now
+            self._changed.set()
+
+    # --- what others say -----------------------------------------------------------------------------
+
+    def received(self, node_id: str, message: RankWord) -> None:
+        """An agent about the rank it runs for this node."""
+        seat = self._seats.get(node_id)
+        if seat is None or seat.epoch != message.epoch:
+            return
+        if isinstance(message, RankStarted) and self._jaccl_is_lacking(node_id, message):
+            return
+        seat.received(message)
+
+    def _jaccl_is_lacking(self, node_id: str, message: RankStarted) -> bool:
+        group = self._cluster.supervisor.group
+        if group is None or group.backend != "jaccl" or message.jaccl:
+            return False
+        who = self._cluster.name_of(node_id)
+        why = f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma"
+        if self._cluster.settings.fabric == "auto":
+            log.warning("%s, so the ring is used", why)
+            self._lacking.add(node_id)
+            self._cluster.supervisor.end_epoch(GroupError(why, Code.REPLANNED))
+        else:
+            self._cluster.supervisor.end_epoch(GroupError(why, Code.FORM_FAILED))
+        return True
+
+    def lost(self, node_id: str, why: str) -> None:
+        """The last link to an agent has ended."""
+        if seat := self._seats.get(node_id):
+            seat.lost(why)
+
+    # --- what is told --------------------------------------------------------------------------------
+
+    def serving(self) -> Serving | None:
+        """The group of this node, for all others; None when it has none."""
+        cluster, mine = self._cluster, self._mine
+        supervisor = cluster.supervisor
+        if mine is None:
+            if supervisor.state is not State.FAILED or not cluster.coordination.leading:
+                return None
+            reason = supervisor.reason.detail if supervisor.reason is not None else ""
+            return Serving(
+                supervisor.epoch, State.FAILED, reason, "none", "", (), (), 0, "", cluster.model.version, 0, 0, ()
+            )
+        info = next(iter(supervisor.gateway.models()), None)
+        group = supervisor.group
+        return Serving(
+            mine.form.number,
+            supervisor.state,
+            supervisor.reason.detail if supervisor.reason is not None else "",
+            group.backend if group is not None else "none",
+            group.kind if group is not None else "",
+            mine.form.plan.ranks,
+            mine.form.plan.key,
+            supervisor.gateway.open_requests,
+            mine.model,
+            mine.desired,
+            info.context if info is not None else 0,
+            info.vocabulary if info is not None else 0,
+            info.eos if info is not None else (),
+        )
+
+    def explain(self) -> dict[str, object]:
+        """The present plan with all that was considered, for people."""
+        placement, why = self._placement()
+        return {"placement": placement, "reason": why, "at": time.time()}
+
+
+def _send(cluster: Cluster, to: str, message: Message) -> None:
+    cluster.neighbours.send(to, message)

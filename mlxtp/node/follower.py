@@ -1,0 +1,147 @@
+"""This node's endpoint while rank 0 is elsewhere: its requests go there, its health says what is said there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ..api.backend import ModelInfo
+from ..api.defaults import load_defaults
+from ..errors import Code, GroupError, MlxtpError
+from ..wire.control import Serving
+from ..wire.doorman import open_tls
+from ..wire.tls import ALPN_REQUESTS, member_context_client
+from .epoch import State
+from .ranks import Group
+from .requests_link import RemoteDesk
+
+if TYPE_CHECKING:
+    from ..wire.tls import Credentials
+    from .cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 3.0
+RETRY_S = 0.5
+
+
+class Follower:
+    """`look` is called whenever something may have changed."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.credentials: Credentials | None = None
+        self._served: tuple[str, int, int] | None = None
+        """Node, epoch and version of the model whose requests link is open or being opened."""
+        self._desk: RemoteDesk | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+
+    def look(self) -> None:
+        """Follow what is served elsewhere, unless this node has an epoch of its own."""
+        cluster = self._cluster
+        if cluster.supervisor.in_epoch:
+            self._let_go("this Mac serves by itself now", suspend=False)
+            return
+        found = self._whom()
+        if found is None:
+            self._let_go("the group is being formed", suspend=True)
+            if cluster.supervisor.state is not State.FAILED:
+                self._show(State.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
+            return
+        node_id, serving = found
+        self._show(State(serving.state), serving.epoch, serving.reason, serving)
+        if serving.state != State.READY or cluster.model.version != serving.desired:
+            self._let_go(serving.reason or f"the group is {serving.state}", suspend=True)
+            return
+        if cluster.model.source is None:
+            self._let_go("the model is not here", suspend=True)
+            self._show(State.LOADING, serving.epoch, cluster.model.problem or "the model is looked for", serving)
+            return
+        wanted = (node_id, serving.epoch, serving.desired)
+        if wanted != self._served and time.monotonic() >= self._retry_at:
+            self._let_go("another group serves now", suspend=True)
+            self._served = wanted
+            self._opening = asyncio.ensure_future(self._open(node_id, serving))
+        elif self._desk is None:
+            self._show(State.LOADING, serving.epoch, "connecting to rank 0", serving)
+
+    def _whom(self) -> tuple[str, Serving] | None:
+        """The node whose group counts: the coordinator's, else one that is ready."""
+        cluster = self._cluster
+        servings = {
+            node: serving
+            for node, serving in cluster.knowledge.servings.items()
+            if cluster.membership.standing(node).present
+        }
+        coordinator = cluster.coordination.claim.node_id
+        if coordinator in servings:
+            return coordinator, servings[coordinator]
+        ready = [node for node, serving in servings.items() if serving.state == State.READY]
+        return (min(ready), servings[min(ready)]) if ready else None
+
+    def _show(self, state: State, epoch: int, reason: str, serving: Serving | None) -> None:
+        size = len(serving.participants) if serving is not None else 0
+        backend, kind = (serving.backend, serving.kind) if serving is not None else ("none", "")
+        if state in (State.STARTING, State.STOPPED):
+            state = State.FORMING
+        self._cluster.supervisor.follow(state, epoch, reason, Group(0, size, backend, kind=kind))
+
+    async def _open(self, node_id: str, serving: Serving) -> None:
+        cluster = self._cluster
+        link, source = cluster.neighbours.to(node_id), cluster.model.source
+        port = next((int(a.rpartition(":")[2]) for a in cluster.knowledge.addresses.get(node_id, ())), 0)
+        try:
+            if link is None or source is None or self.credentials is None:
+                raise GroupError("the link to it is gone", Code.LINK_LOST)
+            context = member_context_client(self.credentials, ALPN_REQUESTS)
+            reader, writer = await open_tls(link.remote, port, context, ALPN_REQUESTS, CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                desk = await RemoteDesk.open(reader, writer, cluster.supervisor.gateway.on_event, self._lost)
+            defaults = await asyncio.to_thread(load_defaults, source.path)
+        except (MlxtpError, TimeoutError, OSError) as error:
+            log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
+            self._retry_at = time.monotonic() + RETRY_S
+            self._served = None
+            return
+        self._desk = desk
+        info = ModelInfo(
+            id=source.id,
+            aliases=("default",) if source.id != "default" else (),
+            path=source.path,
+            context=serving.context,
+            created=int(time.time()),
+            eos=serving.eos,
+            vocabulary=serving.vocabulary,
+            defaults=defaults,
+        )
+        cluster.supervisor.gateway.serve(desk, info, source.text)
+        cluster.changed()
+
+    def _lost(self, error: MlxtpError) -> None:
+        self._desk = self._served = None
+        self._retry_at = time.monotonic() + RETRY_S
+        self._cluster.supervisor.gateway.suspend(GroupError(error.detail, Code.LINK_LOST))
+        self._cluster.changed()
+
+    def _let_go(self, why: str, *, suspend: bool) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        desk, self._desk, self._served = self._desk, None, None
+        if desk is not None:
+            asyncio.ensure_future(desk.close())
+            if suspend:
+                self._cluster.supervisor.gateway.suspend(GroupError(why, Code.NOT_READY))
+
+    async def close(self) -> None:
+        """End the requests link."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._desk is not None:
+            with contextlib.suppress(MlxtpError):
+                await self._desk.close()

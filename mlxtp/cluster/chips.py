@@ -1,0 +1,120 @@
+"""What chips can do. Pure tables; every number says where it comes from.
+
+bandwidth    of the memory: Apple's technical specifications of the Macs with that chip. An M5 Ultra's is
+             given as 1.2 TB/s, which is two M5 Max.
+flops        of 16-bit matrix products on the GPU, a core: clock x 128 lanes x 2, which is Apple's figure for
+             the M1 (2.6 TFLOPS on 8 cores) and, for later ones, what cores and clocks give (14.2 on an M3 Max
+             of 40 cores, 18.4 on an M4 Max of 40). M5 cores have matrix units; Apple speaks of more than four
+             times an M4's peak for such work.
+efficiency   share of the memory's bandwidth that a decode reaches: see `SINGLE` and `FUSED`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+SINGLE = 0.90
+"""Share of the specified bandwidth that decoding reaches on a chip of one die."""
+FUSED = 0.80
+"""The same on an Ultra, which is two dies. Both are fitted, together with `speed.KERNEL_S`, to published
+decode speeds of single Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3
+Ultra."""
+CPU_EFFICIENCY = 0.5
+"""An assumption, for machines without a known GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One chip. `bandwidth` in bytes/s, `flops` of its whole GPU in 1/s, `gpu_cores` 0 where unknown.
+
+    `known` is False where its name is not in the table and the numbers are those of something like it.
+    `thunderbolt5` says that Macs with it have Thunderbolt 5, without which there is no RDMA. `ports` is how
+    many cables with RDMA the Macs with it take at once; Mac Studios have one more port without.
+    """
+
+    name: str
+    bandwidth: float
+    efficiency: float
+    gpu_cores: int
+    flops: float
+    thunderbolt5: bool = False
+    ports: int = 3
+    known: bool = True
+
+    @property
+    def reading(self) -> float:
+        """Bytes a second that a decode reads."""
+        return self.bandwidth * self.efficiency
+
+
+_GBPS: Mapping[str, Mapping[int, float]] = {
+    "M1": {8: 68.25, 7: 68.25},
+    "M1 Pro": {16: 200, 14: 200},
+    "M1 Max": {32: 400, 24: 400},
+    "M1 Ultra": {64: 800, 48: 800},
+    "M2": {10: 100, 8: 100},
+    "M2 Pro": {19: 200, 16: 200},
+    "M2 Max": {38: 400, 30: 400},
+    "M2 Ultra": {76: 800, 60: 800},
+    "M3": {10: 100, 8: 100},
+    "M3 Pro": {18: 150, 14: 150},
+    "M3 Max": {40: 400, 30: 300},
+    "M3 Ultra": {80: 819, 60: 819},
+    "M4": {10: 120, 8: 120},
+    "M4 Pro": {20: 273, 16: 273},
+    "M4 Max": {40: 546, 32: 410},
+    "M5": {10: 153, 8: 153},
+    "M5 Pro": {20: 307, 16: 307},
+    "M5 Max": {40: 614, 32: 460},
+    "M5 Ultra": {80: 1228},
+}
+"""GB/s by chip and GPU cores; the largest comes first and stands for a chip whose cores are not known."""
+_CORE_FLOPS = {1: 0.325e12, 2: 0.36e12, 3: 0.355e12, 4: 0.46e12, 5: 1.84e12}
+"""16-bit FLOPS of a GPU core, by generation."""
+_THUNDERBOLT5 = frozenset({"M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra"})
+_ULTRA_PORTS = 5
+_CPU = Chip("", 20e9, CPU_EFFICIENCY, 0, 0.2e12, known=False)
+"""A machine nobody knows: two channels of its memory, and a few cores' worth of arithmetic. Assumptions."""
+
+_NAME = re.compile(r"\bM(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
+
+
+def chip(name: str, gpu_cores: int = 0) -> Chip:
+    """The chip that Apple calls `name` ("Apple M3 Ultra"), with so many GPU cores (0: its largest).
+
+    A chip that is newer than the table counts as the newest of its kind in it; anything else as a plain
+    computer. Both are marked as not known.
+    """
+    found = _NAME.search(name)
+    if found is None:
+        return replace(_CPU, name=name)
+    generation, tier = int(found[1]), (found[2] or "").capitalize()
+    key = f"M{generation} {tier}".strip()
+    known = key in _GBPS
+    if not known:
+        similar = [k for k in _GBPS if k.partition(" ")[2] == tier and _generation(k) <= generation]
+        if not similar:
+            return replace(_CPU, name=name)
+        key = max(similar, key=_generation)
+    cores = gpu_cores if gpu_cores in _GBPS[key] else next(iter(_GBPS[key]))
+    return Chip(
+        name=name,
+        bandwidth=_GBPS[key][cores] * 1e9,
+        efficiency=FUSED if tier == "Ultra" else SINGLE,
+        gpu_cores=gpu_cores or cores,
+        flops=_CORE_FLOPS[_generation(key)] * (gpu_cores or cores),
+        thunderbolt5=key in _THUNDERBOLT5,
+        ports=_ULTRA_PORTS if tier == "Ultra" else 3,
+        known=known,
+    )
+
+
+def _generation(key: str) -> int:
+    return int(key[1:].partition(" ")[0])
+
+
+def names() -> tuple[str, ...]:
+    """All chips in the table, as Apple calls them."""
+    return tuple(f"Apple {key}" for key in _GBPS)

@@ -1,0 +1,252 @@
+"""Who can reach whom, and by what: cables, shared networks, RDMA. Pure: what Macs report in, links out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from ipaddress import IPv4Address, IPv4Network
+
+from ..wire.machine import Interface, Machine, Port
+
+THUNDERBOLT = "thunderbolt"
+ETHERNET = "ethernet"
+WIFI = "wifi"
+LOOPBACK = "loopback"
+NETWORKS = (THUNDERBOLT, ETHERNET, WIFI, LOOPBACK)
+"""Kinds of networks a TCP ring can run on, the fastest first."""
+_LINK_LOCAL = IPv4Network("169.254.0.0/16")
+
+Overrides = Mapping[str, Mapping[str, str]]
+"""For a node id and each peer's node id: the RDMA device to use, whatever was found out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node that may take part.
+
+    control_address  the IP address at which the coordinator reaches it; may be empty
+    model_ok         whether it can serve the model at all, with the reason why not
+    jaccl            what `is_available("jaccl")` said there; None to judge from `machine.rdma`
+    held_bytes       what ranks of ours hold of its memory now and will give back before the next group forms
+    """
+
+    node_id: str
+    name: str
+    machine: Machine
+    control_address: str = ""
+    model_ok: bool = True
+    reason: str = ""
+    jaccl: bool | None = None
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TcpLink:
+    """Two members in one network: the address of each there, by node id. `mbps` 0 is unknown."""
+
+    network: str
+    addresses: Mapping[str, str]
+    mbps: int
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaLink:
+    """Two members on one cable with RDMA: the device of each, by node id."""
+
+    devices: Mapping[str, str]
+
+
+class Topology:
+    """The links among `members`. Two lookups of the same pair give the same link, whatever their order.
+
+    members    in any order; the same members in another order make the same topology
+    overrides  RDMA devices named by hand, which count more than what was found out
+    """
+
+    def __init__(self, members: Sequence[Member], overrides: Overrides | None = None) -> None:
+        self._members = {m.node_id: m for m in sorted(members, key=lambda m: m.node_id)}
+        self._overrides = overrides or {}
+
+    @cached_property
+    def is_one_machine(self) -> bool:
+        """Whether all have nothing but 127.0.0.1: several nodes on one machine, which share its memory."""
+        return len(self._members) > 1 and all(
+            {i.address for i in m.machine.interfaces if i.up} == {"127.0.0.1"} for m in self._members.values()
+        )
+
+    def tcp(self, network: str, one: str, other: str) -> TcpLink | None:
+        """How two members reach each other in this kind of network."""
+        return self._tcp.get(network, {}).get(frozenset((one, other)))
+
+    def rdma(self, one: str, other: str) -> RdmaLink | None:
+        """The cable by which two members reach each other's memory."""
+        return self._rdma.get(frozenset((one, other)))
+
+    def no_rdma(self, one: str, other: str) -> str:
+        """Why `rdma` finds nothing between these two, in words."""
+        a, b = (self._members[node] for node in sorted((one, other)))
+        for member in (a, b):
+            if member.jaccl is False:
+                return f"MLX on {member.name} has no JACCL"
+        cables = self._cables.get(frozenset((one, other)), [])
+        if not cables:
+            return "no cable"
+        for member in (a, b):
+            if trouble := _machine_trouble(member):
+                return trouble
+        return next(_cable_trouble(a, b, cable) or "" for cable in cables)
+
+    def has_cables(self) -> bool:
+        """Whether any two of the members are joined by a Thunderbolt cable, or by hand."""
+        return bool(self._cables) or bool(self._overrides)
+
+    @cached_property
+    def _cables(self) -> dict[frozenset[str], list[tuple[Port, Port]]]:
+        """For each pair its cables: the port of the smaller node id, and the other's."""
+        owners: dict[str, tuple[str, Port]] = {}
+        for node, member in self._members.items():
+            for port in sorted(member.machine.ports, key=lambda p: (p.receptacle, p.interface)):
+                if port.domain:
+                    owners.setdefault(port.domain, (node, port))
+        found: dict[frozenset[str], list[tuple[Port, Port]]] = {}
+        used: set[str] = set()
+        for domain, (node, port) in sorted(owners.items(), key=lambda item: _by_receptacle(*item[1])):
+            there = owners.get(port.peer_domain)
+            if there is None or there[0] == node or {domain, port.peer_domain} & used:
+                continue
+            if there[1].peer_domain not in ("", domain):
+                continue  # the other end has moved to another cable
+            used |= {domain, port.peer_domain}
+            ends = (port, there[1]) if node < there[0] else (there[1], port)
+            found.setdefault(frozenset((node, there[0])), []).append(ends)
+        for cables in found.values():
+            cables.sort(key=lambda ends: (ends[0].receptacle, ends[1].receptacle))
+        return found
+
+    @cached_property
+    def _rdma(self) -> dict[frozenset[str], RdmaLink]:
+        pairs = set(self._cables)
+        pairs |= {frozenset((a, b)) for a, peers in self._overrides.items() for b in peers if a != b}
+        links = ((pair, self._rdma_link(pair)) for pair in pairs if pair <= self._members.keys())
+        return {pair: link for pair, link in links if link is not None}
+
+    def _rdma_link(self, pair: frozenset[str]) -> RdmaLink | None:
+        a, b = (self._members[node] for node in sorted(pair))
+        if a.jaccl is False or b.jaccl is False:
+            return None
+        given = {
+            node: self._overrides.get(node, {}).get(peer, "")
+            for node, peer in ((a.node_id, b.node_id), (b.node_id, a.node_id))
+        }
+        usable = [c for c in self._cables.get(pair, []) if not _cable_trouble(a, b, c)]
+        if _machine_trouble(a) or _machine_trouble(b):
+            usable = []
+        # Both ends of one cable: two cables between the same Macs must not be mixed up.
+        probed = {a.node_id: usable[0][0].rdma, b.node_id: usable[0][1].rdma} if usable else {}
+        devices = {node: given[node] or probed.get(node, "") for node in given}
+        return RdmaLink(devices) if all(devices.values()) else None
+
+    @cached_property
+    def _tcp(self) -> dict[str, dict[frozenset[str], TcpLink]]:
+        if self.is_one_machine:
+            nodes = list(self._members)
+            link = TcpLink(LOOPBACK, dict.fromkeys(nodes, "127.0.0.1"), 0)
+            return {LOOPBACK: {frozenset((a, b)): link for a in nodes for b in nodes if a != b}}
+        ranked: dict[str, dict[frozenset[str], tuple[tuple[object, ...], TcpLink]]] = {}
+        for (kind, _), homes in sorted(self._networks().items()):
+            for i, (one, first) in enumerate(homes):
+                for other, second in homes[i + 1 :]:
+                    if one.node_id == other.node_id or not self._joined(kind, one, first, other, second):
+                        continue
+                    pair = frozenset((one.node_id, other.node_id))
+                    link = TcpLink(
+                        kind,
+                        {one.node_id: first.address, other.node_id: second.address},
+                        min(first.mbps, second.mbps),
+                    )
+                    rank = _preference(one, first, other, second)
+                    best = ranked.setdefault(kind, {}).get(pair)
+                    if best is None or rank < best[0]:
+                        ranked[kind][pair] = (rank, link)
+        return {kind: {pair: link for pair, (_, link) in found.items()} for kind, found in ranked.items()}
+
+    def _networks(self) -> dict[tuple[str, IPv4Network], list[tuple[Member, Interface]]]:
+        """Which interfaces have an address in the same network, by kind."""
+        homes: dict[tuple[str, IPv4Network], list[tuple[Member, Interface]]] = {}
+        for member in self._members.values():
+            for interface in member.machine.interfaces:
+                network = _network(interface)
+                if interface.up and network is not None:
+                    kind = _kind(member.machine, interface)
+                    homes.setdefault((kind, network), []).append((member, interface))
+        return {key: found for key, found in homes.items() if key[0] != LOOPBACK}
+
+    def _joined(self, kind: str, one: Member, first: Interface, other: Member, second: Interface) -> bool:
+        """Whether these two interfaces really reach each other, as far as can be known.
+
+        Every Mac numbers bridges, and cables without a given address, alike: equal addresses prove nothing,
+        and neither do link-local ones without a cable between the two.
+        """
+        if first.address == second.address:
+            return False
+        cables = self._cables.get(frozenset((one.node_id, other.node_id)), [])
+        local = IPv4Address(first.address) in _LINK_LOCAL
+        if kind != THUNDERBOLT:
+            return not local
+        if first.kind == "bridge" or second.kind == "bridge":
+            return bool(cables) or not local
+        if one.machine.ports and other.machine.ports:
+            here, there = (first, second) if one.node_id < other.node_id else (second, first)
+            return any((a.interface, b.interface) == (here.name, there.name) for a, b in cables)
+        return not local
+
+
+def _by_receptacle(node: str, port: Port) -> tuple[str, int, str]:
+    return node, port.receptacle, port.interface
+
+
+def _machine_trouble(member: Member) -> str:
+    """Why no cable of this Mac can carry RDMA."""
+    if member.jaccl is None and member.machine.rdma != "enabled":
+        return f"RDMA is {member.machine.rdma} on {member.name}"
+    if member.machine.bridge_up:
+        return f"bridge0 is up on {member.name}"
+    return ""
+
+
+def _cable_trouble(a: Member, b: Member, cable: tuple[Port, Port]) -> str:
+    """Why this cable cannot carry RDMA."""
+    if cable[0].hub or cable[1].hub:
+        return "a hub stands in between"
+    for member, port in zip((a, b), cable, strict=True):
+        if not port.rdma:
+            return f"port {port.receptacle} of {member.name} has no RDMA"
+        if not port.active:
+            return f"{port.rdma} of {member.name} is not active"
+        if not any(i.name == port.interface and i.up for i in member.machine.interfaces):
+            return f"{port.interface} of {member.name} has no IPv4 address"
+    return ""
+
+
+def _kind(machine: Machine, interface: Interface) -> str:
+    """The kind of network an interface belongs to. A Mac's bridge is the one over its Thunderbolt ports."""
+    if interface.kind == "bridge":
+        return THUNDERBOLT if machine.system == "macos" else ETHERNET
+    return {"thunderbolt": THUNDERBOLT, "wifi": WIFI, "loopback": LOOPBACK}.get(interface.kind, ETHERNET)
+
+
+def _network(interface: Interface) -> IPv4Network | None:
+    """None for text that is no address; it came from another machine."""
+    try:
+        return IPv4Network((interface.address, interface.prefix), strict=False)
+    except ValueError:
+        return None
+
+
+def _preference(one: Member, first: Interface, other: Member, second: Interface) -> tuple[object, ...]:
+    """Smaller is better: no bridge, the address known to work, the faster one, then any fixed order."""
+    known = (one.control_address == first.address) + (other.control_address == second.address)
+    bridges = (first.kind == "bridge") + (second.kind == "bridge")
+    addresses = sorted((IPv4Address(first.address), IPv4Address(second.address)))
+    return (bridges, -known, -min(first.mbps, second.mbps), *addresses)

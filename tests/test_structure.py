@@ -293,6 +293,13 @@ PURE = (
     "mlxtp.cluster.coordination",
     "mlxtp.cluster.decisions",
     "mlxtp.cluster.builds",
+    "mlxtp.cluster.findings",
+    "mlxtp.cluster.probes.reading",
+    "mlxtp.cluster.probes.links",
+    "mlxtp.cluster.probes.profiler",
+    "mlxtp.cluster.probes.macos",
+    "mlxtp.cluster.probes.linux",
+    "mlxtp.cluster.probes.machines",
 )
 IMPURE = frozenset(
     ("asyncio", "io", "logging", "mlx", "mlx_lm", "multiprocessing", "os", "pathlib", "queue", "random",

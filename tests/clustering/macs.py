@@ -1,0 +1,74 @@
+"""Recorded Macs: what their commands printed, and that with something changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from mlxtp.cluster.probes.machines import mac
+from mlxtp.cluster.probes.macos import COMMANDS
+from mlxtp.cluster.probes.reading import NOT_INSTALLED, Output
+from mlxtp.wire.codecs import record
+from mlxtp.wire.machine import Machine, Port
+
+FOLDER = Path(__file__).with_name("recordings")
+ULTRA, MAX, MINI, BOOK, OLD_BOOK = MACS = (
+    "studio_m3_ultra",
+    "studio_m4_max",
+    "mac_mini_m4_pro",
+    "macbook_pro_m4_max",
+    "macbook_pro_m3_max",
+)
+
+
+def recorded(name: str) -> dict[str, str]:
+    """What each command of that Mac printed."""
+    texts: dict[str, str] = {}
+    command = ""
+    for line in (FOLDER / f"{name}.txt").read_text().splitlines(keepends=True):
+        if line.startswith("$ "):
+            command = line.split()[1]
+            texts[command] = ""
+        else:
+            texts[command] += line
+    return texts
+
+
+def outputs(name: str, **changed: str | Output) -> dict[str, Output]:
+    """The outputs of all commands of that Mac, some of them changed."""
+    said: dict[str, str | Output] = {**recorded(name), **changed}
+    return {
+        command: text if isinstance(text := said.get(command, NOT_INSTALLED), Output) else Output(text)
+        for command in COMMANDS
+    }
+
+
+def machine(name: str, **changed: str | Output) -> Machine:
+    return mac(outputs(name, **changed))
+
+
+def port(of: Machine, receptacle: int) -> Port:
+    (found,) = (port for port in of.ports if port.receptacle == receptacle)
+    return found
+
+
+def profile(name: str, **parts: Any) -> str:
+    """What `system_profiler` says, with some of its three parts replaced."""
+    return json.dumps(json.loads(recorded(name)["system_profiler"]) | parts)
+
+
+def buses(name: str) -> list[Any]:
+    told: list[Any] = json.loads(recorded(name)["system_profiler"])["SPThunderboltDataType"]
+    return told
+
+
+_CODEC = record(Machine)
+
+
+def over_the_wire(sent: Machine) -> Machine:
+    """What another machine receives of it; raises what its codecs refuse."""
+    received: Machine = _CODEC.from_wire(msgpack.unpackb(msgpack.packb(_CODEC.to_wire(sent))))
+    return received

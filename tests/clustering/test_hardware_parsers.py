@@ -1,0 +1,266 @@
+"""One parser for each command of macOS: the corners that no recorded Mac has."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlxtp.cluster.probes.links import Link
+from mlxtp.cluster.probes.macos import (
+    Memory,
+    parse_hardware_ports,
+    parse_ibv_devices,
+    parse_ibv_devinfo,
+    parse_ifconfig,
+    parse_pmset,
+    parse_rdma_ctl,
+    parse_sysctl,
+    parse_vm_stat,
+)
+from mlxtp.cluster.probes.profiler import Bus, parse_profile
+from mlxtp.cluster.probes.reading import Output, Reading, count, note, printable
+
+OWN, PEER, FAR = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ABC")
+
+
+def bus(*items: Any, **port: str) -> Bus:
+    told = {"receptacle_id_key": "2", "receptacle_status_key": "receptacle_connected", **port}
+    entry = {"domain_uuid_key": OWN, "receptacle_1_tag": told, "_items": list(items)}
+    (found,) = parse_profile(json.dumps({"SPThunderboltDataType": [entry]})).value.buses
+    return found
+
+
+# --- system_profiler --------------------------------------------------------------------------------------
+
+
+def test_a_mac_at_the_other_end() -> None:
+    assert bus({"domain_uuid_key": PEER}, current_speed_key="80 Gb/s") == Bus(2, OWN, PEER, False, True, 80)
+
+
+def test_behind_two_hubs_it_is_still_found() -> None:
+    found = bus({"_items": [{"_items": [{"domain_uuid_key": PEER}]}]})
+    assert (found.peer_domain, found.hub) == (PEER, True)
+
+
+def test_the_nearest_mac_counts() -> None:
+    found = bus({"_items": [{"domain_uuid_key": FAR}]}, {"domain_uuid_key": PEER})
+    assert (found.peer_domain, found.hub) == (PEER, False)
+
+
+def test_both_ends_of_a_cable_spell_a_domain_alike() -> None:
+    assert bus({"domain_uuid_key": PEER.lower()}).peer_domain == PEER
+
+
+@pytest.mark.parametrize("uuid", ["", "0", "none", f"{PEER}0", f"{PEER[:-1]}g", 7, None, ["a"]])
+def test_what_is_no_uuid_is_no_peer(uuid: object) -> None:
+    assert bus({"domain_uuid_key": uuid}).peer_domain == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "gbps"),
+    [("Up to 120 Gb/s", 120), ("Bis zu 40 Gb/s x1", 40), ("80 Gb/s", 80), ("fast", 0), ("9999", 0)],
+)
+def test_the_number_in_a_speed_counts_in_any_language(told: str, gbps: int) -> None:
+    assert bus(current_speed_key=told).gbps == gbps
+
+
+@pytest.mark.parametrize("receptacle", ["", "0", "65", "x", "-"])
+def test_a_port_without_a_number_is_none(receptacle: str) -> None:
+    told = [{"domain_uuid_key": OWN, "receptacle_1_tag": {"receptacle_id_key": receptacle}}]
+    reading = parse_profile(json.dumps({"SPThunderboltDataType": told}))
+    assert reading.value.buses == ()
+    assert "Thunderbolt cables" in reading.missing
+
+
+def test_a_mac_without_thunderbolt_lacks_nothing() -> None:
+    assert "Thunderbolt cables" not in parse_profile('{"SPThunderboltDataType": []}').missing
+
+
+def test_json_nested_without_end_is_not_understood() -> None:
+    assert parse_profile("[" * 200_000).missing == ("model", "chip", "GPU cores", "Thunderbolt cables")
+
+
+def test_a_chain_of_hubs_without_end_is_left_off_somewhere() -> None:
+    chain: dict[str, Any] = {"domain_uuid_key": PEER}
+    for _ in range(100):
+        chain = {"_items": [chain]}
+    assert bus(chain).peer_domain == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "size"), [("512 GB", 512), ("1 TB", 1024), ("16 MB", 0), ("GB", 0), (16, 0)]
+)
+def test_memory_is_counted_as_apple_does(told: object, size: int) -> None:
+    text = json.dumps({"SPHardwareDataType": [{"physical_memory": told}]})
+    assert parse_profile(text).value.memory_bytes == size * 2**30
+
+
+# --- sysctl, vm_stat --------------------------------------------------------------------------------------
+
+
+def test_a_name_that_sysctl_does_not_know_is_left_out() -> None:
+    reading = parse_sysctl("kern.osproductversion: 14.6.1\nhw.ncpu: 8\n")
+    assert reading.missing == ("memory",)
+    assert (reading.value.release, reading.value.wired_limit_bytes) == ("14.6.1", 0)
+
+
+def test_available_is_what_is_free_or_could_be() -> None:
+    text = (
+        "Mach Virtual Memory Statistics: (page size of 4096 bytes)\nPages free: 10.\nPages active: 900.\n"
+        "Pages inactive: 20.\nPages speculative: 3.\nPages wired down: 7.\n"
+    )
+    assert parse_vm_stat(text) == Reading(Memory(33 * 4096, 7 * 4096))
+
+
+def test_without_a_page_size_pages_say_nothing() -> None:
+    assert parse_vm_stat("Pages free: 10.\nPages wired down: 7.\n").missing == ("free memory", "wired memory")
+
+
+# --- networksetup -----------------------------------------------------------------------------------------
+
+
+def kinds(*ports: str) -> list[str]:
+    text = "".join(f"Hardware Port: {port}\nDevice: en{n}\n\n" for n, port in enumerate(ports))
+    return list(parse_hardware_ports(text).value.kinds.values())
+
+
+def test_kinds_of_ports() -> None:
+    told = (
+        "Ethernet",
+        "Wi-Fi",
+        "Thunderbolt 1",
+        "USB 10/100/1G/2.5G LAN",
+        "Bluetooth PAN",
+        "Thunderbolt Ethernet",
+    )
+    assert kinds(*told) == ["ethernet", "wifi", "thunderbolt", "ethernet", "other", "ethernet"]
+
+
+def test_a_numbered_ethernet_port_is_not_taken_for_thunderbolt() -> None:
+    assert kinds("Ethernet 1", "Ethernet 2") == ["ethernet", "ethernet"]
+    assert kinds("Thunderbolt 1", "Slot 2") == ["thunderbolt", "ethernet"]
+
+
+def test_a_device_without_a_port_is_passed_over() -> None:
+    assert parse_hardware_ports("Device: en0\nHardware Port: Wi-Fi\n").missing
+
+
+# --- ifconfig ---------------------------------------------------------------------------------------------
+
+
+def link(*lines: str, flags: str = "UP,BROADCAST") -> Link:
+    text = f"en7: flags=8863<{flags}> mtu 1500\n" + "".join(f"\t{line}\n" for line in lines)
+    (found,) = parse_ifconfig(text).value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("media", "mbps"),
+    [
+        ("autoselect (1000baseT <full-duplex>)", 1000),
+        ("autoselect (10Gbase-T <full-duplex,flow-control>)", 10_000),
+        ("autoselect (2500Base-T <full-duplex>)", 2500),
+        ("100baseTX <full-duplex>", 100),
+        ("autoselect <full-duplex>", 0),
+        ("autoselect (none)", 0),
+        ("999999Gbase-T", 10**7),
+    ],
+)
+def test_speeds(media: str, mbps: int) -> None:
+    assert link(f"media: {media}").mbps == mbps
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "up"),
+    [
+        ("UP", ["status: active"], True),
+        ("UP", ["status: inactive"], False),
+        ("UP", [], True),
+        ("BROADCAST", [], False),
+    ],
+)
+def test_up_is_wanted_and_connected(flags: str, status: list[str], up: bool) -> None:
+    assert link(*status, flags=flags).up is up
+
+
+def test_several_addresses_of_one_interface() -> None:
+    found = link(
+        "inet 10.0.0.1 netmask 0xff000000 broadcast 10.255.255.255",
+        "inet6 fe80::1%en7 prefixlen 64",
+        "inet 10.0.0.2 --> 10.0.0.3 netmask 0xfffffffc",
+        "inet 999.0.0.1 netmask 0xffffff00",
+        "inet 0.0.0.0 netmask 0xffffff00",
+    )
+    assert found.addresses == (("10.0.0.1", 8), ("10.0.0.2", 30))
+
+
+# --- RDMA, power ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("enabled\n", "enabled"),
+        ("RDMA is enabled", "enabled"),
+        ("disabled\n", "disabled"),
+        ("not enabled", "disabled"),
+        ("RDMA is not supported on this Mac", "unsupported"),
+        ("aktiviert", ""),
+        ("", ""),
+    ],
+)
+def test_the_switch(said: str, state: str) -> None:
+    assert parse_rdma_ctl(said).value == state
+    assert bool(parse_rdma_ctl(said).missing) is not bool(state)
+
+
+def test_a_heading_alone_is_no_device_and_no_mistake() -> None:
+    heading = "    device          \t   node GUID\n    ------          \t----------------\n"
+    assert parse_ibv_devices(heading) == Reading(frozenset())
+    assert parse_ibv_devices(heading + "    rdma_en4   \t01\n    mlx5_0 \t02\n").value == {"rdma_en4"}
+    assert parse_ibv_devices("Killed: 9").missing
+
+
+def test_a_device_is_active_when_its_port_is() -> None:
+    text = "hca_id:\trdma_en1\n\tstate: PORT_DOWN (1)\nhca_id: rdma_en2\n\t\tstate:\t\t\tPORT_ACTIVE (4)\n"
+    assert parse_ibv_devinfo(text).value == {"rdma_en1": False, "rdma_en2": True}
+    assert parse_ibv_devinfo("state: PORT_ACTIVE (4)\n").missing
+
+
+@pytest.mark.parametrize(
+    ("said", "power"),
+    [
+        ("Now drawing from 'AC Power'", "ac"),
+        ("Now drawing from 'Battery Power'", "battery"),
+        ("?", "unknown"),
+    ],
+)
+def test_power(said: str, power: str) -> None:
+    assert parse_pmset(said).value == power
+
+
+# --- what is kept of a text -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [("Mac\tStudio\n", "Mac Studio"), ("a\x00b\ud800c", "a b c"), ("x" * 99, "x" * 10), (7, ""), (None, "")],
+)
+def test_only_what_can_be_printed_is_kept(value: object, kept: str) -> None:
+    assert printable(value, 10) == kept
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [("12.", 12), (" 7 GB", 7), (5, 5), ("101", 0), (-1, 0), (True, 0), (1.5, 0), ("٣", 0)],
+)
+def test_a_count_is_a_number_within_its_bounds(value: object, number: int) -> None:
+    assert count(value, 100) == number
+
+
+def test_a_note_is_one_short_sentence() -> None:
+    (sentence,) = note("vm_stat", Output(problem="p" * 400), ("free memory",))
+    assert len(sentence) == 300
+    assert note("vm_stat", Output(problem="failed"), ()) == ()

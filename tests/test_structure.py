@@ -267,6 +267,9 @@ def test_a_circle_is_found() -> None:
 # --- pure modules -----------------------------------------------------------------------------------------
 
 PURE = (
+    "mlxtp.cluster.preflight",
+    "mlxtp.cluster.side_channel",
+    "mlxtp.engine.jaccl",
     "mlxtp.engine.moves",
     "mlxtp.engine.scheduler",
     "mlxtp.engine.kv",
@@ -276,6 +279,7 @@ PURE = (
     "mlxtp.api.stops",
     "mlxtp.wire.base",
     "mlxtp.wire.machine",
+    "mlxtp.wire.rdma",
     "mlxtp.wire.messages",
     "mlxtp.wire.frames",
     "mlxtp.wire.protocol",

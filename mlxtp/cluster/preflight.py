@@ -30,8 +30,8 @@ _PORT_UP = (
     "`ibv_devinfo` for PORT_ACTIVE"
 )
 _FREE = (
-    "end what else uses RDMA on this Mac, above all ranks of an earlier group that are still there; when there "
-    "is nothing, restart it"
+    "end what else uses RDMA on this Mac, above all ranks of an earlier group that are still there; where "
+    "there is nothing, restart it"
 )
 _BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
 
@@ -70,29 +70,29 @@ def preflight(
     """
     if wrong := fault(matrix, ring=ring):
         return Trouble(wrong, f"correct the cables or the matrix, or {_BY_HAND}")
-    return next(_troubles(rank, machine, matrix, ring, others or {}, named, ranks_left), None)
+    if ranks_left:
+        return Trouble(
+            f"{ranks_left} ranks of an earlier group are still here and hold queue pairs, of which a device "
+            "has about 10",
+            "wait until they are gone, or end them",
+            16,
+        )
+    return next(_of_cables(rank, machine, matrix, ring=ring, others=others or {}, named=named), None)
 
 
-def _troubles(
+def _of_cables(
     rank: int,
     machine: Machine,
     matrix: Matrix,
+    *,
     ring: bool,
     others: Mapping[int, Machine],
     named: Collection[str],
-    ranks_left: int,
 ) -> Iterator[Trouble]:
-    if ranks_left:
-        what = (
-            f"{ranks_left} rank processes of an earlier group still hold queue pairs, of which each RDMA device "
-            "has about 10"
-        )
-        yield Trouble(what, "wait until they are gone, or end them", 16)
     connected = peers(rank, len(matrix), ring=ring)
     used = [(peer, name) for peer in connected for name in devices(matrix[rank][peer]) if name not in named]
-    if not used:
-        return
-    yield from _of_machine(machine)
+    if used:
+        yield from _of_machine(machine)
     for peer, name in used:
         port = next((port for port in machine.ports if port.rdma == name), None)
         if port is None:
@@ -142,8 +142,8 @@ def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
     if not any(addresses):
         yield Trouble(
             f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address",
-            f"sudo ifconfig {port.interface} inet ADDRESS netmask 255.255.255.252, with the two addresses of a "
-            "/30 for the two ends of the cable; for good: System Settings > Network",
+            f"sudo ifconfig {port.interface} inet ADDRESS netmask 255.255.255.252, with the two addresses of "
+            "a /30 for the two ends of the cable; for good: System Settings > Network",
             22,
         )
 
@@ -172,10 +172,10 @@ _BY_NUMBER = {
     trouble.errno: trouble
     for trouble in (
         Trouble(
-            "errno 22 from JACCL: an RDMA device has no IPv4 address or an old one, or bridge0 holds its port",
-            "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo ifconfig "
-            "en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the port came up; "
-            f"take the bridge down, {_BRIDGE_DOWN}",
+            "errno 22 from JACCL: an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
+            "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
+            "ifconfig en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the "
+            f"port came up; take the bridge down, {_BRIDGE_DOWN}",
             22,
         ),
         Trouble(
@@ -214,8 +214,8 @@ _BY_WORDS: tuple[tuple[str, Trouble], ...] = (
     (
         "memory region",
         Trouble(
-            "JACCL could not register its memory: a device has room for 100 regions, and one connection takes "
-            "64 or more",
+            "JACCL could not register its memory: a device has room for 100 regions, of which one connection "
+            "takes 64 or more",
             f"use each device for one cable and one group; {_FREE}",
         ),
     ),

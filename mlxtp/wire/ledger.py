@@ -56,9 +56,10 @@ class PipeLedger:
     def __init__(self) -> None:
         self.outstanding = 0
         """Pings whose Pong has not come."""
-        self._round = 0
-        self._round_is_open = False
-        self._rounds_are_over = False
+        self.round = 0
+        """Number of the last round of the side channel."""
+        self.round_is_open = False
+        self.rounds_are_over = False
 
     def rules(self) -> Rules:
         return {
@@ -81,23 +82,23 @@ class PipeLedger:
 
     def _side_channel(self, ours: SideChannel, seq: int) -> None:
         # A round may also cross the error that ends them all; that one gets no other answer.
-        if self._round_is_open or ours.round != self._round + 1:
+        if self.round_is_open or ours.round != self.round + 1:
             raise Violation(
-                Code.OUT_OF_ORDER, f"SideChannel with round {ours.round} after round {self._round}"
+                Code.OUT_OF_ORDER, f"SideChannel with round {ours.round} after round {self.round}"
             )
-        self._round = ours.round
-        self._round_is_open = True
+        self.round = ours.round
+        self.round_is_open = True
 
     def _gathered(self, gathered: Gathered, seq: int) -> None:
         if gathered.error and gathered.data:
             raise Violation(Code.FIELD_INVALID, "Gathered with both bytes and an error")
-        if self._rounds_are_over:
+        if self.rounds_are_over:
             raise Violation(Code.OUT_OF_ORDER, "Gathered after the error that ended all rounds")
         if gathered.error:
-            self._rounds_are_over = True
-        elif not self._round_is_open or gathered.round != self._round:
+            self.rounds_are_over = True
+        elif not self.round_is_open or gathered.round != self.round:
             raise Violation(Code.OUT_OF_ORDER, f"Gathered for round {gathered.round}, which nobody waits for")
-        self._round_is_open = False
+        self.round_is_open = False
 
 
 class RequestLedger(PipeLedger):

@@ -19,6 +19,7 @@ from mlxtp.wire.messages import (
     Error,
     Evict,
     Finished,
+    Gathered,
     Generate,
     Message,
     Ping,
@@ -30,6 +31,7 @@ from mlxtp.wire.messages import (
     ScoredDelta,
     SessionStop,
     Shutdown,
+    SideChannel,
     StepToken,
     Unload,
 )
@@ -269,14 +271,33 @@ PIPE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Message]
     "a Pong twice": ([(UP, Ping()), (DOWN, PONG)], (DOWN, PONG), Code.OUT_OF_ORDER),
 }
 
-CASES = [(LinkKind.DECODE, name) for name in DECODE_CASES] + [
-    (LinkKind.PIPE_LEADER, name) for name in PIPE_CASES
-]
+GONE = Gathered(0, b"", "rank 1 is gone")
+BYTES = SideChannel(1, b"abcd")
+ROUND_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Message], Code]] = {
+    "a first round that is not 1": ([], (DOWN, SideChannel(2, b"")), Code.OUT_OF_ORDER),
+    "a round before the answer": ([(DOWN, BYTES)], (DOWN, SideChannel(2, b"")), Code.OUT_OF_ORDER),
+    "a round twice": ([(DOWN, BYTES), (UP, Gathered(1, b""))], (DOWN, BYTES), Code.OUT_OF_ORDER),
+    "an answer to nobody": ([], (UP, Gathered(0, b"")), Code.OUT_OF_ORDER),
+    "an answer twice": ([(DOWN, BYTES), (UP, Gathered(1, b""))], (UP, Gathered(1, b"")), Code.OUT_OF_ORDER),
+    "an answer to another round": ([(DOWN, BYTES)], (UP, Gathered(2, b"")), Code.OUT_OF_ORDER),
+    "an error with bytes": ([(DOWN, BYTES)], (UP, Gathered(1, b"abcd", "no")), Code.FIELD_INVALID),
+    "an error twice": ([(UP, GONE)], (UP, GONE), Code.OUT_OF_ORDER),
+    "an answer after the error": ([(DOWN, BYTES), (UP, GONE)], (UP, Gathered(1, b"")), Code.OUT_OF_ORDER),
+}
+"""Of a rank that forms the group."""
+
+
+TABLES = {
+    LinkKind.PIPE: ROUND_CASES,
+    LinkKind.DECODE: DECODE_CASES,
+    LinkKind.PIPE_LEADER: PIPE_CASES,
+}
+CASES = [(link, name) for link, cases in TABLES.items() for name in cases]
 
 
 def after(link: LinkKind, name: str) -> tuple[Pair, Side, Message, Code]:
-    said, (side, wrong), code = (DECODE_CASES if link is LinkKind.DECODE else PIPE_CASES)[name]
-    pair = pair_in(link, State.LOADED)
+    said, (side, wrong), code = TABLES[link][name]
+    pair = pair_in(link, State.LINKED if link is LinkKind.PIPE else State.LOADED)
     for sender, message in said:
         pair.move(sender, message)
     return pair, side, wrong, code

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.frames import encode
-from mlxtp.wire.ledger import DecodeLedger
+from mlxtp.wire.ledger import DecodeLedger, PipeLedger
 from mlxtp.wire.messages import (
     Abort,
     Accepted,
@@ -23,6 +23,7 @@ from mlxtp.wire.messages import (
     Error,
     Evict,
     Finished,
+    Gathered,
     Generate,
     Init,
     LoadShard,
@@ -37,6 +38,7 @@ from mlxtp.wire.messages import (
     SessionEnd,
     SessionStop,
     Shutdown,
+    SideChannel,
     StepToken,
     Unload,
 )
@@ -183,6 +185,39 @@ def test_who_joins_is_given_little_room_to_the_end(state: State) -> None:
         with pytest.raises(RemoteProtocolError) as caught:
             end.receive_data(encode(LoadShard("x" * 4000, 512, (1,) * 64), EPOCH, 1))
         assert caught.value.code is Code.FRAME_OVERSIZE
+
+
+@pytest.mark.parametrize("kind", [LinkKind.PIPE, LinkKind.PIPE_LEADER])
+def test_the_side_channel_of_a_rank_that_forms(kind: LinkKind) -> None:
+    pipe = pair_in(kind, State.LINKED)
+    if kind is LinkKind.PIPE_LEADER:
+        pipe.up(Init())
+    pipe.down(SideChannel(1, b"abcd"))
+    pipe.up(Ping(), Gathered(1, b"abcdABCD"))
+    pipe.down(say("Pong"), SideChannel(2, b""))
+    pipe.up(Gathered(2, b""))
+    if kind is LinkKind.PIPE_LEADER:
+        pipe.down(say("InitDone"))
+    pipe.up(Gathered(2, b"", "rank 1 did not form"))
+    pipe.up(Shutdown())
+    pipe.down(Done(), SessionEnd())
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"), [(LinkKind.PIPE, State.LINKED), (LinkKind.PIPE_LEADER, State.FORMING)]
+)
+def test_a_round_that_crosses_what_ends_it(kind: LinkKind, state: State) -> None:
+    pipe = pair_in(kind, state)
+    error = pipe.upper.send(Gathered(0, b"", "rank 1 is gone"))
+    late = pipe.lower.send(SideChannel(1, b"abcd"))
+    assert len(pipe.upper.receive_data(late)) == len(pipe.lower.receive_data(error)) == 1
+    pipe = pair_in(kind, state)
+    shutdown = pipe.upper.send(Shutdown())
+    late = pipe.lower.send(SideChannel(1, b"abcd"))
+    assert len(pipe.upper.receive_data(late)) == len(pipe.lower.receive_data(shutdown)) == 1
+    if kind is LinkKind.PIPE_LEADER:
+        pipe.down(say("InitDone"))
+    pipe.down(Done(), SessionEnd())
 
 
 def test_a_hello_that_is_refused() -> None:
@@ -511,6 +546,8 @@ def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | 
         return lawful_on_decode(rng, end, kind)
     if kind is Pong:
         return example(kind) if end.outstanding else None
+    if kind in (SideChannel, Gathered):
+        return lawful_round(rng, end, kind)
     if kind not in (Generate, Cancel, Accepted, Delta, ScoredDelta, Finished, RequestFailed):
         return example(kind)
     ledger = requests(end)
@@ -528,6 +565,19 @@ def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | 
     if kind is ScoredDelta:
         return ScoredDelta(uid, index, (50, 51), (-1.0, -2.0), 0, (), ())
     return Finished(uid, "stop", 1, 1) if kind is Finished else Error(Code.INTERNAL, "", uid)
+
+
+def lawful_round(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | None:
+    """A rank takes part until it hears of an error; the agent answers, or gives up at any time."""
+    ledger = end.ledger
+    assert isinstance(ledger, PipeLedger)
+    if ledger.rounds_are_over:
+        return None
+    if kind is SideChannel:
+        return None if ledger.round_is_open else SideChannel(ledger.round + 1, b"abcd")
+    if rng.random() < 0.1:
+        return Gathered(0, b"", "rank 1 is gone")
+    return Gathered(ledger.round, b"abcdabcd") if ledger.round_is_open else None
 
 
 def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> PromptBatch:

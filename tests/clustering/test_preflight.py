@@ -1,0 +1,234 @@
+"""Why JACCL would not form, from what a machine tells of itself; and what its errors mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlxtp.cluster.preflight import Trouble, explain, preflight
+from mlxtp.wire.machine import Interface, Machine, Port
+
+THREE = (
+    ("", "rdma_en3", "rdma_en4"),
+    ("rdma_en5", "", "rdma_en6"),
+    ("rdma_en3", "rdma_en4", ""),
+)
+
+
+def address(number: int, **changes: Any) -> Interface:
+    return replace(Interface(f"en{number}", f"10.201.{number}.1", 30, "thunderbolt", 80_000, True), **changes)
+
+
+def port(number: int, peer: str = "", **changes: Any) -> Port:
+    """The Thunderbolt port of interface en`number`, cabled to the domain `peer`."""
+    whole = Port(number, f"en{number}", f"A{number}", peer, False, 80, f"rdma_en{number}", True)
+    return replace(whole, **changes)
+
+
+STUDIO = Machine(
+    system="macos",
+    release="26.3",
+    build="25D125",
+    model="Mac15,14",
+    chip="Apple M3 Ultra",
+    cpu_cores=32,
+    gpu_cores=80,
+    memory_bytes=512 << 30,
+    free_bytes=400 << 30,
+    wired_bytes=4 << 30,
+    gpu_bytes=384 << 30,
+    power="ac",
+    rdma="enabled",
+    bridge_up=False,
+    interfaces=(Interface("en0", "192.168.1.5", 24, "ethernet", 10_000, True), address(3), address(4)),
+    ports=(port(2, rdma="", active=False), port(3, "B5"), port(4, "C3")),
+)
+B = replace(STUDIO, ports=(port(5, "A3", domain="B5"), port(6, "C4", domain="B6")))
+C = replace(STUDIO, ports=(port(3, "A4", domain="C3"), port(4, "B6", domain="C4")))
+OTHERS = {1: B, 2: C}
+
+
+def refuse(machine: Machine, **how: Any) -> Trouble:
+    trouble = preflight(0, machine, how.pop("matrix", THREE), **how)
+    assert trouble is not None
+    assert trouble.fix
+    return trouble
+
+
+def with_port(number: int, **changes: Any) -> Machine:
+    ports = tuple(replace(each, **changes) if each.receptacle == number else each for each in STUDIO.ports)
+    return replace(STUDIO, ports=ports)
+
+
+def test_a_mac_that_is_ready() -> None:
+    assert preflight(0, STUDIO, THREE) is None
+    assert preflight(0, STUDIO, THREE, others=OTHERS) is None
+    assert preflight(0, STUDIO, THREE, ring=True, others=OTHERS) is None
+
+
+def test_a_matrix_with_a_fault_is_refused_before_anything_is_looked_at() -> None:
+    trouble = refuse(replace(STUDIO, rdma="disabled"), matrix=(("", "rdma_en3"), ("", "")))
+    assert "rank 0 has rdma_en3 for rank 1, which has no RDMA device" in trouble.what
+    assert "--rdma NODE=DEVICE" in trouble.fix
+
+
+def test_rdma_is_off() -> None:
+    assert "rdma_ctl enable" in refuse(replace(STUDIO, rdma="disabled")).fix
+
+
+def test_macos_is_too_old() -> None:
+    trouble = refuse(replace(STUDIO, rdma="unsupported", release="26.1.2"))
+    assert trouble.what == "macOS 26.1.2 has no RDMA over Thunderbolt"
+    assert "26.2" in trouble.fix
+
+
+@pytest.mark.parametrize(("system", "release"), [("macos", "26.2"), ("macos", ""), ("linux", "13")])
+def test_a_machine_without_rdma(system: str, release: str) -> None:
+    trouble = refuse(replace(STUDIO, system=system, rdma="unsupported", release=release))
+    assert "Thunderbolt 5" in trouble.what
+    assert "--backend ring" in trouble.fix
+
+
+def test_errno_22_the_bridge_is_up() -> None:
+    trouble = refuse(replace(STUDIO, bridge_up=True))
+    assert (trouble.errno, "sudo ifconfig bridge0 down" in trouble.fix) == (22, True)
+
+
+@pytest.mark.parametrize(
+    "interfaces",
+    [(address(3),), (address(3), address(4, up=False)), (address(3), address(4, address=""))],
+)
+def test_errno_22_a_port_without_an_address(interfaces: tuple[Interface, ...]) -> None:
+    trouble = refuse(replace(STUDIO, interfaces=interfaces))
+    assert trouble.errno == 22
+    assert trouble.what == "en4, the interface of rdma_en4 for rank 2, has no IPv4 address"
+    assert "sudo ifconfig en4 inet ADDRESS netmask 255.255.255.252" in trouble.fix
+
+
+def test_errno_60_cables_that_are_swapped_at_one_end() -> None:
+    swapped = replace(STUDIO, ports=(port(3, "C3"), port(4, "B5")))
+    trouble = refuse(swapped, others=OTHERS)
+    assert trouble.errno == 60
+    assert trouble.what == (
+        "the cable in Thunderbolt port 3 (en3), rdma_en3, should lead to rdma_en5 of rank 1 and ends at "
+        "another machine"
+    )
+    assert preflight(0, swapped, THREE) is None, "who knows no other machine cannot tell"
+
+
+def test_errno_60_a_cable_in_another_port_of_the_right_mac() -> None:
+    trouble = refuse(with_port(3, peer_domain="B6"), others=OTHERS)
+    assert trouble.errno == 60
+    assert trouble.what.endswith(
+        "should lead to rdma_en5 of rank 1 and ends in Thunderbolt port 6 (en6) of it"
+    )
+    assert trouble.fix.startswith("move that end to Thunderbolt port 5 (en5) of rank 1")
+
+
+def test_errno_16_ranks_of_an_earlier_group() -> None:
+    trouble = refuse(STUDIO, ranks_left=2)
+    assert (trouble.errno, trouble.what.startswith("2 ranks of an earlier group")) == (16, True)
+
+
+def test_a_port_that_is_down_gets_no_protection_domain() -> None:
+    trouble = refuse(with_port(4, active=False))
+    assert trouble.what == (
+        "rdma_en4 for rank 2, in Thunderbolt port 4 (en4), is down, and gets no protection domain"
+    )
+    assert "PORT_ACTIVE" in trouble.fix
+
+
+def test_a_cable_in_a_port_without_rdma() -> None:
+    matrix = (("", "rdma_en2", "rdma_en4"), *THREE[1:])
+    trouble = refuse(STUDIO, matrix=matrix)
+    assert trouble.what == "the cable to rank 1 is in Thunderbolt port 2 (en2), which has no RDMA"
+    assert "next to Ethernet" in trouble.fix
+
+
+def test_a_device_that_is_not_there() -> None:
+    matrix = (("", "rdma_en9", "rdma_en4"), *THREE[1:])
+    trouble = refuse(STUDIO, matrix=matrix)
+    assert trouble.what == "there is no RDMA device rdma_en9 for rank 1; this Mac has: rdma_en3, rdma_en4"
+    assert "this Mac has: none" in refuse(replace(STUDIO, ports=()), matrix=matrix).what
+
+
+def test_what_a_person_named_is_believed() -> None:
+    """What it takes the probe for is not asked; the rest of the machine is, as long as it is needed."""
+    matrix = (("", "mlx5_0", "rdma_en4"), *THREE[1:])
+    assert preflight(0, STUDIO, matrix, named={"mlx5_0"}) is None
+    assert "is down" in refuse(with_port(4, active=False), matrix=matrix, named={"mlx5_0"}).what
+    nothing = replace(STUDIO, system="linux", rdma="unsupported", bridge_up=True, ports=(), interfaces=())
+    assert preflight(0, nothing, matrix, named={"mlx5_0", "rdma_en4"}) is None
+
+
+def test_a_ring_asks_for_its_neighbours_only() -> None:
+    ring = (
+        ("", "rdma_en3", "rdma_en9", "rdma_en4"),
+        ("rdma_en5", "", "rdma_en6", ""),
+        ("", "rdma_en4", "", "rdma_en3"),
+        ("rdma_en3", "", "rdma_en4", ""),
+    )
+    assert preflight(0, STUDIO, ring, ring=True) is None
+
+
+def test_each_rank_is_judged_by_its_own_row() -> None:
+    trouble = preflight(1, STUDIO, THREE)
+    assert trouble is not None
+    assert "there is no RDMA device rdma_en5 for rank 0" in trouble.what
+
+
+def test_a_trouble_is_a_sentence_with_its_fix() -> None:
+    sentence = str(refuse(replace(STUDIO, rdma="disabled")))
+    assert sentence.startswith("RDMA over Thunderbolt is off on this Mac. To do: shut this Mac down, hold")
+
+
+# --- afterwards -------------------------------------------------------------------------------------------
+
+FIXES = {
+    22: "a /30 for each cable",
+    60: "move the cable to the port that",
+    16: "ranks of an earlier group",
+    2: "stands in its own report",
+    65: "LaunchDaemon",
+}
+
+
+@pytest.mark.parametrize("number", FIXES)
+def test_each_number_has_its_fix(number: int) -> None:
+    sentence = explain(number)
+    assert sentence is not None
+    assert f"errno {number}" in sentence
+    assert FIXES[number] in sentence
+
+
+@pytest.mark.parametrize(
+    ("message", "fix"),
+    [
+        ("rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22", FIXES[22]),
+        ("[jaccl] Changing queue pair to RTR failed with errno 60", FIXES[60]),
+        ("[jaccl] Creating the queue pair failed with errno 16. Thunderbolt RDMA devices support", FIXES[16]),
+        ("[jaccl] Recv failed with errno=2", FIXES[2]),
+        ("[jaccl] Couldn't connect (error: 65)", FIXES[65]),
+        ("[Errno 65] No route to host", FIXES[65]),
+        ("OSError: No route to host", FIXES[65]),
+        ("[jaccl] Couldn't connect (error: 60)", "no firewall in between"),
+        ("[jaccl] Couldn't allocate protection domain", "PORT_ACTIVE"),
+        ("[jaccl] Register memory region failed", "one cable and one group"),
+        ("[jaccl] Could not find device rdma_en9 (3 available)", "ibv_devices"),
+        ("[jaccl] Could not open device rdma_en5", "ibv_devices"),
+        ("[jaccl] No IPv4-mapped GID for this device. Thunderbolt RDMA ports only publish", FIXES[22]),
+    ],
+)
+def test_a_message_is_read_for_what_it_means(message: str, fix: str) -> None:
+    sentence = explain(message)
+    assert sentence is not None
+    assert fix in sentence
+
+
+@pytest.mark.parametrize(
+    "error", [0, 99, "", "std::bad_cast", "failed with errno 5", "22 ranks", "errno 220"]
+)
+def test_what_is_not_known_is_not_explained(error: int | str) -> None:
+    assert explain(error) is None

@@ -1,0 +1,198 @@
+"""A rank with a pretended JACCL: `python -m tests.engine.jaccl_worker FOLDER <a worker's arguments>`.
+
+FOLDER/rank-K.json says what rank K's pretended `init` does (see `Script`). It is called as MLX's would be,
+reads what that reads, and asks for rounds as that does, without letting other threads run in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxtp.engine import group, worker
+from mlxtp.engine.jaccl import Fabric, Factory, Gather
+from mlxtp.errors import GroupError
+from mlxtp.wire.messages import PROTOCOL_VERSION, Done, Hello, Init, InitDone, SessionEnd
+
+SIZES = (4, 84, 4, 84, 1)
+HELD_US = 20_000
+ADDRESS_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Script:
+    """What goes otherwise than it should, and when: just before round `at`, counted from 1.
+
+    `fault`: "raise" as JACCL does, "die", "wait" for somebody to open FOLDER/gate, "retry" after a round
+    that failed, or nothing. `whole`: all of a rank process, with a real group over the ring in the end.
+    """
+
+    fault: str = ""
+    at: int = 0
+    sizes: tuple[int, ...] = SIZES
+    whole: bool = False
+    variables: tuple[str, ...] = ()
+    """JACCL's variables that may be set, beside the file and the rank."""
+
+
+class Pretence:
+    """The fake `init`, for the seam of `group.form`."""
+
+    def __init__(self, script: Script, folder: Path) -> None:
+        self._script = script
+        self._folder = folder
+
+    def __call__(self, backend: str, factory: Factory | None) -> Any:
+        assert backend == "jaccl"
+        assert factory is not None
+        assert set(_variables_of_jaccl()) == set(self._script.variables)
+        rank = int(_getenv("MLX_RANK"))
+        size = len(json.loads(Path(_getenv("MLX_IBV_DEVICES")).read_text()))
+        gather = factory(rank, size)
+        for number, n in enumerate(self._script.sizes, 1):
+            ctypes.PyDLL(None).usleep(HELD_US)
+            if number == self._script.at:
+                self._err()
+            got = self._gather(gather, part(rank, number, n))
+            assert type(got) is bytes
+            assert got == b"".join(part(each, number, n) for each in range(size))
+        return over_the_ring(gather, rank) if self._script.whole else NoGroup(rank, size)
+
+    def _gather(self, gather: Gather, mine: bytes) -> bytes:
+        try:
+            return gather(mine, len(mine))
+        except GroupError as error:
+            if self._script.fault != "retry":
+                raise
+            ended = error
+        with pytest.raises(GroupError) as again:
+            gather(mine, len(mine))
+        assert (again.value.detail, again.value.code) == (ended.detail, ended.code)
+        raise again.value
+
+    def _err(self) -> None:
+        match self._script.fault:
+            case "raise":
+                raise ValueError("[jaccl] Changing queue pair to RTR failed with errno 22")
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "wait":
+                (self._folder / "gate").read_text()
+
+
+@dataclass(frozen=True)
+class NoGroup:
+    """A group that nobody will compute with."""
+
+    of_rank: int
+    of_size: int
+
+    def rank(self) -> int:
+        return self.of_rank
+
+    def size(self) -> int:
+        return self.of_size
+
+
+def part(rank: int, number: int, n: int) -> bytes:
+    """What a rank says in a round: unlike what others say, and unlike itself in another round."""
+    return bytes((rank * 70 + number * 11 + at) % 256 for at in range(n))
+
+
+def over_the_ring(gather: Gather, rank: int) -> Any:
+    """A real group whose ranks find each other by one more round."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        mine = "{}:{}".format(*sock.getsockname())
+    all_of_them = gather(mine.encode().ljust(ADDRESS_BYTES), ADDRESS_BYTES)
+    hosts = [
+        [all_of_them[at : at + ADDRESS_BYTES].decode().strip()]
+        for at in range(0, len(all_of_them), ADDRESS_BYTES)
+    ]
+    assert hosts[rank] == [mine]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(hosts, file)
+        file.flush()
+        os.environ["MLX_HOSTFILE"] = file.name
+        return mx.distributed.init(strict=True, backend="ring")
+
+
+def _getenv(name: str) -> str:
+    """As C sees it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value = getenv(name.encode())
+    return "" if value is None else value.decode()
+
+
+def _variables_of_jaccl() -> Iterator[str]:
+    names = ("RANK", "IBV_DEVICES", "COORDINATOR", "RING")
+    for name in (*(f"JACCL_{name}" for name in names), "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING"):
+        if _getenv(name):
+            yield name
+    if (fences := _getenv("MLX_METAL_FAST_SYNCH")) != "0":
+        yield f"MLX_METAL_FAST_SYNCH={fences}"
+
+
+def form_only(pretence: Pretence, process: worker.Process, _listener: socket.socket | None) -> None:
+    """The beginning of a rank's life and its end, without all that takes seconds to import."""
+    pipe, mail = process.pipe, process.mail
+    pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
+    process.listen_to_agent()
+    bootstrap = worker._bootstrap(process)
+    group.use_fast_fences(bootstrap.fast_fences)
+    pipe.send(Done(jaccl=True))
+    if process.rank == 0:
+        assert isinstance(mail.receive(worker.AGENT, None).message, Init)
+    process.status.enter("forming")
+    exchange = worker._exchange(process, bootstrap)
+    formed = group.form(
+        bootstrap.backend,
+        bootstrap.rank,
+        bootstrap.world_size,
+        bootstrap.hosts,
+        folder=process.folder,
+        deadline_s=bootstrap.deadline_s,
+        fabric=Fabric.of(
+            bootstrap.rdma, bootstrap.world_size, ring=bootstrap.jaccl_ring, factory=exchange.factory
+        ),
+        available=lambda _: True,
+        init=pretence,
+    )
+    if process.rank == 0:
+        pipe.send(InitDone(formed.rank, formed.size))
+    worker._await_shutdown(mail)
+    pipe.send(Done())
+    pipe.send(SessionEnd())
+
+
+def main() -> None:
+    folder, *argv = sys.argv[1:]
+    rank = argv[argv.index("--rank") + 1]
+    fields = json.loads((Path(folder) / f"rank-{rank}.json").read_text())
+    script = Script(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+    pretence = Pretence(script, Path(folder))
+    if script.whole:
+        from mlxtp.engine import rank as rank_module
+
+        group.is_available = lambda _: True
+        rank_module.form = functools.partial(group.form, available=lambda _: True, init=pretence)
+    else:
+        worker.run = functools.partial(form_only, pretence)
+    worker.main(argv)
+
+
+if __name__ == "__main__":
+    main()

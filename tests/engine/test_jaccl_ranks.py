@@ -1,0 +1,262 @@
+"""Real rank processes whose pretended JACCL forms through their pipes; the hub between them is the agent's.
+
+The hub's time is a number that the test names, so nobody waits for a deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from mlxtp.cluster.preflight import explain
+from mlxtp.cluster.side_channel import ROUND_S, Answers, Hub
+from mlxtp.engine.mail import Mailbox, read_in_background
+from mlxtp.errors import Code, GroupError, LinkError, exit_status
+from mlxtp.wire.identity import epoch_digest
+from mlxtp.wire.link import Link, listen
+from mlxtp.wire.messages import (
+    PROTOCOL_VERSION,
+    Bootstrap,
+    Done,
+    Error,
+    Hello,
+    Init,
+    InitDone,
+    Ping,
+    Pong,
+    SanityCheck,
+    SanityDone,
+    SessionEnd,
+    Shutdown,
+    SideChannel,
+    Welcome,
+)
+from mlxtp.wire.protocol import LinkKind, Protocol, Side
+
+from ..cluster import WAIT_S
+from .jaccl_worker import SIZES, Script
+
+ROOT = Path(__file__).parents[2]
+EPOCH = 7
+KEY = b"k" * 32
+ERRNO_22 = "jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
+M = TypeVar("M")
+
+
+class Ranks:
+    """The processes of one epoch, one for each script, and the agent's end of their pipes."""
+
+    def __init__(self, folder: Path, *scripts: Script, **bootstrap: Any) -> None:
+        self.folder = folder
+        self.size = len(scripts)
+        self.hub = Hub(self.size)
+        self.links: list[Link] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._mail = Mailbox()
+        with listen("127.0.0.1") as listener:
+            for rank, script in enumerate(scripts):
+                self._spawn(rank, script, listener if rank == 0 else None)
+            address = "{}:{}".format(*listener.getsockname())
+        for rank, link in enumerate(self.links):
+            assert self.hear(rank, Hello).rank == rank
+            link.send(Welcome(PROTOCOL_VERSION, b""))
+            link.send(self._bootstrap(rank, address, bootstrap))
+        for rank in range(self.size):
+            assert self.hear(rank, Done).jaccl
+        self.links[0].send(Init())
+
+    def _spawn(self, rank: int, script: Script, listener: socket.socket | None) -> None:
+        (self.folder / f"rank-{rank}.json").write_text(json.dumps(dataclasses.asdict(script)))
+        ours, theirs = socket.socketpair()
+        fds = [theirs.fileno()] + ([listener.fileno()] if listener else [])
+        command = [sys.executable, "-m", "tests.engine.jaccl_worker", str(self.folder)]
+        command += ["--rank", str(rank), "--epoch", str(EPOCH), "--pipe-fd", str(theirs.fileno())]
+        command += ["--folder", str(self.folder)]
+        command += ["--listen-fd", str(listener.fileno())] if listener else []
+        misleading = {"JACCL_RANK": "5", "JACCL_IBV_DEVICES": "/nowhere", "JACCL_RING": "1"}
+        misleading |= {
+            "MLX_JACCL_RING": "",
+            "MLX_JACCL_COORDINATOR": "10.0.0.1:1",
+            "MLX_METAL_FAST_SYNCH": "1",
+        }
+        with theirs:
+            self.processes.append(
+                subprocess.Popen(command, cwd=ROOT, pass_fds=fds, env=os.environ | misleading)
+            )
+        kind = LinkKind.PIPE_LEADER if rank == 0 else LinkKind.PIPE
+        link = Link(ours, Protocol(kind, Side.UPPER, EPOCH), WAIT_S)
+        self.links.append(link)
+        read_in_background(
+            link,
+            rank,
+            lambda received: self._mail.post(rank, received.message),
+            lambda error: self._mail.post(rank, error),
+        )
+
+    def _bootstrap(self, rank: int, address: str, fields: dict[str, Any]) -> Bootstrap:
+        rdma = tuple(f"rdma_en{p}" if p != r else "" for r in range(self.size) for p in range(self.size))
+        return Bootstrap(
+            **{
+                "rank": rank,
+                "world_size": self.size,
+                "backend": "jaccl",
+                "hosts": (),
+                "decode_address": address,
+                "epoch_key": KEY,
+                "deadline_s": WAIT_S,
+                "ack_deadline_s": WAIT_S,
+                "run_ahead": 1,
+                "rdma": rdma,
+                "round_s": WAIT_S,
+                **fields,
+            }
+        )
+
+    def hear(self, rank: int, kind: type[M]) -> M:
+        """The next thing that rank says, which is of this kind."""
+        said = self._mail.receive(rank, WAIT_S)
+        assert isinstance(said, kind), said
+        return said
+
+    def take_part(self, rank: int, now: float = 0.0) -> None:
+        """Its part of a round reaches the hub, and what the hub says to that reaches whom it is for."""
+        self.tell(self.hub.receive(rank, self.hear(rank, SideChannel), now))
+
+    def go_rounds(self, count: int) -> None:
+        for _ in range(count):
+            for rank in reversed(range(self.size)):
+                self.take_part(rank)
+
+    def tell(self, answers: Answers) -> None:
+        for rank, answer in answers:
+            with suppress(LinkError):  # gone, which its reader has reported
+                self.links[rank].send(answer)
+
+    def fails(self, rank: int, code: Code) -> str:
+        """What that rank says of itself before it exits with the status that names the reason."""
+        error = self.hear(rank, Error)
+        assert error.code == code, error
+        assert self.processes[rank].wait(WAIT_S) == exit_status(code)
+        return error.detail
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for link in self.links:
+            link.close()
+
+
+@contextmanager
+def ranks(folder: Path, *scripts: Script, **bootstrap: Any) -> Iterator[Ranks]:
+    group = Ranks(folder, *scripts, **bootstrap)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def test_two_ranks_form_prove_themselves_and_leave(tmp_path: Path) -> None:
+    """Whole rank processes; MLX's ring stands in for RDMA, so the proof by value is real."""
+    script = Script(whole=True, variables=("MLX_JACCL_RING",))
+    with ranks(tmp_path, script, script, jaccl_ring=True) as group:
+        first = [group.hear(rank, SideChannel) for rank in range(2)]
+        for rank, link in enumerate(group.links):
+            link.send(Ping())
+            assert group.hear(rank, Pong).phase == "forming", "a rank that waits for a round still answers"
+        for rank in range(2):
+            group.tell(group.hub.receive(rank, first[rank], 0.0))
+        group.go_rounds(len(SIZES))  # all but the first, and one for the ring
+        assert group.hear(0, InitDone) == InitDone(0, 2)
+        group.links[0].send(SanityCheck())
+        assert group.hear(0, SanityDone) == SanityDone(2, (0, 1), epoch_digest(KEY, EPOCH))
+        assert not [path for path in tmp_path.iterdir() if not path.name.startswith("rank-")]
+        for rank, link in enumerate(group.links):
+            link.send(Shutdown())
+            group.hear(rank, Done)
+            group.hear(rank, SessionEnd)
+        assert [process.wait(WAIT_S) for process in group.processes] == [0, 0]
+
+
+def test_three_ranks_get_the_same_bytes_in_rank_order(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script(), Script(), Script()) as group:
+        group.go_rounds(len(SIZES))
+        assert group.hear(0, InitDone) == InitDone(0, 3)
+
+
+def test_a_late_rank_ends_it_for_all_and_for_itself_when_it_comes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    with ranks(tmp_path, Script(), Script("wait", at=2)) as group:
+        group.go_rounds(1)
+        group.take_part(0, now=100.0)
+        assert group.hub.tick(100.0 + ROUND_S) == []
+        group.tell(group.hub.tick(100.1 + ROUND_S))
+        words = f"rank 1 did not come to round 2 of JACCL's side channel within {ROUND_S:g} s"
+        assert group.fails(0, Code.FORM_FAILED) == words
+        (tmp_path / "gate").write_text("")
+        group.take_part(1)
+        assert group.fails(1, Code.FORM_FAILED) == words
+
+
+def test_a_dead_rank_ends_it_for_the_other(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script("retry"), Script("die", at=2)) as group:
+        group.go_rounds(1)
+        assert group.hear(1, GroupError).code is Code.RANK_LOST
+        group.tell(group.hub.abort("rank 1 was ended by signal 9"))
+        group.take_part(0)  # whether it came before or after, it is told once
+        assert group.fails(0, Code.FORM_FAILED) == "rank 1 was ended by signal 9"
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_rank_whose_jaccl_fails_says_so_and_the_other_hears_of_it(tmp_path: Path, at: int) -> None:
+    """Before the first round, as where a device is missing, and after the second, as with a wrong cable."""
+    with ranks(tmp_path, Script(), Script("raise", at=at)) as group:
+        group.go_rounds(at - 1)
+        reason = group.fails(1, Code.FORM_FAILED)
+        assert reason == f"rank 1: {ERRNO_22}"
+        group.tell(group.hub.abort(reason))
+        group.take_part(0)
+        assert group.fails(0, Code.FORM_FAILED) == reason
+        assert "sudo ifconfig bridge0 down" in str(explain(reason))
+
+
+def test_ranks_with_other_settings_both_hear_what_the_difference_is(tmp_path: Path) -> None:
+    other = Script("retry", sizes=(4, 112, 4, 112, 1))
+    with ranks(tmp_path, Script("retry"), other) as group:
+        group.go_rounds(1)
+        group.take_part(0)
+        group.take_part(1)
+        for rank in range(2):
+            assert "rank 1 sent 112 bytes in round 2 of JACCL's side channel, rank 0 sent 84" in group.fails(
+                rank, Code.FORM_FAILED
+            )
+
+
+def test_a_round_that_nobody_answers_ends_by_itself(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script(), Script(), round_s=0.2) as group:
+        for rank in range(2):
+            group.hear(rank, SideChannel)
+            assert group.fails(rank, Code.FORM_FAILED) == (
+                f"rank {rank}: round 1 of JACCL's side channel was not answered within 0.2 s"
+            )
+
+
+def test_an_agent_that_stops_or_dies_takes_forming_ranks_along(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script(), Script()) as group:
+        group.go_rounds(1)
+        for rank in range(2):
+            group.hear(rank, SideChannel)
+        group.links[0].send(Shutdown())
+        assert "the agent said Shutdown" in group.fails(0, Code.SHUTTING_DOWN)
+        group.links[1].close()
+        assert group.processes[1].wait(WAIT_S) == exit_status(Code.RANK_LOST)

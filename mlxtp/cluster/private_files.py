@@ -50,18 +50,12 @@ def read_private(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is not a file; move it away")
-        _check_owner(path, status)
-        if status.st_mode & _OTHERS:
-            raise ConfigError(
-                f"{path} can be read or changed by other users of this Mac (mode "
-                f"{stat.S_IMODE(status.st_mode):04o}, should be {FILE_MODE:04o}); if somebody may have read "
-                f"it, remove this Mac from its cluster; otherwise run: chmod {FILE_MODE:o} '{path}'"
-            )
-        data = file.read(MAX_BYTES + 1)
+    try:
+        _check_file(path, os.fstat(descriptor))
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path} is longer than {MAX_BYTES} bytes, which mlxtp never writes")
     return data
@@ -102,4 +96,16 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         raise ConfigError(
             f"{path} belongs to user {status.st_uid}, and this is user {user}; run mlxtp as that user, or "
             f"with another --home"
+        )
+
+
+def _check_file(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{path} is not a file; move it away")
+    _check_owner(path, status)
+    if status.st_mode & _OTHERS:
+        raise ConfigError(
+            f"{path} can be read or changed by other users of this Mac (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}, should be {FILE_MODE:04o}); if somebody may have read it, "
+            f"remove this Mac from its cluster; otherwise run: chmod {FILE_MODE:o} '{path}'"
         )

@@ -1,0 +1,307 @@
+"""Who a Mac is, on the disk: nothing is lost by a crash, nothing foreign or half is taken for an identity."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from mlxtp.cluster import identity as module
+from mlxtp.cluster.identity import AUTHORITY, MEMBER, NODE_ID, NODE_KEY, Store
+from mlxtp.errors import ConfigError, UserError
+from mlxtp.wire.certificates import Membership, check_node, key_to_pem, new_key
+
+from ..wire.members import founder, member_of
+
+FILES = (NODE_ID, NODE_KEY, MEMBER, AUTHORITY)
+
+
+def refusal(store: Store) -> str:
+    with pytest.raises(ConfigError) as caught:
+        store.load()
+    assert str(store.folder) in caught.value.detail
+    return caught.value.detail
+
+
+# --- stories ----------------------------------------------------------------------------------------
+
+
+def test_a_new_mac_draws_an_id_and_keeps_it(tmp_path: Path) -> None:
+    first = Store(tmp_path / "home").load_or_create()
+    assert len(bytes.fromhex(first.node_id)) == 16
+    assert (first.membership, first.authority, first.cluster_id) == (None, None, "")
+    again = Store(tmp_path / "home").load_or_create()
+    assert (again.node_id, again.fingerprint) == (first.node_id, first.fingerprint)
+    other = Store(tmp_path / "other").load_or_create()
+    assert (other.node_id, other.fingerprint) != (first.node_id, first.fingerprint)
+
+
+def test_the_founder_of_a_cluster_is_its_first_member(tmp_path: Path) -> None:
+    first = founder(tmp_path)
+    node = check_node(first.membership.certificate, first.membership.authority)
+    assert node.node_id == first.identity.node_id
+    assert node.cluster_id == first.identity.cluster_id
+    assert len(bytes.fromhex(node.cluster_id)) == 8
+    assert node.fingerprint == first.identity.fingerprint
+    with pytest.raises(UserError, match=f"is a member of cluster {node.cluster_id}"):
+        first.store.found_cluster()
+
+
+def test_another_mac_becomes_a_member_and_holds_no_key_but_its_own(tmp_path: Path) -> None:
+    first = founder(tmp_path)
+    second = member_of(first, tmp_path)
+    assert second.identity.cluster_id == first.identity.cluster_id
+    assert second.identity.authority is None
+    assert not (second.store.folder / AUTHORITY).exists()
+    assert second.store.load().membership == second.membership
+
+
+def test_leaving_and_coming_back(tmp_path: Path) -> None:
+    first, elsewhere = founder(tmp_path), founder(tmp_path)
+    second = member_of(first, tmp_path)
+    left = second.store.leave()
+    assert (left.node_id, left.membership) == (second.identity.node_id, None)
+    assert second.store.leave().membership is None
+    certificate = elsewhere.authority.certify(left.node_id, left.key.public_key())
+    back = second.store.save_membership(Membership(certificate, elsewhere.authority.certificate))
+    assert back.cluster_id == elsewhere.identity.cluster_id
+
+
+def test_a_founder_that_leaves_forgets_the_authority(tmp_path: Path) -> None:
+    first = founder(tmp_path)
+    left = first.store.leave()
+    assert (left.membership, left.authority) == (None, None)
+    assert sorted(path.name for path in first.store.folder.iterdir()) == [NODE_KEY, NODE_ID]
+    assert first.store.found_cluster().cluster_id != first.identity.cluster_id
+
+
+def test_a_member_cannot_slip_into_another_cluster(tmp_path: Path) -> None:
+    second, elsewhere = member_of(founder(tmp_path), tmp_path), founder(tmp_path)
+    certificate = elsewhere.authority.certify(second.identity.node_id, second.identity.key.public_key())
+    with pytest.raises(UserError, match="`mlxtp cluster leave` ends that"):
+        second.store.save_membership(Membership(certificate, elsewhere.authority.certificate))
+    assert second.store.load().membership == second.membership
+
+
+def test_a_certificate_for_somebody_else_is_not_saved(tmp_path: Path) -> None:
+    first = founder(tmp_path)
+    second = member_of(first, tmp_path)
+    store = Store(tmp_path / "third")
+    store.load_or_create()
+    with pytest.raises(UserError, match=f"is for node {second.identity.node_id}"):
+        store.save_membership(second.membership)
+    assert store.load().membership is None
+
+
+# --- crashes ----------------------------------------------------------------------------------------
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The power fails while the file `name` is written."""
+    write = module.write_private
+
+    def cut_short(path: Path, data: bytes) -> None:
+        if path.name == name:
+            path.with_name(f".{path.name}.new").write_bytes(data[: len(data) // 2])
+            raise Crash
+        write(path, data)
+
+    monkeypatch.setattr(module, "write_private", cut_short)
+
+
+@pytest.mark.parametrize("name", [NODE_ID, NODE_KEY])
+def test_a_crash_while_an_identity_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store = Store(tmp_path)
+    crash_at(monkeypatch, name)
+    with pytest.raises(Crash):
+        store.load_or_create()
+    assert not store.folder.exists()
+    monkeypatch.undo()
+    store.load_or_create()
+    assert [path.name for path in tmp_path.iterdir()] == ["identity"]
+
+
+def test_a_founding_that_was_cut_short_is_finished_as_the_same_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    crash_at(monkeypatch, MEMBER)
+    with pytest.raises(Crash):
+        store.found_cluster()
+    monkeypatch.undo()
+    begun = store.load()
+    assert begun.membership is None
+    assert begun.authority is not None
+    finished = store.found_cluster()
+    assert finished.membership is not None
+    assert finished.membership.authority == begun.authority.certificate
+
+
+def test_a_founding_that_was_cut_short_does_not_keep_from_joining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, store = founder(tmp_path), Store(tmp_path / "second")
+    crash_at(monkeypatch, MEMBER)
+    with pytest.raises(Crash):
+        store.found_cluster()
+    monkeypatch.undo()
+    begun = store.load()
+    certificate = first.authority.certify(begun.node_id, begun.key.public_key())
+    joined = store.save_membership(Membership(certificate, first.authority.certificate))
+    assert joined.cluster_id == first.identity.cluster_id
+    assert joined.authority is None
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o601])
+def test_a_file_that_others_can_open(tmp_path: Path, name: str, mode: int) -> None:
+    first = founder(tmp_path)
+    (first.store.folder / name).chmod(mode)
+    text = refusal(first.store)
+    assert f"mode {mode:04o}, should be 0600" in text
+    assert f"chmod 600 '{first.store.folder / name}'" in text
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701])
+def test_a_folder_that_others_can_look_into(tmp_path: Path, mode: int) -> None:
+    first = founder(tmp_path)
+    first.store.folder.chmod(mode)
+    assert f"run: chmod 700 '{first.store.folder}'" in refusal(first.store)
+
+
+def test_everything_is_written_for_the_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        first = founder(tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(first.store.folder.stat().st_mode) == 0o700
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in first.store.folder.iterdir()}
+    assert modes == dict.fromkeys(FILES, 0o600)
+
+
+@pytest.mark.parametrize("name", [NODE_ID, NODE_KEY])
+def test_half_an_identity(tmp_path: Path, name: str) -> None:
+    first = founder(tmp_path)
+    (first.store.folder / name).unlink()
+    text = refusal(first.store)
+    assert f"{name} is missing" in text
+    assert "restore the whole folder from one backup, or remove the folder and join again" in text
+    with pytest.raises(ConfigError):
+        first.store.load_or_create()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (NODE_ID, "this is node"),
+        (NODE_KEY, "is for another key than that in node.key"),
+        (MEMBER, "is for node"),
+        (AUTHORITY, "authority.pem is of another cluster than member.pem"),
+    ],
+)
+def test_a_file_copied_from_another_mac(tmp_path: Path, name: str, why: str) -> None:
+    first, other = founder(tmp_path), founder(tmp_path)
+    shutil.copy(other.store.folder / name, first.store.folder / name)
+    assert why in refusal(first.store)
+
+
+def test_an_authority_with_another_key(tmp_path: Path) -> None:
+    first = founder(tmp_path)
+    path = first.store.folder / AUTHORITY
+    pem = path.read_bytes()
+    path.write_bytes(pem[: pem.index(b"-----BEGIN PRIVATE")] + key_to_pem(new_key()))
+    assert "the certificate and the key in authority.pem do not belong together" in refusal(first.store)
+
+
+def test_a_member_without_its_authority(tmp_path: Path) -> None:
+    first = founder(tmp_path)
+    path = first.store.folder / MEMBER
+    pem = path.read_bytes()
+    path.write_bytes(pem[: pem.index(b"-----BEGIN", 10)])
+    assert "member.pem holds 1 certificates instead of 2" in refusal(first.store)
+
+
+def test_a_member_whose_authority_did_not_make_its_certificate(tmp_path: Path) -> None:
+    first, other = founder(tmp_path), founder(tmp_path)
+    path = first.store.folder / MEMBER
+    ours, theirs = path.read_bytes(), (other.store.folder / MEMBER).read_bytes()
+    path.write_bytes(ours[: ours.index(b"-----BEGIN", 10)] + theirs[theirs.index(b"-----BEGIN", 10) :])
+    assert "was not made by the authority" in refusal(first.store)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\0\xff" * 100, b"-----BEGIN PRIVATE KEY-----\nAAAA\n", b"x" * (2 << 20)]
+)
+def test_garbage(tmp_path: Path, name: str, garbage: bytes) -> None:
+    first = founder(tmp_path)
+    (first.store.folder / name).write_bytes(garbage)
+    assert name in refusal(first.store)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_is_no_file_of_ours(tmp_path: Path, name: str) -> None:
+    first = founder(tmp_path)
+    path = first.store.folder / name
+    path.rename(tmp_path / name)
+    path.symlink_to(tmp_path / name)
+    assert name in refusal(first.store)
+
+
+def test_a_folder_or_a_pipe_is_no_file_of_ours(tmp_path: Path) -> None:
+    first = founder(tmp_path)
+    path = first.store.folder / AUTHORITY
+    path.unlink()
+    path.mkdir(mode=0o700)
+    assert "is not a file" in refusal(first.store)
+    path.rmdir()
+    os.mkfifo(path, 0o600)
+    assert "is not a file" in refusal(first.store)
+
+
+def test_no_folder_of_ours(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.folder.write_text("a file")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        store.load_or_create()
+    store.folder.unlink()
+    store.folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        store.load_or_create()
+
+
+def test_somebody_elses_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = founder(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert "belongs to user" in refusal(first.store)
+
+
+def test_a_disk_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    first = founder(tmp_path)
+    second = Store(tmp_path / "second")
+    joining = second.load_or_create()
+    certificate = first.authority.certify(joining.node_id, joining.key.public_key())
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"member\.pem cannot be written: No space left on device"):
+        second.save_membership(Membership(certificate, first.authority.certificate))
+    assert second.load().membership is None
+
+
+def test_the_key_shows_in_no_text(tmp_path: Path) -> None:
+    assert "key" not in repr(founder(tmp_path).identity)

@@ -1,0 +1,180 @@
+"""Certificates: what they say comes back, and nothing passes that the cluster's authority did not make."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+
+from mlxtp.errors import Code, ProtocolError
+from mlxtp.wire.certificates import (
+    Authority,
+    Membership,
+    NodeIdentity,
+    authority_hash,
+    certificates_from_pem,
+    certificates_to_pem,
+    check_node,
+    check_pin,
+    cluster_of,
+    fingerprint,
+    found,
+    key_at,
+    key_from_pem,
+    key_to_pem,
+    new_key,
+    point_of,
+    read_node,
+)
+from mlxtp.wire.joining import MAX_CERTIFICATE_BYTES
+
+CLUSTER, OTHER_CLUSTER = "c1" * 8, "c2" * 8
+NODE, OTHER_NODE = "a1" * 16, "a2" * 16
+
+KEY = new_key()
+AUTHORITY = found(CLUSTER, new_key())
+CERTIFICATE = AUTHORITY.certify(NODE, KEY.public_key())
+PINNED = "f1" * 32
+
+
+def refused(act: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        act(*arguments)
+    assert caught.value.code is Code.NOT_AUTHENTIC
+    return caught.value.detail
+
+
+def test_what_a_certificate_says() -> None:
+    node = NodeIdentity(NODE, CLUSTER, fingerprint(KEY.public_key()))
+    assert check_node(CERTIFICATE, AUTHORITY.certificate) == read_node(CERTIFICATE) == node
+    assert cluster_of(AUTHORITY.certificate) == CLUSTER
+    assert Membership(CERTIFICATE, AUTHORITY.certificate).cluster_id == CLUSTER
+    assert len(node.fingerprint) == 64
+
+
+def test_certificates_fit_the_frames_they_travel_in() -> None:
+    assert max(len(CERTIFICATE), len(AUTHORITY.certificate)) < MAX_CERTIFICATE_BYTES // 2
+
+
+@pytest.mark.parametrize("cluster_id", [CLUSTER, OTHER_CLUSTER])
+def test_another_authority_does_not_count_whatever_its_name(cluster_id: str) -> None:
+    other = found(cluster_id, new_key())
+    assert "was not made by the authority" in refused(check_node, CERTIFICATE, other.certificate)
+    stranger = other.certify(NODE, KEY.public_key())
+    assert "was not made by the authority" in refused(check_node, stranger, AUTHORITY.certificate)
+
+
+def test_one_key_for_two_clusters_does_not_join_them() -> None:
+    twin = found(OTHER_CLUSTER, AUTHORITY.key)
+    assert "authority of cluster c1" in refused(
+        check_node, twin.certify(NODE, KEY.public_key()), AUTHORITY.certificate
+    )
+
+
+def test_roles_do_not_mix() -> None:
+    assert "not that of a node" in refused(check_node, AUTHORITY.certificate, AUTHORITY.certificate)
+    assert "not that of a cluster's authority" in refused(check_node, CERTIFICATE, CERTIFICATE)
+    assert "not that of a cluster's authority" in refused(cluster_of, CERTIFICATE)
+
+
+def test_an_authority_must_have_signed_itself() -> None:
+    forged = Authority(AUTHORITY.certificate, new_key())
+    certificate = forged.certify(NODE, KEY.public_key())
+    assert "was not made by" in refused(check_node, certificate, AUTHORITY.certificate)
+
+
+@pytest.mark.parametrize(
+    "judge", [read_node, cluster_of, lambda data: check_node(data, AUTHORITY.certificate)]
+)
+@pytest.mark.parametrize("data", [b"", b"\0", b"0" * 600, CERTIFICATE[:-1], CERTIFICATE + b"\0"])
+def test_what_is_no_certificate(judge: Callable[[bytes], object], data: bytes) -> None:
+    refused(judge, data)
+
+
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")
+def test_no_changed_bit_says_anything_else() -> None:
+    """One byte is not signed: how many bits of the signature's last byte do not count."""
+    says, taken = read_node(CERTIFICATE), []
+    for place in range(len(CERTIFICATE)):
+        changed = bytearray(CERTIFICATE)
+        changed[place] ^= 1 << place % 8
+        with contextlib.suppress(ProtocolError):
+            taken.append(check_node(bytes(changed), AUTHORITY.certificate))
+    assert taken in ([], [says])
+
+
+def test_any_changed_bit_of_an_authority_changes_its_hash() -> None:
+    expected = authority_hash(AUTHORITY.certificate)
+    assert len(expected) == 16
+    changed = bytearray(AUTHORITY.certificate)
+    changed[-1] ^= 1
+    assert authority_hash(bytes(changed)) != expected
+
+
+# --- pins -------------------------------------------------------------------------------------------
+
+
+def test_a_member_with_the_key_that_is_known() -> None:
+    assert check_pin(NodeIdentity(NODE, CLUSTER, PINNED), {NODE: PINNED}, {"f2" * 32}, NODE) is None
+
+
+def test_a_member_that_nobody_has_seen_yet() -> None:
+    assert check_pin(NodeIdentity(NODE, CLUSTER, PINNED), {OTHER_NODE: "f2" * 32}) is None
+
+
+@pytest.mark.parametrize(
+    ("pins", "removed", "expected", "why"),
+    [
+        ({NODE: "f2" * 32}, (), None, "another key than the one it joined with"),
+        ({}, (PINNED,), None, "was removed from this cluster"),
+        ({NODE: PINNED}, (PINNED,), None, "was removed from this cluster"),
+        ({NODE: PINNED}, (), OTHER_NODE, f"where node {OTHER_NODE} was expected"),
+    ],
+)
+def test_a_member_that_may_not_be_spoken_to(
+    pins: dict[str, str], removed: tuple[str, ...], expected: str | None, why: str
+) -> None:
+    assert why in refused(check_pin, NodeIdentity(NODE, CLUSTER, PINNED), pins, removed, expected)
+
+
+# --- as bytes ---------------------------------------------------------------------------------------
+
+
+def test_keys_and_certificates_as_text() -> None:
+    assert key_to_pem(key_from_pem(key_to_pem(KEY))) == key_to_pem(KEY)
+    pair = [CERTIFICATE, AUTHORITY.certificate]
+    assert certificates_from_pem(certificates_to_pem(*pair)) == pair
+    assert fingerprint(key_at(point_of(KEY.public_key()))) == fingerprint(KEY.public_key())
+
+
+RSA_IN_NAME_ONLY = b"-----BEGIN PRIVATE KEY-----\nMAA=\n-----END PRIVATE KEY-----\n"
+
+
+@pytest.mark.parametrize("pem", [b"", b"text", RSA_IN_NAME_ONLY, key_to_pem(KEY)[:-40]])
+def test_a_text_without_a_key(pem: bytes) -> None:
+    with pytest.raises(ValueError, match="no private key"):
+        key_from_pem(pem)
+
+
+def test_a_key_of_another_curve() -> None:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    with pytest.raises(ValueError, match="not one on the curve P-256"):
+        key_from_pem(key_to_pem(ec.generate_private_key(ec.SECP384R1())))
+
+
+@pytest.mark.parametrize("pem", [b"", b"text", certificates_to_pem(CERTIFICATE)[:-40]])
+def test_a_text_without_a_certificate(pem: bytes) -> None:
+    with pytest.raises(ValueError, match="no certificate"):
+        certificates_from_pem(pem)
+
+
+@pytest.mark.parametrize("point", [b"", b"\4" + b"\1" * 64, b"\4" + b"\0" * 63, b"\0"])
+def test_what_is_no_point_on_the_curve(point: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^"):
+        key_at(point)
+
+
+def test_a_secret_does_not_show_in_a_text() -> None:
+    assert "key" not in repr(AUTHORITY)

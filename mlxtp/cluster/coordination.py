@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..wire.control import Beat, DesiredState, RosterEntry
-from .beliefs import NOBODY, Beliefs, Claim, newer, stronger
+from .beliefs import NOBODY, Beliefs, Claim, Roster, newer, stronger
 from .decisions import Action, Plan, Running, View, Wait, decide
 from .membership import Membership
 from .standing import Change, Duplicate, Standing, State, Why
@@ -78,7 +78,7 @@ class Coordination:
         self.calm = calm or Calm()
         self.claim = NOBODY
         self.desired = kept.desired
-        self.roster = kept.roster
+        self._hold(kept.roster)
         self.epoch = kept.epoch
         self._floor = kept.claim.term
         self._following = _Following(at=now)
@@ -107,7 +107,7 @@ class Coordination:
             self.claim.term,
             self.claim.node_id,
             self.desired.version,
-            self.roster.digest(),
+            self._digest,
             self.epoch,
             healthy,
             self._following.pulse,
@@ -115,7 +115,7 @@ class Coordination:
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
         """Whether the sender of a beat should be sent the desired state, and the roster, of this node."""
-        return beat.desired < self.desired.version, beat.roster != self.roster.digest()
+        return beat.desired < self.desired.version, beat.roster != self._digest
 
     # --- what is heard
 
@@ -143,7 +143,8 @@ class Coordination:
 
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
         """A member's roster. True when it changes this node's: keep it, and send it on."""
-        before, self.roster = self.roster, self.roster.merged(entries)
+        before = self.roster
+        self._hold(before.merged(entries))
         return self.roster != before
 
     def saw_epoch(self, number: int) -> None:
@@ -159,11 +160,11 @@ class Coordination:
 
     def admit(self, node_id: str, name: str, fingerprint: str) -> None:
         """A member joined through this node. Raises UserError as `Roster.admitting` does."""
-        self.roster = self.roster.admitting(node_id, name, fingerprint)
+        self._hold(self.roster.admitting(node_id, name, fingerprint))
 
     def remove(self, node_id: str) -> None:
         """A person at this node removed a member. Raises UserError when there is none."""
-        self.roster = self.roster.removing(node_id)
+        self._hold(self.roster.removing(node_id))
 
     def hand_over(self, node_id: str, now: float) -> None:
         """Let another node coordinate from the next term on."""
@@ -217,7 +218,7 @@ class Coordination:
                 patience_s=self.calm.patience_s,
                 hold_until=situation.hold_until,
                 hold=situation.hold,
-                names={node_id: entry.name for node_id, entry in self.roster.members().items()},
+                names=self._names,
             )
         )
         if not (isinstance(action, Wait) and action.for_requests):
@@ -227,6 +228,10 @@ class Coordination:
         return action
 
     # --- how
+
+    def _hold(self, roster: Roster) -> None:
+        self.roster, self._digest = roster, roster.digest()
+        self._names = {node_id: entry.name for node_id, entry in roster.members().items()}
 
     def _next_claim(self, node_id: str) -> Claim:
         return Claim(max(self._floor, self.claim.term) + 1, node_id)

@@ -1,0 +1,373 @@
+"""Whole clusters that come and go, on a clock and a network of our own: what holds in every story."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.cluster.decisions import FormEpoch, HandOver
+from mlxtp.cluster.standing import State, Why
+
+from .simulation import TICK_S, Journal, World
+
+NAMES = "abcdef"
+QUIET_S = 45.0
+"""Within it everything has calmed down: a node that stood still (6 s), a member that was lost (10 s), open requests
+(10 s), one after the other."""
+
+
+def serving(names: str, seed: int = 0) -> World:
+    """These nodes, started together, with a model wanted."""
+    world = World(names, seed)
+    world.start(*names)
+    world.run(1.0)
+    want(world, names[0], "llama")
+    world.run_until(world.complaint, within_s=10.0)
+    return world
+
+
+def want(world: World, name: str, model: str, nodes: str = "auto") -> None:
+    node = world.nodes[name]
+    node.tell_all(node.coordination.want(model, nodes))
+    node.step()
+
+
+def formed(world: World) -> list[tuple[float, str, int]]:
+    """(when, owner, number) of every epoch."""
+    return sorted(
+        (when, name, number)
+        for name, journal in world.journals.items()
+        for when, what, number, owner in journal.epochs
+        if what == "join" and owner == name
+    )
+
+
+def owner(world: World) -> str:
+    (name,) = {node.running.owner for node in world.nodes.values() if node.running}
+    return name
+
+
+# --- stories ----------------------------------------------------------------------------------------------
+
+
+def test_everybody_started_at_once_forms_one_epoch() -> None:
+    world = serving("abcd")
+    assert [(name, number) for _, name, number in formed(world)] == [("a", 1)]
+
+
+def test_a_whole_cluster_that_restarts_serves_again_without_a_hand_and_in_one_epoch() -> None:
+    world = serving("abcd")
+    for name in "abcd":
+        world.kill(name)
+    world.run(5.0)
+    world.start("d", "b")
+    world.run(0.7)
+    world.start("a", "c")
+    restarted = world.now
+    world.run_until(world.complaint, within_s=10.0)
+    (again,) = [epoch for epoch in formed(world) if epoch[0] > restarted]
+    assert again[2] == 2
+    assert again[0] - restarted < 3.0
+
+
+def test_a_coordinator_that_is_killed_is_followed_by_the_next_within_three_seconds() -> None:
+    world = serving("abc")
+    world.kill("a")
+    killed = world.now
+    world.run(3.0)
+    assert [world.nodes[name].coordination.claim.node_id for name in "bc"] == ["b", "b"]
+    world.run_until(world.complaint, within_s=10.0)
+    assert formed(world)[-1][0] - killed < 3.5
+
+
+def test_a_coordinator_without_power_is_dead_within_its_limit() -> None:
+    world = serving("abc")
+    world.kill("a", power=True)
+    killed = world.now
+    world.run(5.0)
+    (dead,) = [when for when, change in world.journals["b"].changes if change.after is State.DEAD]
+    assert 3.0 - TICK_S <= dead - killed <= 3.5
+
+
+def test_the_epoch_of_a_killed_participant_ends_when_its_link_breaks() -> None:
+    world = serving("ab")
+    world.kill("b")
+    killed = world.now
+    world.run(1.0)
+    left = [when for when, what, _, _ in world.journals["a"].epochs if what.startswith("leave")]
+    assert left
+    assert left[0] - killed < 0.1
+
+
+def test_the_third_of_three_waits_and_is_used_when_one_leaves() -> None:
+    world = serving("abc")
+    assert world.nodes["c"].running is None
+    world.leave("b")
+    world.run_until(world.complaint, within_s=10.0)
+    assert world.nodes["c"].running is not None
+
+
+def test_a_node_that_comes_back_takes_nothing_over() -> None:
+    world = serving("bcd")
+    world = World("abcd")
+    world.start("b", "c", "d")
+    world.run(3.0)
+    want(world, "b", "llama")
+    world.run(3.0)
+    term = world.nodes["b"].coordination.claim
+    world.start("a")
+    world.run(3.0)
+    assert world.nodes["a"].coordination.claim == term
+
+
+def test_a_better_group_waits_for_open_requests_and_not_for_ever() -> None:
+    world = World("ab")
+    world.start("a")
+    world.run(3.0)
+    want(world, "a", "llama")
+    world.run(3.0)
+    world.nodes["a"].open_requests = 1
+    world.start("b")
+    joined = world.now
+    world.run_until(world.complaint, within_s=20.0)
+    assert 10.0 <= formed(world)[-1][0] - joined <= 12.0
+
+
+def test_a_better_group_forms_at_once_when_nobody_asks() -> None:
+    world = World("ab")
+    world.start("a")
+    world.run(3.0)
+    want(world, "a", "llama")
+    world.run(3.0)
+    world.start("b")
+    joined = world.now
+    world.run_until(world.complaint, within_s=10.0)
+    assert formed(world)[-1][0] - joined < 1.5
+
+
+def test_a_link_that_flaps_does_not_stop_a_running_epoch_each_time() -> None:
+    world = serving("ab")
+    world.nodes["a"].coordination.want("llama")
+    for _ in range(8):
+        world.cut("ab")
+        world.run(3.0)
+        world.heal()
+        world.run(3.0)
+    assert len(formed(world)) <= 5
+    world.run_until(world.complaint, within_s=QUIET_S)
+
+
+def test_both_sides_of_a_partition_serve_and_the_larger_goes_on_undisturbed() -> None:
+    world = serving("abc")
+    world.partition("a", "bc")
+    world.run_until(world.complaint, within_s=15.0)
+    larger = owner_of(world, "b")
+    world.heal()
+    world.run_until(world.complaint, within_s=QUIET_S)
+    assert [owner(world), *[world.nodes[name].running is None for name in "bca"]] == ["b", False, False, True]
+    assert world.nodes["b"].running is not None
+    assert world.nodes["b"].running.number == larger
+
+
+def owner_of(world: World, name: str) -> int:
+    running = world.nodes[name].running
+    assert running is not None
+    return running.number
+
+
+def test_a_node_that_only_others_can_reach_does_not_depose_the_coordinator() -> None:
+    world = serving("abc")
+    term = world.nodes["a"].coordination.claim.term
+    world.cut("ac")
+    world.run(30.0)
+    assert {node.coordination.claim.term for node in world.nodes.values()} == {term}
+    assert len(formed(world)) == 1
+
+
+def test_the_coordinator_that_only_others_could_reach_is_missed_when_it_dies() -> None:
+    world = World("abcd")
+    world.cut("ac", "ad")
+    world.start(*"abcd")
+    world.run(4.0)
+    assert {node.coordination.claim.node_id for node in world.nodes.values()} == {"a"}
+    world.kill("a")
+    world.run(5.0)
+    assert {node.coordination.claim.node_id for node in world.nodes.values()} == {"b"}
+
+
+def test_a_coordinator_outside_of_the_best_group_hands_over_to_it() -> None:
+    world = World("abc")
+    world.strength = {"b": 5, "c": 5}
+    world.start(*"abc")
+    world.run(1.0)
+    want(world, "a", "llama", "2")
+    world.run_until(world.complaint, within_s=10.0)
+    assert HandOver("b") in [action for _, action in world.journals["a"].actions]
+    assert owner(world) == "b"
+
+
+def test_a_node_that_stood_still_accuses_nobody() -> None:
+    world = serving("abc")
+    world.pause("b", 2.0)
+    world.run(8.0)
+    assert [change for _, change in world.journals["b"].changes if change.after is State.DEAD] == []
+
+
+def test_all_that_stood_still_together_go_on_as_if_nothing_had_been() -> None:
+    world = serving("abc")
+    for name in "abc":
+        world.pause(name, 20.0)
+    world.run(30.0)
+    assert len(formed(world)) == 1
+    assert not any(change.after is State.DEAD for change in all_changes(world))
+
+
+def all_changes(world: World) -> list:  # type: ignore[type-arg]
+    return [change for journal in world.journals.values() for _, change in journal.changes]
+
+
+def test_an_unloaded_model_stops_everywhere_and_another_is_served() -> None:
+    world = serving("ab")
+    want(world, "b", "")
+    world.run_until(world.complaint, within_s=5.0)
+    assert all(node.running is None for node in world.nodes.values())
+    want(world, "b", "qwen")
+    world.run_until(world.complaint, within_s=5.0)
+    assert {node.running.model for node in world.nodes.values() if node.running} == {"qwen"}
+
+
+def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_wish() -> None:
+    world = serving("abcd")
+    world.partition("ab", "cd")
+    world.run(5.0)
+    want(world, "a", "qwen")
+    want(world, "d", "mistral")
+    world.run_until(world.complaint, within_s=15.0)
+    world.heal()
+    world.run_until(world.complaint, within_s=QUIET_S)
+    assert {node.coordination.desired.model for node in world.nodes.values()} == {"qwen"}
+
+
+def test_a_removed_member_is_cut_off_by_everybody_at_once() -> None:
+    world = serving("abc")
+    node = world.nodes["b"]
+    node.coordination.remove("c")
+    node.tell_all(*node.coordination.roster.messages())
+    node.follow_roster()
+    world.run(1.0)
+    assert {world.nodes[name].membership.standing("c").state for name in "ab"} == {State.REMOVED}
+    assert not [links for links in world.nodes["c"].links.values()]
+    world.run_until(world.complaint, within_s=10.0)
+
+
+def test_a_copied_home_folder_is_noticed_by_whoever_meets_both() -> None:
+    world = serving("ab")
+    world.disks["B"] = world.disks["b"]
+    world.names.append("B")
+    world.start("B")
+    world.nodes["B"].id = "b"  # another process, on another machine, with the identity of b
+    world.run(5.0)
+    duplicates = world.journals["a"].duplicates
+    assert duplicates
+    assert duplicates[0].node_id == "b"
+    assert len(set(duplicates[0].boot_ids)) == len(set(duplicates[0].addresses)) == 2
+
+
+# --- any story --------------------------------------------------------------------------------------------
+
+_name = st.sampled_from(NAMES)
+_step = st.one_of(
+    st.tuples(st.just("start"), _name),
+    st.tuples(st.just("kill"), _name),
+    st.tuples(st.just("power"), _name),
+    st.tuples(st.just("leave"), _name),
+    st.tuples(st.just("restart"), _name),
+    st.tuples(st.just("partition"), st.sets(_name, min_size=1, max_size=5)),
+    st.tuples(st.just("cut"), st.sets(_name, min_size=2, max_size=2)),
+    st.tuples(st.just("heal"), st.none()),
+    st.tuples(st.just("pause"), st.tuples(_name, st.sampled_from((0.8, 2.5, 7.0)))),
+    st.tuples(st.just("want"), st.tuples(_name, st.sampled_from(("llama", "qwen", "")))),
+    st.tuples(st.just("requests"), st.tuples(_name, st.integers(0, 2))),
+)
+_story = st.lists(st.tuples(_step, st.sampled_from((0.0, 0.1, 0.4, 1.2, 2.0, 4.0))), max_size=14)
+
+
+def act(world: World, step: tuple[str, object]) -> None:
+    match step:
+        case ("start", str(name)):
+            world.start(name)
+        case ("kill", str(name)):
+            world.kill(name)
+        case ("power", str(name)):
+            world.kill(name, power=True)
+        case ("leave", str(name)):
+            world.leave(name)
+        case ("restart", str(name)):
+            world.kill(name)
+            world.start(name)
+        case ("partition", set(names)):
+            world.partition(sorted(names), sorted(set(NAMES) - names))
+        case ("cut", set(names)):
+            world.cut(sorted(names))
+        case ("heal", None):
+            world.heal()
+        case ("pause", (str(name), float(seconds))):
+            world.pause(name, seconds)
+        case ("want", (str(name), str(model))) if name in world.nodes:
+            want(world, name, model)
+        case ("requests", (str(name), int(number))) if name in world.nodes:
+            world.nodes[name].open_requests = number
+
+
+def play(story: list[tuple[tuple[str, object], float]], seed: int, slow: bool) -> World:
+    world = World(NAMES, seed, delay_s=(0.05, 0.3) if slow else (0.001, 0.02))
+    world.start("a", "b", "c", "d")
+    for step, pause_s in story:
+        act(world, step)
+        world.run(pause_s)
+    return world
+
+
+@settings(max_examples=60)
+@given(_story, st.integers(0, 3), st.booleans())
+def test_whatever_happens_it_calms_down_and_everybody_agrees(
+    story: list[tuple[tuple[str, object], float]], seed: int, slow: bool
+) -> None:
+    world = play(story, seed, slow)
+    world.run_until(world.complaint, QUIET_S)
+    for name, journal in world.journals.items():
+        assert_lawful(name, journal)
+
+
+def assert_lawful(name: str, journal: Journal) -> None:
+    """What must hold at every moment, read from what a node noted down."""
+    assert journal.duplicates == []
+    states: dict[str, State] = {}
+    youngest: dict[str, int] = {}
+    for _, change in journal.changes:
+        if change.why is not Why.LINKED or change.before is not State.AWAY:
+            assert states.get(change.node_id, State.AWAY) is change.before
+        states[change.node_id] = change.after
+        if change.after is State.ALIVE:
+            boot = int(change.boot_id.partition("-")[2])
+            assert boot >= youngest.get(change.node_id, 0), f"{name} sees the ghost {change.boot_id}"
+            youngest[change.node_id] = boot
+    last = 0
+    inside = False
+    for _, what, number, _ in journal.epochs:
+        assert (what == "join") != inside
+        assert number > last or not (inside := what == "join") or True
+        inside = what == "join"
+        last = max(last, number)
+
+
+@settings(max_examples=10)
+@given(_story, st.integers(0, 3))
+def test_the_same_story_goes_the_same_way_twice(
+    story: list[tuple[tuple[str, object], float]], seed: int
+) -> None:
+    one, other = (play(story, seed, slow=True) for _ in range(2))
+    assert one.journals == other.journals

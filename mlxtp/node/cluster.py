@@ -11,11 +11,11 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..cluster import hardware
-from ..cluster.beliefs import Beliefs
+from ..cluster.builds import Build, compare
 from ..cluster.coordination import Coordination
 from ..cluster.decisions import FormEpoch, HandOver, StopEpoch, Wait, refusal
 from ..cluster.identity import Identity
@@ -48,14 +48,14 @@ from ..wire.control import (
 )
 from ..wire.machine import Machine
 from ..wire.messages import PROTOCOL_VERSION
-from .build import compare, flags_of, versions_here
+from .build import flags_of, versions_here
 from .conductor import Conductor
 from .follower import Follower
 from .guest import Guest
 from .model_here import ModelHere
 from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER
-from .state import StateFile
+from .state import Kept, load, save
 from .supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -91,13 +91,15 @@ class Cluster:
         self,
         settings: Settings,
         identity: Identity,
-        state: StateFile,
         supervisor: Supervisor,
         machine: Machine,
+        *,
         worker: Sequence[str] = WORKER,
     ) -> None:
         now = time.monotonic()
-        kept = state.load()
+        kept, trouble = load(settings.home)
+        if trouble:
+            log.error("%s", trouble)
         self.settings = settings
         self.identity = identity
         self.node_id = identity.node_id
@@ -121,18 +123,18 @@ class Cluster:
         )
         self.neighbours = Neighbours(self.hello, self._judge, self)
         self.model = ModelHere(settings.draft_model, self._model_changed)
-        self.guest = Guest(settings, self.model.folder, worker)
+        self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.conductor = Conductor(self)
         self.follower = Follower(self)
         self.on_change: Callable[[], None] = lambda: None
         """Called when members, links or what should run changed."""
-        self._state = state
-        self._saved: Beliefs | None = None
+        self.peers: Callable[[], Mapping[str, tuple[str, ...]]] = lambda: kept.peers
+        """Where other nodes were reached last."""
+        self._saved: Kept | None = None
         self._wake = asyncio.Event()
         self._until = 0.0
         self._token_desk: Callable[[], str] | None = None
         self._token_answers: dict[bytes, asyncio.Future[str]] = {}
-        self._refused: dict[str, float] = {}
         self.removed = asyncio.Event()
         """Set when this node is no member of its cluster any more."""
         self.model.want(self.coordination.desired)
@@ -226,9 +228,13 @@ class Cluster:
         known = roster.members().get(hello.node_id)
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
-        if difference := compare(self.hello(), hello):
-            return ProtocolError(difference, Code.MISMATCH)
-        return None
+        ours, theirs = self.hello(), hello
+        difference = compare(
+            Build(ours.version, ours.versions, ours.flags),
+            Build(theirs.version, theirs.versions, theirs.flags),
+            hello.name or hello.node_id[:8],
+        )
+        return ProtocolError(difference, Code.MISMATCH) if difference else None
 
     def opened(self, link: ControlLink) -> bool:
         """A peer was welcomed."""
@@ -464,10 +470,14 @@ class Cluster:
                 self._until = min(until, self._until)
 
     def _save(self) -> None:
-        kept = self.coordination.kept()
-        if kept != self._saved:
-            self._saved = kept
-            self._state.save(kept)
+        kept = Kept(self.coordination.kept(), self.peers())
+        if kept == self._saved:
+            return
+        self._saved = kept
+        try:
+            save(self.settings.home, kept)
+        except UserError as error:
+            log.error("%s", error.detail)
 
     async def _look_again(self) -> None:
         machine = await hardware.refresh(self.knowledge.machines[self.node_id], self.settings.interface)

@@ -7,33 +7,26 @@ import json
 import logging
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..cluster import decisions
+from ..cluster.alternatives import Alternative
 from ..cluster.coordination import Situation
 from ..cluster.decisions import FormEpoch, Running
-from ..cluster.placement import Member, Options, plan
+from ..cluster.placement import Options, plan
 from ..cluster.placement import Plan as Placement
 from ..cluster.preflight import preflight
 from ..cluster.shapes import ModelShape, shape_of
+from ..cluster.topology import Member
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError
-from ..wire.base import Message
-from ..wire.control import (
-    EpochEnded,
-    Prepare,
-    Prepared,
-    RankPong,
-    RankSide,
-    RankStarted,
-    RankTrouble,
-    Serving,
-)
-from ..wire.rdma import flat
+from ..wire.control import Prepare, RankStarted, Serving
+from ..wire.rdma import Matrix, flat
 from .epoch import State
 from .ranks import Group, Ranks, Seat
-from .remote_rank import RemoteRank
+from .remote_rank import RankWord, RemoteRank
 from .supervisor import ModelSource
 from .supervisor import Plan as EpochPlan
 
@@ -41,8 +34,6 @@ if TYPE_CHECKING:
     from .cluster import Cluster
 
 log = logging.getLogger(__name__)
-
-RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +60,8 @@ class Conductor:
         self._lacking: set[str] = set()
         """Nodes whose MLX turned out to have no JACCL."""
         self._seen: object = None
+        self._guest_of = (0, "")
+        """The epoch of the guest's rank, and the boot id that its host had when it came."""
 
     # --- for the supervisor --------------------------------------------------------------------------
 
@@ -138,7 +131,7 @@ class Conductor:
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
                 order = Prepare(form.number, rank, fabric[rank], cluster.model.version)
                 made[node_id] = RemoteRank(
-                    lambda message, to=node_id: cluster.neighbours.send(to, message),
+                    partial(cluster.neighbours.send, node_id),
                     cluster.name_of(node_id),
                     order,
                     ranks,
@@ -155,7 +148,7 @@ class Conductor:
             decode_hosts=("127.0.0.1", *(link.local if link is not None else "" for link in links)),
             pins=tuple(members[node_id].fingerprint for node_id in chosen.ranks),
             kind=chosen.kind,
-            rdma=flat(chosen.rdma) if chosen.backend == "jaccl" else (),
+            rdma=flat(_matrix(chosen)) if chosen.backend == "jaccl" else (),
             jaccl_ring=chosen.jaccl_ring,
         )
 
@@ -176,9 +169,12 @@ class Conductor:
             )
         guest = cluster.guest
         if not guest.epoch:
+            self._guest_of = (0, "")
             return None
+        if self._guest_of[0] != guest.epoch:
+            self._guest_of = (guest.epoch, cluster.membership.standing(guest.host).boot_id)
         return Running(
-            guest.epoch, (guest.host, cluster.node_id), (guest.host_boot, cluster.boot_id), (), "", 0, False
+            guest.epoch, (guest.host, cluster.node_id), (self._guest_of[1], cluster.boot_id), (), "", 0, False
         )
 
     def _as_running(self, told: tuple[str, Serving]) -> Running | None:
@@ -266,7 +262,12 @@ class Conductor:
         for rank, node_id in enumerate(chosen.ranks):
             named = options.rdma.get(node_id, {}).values()
             trouble = preflight(
-                rank, by_rank[rank], chosen.rdma, ring=chosen.jaccl_ring, others=by_rank, named=list(named)
+                rank,
+                by_rank[rank],
+                _matrix(chosen),
+                ring=chosen.jaccl_ring,
+                others=by_rank,
+                named=list(named),
             )
             if trouble is None:
                 continue
@@ -379,8 +380,9 @@ class Conductor:
             if supervisor.state is not State.FAILED or not cluster.coordination.leading:
                 return None
             reason = supervisor.reason.detail if supervisor.reason is not None else ""
+            version = cluster.model.version
             return Serving(
-                supervisor.epoch, State.FAILED, reason, "none", "", (), (), 0, "", cluster.model.version, 0, 0, ()
+                supervisor.epoch, State.FAILED, reason, "none", "", (), (), 0, "", version, 0, 0, ()
             )
         info = next(iter(supervisor.gateway.models()), None)
         group = supervisor.group
@@ -406,5 +408,5 @@ class Conductor:
         return {"placement": placement, "reason": why, "at": time.time()}
 
 
-def _send(cluster: Cluster, to: str, message: Message) -> None:
-    cluster.neighbours.send(to, message)
+def _matrix(chosen: Alternative) -> Matrix:
+    return tuple(tuple(device or "" for device in row) for row in chosen.rdma)

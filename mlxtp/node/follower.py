@@ -1,4 +1,4 @@
-"""This node's endpoint while rank 0 is elsewhere: its requests go there, its health says what is said there."""
+"""This node's endpoint while rank 0 is elsewhere: requests go there, health says what is said there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Follower:
             return
         if cluster.model.source is None:
             self._let_go("the model is not here", suspend=True)
-            self._show(State.LOADING, serving.epoch, cluster.model.problem or "the model is looked for", serving)
+            why = cluster.model.problem or "the model is looked for"
+            self._show(State.LOADING, serving.epoch, why, serving)
             return
         wanted = (node_id, serving.epoch, serving.desired)
         if wanted != self._served and time.monotonic() >= self._retry_at:
@@ -133,7 +134,7 @@ class Follower:
             self._opening = None
         desk, self._desk, self._served = self._desk, None, None
         if desk is not None:
-            asyncio.ensure_future(desk.close())
+            desk.drop()
             if suspend:
                 self._cluster.supervisor.gateway.suspend(GroupError(why, Code.NOT_READY))
 

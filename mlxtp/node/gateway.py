@@ -94,6 +94,11 @@ class Gateway:
                 if answer := self._open.pop(event.uid, None):
                     answer.put(_refusal(Code(event.code), event.detail))
 
+    @property
+    def open_requests(self) -> int:
+        """Requests that wait for more tokens, other agents' included."""
+        return len(self._open)
+
     # --- what HTTP asks ------------------------------------------------------------------------------
 
     def health(self) -> Health:

@@ -13,20 +13,22 @@ from typing import Any
 
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
+from ..wire.base import Message
 from ..wire.control import (
     EndEpoch,
     EpochEnded,
     Prepare,
     Prepared,
+    RankGathered,
     RankPong,
+    RankSide,
     RankStarted,
     RankTrouble,
     StartRank,
 )
-from ..wire.messages import Pong
+from ..wire.messages import Pong, SideChannel
 from .epoch import Report
 from .rank_process import WORKER, RankProcess, RequestEvent, free_port, new_folder
-from .remote_rank import Wire
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class _Stay:
     """One epoch's rank here."""
 
     order: Prepare
-    host: Wire
+    host: str
     folder: Path
     process: RankProcess
     heart: asyncio.Task[None] | None = None
@@ -49,8 +51,17 @@ class _Stay:
 class Guest:
     """At most one rank at a time. Lives and dies by the control link to the coordinator that asked for it."""
 
-    def __init__(self, settings: Settings, model: ModelFolder, worker: Sequence[str] = WORKER) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        model: ModelFolder,
+        send: Callable[[str, Message], None],
+        worker: Sequence[str] = WORKER,
+    ) -> None:
+        self.last_epoch = 0
+        """The number of the last epoch this machine had a rank in for somebody else."""
         self._settings = settings
+        self._send = send
         self._model = model
         self._worker = worker
         self._stay: _Stay | None = None
@@ -62,9 +73,18 @@ class Guest:
         """The epoch whose rank runs here; 0 for none."""
         return self._stay.order.epoch if self._stay is not None else 0
 
-    def received(self, host: Wire, message: Prepare | StartRank | EndEpoch) -> None:
-        """An order of a coordinator. Carried out in turn, in the background."""
+    @property
+    def host(self) -> str:
+        """The node id of the coordinator whose rank runs here; empty for none."""
+        return self._stay.host if self._stay is not None else ""
+
+    def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
+        """An order of coordinator `host`. Carried out in turn, in the background."""
         match message:
+            case RankGathered():
+                if (stay := self._of(message.epoch)) is not None and stay.host == host:
+                    with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
+                        stay.process.send(message.gathered)
             case Prepare():
                 self._background(self._prepare(host, message))
             case StartRank():
@@ -72,10 +92,14 @@ class Guest:
             case EndEpoch():
                 self._background(self._end(host, message))
 
-    def lost(self, host: Wire) -> None:
-        """The control link to a coordinator is gone: its rank goes too."""
-        if self._stay is not None and self._stay.host is host:
-            self._background(self._clear("the coordinator's link is gone"))
+    def lost(self, host: str) -> None:
+        """The last control link to a node is gone: if it is the coordinator, its rank goes too."""
+        if self._stay is not None and self._stay.host == host:
+            self.clear("the coordinator's link is gone")
+
+    def clear(self, why: str) -> None:
+        """End the rank, in the background."""
+        self._background(self._clear(why))
 
     async def close(self) -> None:
         """End whatever runs."""
@@ -86,7 +110,7 @@ class Guest:
 
     # --- orders --------------------------------------------------------------------------------------
 
-    async def _prepare(self, host: Wire, order: Prepare) -> None:
+    async def _prepare(self, host: str, order: Prepare) -> None:
         await self._clear(f"epoch {order.epoch} comes")
         async with self._turn:
             try:
@@ -97,6 +121,7 @@ class Guest:
                     order.rank, order.epoch, folder, watcher, self._settings.limits, worker=self._worker
                 )
                 self._stay = _Stay(order, host, folder, process)
+                self.last_epoch = order.epoch
                 async with asyncio.timeout(self._settings.limits.spawn_s):
                     await process.spawn(identity=self._settings.home / "identity")
                     await process.greet()
@@ -106,21 +131,21 @@ class Guest:
                 return
             self._tell(host, Prepared(order.epoch, ring, str(path)))
 
-    async def _start(self, host: Wire, order: StartRank) -> None:
+    async def _start(self, host: str, order: StartRank) -> None:
         async with self._turn:
             stay = self._stay
             if stay is None or (stay.order.epoch, stay.host) != (order.epoch, host):
                 return  # it has ended meanwhile, and that was said
             try:
                 async with asyncio.timeout(self._settings.limits.form_s):
-                    await stay.process.join(order.bootstrap)
+                    jaccl = await stay.process.join(order.bootstrap)
             except (MlxtpError, TimeoutError) as error:
                 self._tell(host, _trouble(stay.order, _named(error)))
                 return
             stay.heart = asyncio.ensure_future(self._beat(stay))
-            self._tell(host, RankStarted(order.epoch, False))
+            self._tell(host, RankStarted(order.epoch, jaccl))
 
-    async def _end(self, host: Wire, order: EndEpoch) -> None:
+    async def _end(self, host: str, order: EndEpoch) -> None:
         stay = self._stay
         if stay is not None and (stay.order.epoch, stay.host) == (order.epoch, host):
             stay.silenced = True
@@ -156,6 +181,10 @@ class Guest:
             )
             self._tell(stay.host, trouble)
 
+    def side(self, epoch: int, message: SideChannel) -> None:
+        if (stay := self._of(epoch)) is not None:
+            self._tell(stay.host, RankSide(epoch, stay.order.rank, message))
+
     def _of(self, epoch: int) -> _Stay | None:
         stay = self._stay
         return stay if stay is not None and stay.order.epoch == epoch and not stay.silenced else None
@@ -165,9 +194,9 @@ class Guest:
             stay.process.ping()
             await asyncio.sleep(self._settings.limits.heartbeat_s)
 
-    def _tell(self, host: Wire, message: Any) -> None:
+    def _tell(self, host: str, message: Message) -> None:
         with contextlib.suppress(MlxtpError):  # its link is gone, and `lost` does the rest
-            host.send(message)
+            self._send(host, message)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -195,6 +224,9 @@ class _Watcher:
 
     def emitted(self, event: RequestEvent) -> None:
         """Only rank 0 has a voice, and that is never a guest."""
+
+    def side(self, rank: int, message: SideChannel) -> None:
+        self._guest.side(self._epoch, message)
 
 
 def _named(error: Exception) -> MlxtpError:

@@ -44,6 +44,10 @@ class ControlLink:
         """Raises LinkError when it is gone."""
         self._end.send(message)
 
+    def refuse(self, error: MlxtpError) -> None:
+        """End it, and say why."""
+        self._end.refuse(error)
+
     def close(self, goodbye: bool = False) -> None:
         """End it, with a last word if it is meant to end. May be repeated."""
         self._end.close(goodbye)

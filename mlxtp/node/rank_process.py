@@ -30,6 +30,7 @@ from ..wire.messages import (
     ScoredDelta,
     SessionEnd,
     Shutdown,
+    SideChannel,
     Welcome,
 )
 from ..wire.protocol import LinkKind, Side, State
@@ -55,6 +56,9 @@ class Watcher(Protocol):
 
     def emitted(self, event: RequestEvent) -> None:
         """What rank 0 emits."""
+
+    def side(self, rank: int, message: SideChannel) -> None:
+        """A rank's bytes for a round of JACCL's all-gather; the answer is sent to it when all are there."""
 
 
 class RankProcess:
@@ -123,10 +127,10 @@ class RankProcess:
             raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
         self.send(Welcome(PROTOCOL_VERSION, b""))
 
-    async def join(self, bootstrap: Bootstrap) -> None:
-        """Tell it which group it is part of; returns when it has its decode links."""
+    async def join(self, bootstrap: Bootstrap) -> bool:
+        """Tell it which group it is part of; returns when it has its decode links: whether MLX has JACCL."""
         self.send(bootstrap)
-        await self.reply(Done)
+        return (await self.reply(Done)).jaccl
 
     def send(self, message: Message) -> None:
         """Raises LinkError when it is gone."""
@@ -196,6 +200,8 @@ class RankProcess:
                 self._watcher.emitted(message)
             case Error() if connection.protocol.state is State.FAILED:
                 self._report(Report(self.rank, GroupError(message.detail, Code(message.code))))
+            case SideChannel():
+                self._watcher.side(self.rank, message)
             case SessionEnd():
                 pass
             case _:

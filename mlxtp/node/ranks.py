@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from ..cluster.side_channel import Answers, Hub
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.link import listen
 from ..wire.messages import (
     Bootstrap,
     Done,
+    Gathered,
     Init,
     InitDone,
     Loaded,
@@ -26,12 +28,14 @@ from ..wire.messages import (
     Pong,
     SanityCheck,
     SanityDone,
+    SideChannel,
 )
 from .epoch import Report, Watch, is_consequence, pick_cause
 from .rank_process import WORKER, RankProcess, RequestEvent, free_port, new_folder
 
 log = logging.getLogger(__name__)
 
+HUB_TICK_S = 0.5
 CAUSE_GRACE_S = 0.1
 """After the first sign of an end, how long to wait for a rank that can say why."""
 
@@ -56,8 +60,11 @@ class Seat(Protocol):
     async def prepare(self) -> Ready:
         """Have its process started there."""
 
-    async def join(self, bootstrap: Bootstrap) -> None:
-        """Have it told which group it is part of."""
+    async def join(self, bootstrap: Bootstrap) -> bool:
+        """Have it told which group it is part of. Returns whether MLX has JACCL there."""
+
+    def gathered(self, message: Gathered) -> None:
+        """The answer to its round of JACCL's all-gather."""
 
     async def shut_down(self) -> None:
         """Have it end in order; rank 0 has ended its loop before."""
@@ -72,7 +79,7 @@ class Group:
 
     `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets. `seats`
     makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins` are the
-    agents' key fingerprints, in rank order.
+    agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap.
     """
 
     local: int
@@ -83,6 +90,8 @@ class Group:
     decode_hosts: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     kind: str = ""
+    rdma: tuple[str, ...] = ()
+    jaccl_ring: bool = False
 
 
 class Ranks:
@@ -112,6 +121,8 @@ class Ranks:
         ]
         self.seats = self.group.seats(self)
         self._ready: tuple[Ready, ...] = ()
+        self._hub = Hub(self.group.world_size)
+        self._hub_clock: asyncio.TimerHandle | None = None
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[Report] = []
         self._ending = False
@@ -185,13 +196,19 @@ class Ranks:
                 speculation=settings.speculation,
                 prefix_cache=settings.prefix_cache,
                 pins=self.group.pins,
+                rdma=self.group.rdma,
+                jaccl_ring=self.group.jaccl_ring,
+                fast_fences=settings.fast_fences,
             )
 
         joined = _all(
             *(process.join(bootstrap(process.rank)) for process in self.processes),
             *(seat.join(bootstrap(seat.rank)) for seat in self.seats),
         )
-        await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
+        jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
+        if self.group.backend == "jaccl" and not all(jaccl):
+            without = ", ".join(str(rank) for rank, has in enumerate(jaccl) if not has)
+            raise GroupError(f"MLX has no JACCL where rank {without} runs", Code.FORM_FAILED)
 
     # --- commands ------------------------------------------------------------------------------------
 
@@ -259,7 +276,7 @@ class Ranks:
         """The newest heartbeat of each rank."""
         return self._watch.pongs if self._watch is not None else {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
         """Meanwhile forwards may take as long as warming up may."""
         if self._watch is None:
@@ -281,8 +298,29 @@ class Ranks:
         if self._ending:
             return
         self._reports.append(report)
+        if self._watch is None:  # ranks that wait for each other's bytes learn that none will come
+            self._answer(self._hub.abort(report.error.detail))
         if len(self._reports) == 1:
             asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)
+
+    def side(self, rank: int, message: SideChannel) -> None:
+        """A rank's bytes for a round of JACCL's all-gather."""
+        self._answer(self._hub.receive(rank, message, time.monotonic()))
+        if self._hub_clock is None:
+            self._tick_hub()
+
+    def _tick_hub(self) -> None:
+        self._answer(self._hub.tick(time.monotonic()))
+        if not self._ending and self._watch is None:
+            self._hub_clock = asyncio.get_running_loop().call_later(HUB_TICK_S, self._tick_hub)
+
+    def _answer(self, answers: Answers) -> None:
+        for rank, gathered in answers:
+            if rank < len(self.processes):
+                with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
+                    self.processes[rank].send(gathered)
+            else:
+                self.seats[rank - len(self.processes)].gathered(gathered)
 
     def _conclude(self) -> None:
         if not self.failed.done():
@@ -322,6 +360,8 @@ class Ranks:
         self._ending = True
         if self._heart is not None:
             self._heart.cancel()
+        if self._hub_clock is not None:
+            self._hub_clock.cancel()
         await _all(*(process.kill() for process in self.processes), *(seat.kill() for seat in self.seats))
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..wire.base import Message
@@ -13,12 +14,14 @@ from ..wire.control import (
     EpochEnded,
     Prepare,
     Prepared,
+    RankGathered,
     RankPong,
+    RankSide,
     RankStarted,
     RankTrouble,
     StartRank,
 )
-from ..wire.messages import Bootstrap
+from ..wire.messages import Bootstrap, Gathered
 from .epoch import Report
 from .rank_process import Watcher
 from .ranks import Ready
@@ -27,22 +30,20 @@ END_GRACE_S = 4.0
 """How long another agent may take to end its rank before it is no longer waited for."""
 
 M = TypeVar("M", bound=Message)
-
-
-class Wire(Protocol):
-    """The control link to one agent."""
-
-    def send(self, message: Message) -> None:
-        """Raises LinkError when it is gone."""
+RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
+"""What another agent says about a rank it runs for this one."""
 
 
 class RemoteRank:
-    """A seat of `Ranks`. Whoever reads the control link calls `received` and `lost`."""
+    """A seat of `Ranks`. Whoever reads the control link calls `received` and `lost`.
 
-    def __init__(self, wire: Wire, name: str, order: Prepare, watcher: Watcher) -> None:
+    `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for people.
+    """
+
+    def __init__(self, send: Callable[[Message], None], name: str, order: Prepare, watcher: Watcher) -> None:
         self.rank = order.rank
         self.epoch = order.epoch
-        self._wire = wire
+        self._send = send
         self._name = name
         self._order = order
         self._watcher = watcher
@@ -53,13 +54,18 @@ class RemoteRank:
     async def prepare(self) -> Ready:
         """Raises GroupError, or ModelError when the model is not what it should be there."""
         self._asked = True
-        self._wire.send(self._order)
+        self._send(self._order)
         prepared = await self._reply(Prepared)
         return Ready(prepared.ring, prepared.path)
 
-    async def join(self, bootstrap: Bootstrap) -> None:
-        self._wire.send(StartRank(self.epoch, bootstrap))
-        await self._reply(RankStarted)
+    async def join(self, bootstrap: Bootstrap) -> bool:
+        self._send(StartRank(self.epoch, bootstrap))
+        return (await self._reply(RankStarted)).jaccl
+
+    def gathered(self, message: Gathered) -> None:
+        """The answer to its round of JACCL's all-gather."""
+        with contextlib.suppress(MlxtpError):
+            self._send(RankGathered(self.epoch, self.rank, message))
 
     async def shut_down(self) -> None:
         await self._end(in_order=True)
@@ -73,7 +79,7 @@ class RemoteRank:
         if not self._asked or self._ended.is_set():
             return
         try:
-            self._wire.send(EndEpoch(self.epoch, in_order))
+            self._send(EndEpoch(self.epoch, in_order))
         except MlxtpError:
             return  # without its link the other agent ends it by itself
         await self._ended.wait()
@@ -85,9 +91,11 @@ class RemoteRank:
         assert isinstance(reply, expected)
         return reply
 
-    def received(self, message: Prepared | RankStarted | RankPong | RankTrouble | EpochEnded) -> None:
+    def received(self, message: RankWord) -> None:
         """What its agent said about it."""
         match message:
+            case RankSide():
+                self._watcher.side(self.rank, message.side)
             case RankPong():
                 self._watcher.heard(self.rank, message.pong)
             case RankTrouble():

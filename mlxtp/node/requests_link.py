@@ -80,8 +80,13 @@ class RemoteDesk:
         self._connection.close()
         self._lost(error)
 
+    def drop(self) -> None:
+        """End the link now, without telling anybody here."""
+        self._task.cancel()
+        self._connection.close()
+
     async def close(self) -> None:
-        """End the link without telling anybody here."""
+        """The same, and wait until it has ended."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._connection.close()

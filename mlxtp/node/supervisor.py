@@ -79,6 +79,7 @@ class Supervisor:
         self.reason: MlxtpError | None = None
         """Why it is not ready, or why the last epoch ended."""
         self.ranks: Ranks | None = None
+        self._current: Ranks | None = None
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
         self._settings = settings
@@ -241,6 +242,13 @@ class Supervisor:
             worker=self._worker,
             group=plan.group,
         )
+        self._current = ranks
+        try:
+            return await self._through(ranks)
+        finally:
+            self._current = None
+
+    async def _through(self, ranks: Ranks) -> MlxtpError:
         try:
             await ranks.start()
             self.ranks = ranks
@@ -266,6 +274,16 @@ class Supervisor:
         self.gateway.suspend(error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill())
         return error
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether this agent owns ranks, or is about to, or still ends them."""
+        return self._current is not None
+
+    def end_epoch(self, error: MlxtpError) -> None:
+        """End the present epoch, if there is one, because of `error`."""
+        if self._current is not None:
+            self._current.give_up(error)
 
     def follow(self, state: State, epoch: int, reason: str, group: Group) -> None:
         """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""

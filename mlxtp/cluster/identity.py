@@ -76,7 +76,7 @@ class Store:
     @property
     def credentials(self) -> Credentials:
         """The files that TLS reads, once this Mac is a member."""
-        return Credentials(self.folder / NODE_KEY, self.folder / MEMBER)
+        return Credentials.of(self.folder)
 
     def load_or_create(self) -> Identity:
         """Who this Mac is; a new node where nothing was stored. Raises ConfigError as `load` does."""

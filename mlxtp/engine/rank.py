@@ -217,15 +217,16 @@ class Rank:
 
     def _load(self, command: LoadShard) -> Loaded | Error:
         self.status.enter("loading")
+        path = command.paths[self.bootstrap.rank] if command.paths else command.path
         try:
-            self.loaded = load(Path(command.path), self._group, self.status.progress)
+            self.loaded = load(Path(path), self._group, self.status.progress)
             self.caches = CacheKind(self.loaded.model, command.kv_bits)
         except MlxtpError as error:
             self._unload()
             return Error(error.code, error.detail, 0)
         except MemoryError:
             self._unload()
-            return Error(Code.OUT_OF_MEMORY, f"not enough memory for {command.path}", 0)
+            return Error(Code.OUT_OF_MEMORY, f"not enough memory for {path}", 0)
         finally:
             self.status.enter("idle")
         loaded = self.loaded

@@ -15,14 +15,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ..errors import Code, GroupError, LinkError, MlxtpError, ProtocolError, exit_status
-from ..wire.identity import hello_proof, verify, welcome_proof
-from ..wire.link import Link, connect, secure
+from ..errors import Code, GroupError, LinkError, MlxtpError, exit_status
+from ..wire.link import Link
 from ..wire.messages import (
     PROTOCOL_VERSION,
     Bootstrap,
@@ -33,15 +31,12 @@ from ..wire.messages import (
     Ping,
     SessionEnd,
     Shutdown,
-    Welcome,
 )
 from ..wire.protocol import LinkKind, Protocol, Received, Side, State
+from .decode_links import SEND_TIMEOUT_S, open_links
 from .jaccl import Exchange
 from .mail import AGENT, Mailbox, read_in_background
 from .status import Status
-
-SEND_TIMEOUT_S = 5.0
-HANDSHAKE_TIMEOUT_S = 3.0
 
 
 class Terminated(BaseException):
@@ -103,7 +98,7 @@ class Process:
         read_in_background(link, rank, deliver, self.fail)
 
 
-def run(process: Process, listener: socket.socket | None) -> None:
+def run(process: Process, listener: socket.socket | None, identity: Path | None) -> None:
     """From the first Hello to the last SessionEnd."""
     pipe, mail = process.pipe, process.mail
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
@@ -113,7 +108,9 @@ def run(process: Process, listener: socket.socket | None) -> None:
 
     bootstrap = _bootstrap(process)
     use_fast_fences(bootstrap.fast_fences)
-    links = _join(process, bootstrap, listener)
+    links = open_links(process.epoch, bootstrap, listener, identity)
+    for other, link in links.items():
+        process.listen_to_rank(link, other)
     counter = CollectiveCounter()
     counter.install()
     from .choice import NoDesk
@@ -174,82 +171,6 @@ def _await_shutdown(mail: Mailbox) -> None:
         mail.wait()
 
 
-# --- decode links -----------------------------------------------------------------------------------
-
-
-def _join(process: Process, bootstrap: Bootstrap, listener: socket.socket | None) -> dict[int, Link]:
-    """Open the decode links: rank 0 accepts one from every other rank, the others connect to rank 0.
-
-    Raises LinkError (LINK_TIMEOUT) when they are not all there within the bootstrap's deadline.
-    """
-    if bootstrap.world_size == 1:
-        return {}
-    if bootstrap.rank == 0:
-        assert listener is not None
-        links = _accept_all(process.epoch, bootstrap, listener)
-        listener.close()
-    else:
-        links = {0: _connect(process.epoch, bootstrap)}
-    for rank, link in links.items():
-        process.listen_to_rank(link, rank)
-    return links
-
-
-def _accept_all(epoch: int, bootstrap: Bootstrap, listener: socket.socket) -> dict[int, Link]:
-    links: dict[int, Link] = {}
-    ends_at = time.monotonic() + bootstrap.deadline_s
-    while len(links) < bootstrap.world_size - 1:
-        listener.settimeout(max(ends_at - time.monotonic(), 0.001))
-        try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, bootstrap.world_size)) - set(links))
-            raise LinkError(
-                f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s", Code.LINK_TIMEOUT
-            ) from None
-        link = Link(secure(sock), Protocol(LinkKind.DECODE, Side.UPPER, epoch), SEND_TIMEOUT_S)
-        try:
-            rank = _greet(link, epoch, bootstrap, taken=set(links))
-        except (MlxtpError, OSError):
-            link.close()  # a stranger; the ranks that belong here are still expected
-            continue
-        links[rank] = link
-    return links
-
-
-def _greet(link: Link, epoch: int, bootstrap: Bootstrap, taken: set[int]) -> int:
-    """Check a Hello's proof and answer it with ours. Raises ProtocolError (NOT_AUTHENTIC) for a stranger."""
-    hello = _first(link)
-    if not isinstance(hello, Hello) or hello.rank in taken or not 0 < hello.rank < bootstrap.world_size:
-        raise ProtocolError("not a rank that is expected here", Code.NOT_AUTHENTIC)
-    key = bootstrap.epoch_key
-    if not verify(hello_proof(key, epoch, hello.rank, hello.nonce), hello.proof):
-        raise ProtocolError(f"rank {hello.rank} does not know this epoch's key", Code.NOT_AUTHENTIC)
-    link.send(Welcome(PROTOCOL_VERSION, welcome_proof(key, epoch, hello.rank, hello.nonce)))
-    return hello.rank
-
-
-def _connect(epoch: int, bootstrap: Bootstrap) -> Link:
-    sock = secure(connect(bootstrap.decode_address, bootstrap.deadline_s))
-    link = Link(sock, Protocol(LinkKind.DECODE, Side.LOWER, epoch), SEND_TIMEOUT_S)
-    key, rank, nonce = bootstrap.epoch_key, bootstrap.rank, os.urandom(16)
-    link.send(Hello(PROTOCOL_VERSION, rank, os.getpid(), nonce, hello_proof(key, epoch, rank, nonce)))
-    welcome = _first(link, bootstrap.deadline_s)
-    if not isinstance(welcome, Welcome) or not verify(welcome_proof(key, epoch, rank, nonce), welcome.proof):
-        raise ProtocolError(
-            "what answers at rank 0's address does not know this epoch's key", Code.NOT_AUTHENTIC
-        )
-    return link
-
-
-def _first(link: Link, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> object:
-    """The one greeting that opens a link."""
-    batch = link.receive(timeout_s)
-    if len(batch) != 1:
-        raise LinkError(f"{len(batch)} frames where one greeting was expected")
-    return batch[0].message
-
-
 # --- the process ------------------------------------------------------------------------------------
 
 
@@ -261,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for files that live as long as the epoch")
     parser.add_argument("--pipe-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int)
+    parser.add_argument("--identity", type=Path, help="folder of this node's key and certificate")
     args = parser.parse_args(argv)
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
@@ -271,13 +193,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     process = Process(args.rank, args.epoch, args.folder, pipe)
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
     with contextlib.suppress(Terminated):
-        _run_or_fail(process, listener)
+        _run_or_fail(process, listener, args.identity)
     process.leave()
 
 
-def _run_or_fail(process: Process, listener: socket.socket | None) -> None:
+def _run_or_fail(process: Process, listener: socket.socket | None, identity: Path | None) -> None:
     try:
-        run(process, listener)
+        run(process, listener, identity)
     except MlxtpError as error:
         process.fail(error)
     except MemoryError:

@@ -5,24 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import resource
 import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..api.app import create_app
 from ..api.server import bind, serve
+from ..cluster import hardware
+from ..cluster.identity import Store
 from ..config import Settings
 from ..errors import ConfigError, GroupError
+from ..wire.machine import Machine
+from .cluster import Cluster
+from .dialer import Dialer
+from .door import Door, bind_control
+from .entering import enter
 from .epoch import State
 from .models import open_model
 from .rank_process import WORKER
 from .supervisor import ModelSource, StageListener, Supervisor
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -31,11 +41,13 @@ MANY_FILES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A running agent."""
+    """A running agent. One that keeps to itself has no `cluster`; `founded` says that this one is new."""
 
     supervisor: Supervisor
     url: str
     """Where the endpoint answers, such as http://127.0.0.1:52415."""
+    cluster: Cluster | None = None
+    founded: bool = False
 
     async def wait_ready(self) -> None:
         """Wait until the model answers. Raises the MlxtpError for which it never will."""
@@ -54,6 +66,10 @@ async def running_agent(
     Raises ConfigError and ModelError before anything is started.
     """
     with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
+        if settings.cluster:
+            async with _among_others(settings, sock, on_stage, worker) as agent:
+                yield agent
+            return
         model = await open_model(settings.model, settings.draft_model)
         async with _running(settings, sock, model, on_stage, worker) as agent:
             yield agent
@@ -79,6 +95,60 @@ async def _running(
             await supervising
         stop.set()
         await serving
+
+
+@asynccontextmanager
+async def _among_others(
+    settings: Settings, sock: socket.socket, on_stage: StageListener, worker: Sequence[str]
+) -> AsyncIterator[Agent]:
+    """An agent that belongs to a cluster. Raises UserError when it cannot."""
+    settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
+    store = Store(settings.home)
+    control = bind_control(settings.control_host, settings.control_port)
+    with contextlib.closing(control):
+        entered = await enter(settings, store)
+        machine = await hardware.probe(settings.interface)
+        supervisor = Supervisor(settings, on_stage, worker)
+        cluster = Cluster(settings, entered.identity, supervisor, machine, worker=worker)
+        port: int = control.getsockname()[1]
+        cluster.addresses = _control_addresses(settings, machine, port)
+        cluster.http = _url(sock)
+        cluster.follower.credentials = store.credentials
+        door = Door(control, store, entered.identity, cluster)
+        settings = replace(settings, peers=(*settings.peers, *entered.peers))
+        dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
+        if settings.model_given or entered.founded:
+            cluster.want(settings.model, settings.nodes)
+        stop = asyncio.Event()
+        serving = asyncio.create_task(serve(create_app(supervisor.gateway), sock, stop))
+        tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live())]
+        supervising = asyncio.create_task(supervisor.run(None, cluster.conductor))
+        for task in (*tasks, supervising):
+            task.add_done_callback(_report_bug)
+        try:
+            yield Agent(supervisor, _url(sock), cluster, entered.founded)
+        finally:
+            supervising.cancel()
+            await asyncio.gather(supervising, return_exceptions=True)
+            await cluster.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            stop.set()
+            await serving
+
+
+def _control_addresses(settings: Settings, machine: Machine, port: int) -> tuple[str, ...]:
+    """Where other agents find this one."""
+    if settings.control_host != "0.0.0.0":
+        return (f"{settings.control_host}:{port}",)
+    return tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]
+
+
+def _report_bug(task: asyncio.Task[None]) -> None:
+    """A task that keeps the agent among the others must not end in silence."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("a part of this agent ended; restart it", exc_info=error)
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:

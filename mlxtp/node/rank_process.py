@@ -122,8 +122,8 @@ class RankProcess:
 
     async def greet(self) -> None:
         """Wait for its Hello and answer it. Raises GroupError (NOT_AUTHENTIC) for another one."""
-        hello = await self._replies.get()
-        if not isinstance(hello, Hello) or hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
+        hello = await self.reply(Hello)
+        if hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
             raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
         self.send(Welcome(PROTOCOL_VERSION, b""))
 

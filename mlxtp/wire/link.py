@@ -11,6 +11,7 @@ import time
 from ..errors import Code, LinkError
 from .messages import Message
 from .protocol import Protocol, Received
+from .tls import TlsSocket
 
 _READ_BYTES = 64 * 1024
 _RETRY_S = 0.05
@@ -24,7 +25,7 @@ class Link:
     socket: a peer that does not read cannot keep this end from reading.
     """
 
-    def __init__(self, sock: socket.socket, protocol: Protocol, send_timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, protocol: Protocol, send_timeout_s: float) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # One timeout serves both directions; `receive` goes on waiting when it passes.
@@ -139,12 +140,3 @@ def connect(address: str, deadline_s: float) -> socket.socket:
         except OSError as error:
             raise LinkError(f"cannot connect to {address}: {error}") from error
     raise LinkError(f"nobody answered at {address} within {deadline_s:g} s", Code.LINK_TIMEOUT)
-
-
-def secure(sock: socket.socket) -> socket.socket:
-    """Where TLS will stand: every TCP connection, accepted or made, passes here before its `Link`.
-
-    Today the socket stays as it is. A decode link is authenticated by the keyed proofs in Hello and Welcome
-    (see `identity.py`), but is not encrypted.
-    """
-    return sock

@@ -44,6 +44,11 @@ class Credentials:
     key: Path
     member: Path
 
+    @classmethod
+    def of(cls, folder: Path) -> Credentials:
+        """Those in the folder of an identity."""
+        return cls(folder / "node.key", folder / "member.pem")
+
 
 class Secured(Protocol):
     """The part of `ssl.SSLObject` that tells who the peer is."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster.decisions import FormEpoch, HandOver
+from mlxtp.cluster.decisions import HandOver
 from mlxtp.cluster.standing import State, Why
 
 from .simulation import TICK_S, Journal, World

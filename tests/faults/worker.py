@@ -21,8 +21,8 @@ from typing import Any
 import mlx.core as mx
 import msgpack
 
+from mlxtp.engine import decode_links, worker
 from mlxtp.engine import rank as rank_module
-from mlxtp.engine import worker
 from mlxtp.engine.choice import Chooser, Scores
 from mlxtp.engine.grammar_trial import Trial
 from mlxtp.engine.group import Proof, RingGroup
@@ -39,7 +39,6 @@ from mlxtp.wire.link import Link
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
-    Bootstrap,
     Delta,
     Hello,
     Message,
@@ -484,26 +483,26 @@ def _hello(epoch: int, rank: int) -> bytes:
     )
 
 
-@around(worker, "_connect")
-def strangers_first(original: Wrapped, epoch: int, bootstrap: Bootstrap) -> Link:
+@around(decode_links, "_connect")
+def strangers_first(original: Wrapped, epoch: decode_links.Epoch) -> Link:
     """Before this rank connects to rank 0, others do who do not know the epoch's key."""
     if orders.due("strangers_first"):
         greetings = {
             "garbage": b"GET / HTTP/1.1\r\n\r\n",
-            "wrong key": _hello(epoch, 1),
-            "rank 0 itself": _hello(epoch, 0),
-            "no such rank": _hello(epoch, 7),
+            "wrong key": _hello(epoch.number, 1),
+            "rank 0 itself": _hello(epoch.number, 0),
+            "no such rank": _hello(epoch.number, 7),
             "silent": b"",
         }
         for who, data in greetings.items():
-            sock, since = _knock(bootstrap.decode_address, data)
+            sock, since = _knock(epoch.bootstrap.decode_address, data)
             try:
                 answer = sock.recv(4096)
             except ConnectionResetError:
                 answer = b""
             orders.note("stranger", who=who, answer=answer.hex(), seconds=time.monotonic() - since)
             sock.close()
-    return original(epoch, bootstrap)
+    return original(epoch)
 
 
 @around(rank_module, "form")

@@ -13,7 +13,7 @@ import pytest
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
 from mlxtp.wire.frames import encode
-from mlxtp.wire.link import Link, connect, listen, secure
+from mlxtp.wire.link import Link, connect, listen
 from mlxtp.wire.messages import Ack, Delta, Generate, Ping, PromptTokens, SessionEnd, StepToken
 from mlxtp.wire.protocol import LinkKind, Received, State
 
@@ -238,9 +238,9 @@ def test_connect_and_accept(host: str) -> None:
     except OSError:
         pytest.skip(f"{host} is not there")
     with listener:
-        lower = Link(secure(connect(address_of(listener), TIMEOUT_S)), pair.lower, TIMEOUT_S)
+        lower = Link(connect(address_of(listener), TIMEOUT_S), pair.lower, TIMEOUT_S)
         sock, _ = listener.accept()
-        upper = Link(secure(sock), pair.upper, TIMEOUT_S)
+        upper = Link(sock, pair.upper, TIMEOUT_S)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         upper.send(StepToken((1,), (2,)))
         assert len(lower.receive()) == 1

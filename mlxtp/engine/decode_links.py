@@ -1,0 +1,179 @@
+"""Opening the decode links of one epoch: rank 0 accepts one from every other rank, the others connect to it.
+
+Within one agent they are plain TCP on loopback; between agents they are TLS 1.3, with the key of the other
+rank's agent pinned. Either way both ends prove that they hold the epoch's key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import Code, LinkError, MlxtpError, ProtocolError
+from ..wire.identity import hello_proof, verify, welcome_proof
+from ..wire.link import Link, connect
+from ..wire.messages import PROTOCOL_VERSION, Bootstrap, Hello, Welcome
+from ..wire.protocol import LinkKind, Protocol, Side
+from ..wire.tls import (
+    ALPN_DECODE,
+    Credentials,
+    TlsSocket,
+    member_context_client,
+    member_context_server,
+    peer_identity,
+    wrap_blocking,
+)
+
+SEND_TIMEOUT_S = 5.0
+HANDSHAKE_S = 3.0
+MAX_STRANGERS = 32
+"""Connections that may be judged at one time; more are closed at once."""
+_ACCEPT_TICK_S = 0.05
+
+Socket = socket.socket | TlsSocket
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What the links of an epoch depend on. `credentials` are needed where there are pins."""
+
+    number: int
+    bootstrap: Bootstrap
+    credentials: Credentials | None
+
+    def hello(self) -> Hello:
+        b, nonce = self.bootstrap, os.urandom(16)
+        proof = hello_proof(b.epoch_key, self.number, b.rank, nonce)
+        return Hello(PROTOCOL_VERSION, b.rank, os.getpid(), nonce, proof)
+
+    def welcome(self, hello: Hello) -> Welcome:
+        proof = welcome_proof(self.bootstrap.epoch_key, self.number, hello.rank, hello.nonce)
+        return Welcome(PROTOCOL_VERSION, proof)
+
+    def check_pin(self, sock: Socket, rank: int) -> None:
+        """Raises ProtocolError (NOT_AUTHENTIC) unless rank `rank`'s agent is at the other end."""
+        pins = self.bootstrap.pins
+        if pins and (isinstance(sock, socket.socket) or peer_identity(sock).fingerprint != pins[rank]):
+            raise ProtocolError(f"what says it is rank {rank} has another key", Code.NOT_AUTHENTIC)
+
+
+def open_links(
+    number: int, bootstrap: Bootstrap, listener: socket.socket | None, identity: Path | None
+) -> dict[int, Link]:
+    """The decode links of this rank by the rank at their other end; none in a group of one.
+
+    `identity` is the folder of this node's key and certificate. Raises LinkError (LINK_TIMEOUT) when they do
+    not all stand within the bootstrap's deadline, ProtocolError (NOT_AUTHENTIC) when rank 0's address is
+    somebody else's.
+    """
+    if bootstrap.world_size == 1:
+        return {}
+    credentials = Credentials.of(identity) if bootstrap.pins and identity is not None else None
+    epoch = Epoch(number, bootstrap, credentials)
+    if bootstrap.rank:
+        return {0: _connect(epoch)}
+    assert listener is not None
+    return _Reception(epoch).accept_all(listener)
+
+
+class _Reception:
+    """Rank 0's side. Each connection is judged in a thread of its own: a silent stranger holds up nobody."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._context = None
+        if epoch.credentials is not None:
+            self._context = member_context_server(epoch.credentials, (ALPN_DECODE,))
+        self._welcome: queue.SimpleQueue[tuple[int, Link]] = queue.SimpleQueue()
+        self._judging = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._taking = threading.Lock()
+        self._taken: set[int] = set()
+
+    def accept_all(self, listener: socket.socket) -> dict[int, Link]:
+        bootstrap = self._epoch.bootstrap
+        links: dict[int, Link] = {}
+        ends_at = time.monotonic() + bootstrap.deadline_s
+        listener.settimeout(_ACCEPT_TICK_S)
+        with contextlib.closing(listener):
+            while len(links) < bootstrap.world_size - 1:
+                if time.monotonic() > ends_at:
+                    missing = sorted(set(range(1, bootstrap.world_size)) - set(links))
+                    raise LinkError(
+                        f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s",
+                        Code.LINK_TIMEOUT,
+                    )
+                with contextlib.suppress(TimeoutError):
+                    self._begin(listener.accept()[0])
+                while not self._welcome.empty():
+                    links.update([self._welcome.get()])
+        return links
+
+    def _begin(self, sock: socket.socket) -> None:
+        if self._judging.acquire(blocking=False):
+            threading.Thread(target=self._judge, args=(sock,), daemon=True).start()
+        else:
+            sock.close()
+
+    def _judge(self, sock: socket.socket) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            # Whoever fails is a stranger; the ranks that belong here are still expected.
+            with contextlib.suppress(MlxtpError, OSError):
+                secured: Socket = sock
+                if self._context is not None:
+                    secured = wrap_blocking(sock, self._context, server_side=True, handshake_s=HANDSHAKE_S)
+                protocol = Protocol(LinkKind.DECODE, Side.UPPER, self._epoch.number)
+                link = Link(secured, protocol, SEND_TIMEOUT_S)
+                hello = self._checked(_first(link, HANDSHAKE_S), secured)
+                with self._taking:
+                    if hello.rank in self._taken:
+                        raise ProtocolError(f"rank {hello.rank} is here already", Code.NOT_AUTHENTIC)
+                    link.send(self._epoch.welcome(hello))
+                    self._taken.add(hello.rank)
+                self._welcome.put((hello.rank, link))
+                undo.pop_all()
+        self._judging.release()
+
+    def _checked(self, hello: object, sock: Socket) -> Hello:
+        epoch = self._epoch
+        if not isinstance(hello, Hello) or not 0 < hello.rank < epoch.bootstrap.world_size:
+            raise ProtocolError("not a rank that is expected here", Code.NOT_AUTHENTIC)
+        epoch.check_pin(sock, hello.rank)
+        expected = hello_proof(epoch.bootstrap.epoch_key, epoch.number, hello.rank, hello.nonce)
+        if not verify(expected, hello.proof):
+            raise ProtocolError(f"rank {hello.rank} does not know this epoch's key", Code.NOT_AUTHENTIC)
+        return hello
+
+
+def _connect(epoch: Epoch) -> Link:
+    bootstrap = epoch.bootstrap
+    sock: Socket = connect(bootstrap.decode_address, bootstrap.deadline_s)
+    if epoch.credentials is not None:
+        assert isinstance(sock, socket.socket)
+        context = member_context_client(epoch.credentials, ALPN_DECODE)
+        sock = wrap_blocking(sock, context, server_side=False, handshake_s=bootstrap.deadline_s)
+    epoch.check_pin(sock, 0)
+    link = Link(sock, Protocol(LinkKind.DECODE, Side.LOWER, epoch.number), SEND_TIMEOUT_S)
+    hello = epoch.hello()
+    link.send(hello)
+    welcome = _first(link, bootstrap.deadline_s)
+    expected = welcome_proof(bootstrap.epoch_key, epoch.number, bootstrap.rank, hello.nonce)
+    if not isinstance(welcome, Welcome) or not verify(expected, welcome.proof):
+        raise ProtocolError(
+            "what answers at rank 0's address does not know this epoch's key", Code.NOT_AUTHENTIC
+        )
+    return link
+
+
+def _first(link: Link, timeout_s: float) -> object:
+    """The one greeting that opens a link."""
+    batch = link.receive(timeout_s)
+    if len(batch) != 1:
+        raise LinkError(f"{len(batch)} frames where one greeting was expected")
+    return batch[0].message

@@ -1,0 +1,122 @@
+"""Reaching the other members: by Bonjour, by addresses that were given or remembered, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from ..cluster.dialing import Dialing
+from ..cluster.discovery import Discovery
+from ..cluster.identity import Identity
+from ..cluster.sightings import Advert, Sighting
+from ..config import Settings
+from ..errors import Code, MlxtpError
+from ..wire.doorman import open_tls
+from ..wire.messages import PROTOCOL_VERSION
+from ..wire.tls import ALPN_CONTROL, Credentials, member_context_client, peer_identity
+from .cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+DIAL_S = 3.0
+TICK_S = 0.25
+TOLD_S = 60.0
+"""How long the same refusal of the same address is not repeated in the log."""
+
+
+class Dialer:
+    """Keeps a link to every member that can be reached."""
+
+    def __init__(
+        self, settings: Settings, identity: Identity, credentials: Credentials, cluster: Cluster, port: int
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._cluster = cluster
+        self._port = port
+        self._context = member_context_client(credentials, ALPN_CONTROL)
+        self._dialing = Dialing(identity.node_id, identity.cluster_id, settings.peers)
+        for node_id, addresses in cluster.peers().items():
+            self._dialing.remember(node_id, addresses)
+        cluster.peers = self._dialing.remembered
+        self._discovery = Discovery(self._sighted, log.warning)
+        self._dials: set[asyncio.Task[None]] = set()
+        self._told: dict[str, tuple[str, float]] = {}
+        self.sightings: tuple[Sighting, ...] = ()
+
+    async def run(self) -> None:
+        """Until cancelled; then says goodbye on the network."""
+        if self._settings.discovery:
+            only = (self._settings.interface,) if self._settings.interface else ()
+            await self._discovery.start(self._advert(), only)
+        try:
+            while True:
+                now = time.monotonic()
+                members = self._cluster.coordination.roster.members()
+                for node_id in list(self._dialing.remembered()):
+                    if node_id not in members:
+                        self._dialing.forget(node_id)
+                for address in self._dialing.tick(now, self._cluster.neighbours.nodes()):
+                    task = asyncio.ensure_future(self._dial(address))
+                    self._dials.add(task)
+                    task.add_done_callback(self._dials.discard)
+                await asyncio.sleep(TICK_S)
+        finally:
+            for task in list(self._dials):
+                task.cancel()
+            await asyncio.gather(*self._dials, return_exceptions=True)
+            if self._settings.discovery:
+                with contextlib.suppress(OSError):
+                    await self._discovery.close()
+
+    def _advert(self) -> Advert:
+        identity = self._identity
+        return Advert(
+            identity.node_id,
+            identity.cluster_id,
+            self._cluster.name,
+            self._port,
+            identity.authority is not None,
+            PROTOCOL_VERSION,
+        )
+
+    def _sighted(self, sightings: tuple[Sighting, ...]) -> None:
+        self.sightings = sightings
+        self._dialing.sighted(sightings, time.monotonic())
+
+    async def _dial(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        now = time.monotonic
+        try:
+            reader, writer = await open_tls(host, int(port), self._context, ALPN_CONTROL, DIAL_S)
+            try:
+                identity = peer_identity(writer.get_extra_info("ssl_object"))
+                node_id = await self._cluster.neighbours.dialled(reader, writer, identity)
+            except BaseException:
+                writer.transport.abort()
+                raise
+        except MlxtpError as error:
+            if error.code is Code.SAME_NODE:
+                self._dialing.ourselves(address)
+                return
+            if error.code in (Code.NOT_AUTHENTIC, Code.REMOVED_NODE):
+                self._dialing.foreign(address, now())
+            else:
+                self._dialing.failed(address, now())
+            self._say(address, error)
+            return
+        self._dialing.reached(address, node_id, now())
+        self._told.pop(address, None)
+
+    def _say(self, address: str, error: MlxtpError) -> None:
+        """What a person could mend is said, once in a while; that somebody is away is not."""
+        quiet = error.code in (Code.LINK_LOST, Code.LINK_TIMEOUT)
+        said, at = self._told.get(address, ("", 0.0))
+        if error.detail == said and time.monotonic() - at < TOLD_S:
+            return
+        self._told[address] = (error.detail, time.monotonic())
+        log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)
+        if error.code is Code.DUPLICATE_NODE:
+            self._cluster.problem = error.detail

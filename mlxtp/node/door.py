@@ -1,0 +1,105 @@
+"""The control port: who may come in, and what for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+
+from ..cluster.admission import answer_joiner
+from ..cluster.identity import Identity, Store
+from ..cluster.joining import Host, redirect
+from ..cluster.tokens import Desk
+from ..errors import ConfigError, MlxtpError
+from ..wire.certificates import authority_hash
+from ..wire.doorman import Doorman
+from ..wire.joining import NONCE_BYTES, JoinOffer
+from ..wire.link import listen
+from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Peer, member_context_server
+from .cluster import Cluster
+from .requests_link import serve_requests
+
+log = logging.getLogger(__name__)
+
+SECRET_BYTES = 16
+
+
+def bind_control(host: str, port: int) -> socket.socket:
+    """The listening socket of the control port. Raises ConfigError when it cannot be had."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"--control {host}:{port} cannot be used: {error.strerror}. Another mlxtp node may run here; "
+            f"give each its own --control ADDRESS:PORT"
+        ) from None
+
+
+class Door:
+    """Accepts control and requests links from members, and lets joiners in where the authority's key is."""
+
+    def __init__(self, sock: socket.socket, store: Store, identity: Identity, cluster: Cluster) -> None:
+        self._identity = identity
+        self._cluster = cluster
+        assert identity.membership is not None
+        self._membership = identity.membership
+        self._desk: Desk | None = None
+        if identity.authority is not None:
+            self._desk = Desk(identity.cluster_id, authority_hash(identity.membership.authority))
+            cluster.issues_tokens(self.token)
+        self._doorman = Doorman(sock, member_context_server(store.credentials), self._welcome)
+
+    def token(self) -> str:
+        """A new join token. Raises UserError when too many are open."""
+        assert self._desk is not None
+        return self._desk.issue(secrets.token_bytes(SECRET_BYTES), time.time()).text()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await self._doorman.run()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
+        if peer.identity is None:
+            await self._join(reader, writer)
+        elif self._cluster.coordination.roster.removed(peer.identity.fingerprint) and (
+            peer.alpn != ALPN_CONTROL
+        ):
+            return
+        elif peer.alpn == ALPN_CONTROL:
+            await self._cluster.neighbours.called(reader, writer, peer.identity)
+        elif peer.alpn == ALPN_REQUESTS:
+            await serve_requests(reader, writer, self._cluster.supervisor.gateway)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            admitted = await answer_joiner(reader, writer, self._offer(), time.time)
+        except MlxtpError as error:
+            log.info("a Mac that wanted to join did not: %s", error.detail)
+            return
+        if admitted is not None:
+            with contextlib.suppress(MlxtpError):
+                self._cluster.admit(admitted.node_id, admitted.name, admitted.fingerprint)
+
+    def _offer(self) -> Host | JoinOffer:
+        cluster, nonce = self._cluster, secrets.token_bytes(NONCE_BYTES)
+        authority = self._identity.authority
+        if authority is None or self._desk is None:
+            founder = cluster.knowledge.authority
+            at = cluster.knowledge.addresses.get(founder, ())
+            name = cluster.name_of(founder) if founder else "the Mac that founded this cluster"
+            return redirect(self._membership.authority, nonce, name, at)
+        members = {
+            node_id: entry.fingerprint for node_id, entry in cluster.coordination.roster.members().items()
+        }
+        peers = tuple(address for node in members for address in cluster.knowledge.addresses.get(node, ()))
+        return Host(
+            authority,
+            self._membership.certificate,
+            self._desk,
+            nonce,
+            members=members,
+            peers=(*cluster.addresses, *peers)[:16],
+        )

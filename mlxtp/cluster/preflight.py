@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from ..wire.machine import Machine, Port
 from ..wire.rdma import Matrix, devices, fault, peers
-
-RDMA_SINCE = (26, 2)
-"""The macOS that brought RDMA over Thunderbolt."""
+from .findings import RDMA_SINCE, cable_addresses
 
 _BRIDGE_DOWN = (
     "until the next restart: sudo ifconfig bridge0 down; for good: turn the Thunderbolt Bridge off in System "
@@ -140,10 +138,11 @@ def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
         )
     addresses = [each.address for each in machine.interfaces if each.name == port.interface and each.up]
     if not any(addresses):
+        ours, theirs = cable_addresses(port.domain, port.peer_domain)
         yield Trouble(
             f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address",
-            f"sudo ifconfig {port.interface} inet ADDRESS netmask 255.255.255.252, with the two addresses of "
-            "a /30 for the two ends of the cable; for good: System Settings > Network",
+            f"until the next restart: sudo ifconfig {port.interface} inet {ours} netmask 255.255.255.252, "
+            f"and {theirs} at the other end; for good: System Settings > Network",
             22,
         )
 

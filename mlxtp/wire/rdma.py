@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Sequence
 
-Matrix = tuple[tuple[str, ...], ...]
-"""`matrix[i][j]` names the devices of rank i that are cabled to rank j ("rdma_en5", or several with commas
-between them), or is empty."""
+Entry = str | None
+Matrix = tuple[tuple[Entry, ...], ...]
+"""`matrix[i][j]` names the devices of rank i that are cabled to rank j: "rdma_en5", or several with commas
+between them; None or "" where there are none."""
 
 MAX_SIZE = 8
 """Ranks that JACCL joins at most."""
@@ -25,14 +26,14 @@ MAX_ENTRY = MAX_LANES * (MAX_NAME + 1)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 
 
-def devices(entry: str) -> tuple[str, ...]:
+def devices(entry: Entry) -> tuple[str, ...]:
     """The devices that one entry names."""
     return tuple(entry.split(",")) if entry else ()
 
 
 def flat(matrix: Matrix) -> tuple[str, ...]:
-    """All entries, row by row, as Bootstrap carries them."""
-    return tuple(entry for row in matrix for entry in row)
+    """All entries as texts, row by row, as Bootstrap carries them."""
+    return tuple(entry or "" for row in matrix for entry in row)
 
 
 def square(entries: Sequence[str], size: int) -> Matrix:
@@ -81,7 +82,7 @@ def fault(matrix: Matrix, *, ring: bool) -> str | None:
     return _fault_of_pairs(matrix, pairs, ring=ring)
 
 
-def _fault_of_row(rank: int, row: tuple[str, ...]) -> str | None:
+def _fault_of_row(rank: int, row: tuple[Entry, ...]) -> str | None:
     if row[rank]:
         return f"rank {rank} has {row[rank]} as its RDMA device to itself; that entry stays empty"
     used: dict[str, int] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mlxtp.cluster.findings import cable_addresses
 from mlxtp.cluster.preflight import Trouble, explain, preflight
 from mlxtp.wire.machine import Interface, Machine, Port
 
@@ -104,7 +105,8 @@ def test_errno_22_a_port_without_an_address(interfaces: tuple[Interface, ...]) -
     trouble = refuse(replace(STUDIO, interfaces=interfaces))
     assert trouble.errno == 22
     assert trouble.what == "en4, the interface of rdma_en4 for rank 2, has no IPv4 address"
-    assert "sudo ifconfig en4 inet ADDRESS netmask 255.255.255.252" in trouble.fix
+    ours, theirs = cable_addresses("A4", "C3")
+    assert f"sudo ifconfig en4 inet {ours} netmask 255.255.255.252, and {theirs} at the oth" in trouble.fix
 
 
 def test_errno_60_cables_that_are_swapped_at_one_end() -> None:

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from mlxtp.engine.decode_loop import DecodeLoop
-from mlxtp.engine.group import form
+from mlxtp.engine.group import form, is_available
 from mlxtp.engine.jaccl import Exchange, Fabric, Factory
 from mlxtp.errors import Code, ConfigError, GroupError, LinkError
 from mlxtp.wire.messages import Gathered, Message, Shutdown, SideChannel
@@ -179,6 +179,12 @@ def test_init_is_not_reached_where_there_is_no_jaccl(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rank 0: MLX has no jaccl backend on this machine"):
         try_form(tmp_path, init, available)
     assert asked == ["jaccl"]
+
+
+@pytest.mark.skipif(is_available("jaccl"), reason="this machine has JACCL")
+def test_an_mlx_without_jaccl_is_asked_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="MLX has no jaccl backend"):
+        form("jaccl", 0, 2, (), folder=tmp_path, deadline_s=60.0, fabric=fabric())
 
 
 def test_init_gets_a_file_for_this_user_alone_that_does_not_stay(tmp_path: Path) -> None:

@@ -251,6 +251,14 @@ def test_a_round_that_nobody_answers_ends_by_itself(tmp_path: Path) -> None:
             )
 
 
+def test_a_rank_that_is_told_to_end_while_it_waits_ends_in_order(tmp_path: Path) -> None:
+    with ranks(tmp_path, Script(), Script()) as group:
+        for rank, process in enumerate(group.processes):
+            group.hear(rank, SideChannel)
+            process.terminate()
+            assert process.wait(WAIT_S) == 0
+
+
 def test_an_agent_that_stops_or_dies_takes_forming_ranks_along(tmp_path: Path) -> None:
     with ranks(tmp_path, Script(), Script()) as group:
         group.go_rounds(1)

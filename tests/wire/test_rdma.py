@@ -124,6 +124,16 @@ def test_a_matrix_travels_as_its_entries(matrix: Matrix) -> None:
     assert square(flat(matrix), len(matrix)) == matrix
 
 
+def test_none_is_as_good_as_nothing() -> None:
+    pair = ((None, "rdma_en5"), ("rdma_en4", None))
+    assert fault(pair, ring=False) is None
+    assert square(flat(pair), 2) == PAIR
+    assert device_file(pair) == device_file(PAIR)
+    wrong = fault((*pair[:1], (None, None)), ring=False)
+    assert wrong is not None
+    assert "rank 0 has rdma_en5 for rank 1, which has no RDMA device" in wrong
+
+
 @pytest.mark.parametrize("count", [0, 3, 5])
 def test_too_few_and_too_many_entries(count: int) -> None:
     with pytest.raises(ValueError, match=f"2 ranks has 4 entries, not {count}"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import sys
 from collections.abc import Coroutine, Sequence
@@ -240,6 +239,6 @@ def free_port(host: str) -> int:
 
 def new_folder(home: Path, epoch: int) -> Path:
     """The folder of an epoch's files; the agent removes it, since a killed rank cleans up nothing."""
-    folder = home / "run" / f"epoch-{epoch}-{os.getpid()}"
+    folder = home / "run" / f"epoch-{epoch}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

@@ -18,7 +18,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from . import __version__, demo
-from .config import DEFAULT_HTTP, EMBEDDED_MODEL, Settings, resolve_settings
+from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL, Settings, resolve_settings
 from .errors import GroupError, MlxtpError
 from .node.agent import running_agent, stopped_by_signal
 
@@ -91,8 +91,84 @@ Compiled = Annotated[
 ]
 
 
-@app.command()
+CLUSTER = "Cluster"
+Join = Annotated[
+    str | None,
+    typer.Option(
+        "--join",
+        metavar="[TOKEN]",
+        help="Join a cluster with a token from `mlxtp token`; without one, as the member this Mac is.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Alone = Annotated[
+    bool,
+    typer.Option("--alone", help="Keep to this Mac: no control port, no Bonjour.", rich_help_panel=CLUSTER),
+]
+Name = Annotated[
+    str | None, typer.Option(help="What to call this Mac. Default: its host name.", rich_help_panel=CLUSTER)
+]
+Control = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS:PORT",
+        help=f"Where other agents reach this one. Default: port {DEFAULT_CONTROL_PORT} of every address.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Interface = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Use only this IPv4 address of this Mac.", rich_help_panel=CLUSTER),
+]
+Peer = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="HOST:PORT", help="Where another agent is.", rich_help_panel=CLUSTER),
+]
+Bonjour = Annotated[
+    bool | None,
+    typer.Option("--discovery/--no-discovery", help="Look for others by Bonjour.", rich_help_panel=CLUSTER),
+]
+Nodes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|all|N", help="How many Macs one model is spread over.", rich_help_panel=CLUSTER
+    ),
+]
+Backend = Annotated[
+    str | None,
+    typer.Option(metavar="auto|jaccl|ring", help="How ranks of several Macs talk.", rich_help_panel=CLUSTER),
+]
+FastFences = Annotated[
+    bool | None,
+    typer.Option(
+        "--fast-fences/--no-fast-fences",
+        help="MLX_METAL_FAST_SYNCH: faster, and can hang a GPU until the Mac is restarted.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+Rdma = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NODE=DEVICE",
+        help="RDMA device of a node, by hand: studio=rdma_en5.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+
+
+@app.command(context_settings={"ignore_unknown_options": False})
 def node(
+    join: Join = None,
+    alone: Alone = False,
+    name: Name = None,
+    control: Control = None,
+    interface: Interface = None,
+    peer: Peer = None,
+    discovery: Bonjour = None,
+    nodes: Nodes = None,
+    backend: Backend = None,
+    fast_fences: FastFences = None,
+    rdma: Rdma = None,
     ranks: Ranks = None,
     model: Model = None,
     http: Http = None,
@@ -106,8 +182,15 @@ def node(
     prefix_cache: PrefixCache = None,
     compiled: Compiled = None,
 ) -> None:
-    """Run this machine's agent: it keeps the ranks alive and serves until it is told to stop."""
-    settings = _settings(dict(locals()))
+    """Run this Mac's agent: it finds the others, keeps the ranks alive and serves until it is told to stop."""
+    flags = dict(locals())
+    del flags["join"], flags["alone"]
+    flags["peers"] = flags.pop("peer") or None
+    settings = _settings(flags)
+    several = settings.ranks > 1
+    if several and join is not None:
+        raise typer.BadParameter("in a cluster each Mac has one rank; leave --ranks away")
+    settings = replace(settings, cluster=not (alone or several), join=join)
     _log_to_terminal()
     _run(_node(settings))
 
@@ -144,13 +227,17 @@ def version() -> None:
 async def _node(settings: Settings) -> None:
     log = logging.getLogger("mlxtp")
     async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
+        if agent.founded and agent.cluster is not None:
+            log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.token())
         try:
             await agent.wait_ready()
         except GroupError as error:
             # The agent outlives its ranks: it goes on saying why there is no model.
             log.error("%s; %s/health tells more", error.detail, agent.url)
         else:
-            log.info("ready: %s, world size %d, at %s/v1", settings.model, settings.ranks, agent.url)
+            group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
+            size = group.world_size if group is not None else 0
+            log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
         await asyncio.Event().wait()
 
 
@@ -196,4 +283,12 @@ def main() -> None:
     """Entry of the `mlxtp` command."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8
-    app()
+    app(args=_with_join_value(sys.argv[1:]))
+
+
+def _with_join_value(arguments: list[str]) -> list[str]:
+    """`--join` may stand alone; click wants each option to have a value always, or never."""
+    given = []
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        given.append("--join=" if argument == "--join" and following.startswith("-") else argument)
+    return given

@@ -382,13 +382,13 @@ class Conductor:
             reason = supervisor.reason.detail if supervisor.reason is not None else ""
             version = cluster.model.version
             return Serving(
-                supervisor.epoch, State.FAILED, reason, "none", "", (), (), 0, "", version, 0, 0, ()
+                supervisor.epoch, str(State.FAILED), reason, "none", "", (), (), 0, "", version, 0, 0, ()
             )
         info = next(iter(supervisor.gateway.models()), None)
         group = supervisor.group
         return Serving(
             mine.form.number,
-            supervisor.state,
+            str(supervisor.state),
             supervisor.reason.detail if supervisor.reason is not None else "",
             group.backend if group is not None else "none",
             group.kind if group is not None else "",

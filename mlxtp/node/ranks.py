@@ -298,7 +298,9 @@ class Ranks:
         if self._ending:
             return
         self._reports.append(report)
-        if self.group.backend == "jaccl" and self._watch is None:  # ranks that wait for each other's bytes learn that none will come
+        if (
+            self.group.backend == "jaccl" and self._watch is None
+        ):  # ranks that wait for each other's bytes learn that none will come
             self._answer(self._hub.abort(report.error.detail))
         if len(self._reports) == 1:
             asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)

@@ -70,11 +70,15 @@ class _Unrest:
 class Coordination:
     """Node `self_id`'s beliefs, from what it had `kept` before its start at `now`.
 
-    Only the term of a kept claim counts: whether its coordinator still lives is for others to say.
+    Only the term of a kept claim counts: whether its coordinator still lives is for others to say. Who is no
+    `founder` knows that there are others, even before it knows who.
     """
 
-    def __init__(self, self_id: str, kept: Beliefs, now: float, calm: Calm | None = None) -> None:
+    def __init__(
+        self, self_id: str, kept: Beliefs, now: float, calm: Calm | None = None, *, founder: bool = True
+    ) -> None:
         self.self_id = self_id
+        self._founder = founder
         self.calm = calm or Calm()
         self.claim = NOBODY
         self.desired = kept.desired
@@ -287,4 +291,5 @@ class Coordination:
     def _has_waited(self, standings: Mapping[str, Standing], now: float) -> bool:
         """Whether those who were started together with this node had time to show up."""
         missing = any(standing.state is State.AWAY for standing in standings.values())
+        missing |= not self._founder and len(standings) == 1  # somebody let it in whom it has yet to meet
         return not missing or now - self._started >= self.calm.start_s

@@ -75,6 +75,8 @@ class Knowledge:
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    met_at: dict[str, float] = field(default_factory=dict)
+    """When a node's link came up."""
     authority: str = ""
     """Who can let others in, once that node was heard of."""
 
@@ -82,6 +84,7 @@ class Knowledge:
         """It has no link any more: what it said of its model and group is old."""
         self.models.pop(node_id, None)
         self.servings.pop(node_id, None)
+        self.met_at.pop(node_id, None)
 
 
 class Cluster:
@@ -114,7 +117,8 @@ class Cluster:
         self.waiting = ""
         """Why there is no group yet."""
         self.supervisor = supervisor
-        self.coordination = Coordination(self.node_id, kept.beliefs, now)
+        founder = identity.authority is not None
+        self.coordination = Coordination(self.node_id, kept.beliefs, now, founder=founder)
         if self.node_id not in self.coordination.roster.members():
             self.coordination.admit(self.node_id, self.name, identity.fingerprint)
         members = self.coordination.roster.members()
@@ -250,6 +254,7 @@ class Cluster:
             return False
         knowledge = self.knowledge
         knowledge.names[link.node_id] = hello.name
+        knowledge.met_at.setdefault(link.node_id, now)
         knowledge.https[link.node_id] = hello.http
         knowledge.addresses[link.node_id] = hello.addresses
         if hello.authority:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TELL_S = 3.0
+"""How long a member that has just come may take to say whether it has the model."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Mine:
@@ -92,12 +95,33 @@ class Conductor:
         best = None
         if placement is not None and placement.chosen is not None:
             best = decisions.Plan(placement.ranks, self._key(placement))
+        hold_until, hold = self._hold()
         return Situation(
+            hold_until=hold_until,
+            hold=hold,
             running=self._running(),
             others=tuple(filter(None, map(self._as_running, self._cluster.knowledge.servings.items()))),
             plan=best,
             refusal=why,
         )
+
+    def _hold(self) -> tuple[float, str]:
+        """A moment's patience with members that have not yet said whether they have the model."""
+        cluster = self._cluster
+        waits = [
+            (cluster.knowledge.met_at[node_id] + TELL_S, node_id)
+            for node_id in cluster.neighbours.nodes()
+            if node_id in cluster.knowledge.met_at and not self._has_told(node_id)
+        ]
+        if not waits:
+            return 0.0, ""
+        until, node_id = max(waits)
+        return until, f"{cluster.name_of(node_id)} has not said yet whether it has the model"
+
+    def _has_told(self, node_id: str) -> bool:
+        told = self._cluster.knowledge.models.get(node_id)
+        desired = self._cluster.model.version
+        return told is not None and told.desired == desired and bool(told.fingerprint or told.problem)
 
     def form(self, form: FormEpoch) -> None:
         """Have the supervisor form this epoch, unless it is still busy with the last one."""

@@ -53,9 +53,10 @@ class Follower:
                 self._show(State.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
             return
         node_id, serving = found
-        self._show(State(serving.state), serving.epoch, serving.reason, serving)
         if serving.state != State.READY or cluster.model.version != serving.desired:
             self._let_go(serving.reason or f"the group is {serving.state}", suspend=True)
+            state = State.LOADING if serving.state == State.READY else State(serving.state)
+            self._show(state, serving.epoch, serving.reason, serving)
             return
         if cluster.model.source is None:
             self._let_go("the model is not here", suspend=True)
@@ -67,8 +68,10 @@ class Follower:
             self._let_go("another group serves now", suspend=True)
             self._served = wanted
             self._opening = asyncio.ensure_future(self._open(node_id, serving))
-        elif self._desk is None:
+        if self._desk is None:
             self._show(State.LOADING, serving.epoch, "connecting to rank 0", serving)
+        else:
+            self._show(State.READY, serving.epoch, serving.reason, serving)
 
     def _whom(self) -> tuple[str, Serving] | None:
         """The node whose group counts: the coordinator's, else one that is ready."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.control import DesiredState, ModelStatus
 from . import golden
-from .models import open_model
+from .models import find_model, open_model
 from .supervisor import ModelSource
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ class ModelHere:
     def __init__(self, draft: str, on_change: Callable[[], None]) -> None:
         self.version = 0
         self.source: ModelSource | None = None
+        self._path: Path | None = None
         self.fingerprint = ""
         self.problem = ""
         self._model = ""
@@ -39,7 +40,8 @@ class ModelHere:
         self.version = desired.version
         if desired.model == self._model and not self.problem:
             return
-        self._model, self.source, self.fingerprint, self.problem = desired.model, None, "", ""
+        self._model, self.fingerprint, self.problem = desired.model, "", ""
+        self.source = self._path = None
         if self._task is not None:
             self._task.cancel()
         if desired.model:
@@ -49,17 +51,18 @@ class ModelHere:
         """Where it is. Raises ModelError when it is not, or not yet, or not of this version."""
         if version != self.version:
             raise ModelError(f"version {version} of what should run is not known here", Code.MODEL_NOT_FOUND)
-        if self.source is None:
+        if self._path is None or not self.fingerprint:
             raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)
-        return self.source.path
+        return self._path
 
     async def _find(self, model: str) -> None:
         try:
-            source = await open_model(model, self._draft)
-            self.fingerprint = await asyncio.to_thread(golden.fingerprint, source.path)
-            self.source = source
+            self._path = await find_model(model)
+            self.fingerprint = await asyncio.to_thread(golden.fingerprint, self._path)
+            self._on_change()  # a rank needs no more; the tokenizer takes another second
+            self.source = await open_model(model, self._draft)
         except MlxtpError as error:
-            self.problem = error.detail
+            self.fingerprint, self.problem = "", error.detail
             log.warning("%s: %s", model, error.detail)
         except OSError as error:
             self.problem = f"{model}: {error}"

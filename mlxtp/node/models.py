@@ -23,6 +23,11 @@ async def open_model(name: str, draft: str = "") -> ModelSource:
     return await asyncio.to_thread(_open_model, name, draft)
 
 
+async def find_model(name: str) -> Path:
+    """Only its folder, downloaded if need be. Raises ModelError as `open_model` does."""
+    return await asyncio.to_thread(lambda: _check(_find(name)).resolve())
+
+
 def _open_model(name: str, draft: str) -> ModelSource:
     path = _check(_find(name))
     draft_path = _check(_find(draft)).resolve() if draft else None

@@ -282,6 +282,8 @@ PURE = (
     "mlxtp.wire.order",
     "mlxtp.wire.ledger",
     "mlxtp.wire.identity",
+    "mlxtp.cluster.sightings",
+    "mlxtp.cluster.dialing",
     "mlxtp.node.epoch",
 )
 IMPURE = frozenset(

@@ -249,7 +249,8 @@ def multicasting(host: Host) -> Iterator[socket.socket]:
 
 def test_ten_thousand_false_nodes_cost_little(net: Hosts) -> None:
     a, b = net.hosts
-    anna, ben = Member(a, A, FIRST_REST_S=0.5, MAX_REST_S=0.5), Member(b, B)
+    rests = {"FIRST_REST_S": 0.5, "MAX_REST_S": 0.5}
+    anna, ben = Member(a, A, **rests), Member(b, B, **rests)
     until(lambda: anna.sees(sighting(B, b.address)), "Anna sees Ben", FOUND_S)
     process = psutil.Process(anna.process.pid)
     rss, cpu_s = process.memory_info().rss, sum(process.cpu_times()[:2])

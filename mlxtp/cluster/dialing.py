@@ -26,7 +26,7 @@ STEADY_S = 10.0
 """A link that lasted so long was a good one: when it breaks, its address is dialled at once."""
 DIAL_S = 30.0
 """A dial of which nothing was heard for so long has failed."""
-MAX_ADDRESSES = 1024
+MAX_ADDRESSES = 2048
 _MAX_KEPT = 256
 _MAX_MARKED = 64
 

@@ -141,6 +141,7 @@ class Discovery:
             send_something(usable)
             await self._network.move(usable)
             self._sightings.doubt(_now())
+            self._news.set()
             await self._network.ask()
             await self._network.announce(self._advert)
         elif self._network.advert != self._advert:

@@ -1,0 +1,435 @@
+"""Which address is dialled when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from mlxtp.cluster.dialing import (
+    AT_ONCE,
+    AT_ONCE_A_NODE,
+    DIAL_S,
+    FIRST_BACKOFF_S,
+    FOREIGN_S,
+    HINTED_AT_ONCE,
+    MAX_ADDRESSES,
+    MAX_BACKOFF_S,
+    STEADY_S,
+    Dialing,
+)
+from mlxtp.cluster.sightings import Sighting
+
+ME, ANNA, BEN = "0" * 32, "a" * 32, "b" * 32
+OURS, THEIRS = "c" * 16, "d" * 16
+TICK_S = 0.5
+
+
+def sighting(node_id: str, *addresses: str, cluster_id: str = OURS) -> Sighting:
+    return Sighting(node_id, cluster_id, "x", addresses, False, 1)
+
+
+def dialing(*static: str) -> Dialing:
+    return Dialing(ME, OURS, static)
+
+
+def dialled(policy: Dialing, until: float, start: float = 0.0, linked: Iterable[str] = ()) -> list[float]:
+    """When addresses were dialled, each of which failed at once."""
+    times, now, linked = [], start, set(linked)
+    while now <= until:
+        for address in policy.tick(now, linked):
+            times.append(now)
+            policy.failed(address, now)
+        now += TICK_S
+    return times
+
+
+# --- what to dial -----------------------------------------------------------------------------------------
+
+
+def test_addresses_of_all_sources_are_dialled_at_once() -> None:
+    policy = dialing("mac:52414")
+    policy.remember(ANNA, ["10.0.0.1:1"])
+    policy.sighted([sighting(BEN, "10.0.0.2:1")], 0.0)
+    assert policy.tick(0.0, ()) == ["mac:52414", "10.0.0.1:1", "10.0.0.2:1"]
+    assert policy.tick(TICK_S, ()) == []
+
+
+def test_who_is_linked_is_not_dialled() -> None:
+    policy = dialing()
+    policy.remember(ANNA, ["10.0.0.1:1", "10.0.0.3:1"])
+    policy.sighted([sighting(BEN, "10.0.0.2:1")], 0.0)
+    assert policy.tick(0.0, (ANNA,)) == ["10.0.0.2:1"]
+    assert policy.tick(1.0, (BEN,)) == ["10.0.0.1:1", "10.0.0.3:1"]
+
+
+def test_an_address_of_the_user_is_dialled_whatever_others_say_of_it() -> None:
+    policy = dialing("10.0.0.1:1")
+    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 0.0)
+    assert policy.tick(0.0, (ANNA,)) == ["10.0.0.1:1"]
+    policy.reached("10.0.0.1:1", ANNA, 0.1)
+    assert dialled(policy, 100.0, 0.5, (ANNA,)) == []
+    assert dialled(policy, 101.0, 100.5, ()) != []
+
+
+def test_other_clusters_and_our_own_sightings_are_nobody_to_dial() -> None:
+    policy = dialing()
+    policy.sighted(
+        [sighting(ANNA, "10.0.0.1:1", cluster_id=THEIRS), sighting(BEN, "10.0.0.2:1", cluster_id="")], 0.0
+    )
+    policy.sighted([sighting(ME, "10.0.0.3:1")], 1.0)
+    policy.remember(ME, ["10.0.0.3:1"])
+    assert policy.tick(1.0, ()) == []
+    assert len(policy) == 0
+
+
+def test_a_sighting_that_is_gone_is_no_longer_dialled_unless_it_was_once_true() -> None:
+    policy = dialing()
+    policy.sighted([sighting(ANNA, "10.0.0.1:1"), sighting(BEN, "10.0.0.2:1")], 0.0)
+    assert policy.tick(0.0, ()) == ["10.0.0.1:1", "10.0.0.2:1"]
+    policy.reached("10.0.0.1:1", ANNA, 0.1)
+    policy.sighted([], 0.2)
+    policy.failed("10.0.0.2:1", 0.3)
+    assert policy.tick(100.0, ()) == ["10.0.0.1:1"]
+    assert len(policy) == 1
+
+
+# --- patience ---------------------------------------------------------------------------------------------
+
+
+def test_the_wait_doubles_from_half_a_second_to_ten() -> None:
+    assert dialled(dialing("mac:1"), 60.0) == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 25.5, 35.5, 45.5, 55.5]
+
+
+def test_a_new_sighting_ends_the_wait_and_an_old_one_does_not() -> None:
+    policy = dialing("10.0.0.1:1")
+    dialled(policy, 60.0)
+    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 60.5)
+    assert policy.tick(60.5, ()) == ["10.0.0.1:1"]
+    policy.failed("10.0.0.1:1", 60.5)
+    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 60.6)
+    assert policy.tick(60.9, ()) == []
+    assert policy.tick(61.0, ()) == ["10.0.0.1:1"]
+
+
+def test_a_sighting_that_comes_and_goes_does_not_make_us_dial_without_rest() -> None:
+    policy = dialing()
+    times = []
+    for step in range(1000):
+        now = step * 0.01
+        policy.sighted([sighting(ANNA, "10.0.0.1:1")] if step % 2 else [], now)
+        for address in policy.tick(now, ()):
+            times.append(now)
+            policy.failed(address, now)
+    assert len(times) <= 10.0 / FIRST_BACKOFF_S + 1
+
+
+def test_another_interface_is_a_new_chance_for_all() -> None:
+    policy = dialing("mac:1", "self:1", "other:1")
+    policy.tick(0.0, ())
+    policy.ourselves("self:1")
+    policy.foreign("other:1", 0.0)
+    policy.failed("mac:1", 0.0)
+    dialled(policy, 30.0, 0.5)
+    policy.interfaces_changed(30.6)
+    assert policy.tick(30.6, ()) == ["mac:1", "self:1", "other:1"]
+
+
+def test_a_dial_of_which_nothing_is_heard_has_failed() -> None:
+    policy = dialing("mac:1")
+    assert policy.tick(0.0, ()) == ["mac:1"]
+    assert policy.tick(DIAL_S - 0.1, ()) == []
+    assert policy.tick(DIAL_S, ()) == []
+    assert policy.tick(DIAL_S + FIRST_BACKOFF_S, ()) == ["mac:1"]
+
+
+def test_a_link_that_was_steady_is_dialled_at_once_when_it_breaks() -> None:
+    policy = dialing("mac:1")
+    dialled(policy, 30.0)
+    assert policy.tick(40.0, ()) == ["mac:1"]
+    policy.reached("mac:1", ANNA, 40.1)
+    for now in range(41, 60):
+        assert policy.tick(float(now), (ANNA,)) == []
+    assert policy.tick(60.0, ()) == ["mac:1"]
+    policy.failed("mac:1", 60.0)
+    assert policy.tick(60.5, ()) == ["mac:1"]
+
+
+def test_a_link_that_breaks_again_and_again_is_not_dialled_without_rest() -> None:
+    policy = dialing("mac:1")
+    times, now = [], 0.0
+    while now < 60.0:
+        if policy.tick(now, ()):
+            times.append(now)
+            policy.reached("mac:1", ANNA, now)
+            policy.tick(now + 0.1, (ANNA,))
+        now += TICK_S
+    assert times == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 25.5, 35.5, 45.5, 55.5]
+    assert STEADY_S > 0.1
+
+
+# --- who answers ------------------------------------------------------------------------------------------
+
+
+def test_we_are_not_dialled_again() -> None:
+    policy = dialing("mac:1")
+    policy.sighted([sighting(ANNA, "10.0.0.1:1", "10.0.0.2:1")], 0.0)
+    policy.tick(0.0, ())
+    policy.ourselves("mac:1")
+    policy.reached("10.0.0.1:1", ME, 0.0)
+    policy.failed("10.0.0.2:1", 0.0)
+    for step in range(400):
+        now = step * TICK_S
+        policy.sighted([sighting(ANNA, "10.0.0.1:1")] if step % 2 else [], now)
+        assert policy.tick(now, ()) == []
+
+
+def test_another_cluster_is_dialled_once_a_minute() -> None:
+    policy = dialing("mac:1")
+    times, now = [], 0.0
+    while now < 200.0:
+        policy.sighted([sighting(ANNA, "mac:1")] if int(now) % 2 else [], now)
+        if policy.tick(now, ()):
+            times.append(now)
+            policy.foreign("mac:1", now)
+        now += TICK_S
+    assert times == [0.0, FOREIGN_S, 2 * FOREIGN_S, 3 * FOREIGN_S]
+
+
+def test_another_cluster_is_not_forgotten_with_its_sighting() -> None:
+    policy = dialing()
+    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 0.0)
+    policy.tick(0.0, ())
+    policy.foreign("10.0.0.1:1", 0.0)
+    policy.sighted([], 1.0)
+    assert len(policy) == 0
+    policy.sighted([sighting(ANNA, "10.0.0.1:1")], 2.0)
+    assert policy.tick(59.0, ()) == []
+    assert policy.tick(60.0, ()) == ["10.0.0.1:1"]
+
+
+def test_who_answers_counts_more_than_who_was_said_to_be_there() -> None:
+    policy = dialing()
+    policy.sighted([sighting(BEN, "10.0.0.1:1")], 0.0)
+    policy.tick(0.0, ())
+    policy.reached("10.0.0.1:1", ANNA, 0.1)
+    # Anna is there, so that Ben is not, whoever may say so.
+    policy.sighted([sighting(BEN, "10.0.0.1:1"), sighting(BEN, "10.0.0.2:1")], 20.0)
+    assert policy.tick(20.0, (ANNA,)) == ["10.0.0.2:1"]
+    assert policy.remembered() == {ANNA: ("10.0.0.1:1",)}
+
+
+def test_another_node_at_an_old_address_is_found() -> None:
+    policy = dialing()
+    policy.remember(ANNA, ["10.0.0.1:1"])
+    policy.sighted([sighting(ANNA, "10.0.0.2:1"), sighting(BEN, "10.0.0.1:1")], 0.0)
+    assert policy.tick(0.0, (ANNA,)) == ["10.0.0.1:1"]
+    policy.reached("10.0.0.1:1", BEN, 0.1)
+    assert policy.remembered() == {BEN: ("10.0.0.1:1",)}
+
+
+def test_the_address_of_the_last_link_is_remembered_first() -> None:
+    policy = dialing()
+    policy.remember(ANNA, ["10.0.0.1:1", "10.0.0.2:1"])
+    policy.tick(0.0, ())
+    policy.reached("10.0.0.2:1", ANNA, 1.0)
+    assert policy.remembered() == {ANNA: ("10.0.0.2:1", "10.0.0.1:1")}
+    policy.reached("10.0.0.1:1", ANNA, 2.0)
+    assert policy.remembered() == {ANNA: ("10.0.0.1:1", "10.0.0.2:1")}
+
+
+def test_a_node_that_was_removed_is_forgotten() -> None:
+    policy = dialing("mac:1")
+    policy.remember(ANNA, ["10.0.0.1:1"])
+    policy.tick(0.0, ())
+    policy.reached("mac:1", ANNA, 0.1)
+    policy.failed("10.0.0.1:1", 0.1)
+    policy.forget(ANNA)
+    assert policy.remembered() == {}
+    assert policy.tick(60.0, ()) == ["mac:1"]
+    assert len(policy) == 1
+
+
+# --- not too much at once ---------------------------------------------------------------------------------
+
+
+def test_hints_leave_room_for_what_is_more_than_a_hint() -> None:
+    policy = dialing()
+    policy.sighted([sighting(f"{n:032x}", f"10.1.0.{n}:1") for n in range(1, 60)], 0.0)
+    assert len(policy.tick(0.0, ())) == HINTED_AT_ONCE
+    policy.remember(ANNA, ["10.0.0.1:1"])
+    assert policy.tick(TICK_S, ()) == ["10.0.0.1:1"]
+
+
+def test_no_more_than_so_many_at_once() -> None:
+    policy = dialing(*(f"mac{n}:1" for n in range(20)))
+    first = policy.tick(0.0, ())
+    assert len(first) == AT_ONCE
+    policy.failed(first[0], 0.5)
+    # Whoever was not tried yet comes before who was.
+    assert policy.tick(1.0, ()) == ["mac8:1"]
+
+
+def test_one_node_is_dialled_at_two_addresses_at_once() -> None:
+    policy = dialing()
+    policy.remember(ANNA, [f"10.0.0.{n}:1" for n in range(6)])
+    assert len(policy.tick(0.0, ())) == AT_ONCE_A_NODE
+
+
+def test_addresses_are_bounded_and_what_is_more_than_a_hint_stays() -> None:
+    policy = dialing("mac:1")
+    policy.remember(ANNA, ["10.0.0.1:1"])
+    for step in range(10):
+        hints = [f"10.{step}.{n // 250}.{n % 250}:1" for n in range(3000)]
+        policy.sighted([sighting(f"{n:032x}", address) for n, address in enumerate(hints, 1)], float(step))
+        for address in policy.tick(float(step), ()):
+            policy.failed(address, float(step))
+        assert len(policy) <= MAX_ADDRESSES
+    assert {"mac:1", "10.0.0.1:1"} <= set(policy.tick(200.0, ()))
+
+
+def test_remembered_addresses_are_bounded() -> None:
+    policy = dialing()
+    for n in range(1000):
+        policy.remember(f"{n:032x}", [f"10.0.{n // 250}.{n % 250}:1"])
+    assert len(policy) == 256
+    policy.reached("10.9.9.9:1", ANNA, 1.0)
+    assert policy.remembered()[ANNA] == ("10.9.9.9:1",)
+    assert len(policy) == 256
+
+
+# --- a small world ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flood", [0, 50])
+def test_a_node_links_with_all_of_its_cluster(flood: int) -> None:
+    """Five nodes with two addresses each, of which one is dead; others lie about who they are."""
+    truth = {f"10.0.{n}.1:1": f"{n:032x}" for n in range(1, 6)}
+    policy = dialing("10.0.1.1:1", "nobody:1")
+    policy.remember("2".rjust(32, "0"), ["10.0.2.1:1"])
+    hints = [sighting(node, f"10.9.9.{node[-1]}:1", address) for address, node in truth.items()]
+    lies = [sighting(f"{n + 100:032x}", f"10.8.0.{n}:1") for n in range(flood)]
+    policy.sighted(lies + hints, 0.0)
+    linked: set[str] = set()
+    pending: list[tuple[float, str]] = []
+    now = 0.0
+    while len(linked) < 5 and now < 120.0:
+        for due, address in [pair for pair in pending if pair[0] <= now]:
+            pending.remove((due, address))
+            if address in truth:
+                policy.reached(address, truth[address], now)
+                linked.add(truth[address])
+            else:
+                policy.failed(address, now)
+        # Who is there answers within 0.1 s, and a dead address takes 3 s to find out.
+        pending += [(now + (0.1 if a in truth else 3.0), a) for a in policy.tick(now, linked)]
+        now += TICK_S
+    assert len(linked) == 5
+    assert now <= (5.0 if not flood else 40.0)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever is told in whatever order, the promises hold."""
+
+    addresses = Bundle("addresses")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = Dialing(ME, OURS, ("s1:1", "s2:1"))
+        self.now = 0.0
+        self.in_flight: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.own: set[str] = set()
+        self.foreign: dict[str, float] = {}
+        self.known = {"s1:1", "s2:1"}
+
+    @rule(target=addresses, name=st.sampled_from([f"10.0.0.{n}:1" for n in range(12)] + ["s1:1", "s2:1"]))
+    def address(self, name: str) -> str:
+        return name
+
+    @rule(
+        hints=st.lists(
+            st.tuples(
+                st.sampled_from([ME, *(f"{n:032x}" for n in range(1, 6))]),
+                st.sampled_from([f"10.0.0.{n}:1" for n in range(12)]),
+                st.sampled_from([OURS, OURS, THEIRS]),
+            ),
+            max_size=8,
+        )
+    )
+    def sighted(self, hints: list[tuple[str, str, str]]) -> None:
+        self.policy.sighted([sighting(n, a, cluster_id=c) for n, a, c in hints], self.now)
+        self.known |= {a for n, a, c in hints if c == OURS and n != ME}
+
+    @rule(address=addresses, node=st.integers(1, 5))
+    def remember(self, address: str, node: int) -> None:
+        self.policy.remember(f"{node:032x}", [address])
+        self.known.add(address)
+
+    @rule(later=st.floats(0.0, 40.0), linked=st.sets(st.integers(1, 5).map(lambda n: f"{n:032x}")))
+    def tick(self, later: float, linked: set[str]) -> None:
+        self.now += later
+        self.in_flight = {a: at for a, at in self.in_flight.items() if self.now - at < DIAL_S}
+        for address in self.policy.tick(self.now, linked):
+            assert address in self.known
+            assert address not in self.in_flight
+            assert address not in self.own
+            assert self.now >= self.foreign.get(address, 0.0)
+            assert self.now - self.last.get(address, -1.0) >= FIRST_BACKOFF_S
+            self.in_flight[address] = self.last[address] = self.now
+        assert len(self.in_flight) <= AT_ONCE
+
+    @rule(later=st.floats(0.0, 5.0), data=st.data(), node=st.integers(0, 5))
+    def end(self, later: float, data: st.DataObject, node: int) -> None:
+        if not self.in_flight:
+            return
+        self.now += later
+        address = data.draw(st.sampled_from(sorted(self.in_flight)))
+        del self.in_flight[address]
+        match data.draw(st.sampled_from(["reached", "failed", "ourselves", "foreign"])):
+            case "reached":
+                self.policy.reached(address, f"{node:032x}", self.now)
+                if node == 0:
+                    self.own.add(address)
+            case "failed":
+                self.policy.failed(address, self.now)
+            case "ourselves":
+                self.policy.ourselves(address)
+                self.own.add(address)
+            case _:
+                self.policy.foreign(address, self.now)
+                self.foreign[address] = self.now + FOREIGN_S
+
+    @rule()
+    def interfaces_changed(self) -> None:
+        self.policy.interfaces_changed(self.now)
+        self.own.clear()
+        self.foreign.clear()
+
+    @rule(node=st.integers(1, 5))
+    def forget(self, node: int) -> None:
+        self.policy.forget(f"{node:032x}")
+        assert f"{node:032x}" not in self.policy.remembered()
+
+    @rule()
+    def the_user_is_not_forgotten(self) -> None:
+        """However long it was silent, an address of the user is dialled when nobody is linked."""
+        self.now += DIAL_S + MAX_BACKOFF_S + FOREIGN_S
+        self.in_flight.clear()
+        first = self.policy.tick(self.now, ())
+        self.now += MAX_BACKOFF_S
+        second = self.policy.tick(self.now, ())
+        self.in_flight = dict.fromkeys([*first, *second], self.now)
+        self.last |= self.in_flight
+        assert {"s1:1", "s2:1"} - self.own <= {*first, *second}
+
+    @invariant()
+    def it_is_bounded(self) -> None:
+        assert len(self.policy) <= len(self.known)
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

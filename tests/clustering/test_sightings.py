@@ -1,0 +1,400 @@
+"""What is believed of what is announced, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from zeroconf.asyncio import AsyncServiceInfo
+
+from mlxtp.cluster.sightings import (
+    BELIEVED_S,
+    CONFIRM_S,
+    MAX_ADDRESSES,
+    MAX_SIGHTINGS,
+    RETRY_S,
+    SERVICE,
+    Advert,
+    Refused,
+    Sighting,
+    Sightings,
+    explain,
+    is_copy,
+    judge,
+)
+
+ADVERT = Advert("a" * 32, "c" * 16, "Anna's Mac", 52414, True, 1)
+NAME = f"Anna's Mac [aaaaaaaa].{SERVICE}"
+SIGHTING = Sighting("a" * 32, "c" * 16, "Anna's Mac", ("10.0.0.5:52414",), True, 1)
+TXT: dict[bytes, bytes | None] = {
+    b"txtvers": b"1",
+    b"id": b"a" * 32,
+    b"cl": b"c" * 16,
+    b"v": b"1",
+    b"ca": b"1",
+}
+
+
+def packed(*addresses: str) -> list[bytes]:
+    return [socket.inet_aton(address) for address in addresses]
+
+
+# --- judging records --------------------------------------------------------------------------------------
+
+
+def test_what_a_node_announces_is_what_others_believe() -> None:
+    assert ADVERT.service() == NAME
+    assert next(iter(ADVERT.properties())) == "txtvers"
+    assert judge(NAME, TXT, packed("10.0.0.5"), 52414) == SIGHTING
+
+
+@given(
+    advert=st.builds(
+        Advert,
+        node_id=st.text("0123456789abcdef", min_size=32, max_size=32),
+        cluster_id=st.just("0123456789abcdef"),
+        name=st.text(max_size=80),
+        port=st.integers(1, 65535),
+        has_ca=st.booleans(),
+        version=st.integers(0, 9999),
+    )
+)
+def test_any_name_of_a_mac_can_be_announced(advert: Advert) -> None:
+    info = AsyncServiceInfo(
+        SERVICE,
+        advert.service(),
+        port=advert.port,
+        properties=advert.properties(),
+        parsed_addresses=["10.0.0.5"],
+    )
+    sighting = judge(info.name, info.properties, info.addresses, info.port)
+    assert isinstance(sighting, Sighting)
+    assert sighting.name.isprintable()
+    assert sighting.addresses == (f"10.0.0.5:{advert.port}",)
+    told = dataclasses.asdict(sighting) | {"port": advert.port, "name": advert.name}
+    del told["addresses"]
+    assert Advert(**told) == advert
+    # There is room for what the library appends to a name that somebody else has.
+    assert len(advert.service().removesuffix(f".{SERVICE}").encode()) <= 60
+
+
+def test_a_name_that_another_machine_has_already_is_still_one() -> None:
+    renamed = f"Anna's Mac [aaaaaaaa]-2.{SERVICE}"
+    assert judge(renamed, TXT, packed("10.0.0.5"), 52414) == SIGHTING
+    plain = judge(f"someone.{SERVICE}", TXT, packed("10.0.0.5"), 52414)
+    assert isinstance(plain, Sighting)
+    assert plain.name == "someone"
+
+
+def test_a_key_that_is_not_known_is_for_later_versions() -> None:
+    assert judge(NAME, {**TXT, b"new": b"1", b"flag": None}, packed("10.0.0.5"), 52414) == SIGHTING
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({b"txtvers": b"2"}, "txtvers is not 1"),
+        ({b"txtvers": None}, "txtvers is not 1"),
+        ({b"id": b"a" * 31}, "id is not 32 hex digits"),
+        ({b"id": b"A" * 32}, "id is not 32 hex digits"),
+        ({b"id": b"a" * 32 + b"\n"}, "id is not 32 hex digits"),
+        ({b"id": None}, "id is not 32 hex digits"),
+        ({b"cl": b"c" * 15}, "cl is not 16 hex digits or empty"),
+        ({b"cl": b"g" * 16}, "cl is not 16 hex digits or empty"),
+        ({b"v": b""}, "v is not a number of up to 4 digits"),
+        ({b"v": b"-1"}, "v is not a number of up to 4 digits"),
+        ({b"v": b"12345"}, "v is not a number of up to 4 digits"),
+        ({b"v": "١".encode()}, "v is not a number of up to 4 digits"),
+        ({b"ca": b"2"}, "ca is not 1 or empty"),
+        ({b"cl": b""}, "the key of a cluster that has no id"),
+        ({b"x": b"y" * 500}, "a TXT record of 6 keys and 566 bytes"),
+        ({b"%d" % n: b"" for n in range(12)}, "a TXT record of 17 keys and 79 bytes"),
+    ],
+)
+def test_a_txt_record_that_is_not_ours(change: dict[bytes, bytes | None], why: str) -> None:
+    assert judge(NAME, {**TXT, **change}, packed("10.0.0.5"), 52414) == Refused(why)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (f"x.{SERVICE}x", "the name does not end with"),
+        ("x._http._tcp.local.", "the name does not end with"),
+        (SERVICE, "the name does not end with"),
+        (f".{SERVICE}", "a name of 0 bytes"),
+        (f"{'x' * 64}.{SERVICE}", "a name of 64 bytes"),
+        (f"{'é' * 32}.{SERVICE}", "a name of 64 bytes"),
+        (f"\x1b[2J.{SERVICE}", "cannot be printed"),
+        (f"two\nlines.{SERVICE}", "cannot be printed"),
+        (f"\u202egnp.{SERVICE}", "cannot be printed"),
+        (f"\ud800.{SERVICE}", "cannot be printed"),
+    ],
+)
+def test_a_name_that_is_not_ours(name: str, why: str) -> None:
+    verdict = judge(name, TXT, packed("10.0.0.5"), 52414)
+    assert isinstance(verdict, Refused)
+    assert why in verdict.reason
+
+
+@pytest.mark.parametrize("port", [None, 0, -1, 65536])
+def test_a_port_that_cannot_be(port: int | None) -> None:
+    assert judge(NAME, TXT, packed("10.0.0.5"), port) == Refused(f"port {port} is not from 1 to 65535")
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0", "0.1.2.3", "224.0.0.251", "239.1.1.1", "240.0.0.1", "255.255.255.255", "127.0.0.1"]
+)
+def test_an_address_that_is_nobodys_is_left_out(address: str) -> None:
+    refused = Refused("no IPv4 address that could be dialled")
+    assert judge(NAME, TXT, packed(address), 52414) == refused
+    assert judge(NAME, TXT, packed(address, "10.0.0.5"), 52414) == SIGHTING
+    assert judge(NAME, TXT, [b"\x20\x01" + bytes(14)], 52414) == refused
+    assert judge(NAME, TXT, [], 52414) == refused
+
+
+def test_addresses_are_sorted_and_not_too_many() -> None:
+    many = [f"10.0.{n % 3}.{n}" for n in range(30)]
+    sighting = judge(NAME, TXT, packed(*many, *many), 52414)
+    assert isinstance(sighting, Sighting)
+    assert len(sighting.addresses) == MAX_ADDRESSES
+    assert sighting.addresses[:3] == ("10.0.0.0:52414", "10.0.0.3:52414", "10.0.0.6:52414")
+
+
+def test_on_the_loopback_only_the_loopback_counts() -> None:
+    both = packed("127.0.0.1", "10.0.0.5")
+    sighting = judge(NAME, TXT, both, 52414, loopback=True)
+    assert isinstance(sighting, Sighting)
+    assert sighting.addresses == ("127.0.0.1:52414",)
+    assert isinstance(judge(NAME, TXT, packed("10.0.0.5"), 52414, loopback=True), Refused)
+
+
+@given(
+    name=st.one_of(st.text(), st.text().map(lambda text: f"{text}.{SERVICE}")),
+    txt=st.dictionaries(
+        st.one_of(st.sampled_from(sorted(TXT)), st.binary(max_size=8)),
+        st.one_of(st.none(), st.sampled_from(sorted(filter(None, TXT.values()))), st.binary(max_size=300)),
+        max_size=20,
+    ),
+    addresses=st.lists(st.one_of(st.binary(min_size=4, max_size=4), st.binary(max_size=16)), max_size=20),
+    port=st.one_of(st.none(), st.integers(-10, 1 << 17)),
+)
+def test_whatever_comes_is_judged(
+    name: str, txt: dict[bytes, bytes | None], addresses: list[bytes], port: int | None
+) -> None:
+    verdict = judge(name, {**TXT, **txt}, addresses, port)
+    if isinstance(verdict, Refused):
+        assert verdict.reason.isprintable()
+        assert len(verdict.reason) < 100
+    else:
+        assert verdict.name.isprintable()
+        assert 1 <= len(verdict.addresses) <= MAX_ADDRESSES
+        assert all(address.endswith(f":{port}") for address in verdict.addresses)
+
+
+def test_our_id_from_elsewhere_is_a_copy() -> None:
+    assert not is_copy(NAME, SIGHTING, NAME, ["10.0.0.5", "192.168.7.7"])
+    assert is_copy(NAME, SIGHTING, NAME, ["10.0.0.6"])
+    # A copy on this very machine has another name, as one name cannot be announced twice.
+    assert is_copy(NAME, SIGHTING, f"Anna's Mac [aaaaaaaa]-2.{SERVICE}", ["10.0.0.5"])
+
+
+@pytest.mark.parametrize(
+    ("errno", "said"),
+    [
+        (65, "Local Network Privacy"),
+        (48, "UDP port 5353 is taken"),
+        (98, "UDP port 5353 is taken"),
+        (101, "cannot be found by multicast: Network is unreachable; other Macs can be named by --peer"),
+        (None, "cannot be found by multicast: Network is unreachable"),
+    ],
+)
+def test_what_keeps_multicast_from_working_is_explained(errno: int | None, said: str) -> None:
+    assert said in explain(errno, "Network is unreachable")
+    assert ("--peer" in explain(errno, "x")) == (errno is not None)
+
+
+# --- believing --------------------------------------------------------------------------------------------
+
+
+def seen(sightings: Sightings, name: str, now: float, sighting: Sighting = SIGHTING) -> bool:
+    sightings.announced(name, now)
+    return sightings.resolved(name, sighting, now)
+
+
+def numbered(number: int) -> str:
+    return f"node {number}.{SERVICE}"
+
+
+def test_a_name_is_believed_once_its_records_are_there() -> None:
+    sightings = Sightings()
+    sightings.announced(NAME, 10.0)
+    assert sightings.due(10.0) == [NAME]
+    assert sightings.believed == ()
+    assert sightings.resolved(NAME, SIGHTING, 10.0)
+    assert sightings.believed == (SIGHTING,)
+    assert sightings.due(10.0) == []
+
+
+def test_a_sighting_is_confirmed_now_and_then_and_changes_only_when_it_does() -> None:
+    sightings = Sightings()
+    seen(sightings, NAME, 0.0)
+    assert sightings.due(CONFIRM_S - 0.1) == []
+    assert sightings.next_due() == CONFIRM_S
+    assert sightings.due(CONFIRM_S) == [NAME]
+    assert not sightings.resolved(NAME, SIGHTING, CONFIRM_S)
+    other = dataclasses.replace(SIGHTING, addresses=("10.0.0.6:1",))
+    assert sightings.resolved(NAME, other, CONFIRM_S)
+    assert sightings.believed == (other,)
+
+
+def test_other_records_of_a_known_name_are_looked_at_at_once() -> None:
+    sightings = Sightings()
+    seen(sightings, NAME, 0.0)
+    sightings.announced(NAME, 1.0)
+    assert sightings.due(1.0) == [NAME]
+    assert sightings.believed == (SIGHTING,)
+
+
+def test_goodbye_is_believed() -> None:
+    sightings = Sightings()
+    seen(sightings, NAME, 0.0)
+    assert sightings.withdrawn(NAME)
+    assert sightings.believed == ()
+    assert not sightings.withdrawn(NAME)
+    # Records that were on their way then are of no use.
+    assert not sightings.resolved(NAME, SIGHTING, 0.1)
+    assert sightings.believed == ()
+
+
+def test_who_does_not_answer_is_asked_again_ever_more_rarely() -> None:
+    sightings = Sightings()
+    sightings.announced(NAME, 0.0)
+    now, waits = 0.0, []
+    for _ in range(10):
+        assert sightings.due(now) == [NAME]
+        assert not sightings.failed(NAME, now)
+        due = sightings.next_due()
+        assert due is not None
+        assert sightings.due(due - 0.01) == []
+        waits.append(due - now)
+        now = due
+    assert waits == [*RETRY_S, 60.0, 60.0, 60.0]
+    assert sightings.resolved(NAME, SIGHTING, now)
+
+
+def test_who_is_silent_is_believed_for_a_while() -> None:
+    sightings = Sightings()
+    seen(sightings, NAME, 100.0)
+    now = 100.0 + CONFIRM_S
+    while now < 100.0 + BELIEVED_S:
+        assert not sightings.failed(NAME, now)
+        assert sightings.believed == (SIGHTING,)
+        now = sightings.next_due() or 0.0
+    assert sightings.failed(NAME, now)
+    assert sightings.believed == ()
+    assert now < 100.0 + BELIEVED_S + max(RETRY_S)
+    # Its name is kept, and it may come back.
+    assert sightings.resolved(NAME, SIGHTING, now + 1.0)
+
+
+def test_records_that_are_refused_are_forgotten_until_they_change() -> None:
+    sightings = Sightings()
+    sightings.announced(NAME, 0.0)
+    assert not sightings.resolved(NAME, Refused("why"), 0.0)
+    assert len(sightings) == 0
+    seen(sightings, NAME, 1.0)
+    sightings.announced(NAME, 2.0)
+    assert sightings.resolved(NAME, Refused("why"), 2.0)
+    assert sightings.believed == ()
+
+
+def test_after_a_change_of_network_everything_is_in_doubt() -> None:
+    sightings = Sightings()
+    seen(sightings, numbered(1), 0.0)
+    sightings.announced(numbered(2), 0.0)
+    sightings.failed(numbered(2), 0.0)
+    assert sightings.due(0.5) == []
+    sightings.doubt(0.5)
+    assert sorted(sightings.due(0.5)) == [numbered(1), numbered(2)]
+    assert len(sightings.believed) == 1
+
+
+def test_the_sighting_confirmed_longest_ago_goes_when_there_are_too_many() -> None:
+    sightings = Sightings()
+    for number in range(MAX_SIGHTINGS):
+        seen(sightings, numbered(number), float(number), dataclasses.replace(SIGHTING, name=str(number)))
+    sightings.resolved(numbered(0), dataclasses.replace(SIGHTING, name="0"), 100.0)
+    seen(sightings, numbered(1000), 101.0, dataclasses.replace(SIGHTING, name="1000"))
+    names = {sighting.name for sighting in sightings.believed}
+    assert len(names) == MAX_SIGHTINGS
+    assert {"0", "1000"} <= names
+    assert "1" not in names
+
+
+def test_a_new_name_is_looked_at_before_those_that_did_not_answer() -> None:
+    sightings = Sightings()
+    for number in range(60):
+        sightings.announced(numbered(number), 0.0)
+        sightings.failed(numbered(number), 0.0)
+    sightings.announced(NAME, 100.0)
+    assert sightings.due(100.0)[0] == NAME
+    assert len(sightings.due(100.0)) == 61
+
+
+def test_names_that_cannot_be_are_not_even_kept() -> None:
+    sightings = Sightings()
+    for name in ("x._http._tcp.local.", f"{'x' * 200}.{SERVICE}", f"\x07.{SERVICE}"):
+        sightings.announced(name, 0.0)
+    assert len(sightings) == 0
+
+
+_operations = st.lists(
+    st.tuples(
+        st.sampled_from(["announced", "withdrawn", "resolved", "refused", "failed", "doubt"]),
+        st.integers(0, 200).map(numbered),
+        st.floats(0.0, 50.0),
+    ),
+    max_size=400,
+)
+
+
+@given(_operations)
+def test_whatever_happens_it_is_little_and_says_when_it_changed(
+    operations: list[tuple[str, str, float]],
+) -> None:
+    sightings, now = Sightings(), 0.0
+    for operation, name, later in operations:
+        now += later
+        before = sightings.believed
+        changed = False
+        match operation:
+            case "announced":
+                sightings.announced(name, now)
+                assert name in sightings.due(now)
+            case "withdrawn":
+                changed = sightings.withdrawn(name)
+            case "resolved":
+                changed = sightings.resolved(name, dataclasses.replace(SIGHTING, name=name), now)
+            case "refused":
+                changed = sightings.resolved(name, Refused("why"), now)
+            case "failed":
+                changed = sightings.failed(name, now)
+                assert name not in sightings.due(now)
+            case "doubt":
+                sightings.doubt(now)
+        assert changed == (sightings.believed != before)
+        assert len(sightings) <= 2 * MAX_SIGHTINGS
+        assert len(sightings.believed) <= MAX_SIGHTINGS
+
+
+def test_ten_thousand_names_leave_little_behind() -> None:
+    sightings = Sightings()
+    for number in range(10_000):
+        sightings.announced(numbered(number), float(number))
+        if number % 2:
+            sightings.resolved(numbered(number), SIGHTING, float(number))
+    assert MAX_SIGHTINGS < len(sightings) <= 2 * MAX_SIGHTINGS
+    assert numbered(9998) in sightings.due(20_000.0)

@@ -70,8 +70,19 @@ def test_no_command_runs_as_root() -> None:
     assert shell("id -g").text.strip() not in ("", "0")
 
 
-def test_commands_read_nothing_and_see_the_system_s_own_paths_only() -> None:
-    assert shell("cat; echo $PATH; pwd").text == "/usr/bin:/bin:/usr/sbin:/sbin\n/\n"
+def test_commands_see_the_system_s_own_paths_only() -> None:
+    assert shell("echo $PATH; pwd").text == "/usr/bin:/bin:/usr/sbin:/sbin\n/\n"
+
+
+def test_a_command_that_reads_finds_nothing_to_read() -> None:
+    ours, (reading, writing) = os.dup(0), os.pipe()
+    os.dup2(reading, 0)
+    try:
+        assert shell("cat", deadline_s=5.0) == Output("")
+    finally:
+        os.dup2(ours, 0)
+        for descriptor in (ours, reading, writing):
+            os.close(descriptor)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 20])

@@ -77,7 +77,7 @@ def test_no_command_is_without_its_parser() -> None:
 
 @pytest.mark.parametrize("command", sorted(PARSERS))
 def test_no_text_makes_a_parser_fail(command: str) -> None:
-    @settings(max_examples=60)
+    @settings(max_examples=40)
     @given(texts(command))
     def holds(text: str) -> None:
         reading = PARSERS[command](text)
@@ -98,7 +98,7 @@ def size(value: Any) -> int:
     return sum(size(getattr(value, name)) for name in value.__dataclass_fields__)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.sampled_from(MACS),
     st.fixed_dictionaries({}, optional={command: texts(command) for command in COMMANDS}),
@@ -127,7 +127,7 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.builds(
         linux.Sight,

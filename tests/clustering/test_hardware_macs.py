@@ -124,6 +124,19 @@ def test_a_cable_slower_than_thunderbolt_5_carries_no_rdma() -> None:
     assert (found.rdma, port(found, 3).rdma) == ("enabled", "rdma_en4")
 
 
+def test_slow_cables_in_all_ports_say_nothing_about_the_mac() -> None:
+    text = recorded(MAX)["system_profiler"]
+    for told, instead in (
+        ("Up to 120", "40"),
+        ('"80 Gb', '"40 Gb'),
+        ("receptacle_no_devices_", "receptacle_"),
+    ):
+        text = text.replace(told, instead)
+    found = machine(MAX, system_profiler=text)
+    assert {port.gbps for port in found.ports} == {40}
+    assert found.rdma == "enabled"
+
+
 def test_a_device_that_is_not_listed_is_not_used() -> None:
     listed = recorded(MAX)["ibv_devices"].replace("rdma_en3", "rdma_en9")
     assert port(machine(MAX, ibv_devices=listed), 2).rdma == ""
@@ -285,6 +298,23 @@ def test_far_too_much_is_cut_to_what_the_wire_carries() -> None:
     assert over_the_wire(found) == found
 
 
+def test_notes_are_no_more_than_the_wire_carries_and_the_important_ones_come_first() -> None:
+    (cabled,) = (bus for bus in buses(ULTRA) if bus["receptacle_1_tag"]["receptacle_id_key"] == "3")
+    hub = [{"_items": cabled["_items"]}]
+    everywhere = [
+        bus | cabled | {"_items": hub, "receptacle_1_tag": bus["receptacle_1_tag"]} for bus in buses(ULTRA)
+    ]
+    found = machine(
+        ULTRA,
+        system_profiler=profile(ULTRA, SPThunderboltDataType=everywhere),
+        ifconfig=recorded(MINI)["ifconfig"].replace("192.168", "10.77"),
+        ibv_devinfo="",
+    )
+    assert len(found.notes) == 16
+    assert "bridge0" in found.notes[0]
+    assert over_the_wire(found) == found
+
+
 # --- later ------------------------------------------------------------------------------------------------
 
 CHEAP = [name for name, command in COMMANDS.items() if command.cheap]
@@ -326,6 +356,16 @@ def test_what_a_refresh_cannot_read_stays_as_it_was() -> None:
     assert [sentence.partition(":")[0] for sentence in after.notes] == [
         "sysctl", "vm_stat", "networksetup", "ifconfig", "pmset", "ibv_devinfo",
     ]  # fmt: skip
+
+
+def test_a_raised_gpu_limit_is_not_forgotten_when_it_is_not_told_again() -> None:
+    assert mac_again(machine(ULTRA), cheap(ULTRA, sysctl=LATE)).gpu_bytes == machine(ULTRA).gpu_bytes
+
+
+def test_addresses_left_out_on_request_are_not_missed_when_none_can_be_read_any_more() -> None:
+    before = mac(outputs(MAX), "127.0.0.1")
+    (sentence,) = mac_again(before, cheap(MAX, ifconfig=LATE), "127.0.0.1").notes
+    assert sentence.startswith("ifconfig: ")
 
 
 def test_kinds_are_remembered_when_ports_are_not_told() -> None:

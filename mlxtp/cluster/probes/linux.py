@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from ipaddress import IPv4Network, NetmaskValueError
+from ipaddress import IPv4Network
 
 from .links import MAX_ADDRESSES, MAX_LINKS, Link
 from .reading import Reading, printable
@@ -104,5 +104,5 @@ def _kind(row: Row, flags: list[str]) -> str:
 def _prefix(netmask: str) -> int:
     try:
         return IPv4Network((0, netmask)).prefixlen
-    except (NetmaskValueError, ValueError):
+    except ValueError:
         return 32

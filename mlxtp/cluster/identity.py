@@ -136,7 +136,10 @@ class Store:
         return self.load()
 
     def leave(self) -> Identity:
-        """Forgets the cluster; node id and key stay. If this was its founder, nobody can join it any more."""
+        """Forgets the cluster; node id and key stay. If this was its founder, nobody can join it any more.
+
+        Raises OSError when the files cannot be removed.
+        """
         # In this order: cut short in between, this Mac is still a member and can leave again.
         (self.folder / AUTHORITY).unlink(missing_ok=True)
         (self.folder / MEMBER).unlink(missing_ok=True)
@@ -150,8 +153,11 @@ class Store:
         make_private_folder(fresh)
         write_private(fresh / NODE_ID, f"{secrets.token_hex(NODE_ID_BYTES)}\n".encode())
         write_private(fresh / NODE_KEY, key_to_pem(new_key()))
-        fresh.rename(self.folder)
-        sync_folder(self.folder.parent)
+        try:
+            fresh.rename(self.folder)
+            sync_folder(self.folder.parent)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be made: {error.strerror}") from None
 
     def _write_membership(self, membership: Membership) -> None:
         write_private(self.folder / MEMBER, certificates_to_pem(membership.certificate, membership.authority))

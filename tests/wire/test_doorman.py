@@ -1,0 +1,424 @@
+"""The doorman: who is heard, who is not, and that strangers in numbers are nothing to the members."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
+from mlxtp.wire import doorman as module
+from mlxtp.wire.connection import Connection
+from mlxtp.wire.doorman import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Doorman, Handler, open_tls
+from mlxtp.wire.messages import Delta, Generate
+from mlxtp.wire.protocol import LinkKind, State
+from mlxtp.wire.tls import (
+    ALPN_CONTROL,
+    ALPN_DECODE,
+    ALPN_JOIN,
+    ALPN_REQUESTS,
+    HANDSHAKE_S,
+    Peer,
+    join_context,
+    member_context_client,
+    member_context_server,
+)
+
+from .members import Member, founder, member_of
+from .test_tls import careless
+from .walk import pair_in
+
+TIMEOUT_S = 5.0
+"""Far longer than anything here takes: a test that reaches it fails."""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass
+class House:
+    """A member that listens on loopback, and what its doorman let in."""
+
+    doorman: Doorman
+    port: int
+    running: asyncio.Task[None]
+    second: Member
+    peers: list[Peer] = field(default_factory=list)
+
+    async def knock(self, context: ssl.SSLContext, alpn: str) -> Streams:
+        return await open_tls("127.0.0.1", self.port, context, alpn, TIMEOUT_S)
+
+    async def member(self, alpn: str = ALPN_CONTROL) -> Streams:
+        return await self.knock(member_context_client(self.second.credentials, alpn), alpn)
+
+    async def plain(self, source: str = "127.0.0.1") -> Streams:
+        """A TCP connection that does not begin its handshake."""
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(source, 0))
+
+    async def turned_away(self, reason: str, times: int) -> None:
+        await eventually(lambda: self.doorman.turned_away[reason] == times)
+
+    async def strangers(self, count: int) -> None:
+        await eventually(lambda: self.doorman.strangers == count)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what it waits for tells nobody
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def members(tmp_path_factory: pytest.TempPathFactory) -> tuple[Member, Member]:
+    folder = tmp_path_factory.mktemp("members")
+    first = founder(folder)
+    return first, member_of(first, folder)
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1000):
+            writer.write(data)
+            await writer.drain()
+
+
+@asynccontextmanager
+async def house(
+    members: tuple[Member, Member], handler: Handler = echo, **options: float | bool
+) -> AsyncIterator[House]:
+    first, second = members
+    listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+    peers: list[Peer] = []
+
+    async def noting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
+        peers.append(peer)
+        await handler(reader, writer, peer)
+
+    doorman = Doorman(listener, member_context_server(first.credentials), noting, **options)  # type: ignore[arg-type]
+    running = asyncio.create_task(doorman.run())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield House(doorman, listener.getsockname()[1], running, second, peers)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def play(story: Callable[[], Coroutine[None, None, None]]) -> None:
+    asyncio.run(story())
+
+
+async def gone(reader: asyncio.StreamReader) -> bool:
+    """Whether the other end hangs up without a word."""
+    try:
+        return await reader.read(1) == b""
+    except OSError:
+        return True
+
+
+Members = tuple[Member, Member]
+
+# --- who is heard -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpn", [ALPN_CONTROL, ALPN_REQUESTS])
+def test_a_member_is_heard(members: Members, alpn: str) -> None:
+    async def story() -> None:
+        async with house(members) as here:
+            reader, writer = await here.member(alpn)
+            writer.write(b"hello")
+            assert await reader.readexactly(5) == b"hello"
+            (peer,) = here.peers
+            assert (peer.alpn, peer.address) == (alpn, "127.0.0.1")
+            assert peer.identity is not None
+            assert peer.identity.node_id == members[1].identity.node_id
+            assert here.doorman.strangers == 0
+            writer.close()
+
+    play(story)
+
+
+def test_a_joiner_is_heard_on_the_join_protocol_only(members: Members) -> None:
+    async def story() -> None:
+        async with house(members) as here:
+            reader, writer = await here.knock(join_context(), ALPN_JOIN)
+            writer.write(b"hello")
+            assert await reader.readexactly(5) == b"hello"
+            assert [peer.identity for peer in here.peers] == [None]
+            writer.close()
+            for alpn in (ALPN_CONTROL, ALPN_REQUESTS):
+                reader, writer = await here.knock(careless(alpn), alpn)
+                writer.write(b"let me in")
+                assert await gone(reader)
+            assert here.doorman.turned_away == {"not authentic": 2}
+            assert len(here.peers) == 1
+
+    play(story)
+
+
+def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_path: Path) -> None:
+    async def story() -> None:
+        stranger = founder(tmp_path)
+        context = careless()
+        context.load_cert_chain(stranger.credentials.member, stranger.credentials.key)
+        async with house(members) as here:
+            with contextlib.suppress(MlxtpError):  # it may hear of it during the handshake or after it
+                reader, writer = await here.knock(context, ALPN_CONTROL)
+                writer.write(b"let me in")
+                assert await gone(reader)
+            await here.turned_away("no handshake", 1)
+            assert here.peers == []
+            await here.strangers(0)
+
+    play(story)
+
+
+def test_frames_between_members(members: Members) -> None:
+    pair = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    asked = Generate(2, tuple(range(500_000)), 10)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
+        lower = Connection(reader, writer, pair.lower)
+        ((_, request),) = await lower.receive()
+        assert request == asked
+        lower.send(Delta((2,), (0,), (50,)))
+        await lower.drain()
+
+    async def story() -> None:
+        async with house(members, answer) as here:
+            upper = Connection(*await here.member(), pair.upper)
+            upper.send(asked)
+            await upper.drain()
+            assert [received.message for received in await upper.receive()] == [Delta((2,), (0,), (50,))]
+            with pytest.raises(LinkError, match="rank 0 is gone, in state loaded"):
+                await upper.receive()
+            upper.close()
+            await upper.wait_closed()
+
+    play(story)
+
+
+# --- who takes too long -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00\x01"])
+def test_a_handshake_that_is_not_finished_is_cut(members: Members, sent: bytes) -> None:
+    async def story() -> None:
+        async with house(members, handshake_s=0.2) as here:
+            start = time.monotonic()
+            reader, writer = await here.plain()
+            writer.write(sent)
+            assert await gone(reader)
+            assert time.monotonic() - start >= 0.2
+            await here.strangers(0)
+            assert here.doorman.turned_away == {"no handshake": 1}
+            writer.close()
+
+    play(story)
+
+
+def test_the_limits() -> None:
+    assert (HANDSHAKE_S, MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE) == (3.0, 32, 2)
+
+
+def test_the_33rd_stranger_is_closed_unheard(members: Members) -> None:
+    async def story() -> None:
+        async with house(members) as here:
+            inside = await here.member()
+            waiting = [await here.plain() for _ in range(32)]
+            reader, writer = await here.plain()
+            assert await gone(reader)
+            writer.close()
+            assert here.doorman.turned_away == {"too many": 1}
+            assert here.doorman.strangers == 32
+            inside[1].write(b"still here")
+            assert await inside[0].readexactly(10) == b"still here"
+            waiting[7][1].close()
+            await here.strangers(31)
+            another = await here.member()
+            another[1].write(b"hello")
+            assert await another[0].readexactly(5) == b"hello"
+            for _, stranger in waiting:
+                stranger.close()
+            await here.strangers(0)
+
+    play(story)
+
+
+def test_one_address_may_have_two(members: Members) -> None:
+    async def story() -> None:
+        async with house(members, exempt_loopback=False) as here:
+            waiting = [await here.plain() for _ in range(2)]
+            reader, writer = await here.plain()
+            assert await gone(reader)
+            writer.close()
+            assert here.doorman.turned_away == {"too many from one address": 1}
+            try:
+                other = await here.plain("127.0.0.2")
+            except OSError:
+                pytest.skip("this system has one loopback address only")
+            await here.strangers(3)
+            for _, stranger in (*waiting, other):
+                stranger.close()
+            await here.strangers(0)
+            inside = await here.member()
+            inside[1].write(b"hello")
+            assert await inside[0].readexactly(5) == b"hello"
+
+    play(story)
+
+
+def test_a_joiner_counts_until_it_is_answered_and_a_member_does_not_count(members: Members) -> None:
+    answered = asyncio.Event()
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
+        writer.write(b"wait")
+        await answered.wait()
+
+    async def story() -> None:
+        async with house(members, wait, strangers=1) as here:
+            for _ in range(3):
+                reader, _ = await here.member()
+                await reader.readexactly(4)
+            joiner, _ = await here.knock(join_context(), ALPN_JOIN)
+            await joiner.readexactly(4)
+            refused, writer = await here.plain()
+            assert await gone(refused)
+            writer.close()
+            answered.set()
+            assert await gone(joiner)
+            await here.strangers(0)
+            await here.knock(join_context(), ALPN_JOIN)
+
+    play(story)
+
+
+# --- what the system does ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS])
+def test_an_accept_that_fails_is_tried_again(
+    members: Members, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(module, "ACCEPT_PAUSE_S", 0.01)
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        accept, failures = loop.sock_accept, iter(range(3))
+
+        async def failing(sock: socket.socket) -> tuple[socket.socket, object]:
+            if next(failures, None) is not None:
+                raise OSError(number, "no")
+            return await accept(sock)
+
+        monkeypatch.setattr(loop, "sock_accept", failing)
+        async with house(members) as here:
+            _, writer = await here.member()
+            assert here.doorman.turned_away == {"no room in the system": 3}
+            writer.close()
+
+    play(story)
+
+
+def test_a_socket_that_does_not_listen_is_the_end(members: Members) -> None:
+    async def story() -> None:
+        doorman = Doorman(socket.socket(), member_context_server(members[0].credentials), echo)
+        with pytest.raises(OSError, match="Invalid argument"):
+            await asyncio.wait_for(doorman.run(), TIMEOUT_S)
+
+    play(story)
+
+
+def test_a_flood_leaves_the_loop_to_others(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        loop, accepted = asyncio.get_running_loop(), 0
+
+        async def flood(sock: socket.socket) -> tuple[socket.socket, object]:
+            nonlocal accepted
+            accepted += 1
+            if accepted > 1000:
+                await asyncio.Event().wait()
+            return socket.socket(), ("127.0.0.1", 1)
+
+        monkeypatch.setattr(loop, "sock_accept", flood)
+        async with house(members, strangers=0) as here:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert accepted < 10
+            await here.turned_away("too many", 1000)
+
+    play(story)
+
+
+def test_when_the_doorman_goes_everything_is_closed(members: Members) -> None:
+    async def story() -> None:
+        async with house(members) as here:
+            inside, stranger = await here.member(), await here.plain()
+            inside[1].write(b"hello")
+            await inside[0].readexactly(5)
+            await here.strangers(1)
+            here.running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await here.running
+            assert await gone(inside[0])
+            assert await gone(stranger[0])
+            assert here.doorman.strangers == 0
+            with pytest.raises(OSError, match="Connect call failed"):
+                await here.plain()
+
+    play(story)
+
+
+# --- knocking ---------------------------------------------------------------------------------------
+
+
+def opening(
+    members: Members, port: int, alpn: str = ALPN_CONTROL, deadline_s: float = TIMEOUT_S
+) -> MlxtpError:
+    async def knock() -> None:
+        await open_tls(
+            "127.0.0.1", port, member_context_client(members[1].credentials, alpn), alpn, deadline_s
+        )
+
+    with pytest.raises(MlxtpError, match=rf"^127\.0\.0\.1:{port}") as caught:
+        asyncio.run(knock())
+    return caught.value
+
+
+def test_nobody_is_there(members: Members) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        error = opening(members, closed.getsockname()[1])
+    assert (type(error), error.code) == (LinkError, Code.LINK_LOST)
+
+
+def test_nobody_answers(members: Members) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        error = opening(members, silent.getsockname()[1], deadline_s=0.1)
+    assert (type(error), error.code) == (LinkError, Code.LINK_TIMEOUT)
+    assert "within 0.1 s" in error.detail
+
+
+@pytest.mark.parametrize("alpn", [ALPN_DECODE, ALPN_CONTROL])
+def test_another_cluster_answers_or_speaks_something_else(
+    members: Members, tmp_path: Path, alpn: str
+) -> None:
+    async def story() -> None:
+        other = founder(tmp_path)
+        first = members[0] if alpn is ALPN_DECODE else other
+        async with house((first, other)) as here:
+            with pytest.raises(ProtocolError) as caught:
+                await here.knock(member_context_client(members[1].credentials, alpn), alpn)
+            assert caught.value.code is Code.NOT_AUTHENTIC
+            expected = "does not speak mlxtp-decode" if alpn is ALPN_DECODE else "certificate is not of this"
+            assert expected in caught.value.detail
+            assert here.peers == []
+
+    play(story)

@@ -171,7 +171,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "api": frozenset({"errors"}),
     "node": frozenset({"api", "cluster", "wire", "config", "errors"}),
     "demo": frozenset({"node", "api", "config", "errors"}),
-    "cli": frozenset({"demo", "node", "cluster", "config", "errors", ""}),
+    "plan": frozenset({"cluster", "config", "errors"}),
+    "cli": frozenset({"demo", "plan", "node", "cluster", "config", "errors", ""}),
     "__main__": frozenset({"cli"}),
     "": frozenset(),
 }
@@ -282,6 +283,18 @@ PURE = (
     "mlxtp.wire.order",
     "mlxtp.wire.ledger",
     "mlxtp.wire.identity",
+    "mlxtp.cluster.alternatives",
+    "mlxtp.cluster.chips",
+    "mlxtp.cluster.fabrics",
+    "mlxtp.cluster.known",
+    "mlxtp.cluster.memory",
+    "mlxtp.cluster.nodes_file",
+    "mlxtp.cluster.placement",
+    "mlxtp.cluster.search",
+    "mlxtp.cluster.shapes",
+    "mlxtp.cluster.speed",
+    "mlxtp.cluster.topology",
+    "mlxtp.cluster.weights",
     "mlxtp.node.epoch",
 )
 IMPURE = frozenset(

@@ -74,7 +74,7 @@ _GBPS: Mapping[str, Mapping[int, float]] = {
 _CORE_FLOPS = {1: 0.325e12, 2: 0.36e12, 3: 0.355e12, 4: 0.46e12, 5: 1.84e12}
 """16-bit FLOPS of a GPU core, by generation."""
 _THUNDERBOLT5 = frozenset({"M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra"})
-_ULTRA_PORTS = 5
+_PORTS, _ULTRA_PORTS = 3, 5
 _CPU = Chip("", 20e9, CPU_EFFICIENCY, 0, 0.2e12, known=False)
 """A machine nobody knows: two channels of its memory, and a few cores' worth of arithmetic. Assumptions."""
 
@@ -87,34 +87,46 @@ def chip(name: str, gpu_cores: int = 0) -> Chip:
     A chip that is newer than the table counts as the newest of its kind in it; anything else as a plain
     computer. Both are marked as not known.
     """
-    found = _NAME.search(name)
-    if found is None:
+    key, known = _entry(name)
+    if not key:
         return replace(_CPU, name=name)
-    generation, tier = int(found[1]), (found[2] or "").capitalize()
-    key = f"M{generation} {tier}".strip()
-    known = key in _GBPS
-    if not known:
-        similar = [k for k in _GBPS if k.partition(" ")[2] == tier and _generation(k) <= generation]
-        if not similar:
-            return replace(_CPU, name=name)
-        key = max(similar, key=_generation)
     cores = gpu_cores if gpu_cores in _GBPS[key] else next(iter(_GBPS[key]))
+    ultra = key.endswith("Ultra")
     return Chip(
         name=name,
         bandwidth=_GBPS[key][cores] * 1e9,
-        efficiency=FUSED if tier == "Ultra" else SINGLE,
+        efficiency=FUSED if ultra else SINGLE,
         gpu_cores=gpu_cores or cores,
         flops=_CORE_FLOPS[_generation(key)] * (gpu_cores or cores),
         thunderbolt5=key in _THUNDERBOLT5,
-        ports=_ULTRA_PORTS if tier == "Ultra" else 3,
+        ports=_ULTRA_PORTS if ultra else _PORTS,
         known=known,
     )
 
 
-def _generation(key: str) -> int:
-    return int(key[1:].partition(" ")[0])
+def core_counts(name: str) -> tuple[int, ...]:
+    """With how many GPU cores this chip is made; () for one that is not in the table."""
+    key, known = _entry(name)
+    return tuple(_GBPS[key]) if known else ()
 
 
 def names() -> tuple[str, ...]:
     """All chips in the table, as Apple calls them."""
     return tuple(f"Apple {key}" for key in _GBPS)
+
+
+def _entry(name: str) -> tuple[str, bool]:
+    """The key of this chip in the table and True, or that of the most like it, if any, and False."""
+    found = _NAME.search(name)
+    if found is None:
+        return "", False
+    generation, tier = int(found[1]), (found[2] or "").capitalize()
+    key = f"M{generation} {tier}".strip()
+    if key in _GBPS:
+        return key, True
+    similar = [k for k in _GBPS if k.partition(" ")[2] == tier and _generation(k) <= generation]
+    return max(similar, key=_generation, default=""), False
+
+
+def _generation(key: str) -> int:
+    return int(key[1:].partition(" ")[0])

@@ -10,7 +10,7 @@ groups in a graph.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
@@ -24,6 +24,8 @@ DEFAULT_CONTEXT = 8192
 FASTER_WITHOUT = 1.2
 """How many times as fast a group without the coordinator must be to be worth a remark."""
 BACKENDS = ("auto", "jaccl", "ring")
+_SAID = 4
+"""How many reasons one sentence may give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def plan(
         if chosen is None:
             chosen, considered = free, [*considered, *without]
             if free is not None:
-                notes.append(f"{name}, the coordinator, can be in no group: {_trouble(considered)}")
+                notes.append(f"{name}, the coordinator, can be in no group: {_trouble(considered, options)}")
         elif free is not None and _speed(free) > FASTER_WITHOUT * _speed(chosen) and options.nodes == "auto":
             notes.append(
                 f"without {name}, the coordinator: {free.title}, {_speed(free):.1f} tokens/s "
@@ -201,7 +203,7 @@ def _fallback(considered: Sequence[Alternative], chosen: Alternative | None, fin
 
 def _reason(considered: Sequence[Alternative], chosen: Alternative | None, options: Options) -> str:
     if chosen is None:
-        return _trouble(considered) or "0 nodes are here that could serve this model"
+        return _trouble(considered, options) or "0 nodes are here that could serve this model"
     reason = f"{chosen.title}: {_speed(chosen):.1f} tokens/s"
     others = [a for a in considered if a.verdict == "possible"]
     if options.nodes == "auto" and others:
@@ -213,11 +215,12 @@ def _reason(considered: Sequence[Alternative], chosen: Alternative | None, optio
     return reason
 
 
-def _trouble(considered: Sequence[Alternative]) -> str:
-    """What stands in the way of every group, the smallest first, each reason once."""
-    reasons: Mapping[str, str] = {
-        a.reason: a.title if a.kind != ALONE else "alone"
-        for a in sorted(considered, key=lambda a: (-a.nodes, a.kind), reverse=True)
-        if a.verdict == "refused"
-    }
-    return "; ".join(f"{title}: {reason}" for reason, title in reasons.items())
+def _trouble(considered: Sequence[Alternative], options: Options) -> str:
+    """What stands in the way of every group that was asked for, the smallest first, each reason once."""
+    wanted = [a for a in considered if options.nodes in (a.nodes, "auto", "all")] or considered
+    reasons: dict[str, str] = {}
+    for one in sorted(wanted, key=lambda a: (a.nodes, a.kind, a.reason)):
+        reasons.setdefault(one.reason, "alone" if one.kind == ALONE else one.title)
+    said = [f"{title}: {reason}" for reason, title in reasons.items() if reason]
+    more = [f"and {len(said) - _SAID} reasons more"] if len(said) > _SAID else []
+    return "; ".join(said[:_SAID] + more)

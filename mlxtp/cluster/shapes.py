@@ -193,8 +193,8 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         token_bytes=size("active", whole=False),
         token_whole_bytes=size("active", whole=True),
         token_weights=sum(part.active for part in parts if part.role != "embedding"),
-        kv_token_bytes=_kv_token_bytes(text, plain, kv_bits),
-        kv_divides=not weights.is_latent(text),
+        kv_token_bytes=int(weights.cached_numbers(text) * (kv_bits / 8 + 4 / 64 if kv_bits else plain)),
+        kv_divides=not weights.keeps_latent(text),
         collectives=sums * weights.layers(text) + 1,
         kernels=_kernels(text, parts),
         shardable=ALSO_CALLED.get(family, family) in SHARDABLE,
@@ -249,17 +249,6 @@ def _bytes_each(quantization: Config, plain: float) -> float:
     if not group:
         return bits / 8
     return bits / 8 + (4 if quantization.get("mode", "affine") == "affine" else 1) / group
-
-
-def _kv_token_bytes(config: Config, plain: float, kv_bits: int) -> int:
-    """A cache that keeps a window counts like one that keeps all; one that does not grow counts nothing."""
-    if weights.is_latent(config):
-        numbers = number(config, "kv_lora_rank") + number(config, "qk_rope_head_dim")
-        numbers += number(config, "index_head_dim") if number(config, "index_n_heads") else 0
-    else:
-        numbers = 2 * weights.kv_heads(config) * weights.head_dim(config)
-    each = kv_bits / 8 + 4 / 64 if kv_bits else plain
-    return int((weights.layers(config) - weights.linear_layers(config)) * numbers * each)
 
 
 def _kernels(config: Config, parts: tuple[Part, ...]) -> int:

@@ -37,6 +37,9 @@ _GATED_ATTENTION = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_
 """Families whose queries are twice as wide: the other half is a gate."""
 _TWO_IN_ONE = frozenset({"longcat_flash", "longcat_flash_ngram"})
 """Families with two attentions and two dense MLPs a layer."""
+_TWO_CACHES = _TWO_IN_ONE | {"iquestloopcoder"}
+_EXPANDED_CACHE = frozenset({"deepseek_v2"})
+"""Families that compress keys and values but keep them for each head."""
 _SHARED_AS_EXPERT = frozenset({"minimax_m3_vl", "minimax_m3_vl_text"})
 """Families whose `shared_intermediate_size` is used; others only carry the field."""
 
@@ -110,8 +113,30 @@ def head_dim(config: Config) -> int:
 
 
 def is_latent(config: Config) -> bool:
-    """Whether keys and values are kept compressed, the same for all heads."""
+    """Whether keys and values are computed through a compression that all heads share."""
     return bool(number(config, "kv_lora_rank"))
+
+
+def keeps_latent(config: Config) -> bool:
+    """Whether the cache keeps the compression itself, which ranks cannot divide among them."""
+    return is_latent(config) and config.get("model_type") not in _EXPANDED_CACHE
+
+
+def cached_numbers(config: Config) -> int:
+    """Numbers that the KV caches keep of one token, over all layers.
+
+    A cache that keeps a window counts like one that keeps all; one that does not grow counts nothing.
+    """
+    rope = number(config, "qk_rope_head_dim")
+    if keeps_latent(config):
+        index = 2 * number(config, "index_head_dim") if number(config, "index_n_heads") else 0
+        numbers = number(config, "kv_lora_rank") + rope + index
+    elif is_latent(config):
+        numbers = kv_heads(config) * (number(config, "qk_nope_head_dim") + rope + _value_dim(config))
+    else:
+        numbers = 2 * kv_heads(config) * head_dim(config)
+    caches = layers(config) - linear_layers(config)
+    return caches * numbers * (2 if config.get("model_type") in _TWO_CACHES else 1)
 
 
 def linear_layers(config: Config) -> int:
@@ -186,12 +211,16 @@ def _latent(config: Config) -> tuple[int, int]:
     width, count = hidden(config), heads(config)
     rank, latent = number(config, "q_lora_rank"), number(config, "kv_lora_rank")
     rope, nope = number(config, "qk_rope_head_dim"), number(config, "qk_nope_head_dim")
-    values = number(config, "v_head_dim") or head_dim(config)
+    values = _value_dim(config)
     divided = count * ((rank or width) * (nope + rope) + latent * (nope + values) + values * width)
     indexer = number(config, "index_n_heads")
     index_dim = number(config, "index_head_dim")
     whole = width * (rank + latent + rope) + indexer * (rank * index_dim + width) + width * index_dim
     return divided, whole
+
+
+def _value_dim(config: Config) -> int:
+    return number(config, "v_head_dim") or head_dim(config)
 
 
 def _linear(config: Config) -> int:

@@ -1,0 +1,146 @@
+"""The speed model against published decode speeds.
+
+`python -m benchmarks.backtest` writes the table of docs/placement.md. Nobody here measured the figures. What
+a source leaves open is said in `assumed`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxtp.cluster.chips import chip
+from mlxtp.cluster.known import KNOWN
+from mlxtp.cluster.shapes import shape_of
+from mlxtp.cluster.speed import ALONE, JACCL_MESH, Rank, speed
+
+PAGE = Path(__file__).parent.parent / "docs" / "placement.md"
+BEGIN = "<!-- backtest: written by `python -m benchmarks.backtest` -->"
+END = "<!-- end of backtest -->"
+
+M3_ULTRA = "Apple M3 Ultra"
+EXO = "exo-explore/exo #1781"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One published decode speed, in tokens a second: one stream, short context.
+
+    model     a name in `known.KNOWN`
+    chips     of the machines, in rank order
+    fast      whether it ran with fast fences
+    assumed   what the source leaves open
+    """
+
+    model: str
+    chips: tuple[str, ...]
+    measured: float
+    source: str
+    fast: bool = True
+    assumed: str = ""
+
+
+def _scaling(model: str, source: str, figures: dict[int, float], assumed: str = "") -> list[Published]:
+    """The same model on one, two or four M3 Ultra, over RDMA."""
+    return [
+        Published(model, (M3_ULTRA,) * n, figure, source, assumed=assumed) for n, figure in figures.items()
+    ]
+
+
+PUBLISHED: Sequence[Published] = (
+    *_scaling("qwen3-235b-a22b-8bit", EXO, {1: 19.5, 2: 26.2, 4: 31.9}),
+    *_scaling("deepseek-v3.1-4bit", EXO, {1: 21.1, 2: 27.8, 4: 32.5}),
+    *_scaling("kimi-k2-thinking", EXO, {2: 21.6, 4: 28.3}, "which K2: the one whose experts have 4 bits"),
+    *_scaling("llama-4-scout-4bit", EXO, {1: 46.7, 2: 58.2, 4: 69.7}),
+    *_scaling("llama-4-scout-8bit", EXO, {1: 30.3, 2: 44.0, 4: 57.7}),
+    *_scaling("llama-4-maverick-4bit", EXO, {1: 53.1, 2: 67.5, 4: 76.1}),
+    *_scaling("llama-4-maverick-6bit", EXO, {2: 56.3, 4: 69.9}),
+    *_scaling("glm-5-mxfp8", "exo-explore/exo #1468", {2: 18.3, 4: 23.7}),
+    *_scaling("glm-4.6-8bit", "ml-explore/mlx-lm #698", {1: 16.0, 4: 24.6}, "8 bits, fast fences"),
+    Published("gpt-oss-120b", ("Apple M4 Max",), 80.0, "exo-explore/exo #2070"),
+    Published("gpt-oss-120b", ("Apple M5 Max",), 89.0, "exo-explore/exo #2070"),
+    Published(
+        "gpt-oss-120b", ("Apple M4 Max", "Apple M5 Max"), 98.0, "exo-explore/exo #2070", assumed="fast fences"
+    ),
+    Published("gpt-oss-120b", ("Apple M4 Max", "Apple M5 Max"), 48.0, "exo-explore/exo #2070, in exo"),
+    Published(
+        "qwen3.6-27b-4bit",
+        ("Apple M4 Pro",) * 2,
+        13.3,
+        "ml-explore/mlx-lm #990, older",
+        fast=False,
+        assumed="default fences",
+    ),
+    Published(
+        "qwen3.6-27b-4bit",
+        ("Apple M4 Pro",) * 2,
+        17.0,
+        "ml-explore/mlx-lm #990",
+        fast=False,
+        assumed="default fences",
+    ),
+    Published("llama-3.1-8b-4bit", (M3_ULTRA,), 119.0, "ml-explore/mlx-lm"),
+    Published("llama-3.3-70b-4bit", ("Apple M3 Max",), 9.35, "ml-explore/mlx-lm"),
+    Published("llama-3.3-70b-bf16", ("Apple M2 Ultra",), 4.7, "ml-explore/mlx-examples #1069"),
+    Published("qwen3.6-27b-8bit", (M3_ULTRA,), 18.9, "ml-explore/mlx #4521"),
+)
+
+
+def predicted(row: Published) -> float:
+    """Tokens a second by the model; groups are JACCL meshes."""
+    ranks = [Rank(str(i), chip(name)) for i, name in enumerate(row.chips)]
+    kind = JACCL_MESH if len(ranks) > 1 else ALONE
+    shape = shape_of(KNOWN[row.model], name=row.model)
+    return speed(shape, ranks, kind, fast_fences=row.fast).tokens_per_second
+
+
+def error(row: Published) -> float:
+    """Of the prediction, as a share of what was measured."""
+    return predicted(row) / row.measured - 1
+
+
+def median_error(rows: Sequence[Published] = PUBLISHED) -> float:
+    return statistics.median(abs(error(row)) for row in rows)
+
+
+def text() -> str:
+    """The table and what it amounts to."""
+    headings = ("model", "machines", "fences", "measured", "predicted", "error", "source", "assumed")
+    lines = [f"| {' | '.join(headings)} |", "|---|---|---|---:|---:|---:|---|---|"]
+    for row in PUBLISHED:
+        fences = ("fast" if row.fast else "default") if len(row.chips) > 1 else "–"
+        figures = (f"{row.measured:.4g}", f"{predicted(row):.1f}", f"{error(row):+.0%}")
+        cells = (row.model, _machines(row.chips), fences, *figures, row.source, row.assumed)
+        lines.append(f"| {' | '.join(cells)} |")
+    alone = [row for row in PUBLISHED if len(row.chips) == 1]
+    groups = [row for row in PUBLISHED if len(row.chips) > 1]
+    within = sum(abs(error(row)) <= 0.2 for row in PUBLISHED)
+    lines += [
+        "",
+        f"Median error: {median_error():.1%} over {len(PUBLISHED)} rows; {median_error(alone):.1%} over the "
+        f"{len(alone)} of single Macs, to which three constants are fitted, and {median_error(groups):.1%} "
+        f"over the {len(groups)} of groups, to which none is. {within} rows are within 20 %.",
+    ]
+    return "\n".join(lines)
+
+
+def _machines(chips: Sequence[str]) -> str:
+    names = [name.removeprefix("Apple ") for name in chips]
+    if len(set(names)) > 1:
+        return " + ".join(names)
+    return f"{len(names)} × {names[0]}" if len(names) > 1 else names[0]
+
+
+def updated(page: str) -> str:
+    """The page with the table between its markers."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the page needs {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{text()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text()))

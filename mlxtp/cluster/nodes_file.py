@@ -1,0 +1,232 @@
+"""Machines one does not have yet, as a file describes them. Pure: TOML or JSON text in, members out.
+
+    links = "thunderbolt5 mesh"
+
+    [[node]]
+    name = "studio"
+    chip = "Apple M3 Ultra"
+    memory = "512GB"
+    count = 2
+
+`docs/placement.md` has the format. Cables, ports and addresses are made up, so that what judges real Macs
+judges these.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from ..errors import ConfigError
+from ..wire.machine import Interface, Machine, Port
+from .chips import Chip, chip, core_counts, names
+from .topology import Member
+
+MAX_NODES = 64
+_NODE_FIELDS = ("name", "chip", "memory", "count", "gpu_cores", "free", "ports", "rdma")
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|TB|TiB)", re.IGNORECASE)
+_SHAPES = ("mesh", "ring")
+_THUNDERBOLT = {"thunderbolt5": 80, "thunderbolt4": 40, "thunderbolt3": 40}
+"""Generations of Thunderbolt and the gigabits a second of a cable."""
+_ETHERNET = {"1g": 1000, "2.5g": 2500, "5g": 5000, "10g": 10_000, "25g": 25_000, "100g": 100_000}
+_WIFI_MBPS = 1000
+_LINKS = 'links are "thunderbolt5 mesh", "thunderbolt5 ring", "thunderbolt4 ring", "ethernet 10g" or "wifi"'
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """One machine of the file."""
+
+    name: str
+    chip: Chip
+    memory: int
+    free: int
+    ports: int
+    rdma: bool
+
+
+def read_nodes(text: str, source: str = "the nodes file") -> tuple[Member, ...]:
+    """The members that `text` describes, as TOML, or as JSON if it begins with a brace.
+
+    Raises ConfigError in the words of whoever wrote it, with `source`, the place and what may stand there.
+    """
+    table = _parse(text, source)
+    if unknown := sorted(table.keys() - {"node", "links"}):
+        raise ConfigError(f"{source}: nothing is called {unknown[0]!r}; there are `links` and [[node]]")
+    entries = table.get("node")
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f'{source}: it has no machines; one is [[node]] with a chip and memory = "512GB"')
+    nodes = [node for place, entry in enumerate(entries, 1) for node in _nodes(entry, place, source)]
+    if len(nodes) > MAX_NODES:
+        raise ConfigError(f"{source}: {len(nodes)} machines are more than {MAX_NODES}")
+    seen: set[str] = set()
+    for node in nodes:
+        if node.name in seen:
+            raise ConfigError(f"{source}: two machines are called {node.name!r}")
+        seen.add(node.name)
+    links = table.get("links", [])
+    wanted = [links] if isinstance(links, str) else links
+    if not isinstance(wanted, list) or not all(isinstance(link, str) for link in wanted):
+        raise ConfigError(f"{source}: links is {links!r}; {_LINKS}, or a list of them")
+    if sum(link.lower().startswith("thunderbolt") for link in wanted) > 1:
+        raise ConfigError(f"{source}: links is {links!r}; the Thunderbolt cables can be given once")
+    members = [_member(place, node) for place, node in enumerate(nodes)]
+    for place, link in enumerate(wanted):
+        members = _joined(members, nodes, link, place, source)
+    return tuple(members)
+
+
+def _parse(text: str, source: str) -> Mapping[str, Any]:
+    try:
+        table = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except ValueError as error:  # of either format
+        raise ConfigError(f"{source} cannot be read: {error}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source} is no table of `links` and [[node]]")
+    return table
+
+
+def _nodes(entry: object, place: int, source: str) -> list[_Node]:
+    """The machines of one [[node]]: `count` of them."""
+    where = f"{source}: machine {place}"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is {entry!r}, no table")
+    if unknown := sorted(entry.keys() - set(_NODE_FIELDS)):
+        raise ConfigError(f"{where}: nothing is called {unknown[0]!r}; there are {', '.join(_NODE_FIELDS)}")
+    kind = entry.get("chip")
+    if not isinstance(kind, str) or not chip(kind).known:
+        raise ConfigError(f"{where}: chip is {kind!r}; it can be {', '.join(names())}")
+    cores = entry.get("gpu_cores", 0)
+    if cores and (isinstance(cores, bool) or cores not in core_counts(kind)):
+        counts = " or ".join(map(str, core_counts(kind)))
+        raise ConfigError(f"{where}: gpu_cores is {cores!r}; {kind} has {counts}")
+    found = chip(kind, cores)
+    memory = _bytes(entry, "memory", where)
+    if memory is None:
+        raise ConfigError(f'{where}: it has no memory; write memory = "512GB"')
+    free = _bytes(entry, "free", where)
+    if free is not None and free > memory:
+        raise ConfigError(f"{where}: {entry['free']} are free of {entry['memory']}")
+    name, count = entry.get("name", f"node-{place}"), _whole(entry, "count", 1, MAX_NODES, where)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: name is {name!r}, no text")
+    rdma = entry.get("rdma", True)
+    if not isinstance(rdma, bool):
+        raise ConfigError(f"{where}: rdma is {rdma!r}; it can be true or false")
+    ports = _whole(entry, "ports", found.ports, 15, where)
+    node = _Node(name, found, memory, free or 0, ports, rdma)
+    return [replace(node, name=f"{name}-{i}") for i in range(1, count + 1)] if count > 1 else [node]
+
+
+def _whole(entry: Mapping[str, Any], field: str, default: int, most: int, where: str) -> int:
+    value = entry.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"{where}: {field} is {value!r}; it can be a whole number up to {most}")
+    return value
+
+
+def _bytes(entry: Mapping[str, Any], field: str, where: str) -> int | None:
+    """An amount of memory, which Macs count in powers of two; None where it is not there."""
+    if field not in entry:
+        return None
+    value = entry[field]
+    found = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None or not float(found[1]):
+        raise ConfigError(f'{where}: {field} is {value!r}; it can be "512GB" or "1TB"')
+    return int(float(found[1]) * 1024 ** (4 if found[2].upper().startswith("T") else 3))
+
+
+def _member(place: int, node: _Node) -> Member:
+    able = node.chip.thunderbolt5
+    machine = Machine(
+        system="macos",
+        release="",
+        build="",
+        model="",
+        chip=node.chip.name,
+        cpu_cores=0,
+        gpu_cores=node.chip.gpu_cores,
+        memory_bytes=node.memory,
+        free_bytes=node.free,
+        wired_bytes=0,
+        gpu_bytes=0,
+        power="ac",
+        rdma="unsupported" if not able else "enabled" if node.rdma else "disabled",
+        bridge_up=False,
+    )
+    return Member(node_id=f"{place:032x}", name=node.name, machine=machine)
+
+
+def _joined(
+    members: Sequence[Member], nodes: Sequence[_Node], link: str, place: int, source: str
+) -> list[Member]:
+    """The same members with one more kind of link among them."""
+    words = link.lower().split()
+    if len(words) == 2 and words[0] in _THUNDERBOLT and words[1] in _SHAPES:
+        return _cabled(members, nodes, words[0], words[1], source)
+    if words == ["wifi"]:
+        return _networked(members, "wifi", _WIFI_MBPS, place)
+    if len(words) == 2 and words[0] == "ethernet" and words[1] in _ETHERNET:
+        return _networked(members, "ethernet", _ETHERNET[words[1]], place)
+    raise ConfigError(f"{source}: links is {link!r}; {_LINKS}")
+
+
+def _networked(members: Sequence[Member], kind: str, mbps: int, place: int) -> list[Member]:
+    return [
+        _with(m, [Interface(f"net{place}", f"192.168.{place}.{i}", 24, kind, mbps, True)], [])
+        for i, m in enumerate(members, 1)
+    ]
+
+
+def _cabled(
+    members: Sequence[Member], nodes: Sequence[_Node], generation: str, shape: str, source: str
+) -> list[Member]:
+    """A cable between all pairs, or in a circle in the order of the file; each is a network of its own."""
+    size = len(members)
+    if shape == "mesh":
+        pairs = list(combinations(range(size), 2))
+    else:
+        pairs = [(i, (i + 1) % size) for i in range(size if size > 2 else size - 1)]
+    for node, needed in zip(nodes, (sum(i in pair for pair in pairs) for i in range(size)), strict=True):
+        if needed > node.ports:
+            advice = "a ring needs 2; " if shape == "mesh" else ""
+            raise ConfigError(
+                f"{source}: in a {shape} of {size} each Mac has {needed} cables, and {node.name} has "
+                f"{node.ports} ports for them ({advice}ports = {needed} says that it has more)"
+            )
+    rdma = generation == "thunderbolt5"
+    used = [0] * size
+    joined = list(members)
+    for cable, (a, b) in enumerate(pairs):
+        for end, other, host in ((a, b, 1), (b, a, 2)):
+            used[end] += 1
+            name = f"en{used[end] + 1}"
+            port = Port(
+                receptacle=used[end],
+                interface=name,
+                domain=f"{cable}-{end}",
+                peer_domain=f"{cable}-{other}",
+                hub=False,
+                gbps=_THUNDERBOLT[generation],
+                rdma=f"rdma_{name}" if rdma else "",
+                active=rdma,
+            )
+            address = f"10.{cable // 256}.{cable % 256}.{host}"
+            interface = Interface(name, address, 30, "thunderbolt", _THUNDERBOLT[generation] * 1000, True)
+            joined[end] = _with(joined[end], [interface], [port])
+    return joined
+
+
+def _with(member: Member, interfaces: Sequence[Interface], ports: Sequence[Port]) -> Member:
+    machine = member.machine
+    more = replace(
+        machine,
+        interfaces=(*machine.interfaces, *interfaces),
+        ports=(*machine.ports, *ports),
+    )
+    return replace(member, machine=more)

@@ -1,0 +1,104 @@
+"""Macs on a desk, made up: members with cables between them and networks over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlxtp.cluster.shapes import ModelShape, shape_of
+from mlxtp.cluster.topology import Member
+from mlxtp.wire.machine import Interface, Machine, Port
+
+GIB = 1024**3
+NAMES = "abcdefghij"
+
+LLAMA: Mapping[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+"""About 16 GB in 16 bits; divides by 2, 4 and 8."""
+
+
+def shape(**changes: Any) -> ModelShape:
+    """A Llama of 16 GB, or what `changes` to its configuration make of it."""
+    return shape_of({**LLAMA, **changes}, name="model")
+
+
+def node_id(place: int) -> str:
+    return f"{place:032x}"
+
+
+def mac(
+    place: int, *, chip: str = "Apple M3 Ultra", memory: int = 64, free: int = 0, **changes: Any
+) -> Member:
+    """The Mac that is called a, b, c, ... by its place, with so many GiB, without any link."""
+    machine = Machine(
+        system="macos",
+        release="26.2",
+        build="",
+        model="",
+        chip=chip,
+        cpu_cores=16,
+        gpu_cores=0,
+        memory_bytes=memory * GIB,
+        free_bytes=free * GIB,
+        wired_bytes=0,
+        gpu_bytes=memory * GIB,
+        power="ac",
+        rdma="enabled",
+        bridge_up=False,
+    )
+    return changed(Member(node_id(place), NAMES[place], machine), **changes)
+
+
+def linux(place: int, *addresses: str, memory: int = 8) -> Member:
+    """A Linux machine with Ethernet."""
+    found = mac(place, chip="", memory=memory, system="linux", rdma="unsupported")
+    return add(found, [ethernet(a, name=f"eth{i}") for i, a in enumerate(addresses)])
+
+
+def changed(member: Member, **changes: Any) -> Member:
+    """The same with other fields of its machine."""
+    return replace(member, machine=replace(member.machine, **changes))
+
+
+def add(member: Member, interfaces: Sequence[Interface] = (), ports: Sequence[Port] = ()) -> Member:
+    machine = member.machine
+    return changed(member, interfaces=(*machine.interfaces, *interfaces), ports=(*machine.ports, *ports))
+
+
+def ethernet(address: str, prefix: int = 24, *, name: str = "en0", mbps: int = 10_000) -> Interface:
+    return Interface(name, address, prefix, "ethernet", mbps, True)
+
+
+def on_lan(members: Sequence[Member], network: str = "192.168.7") -> list[Member]:
+    """The same with 10 Gb/s Ethernet that they share."""
+    return [add(m, [ethernet(f"{network}.{i + 1}")]) for i, m in enumerate(members)]
+
+
+def cabled(members: Sequence[Member], pairs: Iterable[tuple[int, int]], **port: Any) -> list[Member]:
+    """The same with a Thunderbolt cable for each pair of places, each a network of its own.
+
+    `port` changes both ends of every cable: hub, rdma, active, gbps.
+    """
+    joined = list(members)
+    for cable, (a, b) in enumerate(pairs):
+        for end, other, host in ((a, b, 1), (b, a, 2)):
+            number = len(joined[end].machine.ports) + 1
+            name = f"en{number + 1}"
+            made = Port(number, name, f"D{cable}-{end}", f"D{cable}-{other}", False, 80, f"rdma_{name}", True)
+            interface = Interface(name, f"10.0.{cable}.{host}", 30, "thunderbolt", 80_000, True)
+            joined[end] = add(joined[end], [interface], [replace(made, **port)])
+    return joined
+
+
+def all_pairs(size: int) -> list[tuple[int, int]]:
+    return [(a, b) for a in range(size) for b in range(a + 1, size)]

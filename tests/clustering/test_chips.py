@@ -1,0 +1,58 @@
+"""The table of chips."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxtp.cluster.chips import FUSED, SINGLE, chip, core_counts, names
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "gbps"),
+    [
+        ("Apple M3 Ultra", 0, 819),
+        ("Apple M3 Ultra", 60, 819),
+        ("Apple M4 Max", 0, 546),
+        ("Apple M4 Max", 32, 410),
+        ("Apple M3 Max", 30, 300),
+        ("Apple M4 Pro", 0, 273),
+        ("Apple M1", 0, 68.25),
+        ("Apple M5 Max", 32, 460),
+        ("apple m2 ultra", 0, 800),
+    ],
+)
+def test_bandwidths_are_apples(name: str, cores: int, gbps: float) -> None:
+    assert chip(name, cores).bandwidth == gbps * 1e9
+    assert chip(name, cores).known
+
+
+def test_only_ultras_are_two_dies() -> None:
+    assert {chip(name).efficiency for name in names() if name.endswith("Ultra")} == {FUSED}
+    assert {chip(name).efficiency for name in names() if not name.endswith("Ultra")} == {SINGLE}
+
+
+def test_more_cores_compute_more_and_read_no_faster() -> None:
+    few, many = chip("Apple M3 Ultra", 60), chip("Apple M3 Ultra", 80)
+    assert few.flops == pytest.approx(many.flops * 60 / 80)
+    assert few.reading == many.reading
+
+
+def test_thunderbolt_5_came_with_some_chips() -> None:
+    assert chip("Apple M3 Ultra").thunderbolt5
+    assert chip("Apple M4 Pro").thunderbolt5
+    assert not chip("Apple M3 Max").thunderbolt5
+    assert not chip("Apple M5").thunderbolt5
+
+
+def test_a_newer_chip_counts_as_the_newest_of_its_kind_and_is_not_known() -> None:
+    newer = chip("Apple M9 Max")
+    assert newer.bandwidth == chip("Apple M5 Max").bandwidth
+    assert (newer.name, newer.known) == ("Apple M9 Max", False)
+
+
+@pytest.mark.parametrize("name", ["", "AMD EPYC 7763", "Apple Silicon", "M", "Apple M0"])
+def test_anything_else_is_a_plain_computer(name: str) -> None:
+    found = chip(name)
+    assert not found.known
+    assert found.reading < chip("Apple M1").reading
+    assert core_counts(name) == ()

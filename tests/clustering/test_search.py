@@ -1,0 +1,68 @@
+"""Cliques and circles against trying everything."""
+
+from __future__ import annotations
+
+from itertools import combinations, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtp.cluster.search import STEPS, Graph, circle, clique
+
+NODES = "abcdef"
+PAIRS = list(combinations(NODES, 2))
+
+
+def graph_of(pairs: set[tuple[str, str]], nodes: str = NODES) -> Graph:
+    return {node: frozenset(b if a == node else a for a, b in pairs if node in (a, b)) for node in nodes}
+
+
+def is_clique(group: tuple[str, ...], graph: Graph) -> bool:
+    return all(b in graph[a] for a, b in combinations(group, 2))
+
+
+def is_circle(group: tuple[str, ...], graph: Graph) -> bool:
+    size = len(group)
+    return all(group[(i + 1) % size] in graph[group[i]] for i in range(size if size > 1 else 0))
+
+
+@given(pairs=st.sets(st.sampled_from(PAIRS)), size=st.integers(1, 6), must=st.sampled_from(["", *NODES]))
+@settings(max_examples=400, deadline=None)
+def test_a_group_is_found_exactly_where_there_is_one(
+    pairs: set[tuple[str, str]], size: int, must: str
+) -> None:
+    graph = graph_of(pairs)
+    for search, holds in ((clique, is_clique), (circle, is_circle)):
+        found = search(NODES, size, graph, must)
+        exists = any(
+            holds(group, graph) for group in permutations(NODES, size) if not must or group[0] == must
+        )
+        assert bool(found) == exists
+        if found:
+            assert len(set(found)) == size
+            assert holds(found, graph)
+            assert not must or found[0] == must
+
+
+def test_the_first_nodes_are_preferred() -> None:
+    everybody = graph_of(set(PAIRS))
+    assert clique("fedcba", 3, everybody) == ("f", "e", "d")
+    assert circle("fedcba", 3, everybody, "a") == ("a", "f", "e")
+
+
+def test_nodes_that_may_not_take_part_do_not() -> None:
+    everybody = graph_of(set(PAIRS))
+    assert set(circle("bdf", 3, everybody)) == set("bdf")
+    assert circle("bdf", 4, everybody) == ()
+    assert clique("bdf", 2, everybody, "a") == ()
+
+
+@pytest.mark.parametrize("must", ["", "m0"])
+def test_a_hopeless_search_gives_up(must: str) -> None:
+    """Three nodes that know all others make long paths and no circle of eight."""
+    nodes = [f"m{i}" for i in range(64)]
+    hubs = frozenset(nodes[:3])
+    graph = {node: frozenset(nodes) - hubs if node in hubs else hubs for node in nodes}
+    assert circle(nodes, 8, graph, must) == ()
+    assert STEPS < 10**6

@@ -1,0 +1,147 @@
+"""The speed model, term by term."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxtp.cluster.chips import chip
+from mlxtp.cluster.shapes import ModelShape
+from mlxtp.cluster.speed import (
+    ALONE,
+    FABRICS,
+    FAST_FENCE_S,
+    FENCE_S,
+    JACCL_MESH,
+    JACCL_RING,
+    KERNEL_S,
+    PROMPT,
+    RING_ETHERNET,
+    RING_THUNDERBOLT,
+    Collective,
+    Measured,
+    Rank,
+    speed,
+)
+
+from .desks import shape
+
+ULTRA, MAX = chip("Apple M3 Ultra"), chip("Apple M4 Max")
+MODEL = shape()
+
+
+def ranks(count: int, *chips: str) -> list[Rank]:
+    return [Rank("abcdefgh"[i], chip(name)) for i, name in enumerate(chips or ["Apple M3 Ultra"] * count)]
+
+
+def kv(size: int, model: ModelShape = MODEL) -> int:
+    return model.rank_kv(size, PROMPT)
+
+
+def test_one_mac_reads_its_weights_and_starts_its_kernels() -> None:
+    alone = speed(MODEL, ranks(1), ALONE)
+    expected = (MODEL.token_bytes + kv(1)) / (819e9 * 0.8) + MODEL.kernels * KERNEL_S
+    assert 1 / alone.tokens_per_second == pytest.approx(expected)
+    assert (alone.fences_s, alone.latency_s, alone.wire_s) == (0, 0, 0)
+
+
+def test_two_macs_read_half_and_wait_for_each_other() -> None:
+    two = speed(MODEL, ranks(2), JACCL_MESH)
+    assert two.reading_s == pytest.approx((MODEL.token_bytes / 2 + kv(2)) / (819e9 * 0.8))
+    assert two.kernels_s == speed(MODEL, ranks(1), ALONE).kernels_s
+    assert two.fences_s == pytest.approx(MODEL.collectives * FENCE_S)
+    assert two.latency_s == pytest.approx(MODEL.collectives * 25e-6)
+    assert two.wire_s == pytest.approx(MODEL.collectives * 4096 * 2 / 8e9)
+    parts = two.reading_s + two.kernels_s + two.fences_s + two.latency_s + two.wire_s
+    assert 1 / two.tokens_per_second == pytest.approx(parts)
+
+
+def test_the_slowest_mac_counts() -> None:
+    mixed = speed(MODEL, ranks(2, "Apple M3 Ultra", "Apple M4 Pro"), JACCL_MESH)
+    assert mixed == speed(MODEL, ranks(2, "Apple M4 Pro", "Apple M4 Pro"), JACCL_MESH)
+
+
+def test_fast_fences_are_fast_and_a_cpu_has_none() -> None:
+    fast = speed(MODEL, ranks(2), JACCL_MESH, fast_fences=True)
+    assert fast.fences_s == pytest.approx(MODEL.collectives * FAST_FENCE_S)
+    cpus = [Rank(name, ULTRA, metal=False) for name in "ab"]
+    assert speed(MODEL, cpus, RING_ETHERNET).fences_s == 0
+
+
+def test_a_circle_takes_longer_the_larger_it_is_and_a_mesh_does_not() -> None:
+    assert FABRICS[JACCL_MESH].latency_s(8) == FABRICS[JACCL_MESH].latency_s(2)
+    assert FABRICS[JACCL_RING].latency_s(2) == FABRICS[JACCL_MESH].latency_s(2)
+    assert FABRICS[JACCL_RING].latency_s(5) == pytest.approx(4 * FABRICS[JACCL_RING].latency_s(2))
+
+
+def test_a_slow_link_makes_the_prompt_slow() -> None:
+    fast = speed(MODEL, ranks(2), RING_ETHERNET, mbps=10_000)
+    slow = speed(MODEL, ranks(2), RING_ETHERNET, mbps=1000)
+    assert slow.wire_s == pytest.approx(10 * fast.wire_s)
+    assert slow.ttft_s > fast.ttft_s + 3
+    assert speed(MODEL, ranks(2), RING_THUNDERBOLT, mbps=80_000).wire_s < fast.wire_s
+
+
+def test_a_prompt_is_arithmetic_on_every_mac() -> None:
+    alone, two = speed(MODEL, ranks(1), ALONE), speed(MODEL, ranks(2), JACCL_MESH)
+    assert alone.ttft_s == pytest.approx(
+        2 * MODEL.token_weights * PROMPT / (ULTRA.flops * 0.75) + 1 / alone.tokens_per_second
+    )
+    assert two.ttft_s < alone.ttft_s
+
+
+# --- what was measured counts more ------------------------------------------------------------------------
+
+
+def latency(measured: Measured, count: int, kind: str) -> float:
+    found = speed(MODEL, ranks(count), kind, measured=measured)
+    return found.latency_s / MODEL.collectives
+
+
+def measured(*collectives: Collective, **other: float) -> Measured:
+    return Measured(collectives, **other)  # type: ignore[arg-type]
+
+
+def pair(a: str, b: str, seconds: float, backend: str = "jaccl") -> Collective:
+    return Collective(backend, seconds, frozenset((a, b)))
+
+
+def test_a_measurement_of_the_group_itself_counts_most() -> None:
+    group = Collective("jaccl", 70e-6, frozenset("abc"))
+    known = measured(group, pair("a", "b", 1.0), pair("b", "c", 1.0), pair("a", "c", 1.0))
+    assert latency(known, 3, JACCL_MESH) == pytest.approx(70e-6)
+    assert speed(MODEL, ranks(3), JACCL_MESH, measured=known).measured
+
+
+def test_then_the_slowest_of_its_pairs() -> None:
+    pairs = measured(pair("a", "b", 30e-6), pair("b", "c", 50e-6), pair("a", "c", 40e-6))
+    assert latency(pairs, 3, JACCL_MESH) == pytest.approx(50e-6)
+    assert latency(pairs, 3, JACCL_RING) == pytest.approx(2 * 50e-6)
+
+
+def test_a_circle_asks_for_neighbours_only() -> None:
+    around = measured(
+        pair("a", "b", 30e-6), pair("b", "c", 30e-6), pair("c", "d", 30e-6), pair("d", "a", 30e-6)
+    )
+    assert latency(around, 4, JACCL_RING) == pytest.approx(3 * 30e-6)
+    assert latency(around, 4, JACCL_MESH) == pytest.approx(25e-6)
+
+
+def test_then_one_for_any_two() -> None:
+    assert latency(measured(Collective("ring", 200e-6)), 2, RING_ETHERNET) == pytest.approx(200e-6)
+    assert latency(measured(Collective("ring", 200e-6)), 3, RING_ETHERNET) == pytest.approx(400e-6)
+
+
+def test_the_other_backends_measurements_say_nothing() -> None:
+    known = measured(pair("a", "b", 1.0, "ring"))
+    assert latency(known, 2, JACCL_MESH) == pytest.approx(25e-6)
+    assert not speed(MODEL, ranks(2), JACCL_MESH, measured=known).measured
+
+
+def test_fences_and_memory_can_be_measured_too() -> None:
+    known = Measured(fence_s=50e-6, reading={"a": 1e12})
+    two = speed(MODEL, ranks(2), JACCL_MESH, fast_fences=True, measured=known)
+    assert two.fences_s == pytest.approx(MODEL.collectives * 50e-6)
+    assert speed(MODEL, ranks(1), ALONE, measured=known).reading_s == pytest.approx(
+        (MODEL.token_bytes + kv(1)) / 1e12
+    )
+    assert two.reading_s == pytest.approx((MODEL.token_bytes / 2 + kv(2)) / ULTRA.reading)

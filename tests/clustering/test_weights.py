@@ -1,0 +1,93 @@
+"""What a configuration implies is what mlx-lm builds from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
+
+from mlxtp.cluster import weights
+from mlxtp.cluster.shapes import shape_of
+from mlxtp.errors import ModelError
+
+from ..engine.families import FAMILIES
+from ..engine.small_models import CONFIG
+
+UNCOUNTED = {"longcat_flash_ngram": "its embeddings of runs of tokens"}
+"""Families of which something is left out."""
+FEW, MANY = 256, 512
+
+
+def config_of(family: str) -> dict[str, Any]:
+    config = {**CONFIG, "model_type": family, **FAMILIES[family], "tie_word_embeddings": False}
+    if "text_config" in config:
+        shared = {name: config[name] for name in ("vocab_size", "tie_word_embeddings")}
+        config["text_config"] = {**config["text_config"], **shared, "model_type": family}
+    return config
+
+
+def model_of(config: Mapping[str, Any]) -> Any:
+    model_class, arguments_class = _get_classes(config)
+    return model_class(arguments_class.from_dict(config))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNCOUNTED.keys()))
+def test_weights_are_counted_as_mlx_lm_builds_them(family: str) -> None:
+    """Norms, biases and convolutions aside, to one percent."""
+    config = config_of(family)
+    arrays = tree_flatten(model_of(config).parameters())
+    built = sum(array.size for name, array in arrays if array.ndim > 1 and "conv" not in name)
+    counted = sum(part.count for part in weights.parts(weights.text_config(config)))
+    assert counted == pytest.approx(built, rel=0.01)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_caches_grow_as_counted(family: str) -> None:
+    """A window of tokens counts as if it kept all of them, which its own cache does not."""
+    config = config_of(family)
+    if "sliding_window" in config:
+        config["sliding_window"] = 2 * MANY
+    model = model_of(config)
+
+    def cache_bytes(tokens: int) -> int:
+        cache = make_prompt_cache(model)
+        model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
+        states = tree_flatten([c.state for c in cache if not c.empty()])
+        return sum(array.nbytes for _, array in states if isinstance(array, mx.array))
+
+    grown = (cache_bytes(MANY) - cache_bytes(FEW)) // (MANY - FEW)
+    assert shape_of({**config, "dtype": "float32"}).kv_token_bytes == grown
+
+
+def test_of_experts_a_token_meets_those_it_is_sent_to() -> None:
+    config = {**config_of("qwen3_moe"), "num_experts": 8, "num_experts_per_tok": 2}
+    experts = next(part for part in weights.parts(config) if part.role == "experts")
+    assert experts.active * 4 == experts.count
+
+
+def test_a_tied_embedding_is_read_whole_and_a_separate_one_by_the_row() -> None:
+    tied = weights.parts({**CONFIG, "tie_word_embeddings": True})
+    apart = weights.parts({**CONFIG, "tie_word_embeddings": False})
+    assert [p.active for p in tied if p.role in ("embedding", "head")] == [512 * 64]
+    assert [p.active for p in apart if p.role in ("embedding", "head")] == [64, 512 * 64]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": None}, "names no hidden size"),
+        ({"num_hidden_layers": 0}, "names no number of layers"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', not a whole number"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"text_config": 3}, "text_config is 3, not an object"),
+    ],
+)
+def test_a_configuration_that_says_too_little_is_refused(change: Mapping[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        shape_of({**CONFIG, **change})

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
-from . import __version__, demo
+from . import __version__, commands, demo
 from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL, Settings, resolve_settings
 from .errors import GroupError, MlxtpError
 from .node.agent import running_agent, stopped_by_signal
@@ -90,6 +90,8 @@ Compiled = Annotated[
     ),
 ]
 
+
+commands.register(app)
 
 CLUSTER = "Cluster"
 Join = Annotated[
@@ -182,7 +184,7 @@ def node(
     prefix_cache: PrefixCache = None,
     compiled: Compiled = None,
 ) -> None:
-    """Run this Mac's agent: it finds the others, keeps the ranks alive and serves until it is told to stop."""
+    """Run this Mac's agent: it finds the others, keeps ranks alive and serves until it is told to stop."""
     flags = dict(locals())
     del flags["join"], flags["alone"]
     flags["peers"] = flags.pop("peer") or None
@@ -238,7 +240,8 @@ async def _node(settings: Settings) -> None:
             group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
             size = group.world_size if group is not None else 0
             log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
-        await asyncio.Event().wait()
+        await (asyncio.Event() if agent.cluster is None else agent.cluster.removed).wait()
+        log.info("this Mac belongs to no cluster any more; the agent ends")
 
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:

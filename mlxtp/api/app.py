@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import answers, openai, settings
+from .admin import Administration
+from .admin import routes as admin_routes
 from .backend import Backend, End, ModelInfo
 from .backend import Request as Wanted
 from .choices import Answers, Piece, collect
@@ -41,6 +43,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 def create_app(
     backend: Backend,
     *,
+    admin: Administration | None = None,
     allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = 10.0,
@@ -48,8 +51,9 @@ def create_app(
 ) -> Starlette:
     """The HTTP side of one agent.
 
-    `allowed_hosts`: names in Host and Origin that are answered, `*` for any. `keep_alive_s`: the longest
-    silence in a stream. `retry_after_s`: what a client is told while the model is not ready.
+    `admin` answers the commands of this Mac. `allowed_hosts`: names in Host and Origin that are answered, `*`
+    for any. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: what a client is told while the
+    model is not ready.
     """
     endpoints = _Endpoints(backend, max_body_bytes, keep_alive_s, retry_after_s)
     app = Starlette(
@@ -59,6 +63,7 @@ def create_app(
             Route("/v1/models/", endpoints.models, methods=["GET"]),
             Route("/v1/models/{id:path}", endpoints.model, methods=["GET"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            *(admin_routes(admin) if admin is not None else ()),
         ],
         middleware=[Middleware(HostGuard, hosts=allowed_hosts)],
         exception_handlers={

@@ -23,6 +23,7 @@ from ..cluster.identity import Store
 from ..config import Settings
 from ..errors import ConfigError, GroupError
 from ..wire.machine import Machine
+from .administration import Alone, Member, announced
 from .cluster import Cluster
 from .dialer import Dialer
 from .door import Door, bind_control
@@ -85,10 +86,12 @@ async def _running(
 ) -> AsyncIterator[Agent]:
     supervisor = Supervisor(settings, on_stage, worker)
     stop = asyncio.Event()
-    serving = asyncio.create_task(serve(create_app(supervisor.gateway), sock, stop))
+    admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
+    serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))
     supervising = asyncio.create_task(supervisor.run(model))
     try:
-        yield Agent(supervisor, _url(sock))
+        with announced(settings.home, _url(sock), admin.key):
+            yield Agent(supervisor, _url(sock))
     finally:
         supervising.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -120,13 +123,15 @@ async def _among_others(
         if settings.model_given or entered.founded:
             cluster.want(settings.model, settings.nodes)
         stop = asyncio.Event()
-        serving = asyncio.create_task(serve(create_app(supervisor.gateway), sock, stop))
+        admin = Member(cluster, store)
+        serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))
         tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live())]
         supervising = asyncio.create_task(supervisor.run(None, cluster.conductor))
         for task in (*tasks, supervising):
             task.add_done_callback(_report_bug)
         try:
-            yield Agent(supervisor, _url(sock), cluster, entered.founded)
+            with announced(settings.home, _url(sock), admin.key):
+                yield Agent(supervisor, _url(sock), cluster, entered.founded)
         finally:
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)

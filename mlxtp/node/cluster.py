@@ -12,7 +12,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ..cluster import hardware
 from ..cluster.builds import Build, compare
@@ -57,34 +56,13 @@ from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER
 from .state import Kept, load, save
 from .supervisor import Supervisor
+from .surroundings import Knowledge
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 REPORT_S = 10.0
 """How often this machine is looked at again."""
-
-
-@dataclass(slots=True)
-class Knowledge:
-    """What other nodes told of themselves, by node id."""
-
-    machines: dict[str, Machine] = field(default_factory=dict)
-    models: dict[str, ModelStatus] = field(default_factory=dict)
-    servings: dict[str, Serving] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    https: dict[str, str] = field(default_factory=dict)
-    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    met_at: dict[str, float] = field(default_factory=dict)
-    """When a node's link came up."""
-    authority: str = ""
-    """Who can let others in, once that node was heard of."""
-
-    def forget(self, node_id: str) -> None:
-        """It has no link any more: what it said of its model and group is old."""
-        self.models.pop(node_id, None)
-        self.servings.pop(node_id, None)
-        self.met_at.pop(node_id, None)
 
 
 class Cluster:
@@ -298,16 +276,8 @@ class Cluster:
             case Members():
                 if self.coordination.enrols(message.entries):
                     self._roster_changed()
-            case MachineReport():
-                self.knowledge.machines[node_id] = message
-                self.changed()
-            case ModelStatus():
-                self.knowledge.models[node_id] = message
-                self.changed()
-            case Serving():
-                self.knowledge.servings[node_id] = message
-                self.coordination.saw_epoch(message.epoch)
-                self.changed()
+            case MachineReport() | ModelStatus() | Serving():
+                self._learn(node_id, message)
             case Prepare():
                 self._prepare(node_id, message)
             case StartRank() | EndEpoch() | RankGathered():
@@ -318,6 +288,17 @@ class Cluster:
                 self._issue(node_id, message)
             case TokenIssued():
                 self._issued(message)
+
+    def _learn(self, node_id: str, message: MachineReport | ModelStatus | Serving) -> None:
+        match message:
+            case MachineReport():
+                self.knowledge.machines[node_id] = message
+            case ModelStatus():
+                self.knowledge.models[node_id] = message
+            case Serving():
+                self.knowledge.servings[node_id] = message
+                self.coordination.saw_epoch(message.epoch)
+        self.changed()
 
     def _beat(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..cluster import decisions
 from ..cluster.alternatives import Alternative
@@ -29,9 +27,7 @@ from .ranks import Group, Ranks, Seat
 from .remote_rank import RankWord, RemoteRank
 from .supervisor import ModelSource
 from .supervisor import Plan as EpochPlan
-
-if TYPE_CHECKING:
-    from .cluster import Cluster
+from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class _Mine:
 class Conductor:
     """Implements `supervisor.Plans`."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self._ready_for: asyncio.Future[EpochPlan] | None = None
         self._mine: _Mine | None = None
@@ -91,7 +87,7 @@ class Conductor:
     def situation(self) -> Situation:
         """What `Coordination.decide` cannot know by itself."""
         self._notice_changes()
-        placement, why = self._placement()
+        placement, why = self.placement()
         best = None
         if placement is not None and placement.chosen is not None:
             best = decisions.Plan(placement.ranks, self._key(placement))
@@ -125,7 +121,7 @@ class Conductor:
 
     def form(self, form: FormEpoch) -> None:
         """Have the supervisor form this epoch, unless it is still busy with the last one."""
-        placement, _ = self._placement()
+        placement, _ = self.placement()
         source = self._cluster.model.source
         if self._ready_for is None or self._ready_for.done() or placement is None or source is None:
             return
@@ -256,7 +252,7 @@ class Conductor:
             )
         return True, ""
 
-    def _placement(self) -> tuple[Placement | None, str]:
+    def placement(self) -> tuple[Placement | None, str]:
         """The best plan for those who are present, and why there is none. Kept until something changes."""
         cluster = self._cluster
         source, desired = cluster.model.source, cluster.coordination.desired
@@ -425,11 +421,6 @@ class Conductor:
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
         )
-
-    def explain(self) -> dict[str, object]:
-        """The present plan with all that was considered, for people."""
-        placement, why = self._placement()
-        return {"placement": placement, "reason": why, "at": time.time()}
 
 
 def _matrix(chosen: Alternative) -> Matrix:

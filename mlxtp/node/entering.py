@@ -53,7 +53,7 @@ async def enter(settings: Settings, store: Store) -> Entered:
             log.info("this Mac is a member of cluster %s already", identity.cluster_id)
             return Entered(identity)
         raise ConfigError(
-            f"this Mac is a member of cluster {identity.cluster_id}, and the token is for {token.cluster_id}; "
+            f"this Mac is a member of cluster {identity.cluster_id}, the token is for {token.cluster_id}; "
             "`mlxtp cluster leave` ends the one membership, then the token begins the other"
         )
     return await _join(settings, store, identity, token)

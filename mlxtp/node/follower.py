@@ -6,21 +6,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from ..api.backend import ModelInfo
 from ..api.defaults import load_defaults
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.control import Serving
 from ..wire.doorman import open_tls
-from ..wire.tls import ALPN_REQUESTS, member_context_client
+from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
 from .epoch import State
 from .ranks import Group
 from .requests_link import RemoteDesk
-
-if TYPE_CHECKING:
-    from ..wire.tls import Credentials
-    from .cluster import Cluster
+from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +27,7 @@ RETRY_S = 0.5
 class Follower:
     """`look` is called whenever something may have changed."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self.credentials: Credentials | None = None
         self._served: tuple[str, int, int] | None = None

@@ -26,8 +26,7 @@ from ..wire.messages import (
 )
 from . import golden
 from .rank_process import RequestEvent
-
-_Item = Event | MlxtpError
+from .relayed import Item, Relayed
 
 
 class Desk(Protocol):
@@ -122,8 +121,14 @@ class Gateway:
         desk = self._free_desk()
         uid = next(self._uids)
         self._send(desk, replace(generate, uid=uid))
-        self._open[uid] = Relayed(generate.uid, tell)
-        return lambda: self._abandon(uid, desk)
+        relayed = Relayed(generate.uid, tell)
+        self._open[uid] = relayed
+
+        def cancel() -> None:
+            self._abandon(uid, desk)
+            relayed.cancelled()
+
+        return cancel
 
     def _free_desk(self) -> Desk:
         if self._desk is None:
@@ -197,42 +202,11 @@ class Gateway:
                 desk.send(Cancel(uid))
 
 
-class Relayed:
-    """A request of another agent: its events go back there as messages, numbered by the uid it has there."""
-
-    def __init__(self, uid: int, tell: Callable[[Message], None]) -> None:
-        self._uid = uid
-        self._tell = tell
-        self._index = 0
-
-    def accept(self) -> None:
-        self._tell(Accepted(self._uid))
-
-    def put(self, item: _Item) -> None:
-        match item:
-            case Tokens(tokens, ()):
-                count = len(tokens)
-                indices = tuple(range(self._index, self._index + count))
-                self._tell(Delta((self._uid,) * count, indices, tokens))
-                self._index += count
-            case Tokens(tokens, scores):
-                self._tell(_scored(self._uid, self._index, tokens, scores))
-                self._index += len(tokens)
-            case End():
-                self._tell(
-                    Finished(
-                        self._uid, item.reason, item.generated, 0, item.cached, item.drafted, item.accepted
-                    )
-                )
-            case _:
-                self._tell(Error(item.code, item.detail, self._uid))
-
-
 class _Answer:
     """The events of one request. Closing it before its end cancels the request, even if never iterated."""
 
     def __init__(self, abandon: Callable[[], None]) -> None:
-        self._items: asyncio.Queue[_Item] = asyncio.Queue()
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
         self._abandon = abandon
         self._judged = asyncio.Event()
         self._refusal: MlxtpError | None = None
@@ -243,7 +217,7 @@ class _Answer:
     def accept(self) -> None:
         self._judged.set()
 
-    def put(self, item: _Item) -> None:
+    def put(self, item: Item) -> None:
         if isinstance(item, MlxtpError) and not self._judged.is_set():
             self._refusal = item
         self._judged.set()
@@ -286,20 +260,6 @@ def _scores(event: ScoredDelta) -> tuple[Score, ...]:
     top = event.top
     pairs = tuple(zip(event.top_tokens, event.top_logprobs, strict=True))
     return tuple(Score(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs))
-
-
-def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[Score, ...]) -> ScoredDelta:
-    """The way back of `_scores`."""
-    pairs = [pair for score in scores for pair in score.top]
-    return ScoredDelta(
-        uid,
-        index,
-        tokens,
-        tuple(score.logprob for score in scores),
-        len(scores[0].top),
-        tuple(token for token, _ in pairs),
-        tuple(logprob for _, logprob in pairs),
-    )
 
 
 def _refusal(code: Code, detail: str) -> MlxtpError:

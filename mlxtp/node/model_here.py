@@ -39,6 +39,7 @@ class ModelHere:
         """From now on this model is looked for; what is known of it stays when only the version is new."""
         self.version = desired.version
         if desired.model == self._model and not self.problem:
+            self._on_change()
             return
         self._model, self.fingerprint, self.problem = desired.model, "", ""
         self.source = self._path = None

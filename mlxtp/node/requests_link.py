@@ -124,10 +124,9 @@ async def serve_requests(
                         generate(received.message)
                     case Cancel() if received.message.uid in cancels:
                         cancels.pop(received.message.uid)()
-                        tell(Finished(received.message.uid, "cancel", 0, 0))
     except MlxtpError as error:
         log.debug("a requests link ended: %s", error.detail)
     finally:
-        connection.close()
-        for cancel in cancels.values():
+        for cancel in list(cancels.values()):
             cancel()
+        connection.close()

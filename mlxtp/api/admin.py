@@ -1,0 +1,101 @@
+"""What the commands of this Mac ask of its agent: under `/admin`, with a key that only this user can read.
+
+The endpoint's own rules about Host and Origin hold here too, so that no web page can use it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..errors import Code, RequestError, UserError
+
+Json = Mapping[str, Any]
+MAX_BODY_BYTES = 16 * 1024
+
+
+class Administration(Protocol):
+    """What the agent does for whoever holds `key`. Raises UserError with what is wrong and what to do."""
+
+    key: str
+
+    def status(self) -> Json: ...
+
+    def plan(self) -> Json: ...
+
+    async def token(self) -> Json: ...
+
+    def serve(self, model: str, nodes: str) -> Json: ...
+
+    def unload(self) -> Json: ...
+
+    def members(self) -> Json: ...
+
+    def remove(self, node: str) -> Json: ...
+
+    def leave(self) -> Json: ...
+
+
+def routes(admin: Administration) -> list[Route]:
+    """The routes of the administration, for `create_app`."""
+
+    def route(path: str, method: str, act: Callable[[Mapping[str, Any]], Json | Awaitable[Json]]) -> Route:
+        async def answer(request: Request) -> Response:
+            _check_key(request, admin.key)
+            body = await _body(request) if method == "POST" else {}
+            try:
+                found = act(body)
+                return JSONResponse(await found if isinstance(found, Awaitable) else found)
+            except UserError as error:
+                raise RequestError(error.detail, error.code) from None
+
+        return Route(f"/admin/{path}", answer, methods=[method])
+
+    return [
+        route("status", "GET", lambda _: admin.status()),
+        route("plan", "GET", lambda _: admin.plan()),
+        route("members", "GET", lambda _: admin.members()),
+        route("token", "POST", lambda _: admin.token()),
+        route("serve", "POST", lambda body: admin.serve(_text(body, "model"), _text(body, "nodes", ""))),
+        route("unload", "POST", lambda _: admin.unload()),
+        route("remove", "POST", lambda body: admin.remove(_text(body, "node"))),
+        route("leave", "POST", lambda _: admin.leave()),
+    ]
+
+
+def _check_key(request: Request, key: str) -> None:
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        raise RequestError(
+            "only commands of this user on this Mac may do that; they read the key in the home folder",
+            Code.BAD_REQUEST,
+            status=401,
+        )
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    data = b""
+    async for part in request.stream():
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    try:
+        body = json.loads(data or b"{}")
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise RequestError("the body is no JSON object")
+    return body
+
+
+def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    value = body.get(name, default)
+    if not isinstance(value, str):
+        raise RequestError(f"{name}: a string is expected", param=name)
+    return value

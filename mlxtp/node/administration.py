@@ -1,0 +1,225 @@
+"""What commands ask of a running agent, and where they find it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..cluster.identity import Store
+from ..config import parse_nodes
+from ..errors import Code, UserError
+from .build import versions_here
+from .cluster import Cluster
+from .supervisor import Supervisor
+
+FILE = "agent.json"
+"""In the home, for this user's eyes: where the agent answers, and with which key."""
+
+Json = Mapping[str, Any]
+
+
+class Alone:
+    """The administration of an agent that keeps to itself."""
+
+    def __init__(self, supervisor: Supervisor, name: str) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self._supervisor = supervisor
+        self._name = name
+
+    def status(self) -> Json:
+        """One moment of this agent."""
+        supervisor = self._supervisor
+        group = supervisor.group
+        model = next(iter(supervisor.gateway.models()), None)
+        pongs = supervisor.ranks.pongs if supervisor.ranks is not None else {}
+        return {
+            "versions": list(versions_here()),
+            "name": self._name,
+            "pid": os.getpid(),
+            "state": str(supervisor.state),
+            "reason": supervisor.reason.detail if supervisor.reason is not None else "",
+            "epoch": supervisor.epoch,
+            "model": model.id if model is not None else "",
+            "world_size": group.world_size if group is not None else 0,
+            "backend": group.backend if group is not None else "none",
+            "kind": group.kind if group is not None else "",
+            "open_requests": supervisor.gateway.open_requests,
+            "ranks": [
+                {
+                    "rank": rank,
+                    "phase": pong.phase,
+                    "memory_bytes": pong.memory_bytes,
+                    "step_us": pong.step_us,
+                }
+                for rank, pong in sorted(pongs.items())
+            ],
+        }
+
+    def plan(self) -> Json:
+        raise self._alone()
+
+    async def token(self) -> Json:
+        raise self._alone()
+
+    def serve(self, model: str, nodes: str) -> Json:
+        raise self._alone()
+
+    def unload(self) -> Json:
+        raise self._alone()
+
+    def members(self) -> Json:
+        raise self._alone()
+
+    def remove(self, node: str) -> Json:
+        raise self._alone()
+
+    def leave(self) -> Json:
+        raise self._alone()
+
+    def _alone(self) -> UserError:
+        return UserError(
+            "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
+            "`mlxtp node` without them",
+            Code.NOT_SUPPORTED,
+        )
+
+
+class Member(Alone):
+    """The administration of an agent in a cluster."""
+
+    def __init__(self, cluster: Cluster, store: Store) -> None:
+        super().__init__(cluster.supervisor, cluster.name)
+        self._cluster = cluster
+        self._store = store
+
+    def status(self) -> Json:
+        """One moment of the cluster as this member sees it."""
+        cluster = self._cluster
+        desired = cluster.coordination.desired
+        claim = cluster.coordination.claim
+        return {
+            **super().status(),
+            "problem": cluster.problem,
+            "waiting": cluster.waiting,
+            "cluster": cluster.identity.cluster_id,
+            "node_id": cluster.node_id,
+            "coordinator": cluster.name_of(claim.node_id) if claim.node_id else "",
+            "term": claim.term,
+            "desired": {"model": desired.model, "nodes": desired.nodes, "version": desired.version},
+            "members": self._members(),
+        }
+
+    def plan(self) -> Json:
+        """The machines of the members that are present, for `mlxtp plan`."""
+        cluster = self._cluster
+        return {
+            "coordinator": cluster.coordination.claim.node_id,
+            "nodes": [
+                {"node_id": node_id, "name": cluster.name_of(node_id), "machine": asdict(machine)}
+                for node_id, machine in sorted(cluster.knowledge.machines.items())
+                if cluster.membership.standing(node_id).present
+            ],
+        }
+
+    async def token(self) -> Json:
+        """A new join token."""
+        return {"token": await self._cluster.token(), "valid_s": 900}
+
+    def serve(self, model: str, nodes: str) -> Json:
+        """What the cluster should serve from now on."""
+        if not model:
+            raise UserError("which model? A folder that every Mac has, or an id on the Hub")
+        desired = self._cluster.want(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        return {"model": desired.model, "nodes": desired.nodes, "version": desired.version}
+
+    def unload(self) -> Json:
+        """Serve nothing."""
+        desired = self._cluster.want("")
+        return {"model": "", "nodes": desired.nodes, "version": desired.version}
+
+    def members(self) -> Json:
+        """Everybody that belongs to the cluster."""
+        return {"cluster": self._cluster.identity.cluster_id, "members": self._members()}
+
+    def remove(self, node: str) -> Json:
+        """Take a member out, by name, or by the start of its id."""
+        cluster = self._cluster
+        members = cluster.coordination.roster.members()
+        found = [each for each in members if each.startswith(node) or cluster.name_of(each) == node]
+        if not node or len(found) != 1:
+            known = ", ".join(f"{cluster.name_of(each)} ({each[:8]})" for each in members)
+            what = "more than one member is" if found else "no member is"
+            raise UserError(f"{what} called {node!r}; there are {known}")
+        if found[0] == cluster.node_id:
+            raise UserError("this Mac itself leaves with `mlxtp cluster leave`")
+        name = cluster.name_of(found[0])
+        cluster.remove(found[0])
+        return {"removed": name, "node_id": found[0]}
+
+    def leave(self) -> Json:
+        """This Mac belongs to no cluster any more. Its agent ends."""
+        cluster = self._cluster
+        others = [each for each in cluster.coordination.roster.members() if each != cluster.node_id]
+        if others:
+            cluster.remove(cluster.node_id)
+        self._store.leave()
+        cluster.removed.set()
+        return {"left": cluster.identity.cluster_id, "members": len(others)}
+
+    def _members(self) -> list[Json]:
+        cluster = self._cluster
+        servings = [cluster.conductor.serving(), *cluster.knowledge.servings.values()]
+        ranks = {
+            node_id: rank
+            for serving in servings
+            if serving is not None and serving.state == "ready"
+            for rank, node_id in enumerate(serving.participants)
+        }
+        found: list[Json] = []
+        for node_id, entry in cluster.coordination.roster.members().items():
+            machine = cluster.knowledge.machines.get(node_id)
+            model = (
+                cluster.model.status if node_id == cluster.node_id else cluster.knowledge.models.get(node_id)
+            )
+            link = cluster.neighbours.to(node_id)
+            found.append(
+                {
+                    "node_id": node_id,
+                    "name": cluster.name_of(node_id) or entry.name,
+                    "state": str(cluster.membership.standing(node_id).state),
+                    "self": node_id == cluster.node_id,
+                    "coordinator": node_id == cluster.coordination.claim.node_id,
+                    "rank": ranks.get(node_id),
+                    "address": link.remote if link is not None else "",
+                    "http": cluster.http
+                    if node_id == cluster.node_id
+                    else cluster.knowledge.https.get(node_id, ""),
+                    "chip": machine.chip if machine is not None else "",
+                    "memory_bytes": machine.memory_bytes if machine is not None else 0,
+                    "notes": list(machine.notes) if machine is not None else [],
+                    "model_problem": model.problem if model is not None else "",
+                }
+            )
+        return found
+
+
+@contextmanager
+def announced(home: Path, url: str, key: str) -> Iterator[None]:
+    """Meanwhile commands of this user find the agent. Raises OSError."""
+    path = home / FILE
+    draft = path.with_suffix(".draft")
+    draft.unlink(missing_ok=True)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"url": url, "key": key, "pid": os.getpid()}, file)
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,61 @@
+"""What `Conductor` and `Follower` see of the node they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..cluster.coordination import Coordination
+from ..cluster.membership import Membership
+from ..config import Settings
+from ..wire.control import ModelStatus, Serving
+from ..wire.machine import Machine
+from .guest import Guest
+from .model_here import ModelHere
+from .neighbours import Neighbours
+from .supervisor import Supervisor
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """What other nodes told of themselves, by node id."""
+
+    machines: dict[str, Machine] = field(default_factory=dict)
+    models: dict[str, ModelStatus] = field(default_factory=dict)
+    servings: dict[str, Serving] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    https: dict[str, str] = field(default_factory=dict)
+    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    met_at: dict[str, float] = field(default_factory=dict)
+    """When a node's link came up."""
+    authority: str = ""
+    """Who can let others in, once that node was heard of."""
+
+    def forget(self, node_id: str) -> None:
+        """It has no link any more: what it said of its model and group is old."""
+        self.models.pop(node_id, None)
+        self.servings.pop(node_id, None)
+        self.met_at.pop(node_id, None)
+
+
+class Surroundings(Protocol):
+    """The parts of one node. `waiting` says why there is no group yet."""
+
+    settings: Settings
+    node_id: str
+    boot_id: str
+    name: str
+    waiting: str
+    knowledge: Knowledge
+    coordination: Coordination
+    membership: Membership
+    neighbours: Neighbours
+    supervisor: Supervisor
+    model: ModelHere
+    guest: Guest
+
+    def name_of(self, node_id: str) -> str:
+        """What people call a node."""
+
+    def changed(self) -> None:
+        """Something is different: look at everything again, soon."""

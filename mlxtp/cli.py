@@ -104,7 +104,7 @@ Join = Annotated[
     ),
 ]
 Alone = Annotated[
-    bool,
+    bool | None,
     typer.Option("--alone", help="Keep to this Mac: no control port, no Bonjour.", rich_help_panel=CLUSTER),
 ]
 Name = Annotated[
@@ -161,7 +161,7 @@ Rdma = Annotated[
 @app.command(context_settings={"ignore_unknown_options": False})
 def node(
     join: Join = None,
-    alone: Alone = False,
+    alone: Alone = None,
     name: Name = None,
     control: Control = None,
     interface: Interface = None,
@@ -186,13 +186,13 @@ def node(
 ) -> None:
     """Run this Mac's agent: it finds the others, keeps ranks alive and serves until it is told to stop."""
     flags = dict(locals())
-    del flags["join"], flags["alone"]
+    del flags["join"]
     flags["peers"] = flags.pop("peer") or None
     settings = _settings(flags)
     several = settings.ranks > 1
     if several and join is not None:
         raise typer.BadParameter("in a cluster each Mac has one rank; leave --ranks away")
-    settings = replace(settings, cluster=not (alone or several), join=join)
+    settings = replace(settings, cluster=not (settings.alone or several), join=join)
     _log_to_terminal()
     _run(_node(settings))
 
@@ -233,8 +233,11 @@ async def _node(settings: Settings) -> None:
             log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.token())
         try:
             await agent.wait_ready()
-        except GroupError as error:
-            # The agent outlives its ranks: it goes on saying why there is no model.
+        except MlxtpError as error:
+            # The agent outlives its ranks, and goes on saying why there is no model. One that keeps to itself
+            # and whose very first model cannot be loaded has nothing else to do.
+            if agent.cluster is None and not isinstance(error, GroupError):
+                raise
             log.error("%s; %s/health tells more", error.detail, agent.url)
         else:
             group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)

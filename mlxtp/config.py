@@ -62,7 +62,7 @@ class Settings:
     kv_bytes      what KV caches may take on each rank; 0 is what fits
     draft_model   a small model with the same vocabulary that proposes tokens; empty for none
 
-    cluster       whether other Macs may belong to it; without, everything stays on this one
+    cluster       whether this agent belongs to a cluster; `alone` is the wish that it does not
     name          what people call this Mac
     control_host  where other agents find this one; "0.0.0.0" is every address
     interface     the only address of this Mac that is announced and used; empty for all
@@ -91,6 +91,7 @@ class Settings:
     kv_bytes: int = 0
     draft_model: str = ""
     cluster: bool = False
+    alone: bool = False
     model_given: bool = False
     name: str = ""
     control_host: str = "0.0.0.0"
@@ -334,6 +335,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "kv_bits": _parse_kv_bits,
     "kv_bytes": _parse_bytes,
     "draft_model": _parse_text,
+    "alone": _parse_switch,
     "name": _parse_text,
     "control": _parse_host_port,
     "interface": _parse_ipv4,

@@ -29,7 +29,7 @@ from .dialer import Dialer
 from .door import Door, bind_control
 from .entering import enter
 from .epoch import State
-from .models import open_model
+from .models import find_model, is_hub_id, open_model
 from .rank_process import WORKER
 from .supervisor import ModelSource, StageListener, Supervisor
 
@@ -107,6 +107,9 @@ async def _among_others(
     """An agent that belongs to a cluster. Raises UserError when it cannot."""
     settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
     store = Store(settings.home)
+    for name in (settings.model if settings.model_given else "", settings.draft_model):
+        if name and not is_hub_id(name):
+            await find_model(name)  # a folder that is not there is the typist's mistake, and said at once
     control = bind_control(settings.control_host, settings.control_port)
     with contextlib.closing(control):
         entered = await enter(settings, store)

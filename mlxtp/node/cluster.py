@@ -62,7 +62,9 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 REPORT_S = 10.0
-"""How often this machine is looked at again."""
+"""How often this machine's memory, addresses and power are read again."""
+PROBE_S = 60.0
+"""How often everything is, cables included."""
 
 
 class Cluster:
@@ -108,13 +110,16 @@ class Cluster:
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.conductor = Conductor(self)
         self.follower = Follower(self)
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when members, links or what should run changed."""
+        self.on_roster: Callable[[], None] = lambda: None
+        """Called when somebody became a member or is none any more."""
         self.peers: Callable[[], Mapping[str, tuple[str, ...]]] = lambda: kept.peers
         """Where other nodes were reached last."""
         self._saved: Kept | None = None
         self._wake = asyncio.Event()
         self._until = 0.0
+        self._rewired = False
+        self._probe_at = now + PROBE_S
+        self._looking: asyncio.Task[None] | None = None
         self._token_desk: Callable[[], str] | None = None
         self._token_answers: dict[bytes, asyncio.Future[str]] = {}
         self.removed = asyncio.Event()
@@ -375,6 +380,7 @@ class Cluster:
                 "`mlxtp node --join TOKEN` bring it back"
             )
             self.removed.set()
+        self.on_roster()
         self.changed()
 
     def _twins(self, what: str) -> None:
@@ -386,7 +392,8 @@ class Cluster:
 
     async def live(self) -> None:
         """Beat, judge, decide, until cancelled."""
-        beat_at = report_at = 0.0
+        beat_at = 0.0
+        report_at = time.monotonic() + REPORT_S
         while True:
             now = time.monotonic()
             if now >= beat_at:
@@ -394,12 +401,11 @@ class Cluster:
                 self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
                 if (serving := self.conductor.serving()) is not None:
                     self.neighbours.tell_all(serving)
-            if now >= report_at:
+            if now >= report_at or self._rewired:
                 report_at = now + REPORT_S
-                asyncio.ensure_future(self._look_again()).add_done_callback(_log_failure)
+                self._look_again()
             self._tick(now)
             self._save()
-            self.on_change()
             self._wake.clear()
             wait_s = min(beat_at, max(self._until, now + 0.02)) - time.monotonic()
             with contextlib.suppress(TimeoutError):
@@ -465,14 +471,34 @@ class Cluster:
         except UserError as error:
             log.error("%s", error.detail)
 
-    async def _look_again(self) -> None:
-        machine = await hardware.refresh(self.knowledge.machines[self.node_id], self.settings.interface)
-        if machine != self.knowledge.machines[self.node_id]:
+    def rewired(self) -> None:
+        """This machine's addresses changed: its cables may have, too."""
+        self._rewired = True
+        self.changed()
+
+    def _look_again(self) -> None:
+        """Read this machine in the background, one reading at a time."""
+        if self._looking is not None and not self._looking.done():
+            return
+        everything = self._rewired or time.monotonic() >= self._probe_at
+        if everything:
+            self._probe_at = time.monotonic() + PROBE_S
+        self._rewired = False
+        self._looking = asyncio.ensure_future(self._read_machine(everything))
+        self._looking.add_done_callback(_log_failure)
+
+    async def _read_machine(self, everything: bool) -> None:
+        before, interface = self.knowledge.machines[self.node_id], self.settings.interface
+        machine = await (hardware.probe(interface) if everything else hardware.refresh(before, interface))
+        if machine != before:
             self.knowledge.machines[self.node_id] = machine
             self.neighbours.tell_all(self.report())
+            self.changed()
 
     async def close(self) -> None:
         """Say goodbye and end what runs here for others."""
+        if self._looking is not None:
+            self._looking.cancel()
         await self.follower.close()
         await self.guest.close()
         await self.neighbours.close()

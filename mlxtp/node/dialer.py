@@ -10,6 +10,7 @@ import time
 from ..cluster.dialing import Dialing
 from ..cluster.discovery import Discovery
 from ..cluster.identity import Identity
+from ..cluster.multicast import Addresses, addresses_up
 from ..cluster.sightings import Advert, Sighting
 from ..config import Settings
 from ..errors import Code, MlxtpError
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 DIAL_S = 3.0
 TICK_S = 0.25
+INTERFACES_S = 2.0
+"""How often this machine's addresses are looked at."""
 TOLD_S = 60.0
 """How long the same refusal of the same address is not repeated in the log."""
 
@@ -44,6 +47,8 @@ class Dialer:
         self._discovery = Discovery(self._sighted, log.warning)
         self._dials: set[asyncio.Task[None]] = set()
         self._told: dict[str, tuple[str, float]] = {}
+        self._addresses: Addresses | None = None
+        self._look_at = 0.0
         self.sightings: tuple[Sighting, ...] = ()
 
     async def run(self) -> None:
@@ -54,6 +59,7 @@ class Dialer:
         try:
             while True:
                 now = time.monotonic()
+                self._notice_interfaces(now)
                 members = self._cluster.coordination.roster.members()
                 for node_id in list(self._dialing.remembered()):
                     if node_id not in members:
@@ -70,6 +76,19 @@ class Dialer:
             if self._settings.discovery:
                 with contextlib.suppress(OSError):
                     await self._discovery.close()
+
+    def _notice_interfaces(self, now: float) -> None:
+        """Cables come and go; what is behind an address may have changed as well."""
+        if now < self._look_at:
+            return
+        self._look_at = now + INTERFACES_S
+        addresses = addresses_up()
+        if self._addresses is not None and addresses != self._addresses:
+            log.info("this Mac's network addresses changed")
+            self._dialing.interfaces_changed(now)
+            self._discovery.refresh()
+            self._cluster.rewired()
+        self._addresses = addresses
 
     def _advert(self) -> Advert:
         identity = self._identity

@@ -50,6 +50,8 @@ class Door:
         if identity.authority is not None:
             self._desk = Desk(identity.cluster_id, authority_hash(identity.membership.authority))
             cluster.issues_tokens(self.token)
+        self._requests: dict[asyncio.StreamWriter, str] = {}
+        cluster.on_roster = self._cut_removed
         self._doorman = Doorman(sock, member_context_server(store.credentials), self._welcome)
 
     def token(self) -> str:
@@ -71,7 +73,18 @@ class Door:
         elif peer.alpn == ALPN_CONTROL:
             await self._cluster.neighbours.called(reader, writer, peer.identity)
         elif peer.alpn == ALPN_REQUESTS:
-            await serve_requests(reader, writer, self._cluster.supervisor.gateway)
+            self._requests[writer] = peer.identity.fingerprint
+            try:
+                await serve_requests(reader, writer, self._cluster.supervisor.gateway)
+            finally:
+                del self._requests[writer]
+
+    def _cut_removed(self) -> None:
+        """Who is no member any more has no requests here."""
+        roster = self._cluster.coordination.roster
+        for writer, fingerprint in self._requests.items():
+            if roster.removed(fingerprint):
+                writer.transport.abort()
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

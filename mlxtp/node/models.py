@@ -31,7 +31,7 @@ async def find_model(name: str) -> Path:
 def _open_model(name: str, draft: str) -> ModelSource:
     path = _check(_find(name))
     draft_path = _check(_find(draft)).resolve() if draft else None
-    public = name if _is_hub_id(name) else path.name
+    public = name if is_hub_id(name) else path.name
     return ModelSource(public, path.resolve(), Text.load(path), draft_path)
 
 
@@ -53,7 +53,7 @@ def _find(name: str) -> Path:
         raise ModelError(
             f"{name} is a file; a model is a folder with config.json and weights", Code.MODEL_NOT_FOUND
         )
-    if not _is_hub_id(name):
+    if not is_hub_id(name):
         raise ModelError(
             f"{name} is neither a folder nor an id on the Hub (OWNER/NAME); "
             f"{EMBEDDED_MODEL!r} is the embedded model",
@@ -62,7 +62,8 @@ def _find(name: str) -> Path:
     return _download(name)
 
 
-def _is_hub_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
+    """Whether this names a model on the Hub, OWNER/NAME, rather than a folder."""
     owner, _, model = name.partition("/")
     return (
         bool(owner and model)

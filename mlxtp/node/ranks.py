@@ -9,9 +9,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from ..cluster.preflight import explain
 from ..cluster.side_channel import Answers, Hub
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
@@ -297,6 +298,9 @@ class Ranks:
         """Something happened to a rank: the epoch ends, as soon as everybody had time to say why."""
         if self._ending:
             return
+        if self.group.backend == "jaccl" and (why := explain(report.error.detail)):
+            error = GroupError(f"{report.error.detail}. {why}", report.error.code)
+            report = replace(report, error=error)
         self._reports.append(report)
         if (
             self.group.backend == "jaccl" and self._watch is None

@@ -78,7 +78,7 @@ def test_roles_do_not_mix() -> None:
     assert "not that of a cluster's authority" in refused(cluster_of, CERTIFICATE)
 
 
-def test_an_authority_must_have_signed_itself() -> None:
+def test_only_the_key_of_an_authority_certifies() -> None:
     forged = Authority(AUTHORITY.certificate, new_key())
     certificate = forged.certify(NODE, KEY.public_key())
     assert "was not made by" in refused(check_node, certificate, AUTHORITY.certificate)
@@ -102,6 +102,12 @@ def test_no_changed_bit_says_anything_else() -> None:
         with contextlib.suppress(ProtocolError):
             taken.append(check_node(bytes(changed), AUTHORITY.certificate))
     assert taken in ([], [says])
+
+
+def test_an_authority_whose_signature_is_not_its_own() -> None:
+    changed = bytearray(AUTHORITY.certificate)
+    changed[-1] ^= 1
+    assert "not that of a cluster's authority" in refused(cluster_of, bytes(changed))
 
 
 def test_any_changed_bit_of_an_authority_changes_its_hash() -> None:

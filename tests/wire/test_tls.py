@@ -557,8 +557,35 @@ def test_megabytes_in_both_directions_at_once(ends: Ends) -> None:
     assert not any(one.crowded for one in watched)
 
 
+class Slow:
+    """A socket on which one thread waits for another one to overtake it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._meeting = threading.Barrier(2)
+
+    def sendall(self, data: bytes) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._meeting.wait(0.1)
+            raise AssertionError("overtaken")
+        self._sock.sendall(data)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def test_records_leave_in_the_order_in_which_they_were_made(ends: Ends) -> None:
+    ends.client._sock = Slow(ends.client._sock)  # type: ignore[assignment]
+    sending = [in_background(ends.client.sendall, data) for data in (b"one", b"two")]
+    for one in sending:
+        one.result(TIMEOUT_S)
+    received = read_some(ends.server)
+    if len(received) < 6:
+        received += read_some(ends.server)
+    assert received in (b"onetwo", b"twoone")
+
+
 def test_many_threads_that_send(ends: Ends) -> None:
-    """Records leave in the order in which they were made: otherwise the peer cannot read them."""
     threads = [
         threading.Thread(target=ends.client.sendall, args=(struct.pack("<I", n) * 5000,)) for n in range(8)
     ]

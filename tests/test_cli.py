@@ -22,9 +22,15 @@ ANY_PORT = ("--http", "127.0.0.1:0")
 ORACLE = "FALCON-MERCURY-7749"
 
 
+def alone() -> dict[str, str]:
+    """The environment of a command that must not speak to anybody on the network."""
+    return {**os.environ, "MLXTP_ALONE": "1"}
+
+
 def mlxtp(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *args],
+        env=alone(),
         capture_output=True,
         text=True,
         timeout=START_S,
@@ -163,6 +169,7 @@ def node(home: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A running `mlxtp node` and the URL it printed. Killed if the test leaves it running."""
     process = subprocess.Popen(
         [*COMMAND, "node", "--home", str(home), *ANY_PORT, *args],
+        env=alone(),
         stderr=subprocess.PIPE,
         text=True,
         stdin=subprocess.DEVNULL,

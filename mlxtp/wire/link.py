@@ -80,6 +80,8 @@ class Link:
             with self._protocol_lock:
                 if self._closed:
                     return []
+                if data is None:
+                    continue
                 if not data:
                     self.protocol.receive_eof()
                     return []
@@ -105,15 +107,14 @@ class Link:
         poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(max(timeout_s, 0.0) * 1000))
 
-    def _read(self) -> bytes:
-        """What has come; b"" at the end of the stream, however it ended."""
-        while True:
-            try:
-                return self._sock.recv(_READ_BYTES)
-            except TimeoutError:
-                continue
-            except OSError:
-                return b""
+    def _read(self) -> bytes | None:
+        """What has come; b"" at the end of the stream, however it ended; None when nothing whole has come."""
+        try:
+            return self._sock.recv(_READ_BYTES)
+        except TimeoutError:
+            return None
+        except OSError:
+            return b""
 
 
 def listen(host: str, port: int = 0) -> socket.socket:

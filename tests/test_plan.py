@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,9 @@ def test_names_are_printed_as_they_are(folder: Path) -> None:
     """They come from people, and rich would take brackets for colours."""
     (folder / "[red]").mkdir()
     (folder / "[red]" / "config.json").write_text(json.dumps(LLAMA))
-    assert printed(folder / "[red]", desk(1)).startswith("[red]: ")
+    text = printed(folder / "[red]", [replace(mac(0), name="[bold]a")])
+    assert text.startswith("[red]: ")
+    assert text.count("[bold]a") == 2
 
 
 # --- JSON -------------------------------------------------------------------------------------------------

@@ -165,6 +165,17 @@ def test_a_slow_mac_is_left_to_wait() -> None:
     assert names(made) == "ac"
 
 
+def test_the_slowest_member_of_a_group_counts() -> None:
+    """The first circle one finds from a leads over the fast b and ends at the slow f."""
+    chips = ("M3 Ultra", "M3 Ultra", "M5 Max", "M4 Max", "M4 Pro", "M4")
+    cables = [(0, 1), (1, 5), (5, 0), (0, 2), (2, 3), (3, 0), (0, 4)]
+    members = cabled([mac(i, chip=f"Apple {name}") for i, name in enumerate(chips)], cables)
+    divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+    made = plan(members, divides, A, Options(nodes=3))
+    assert made.chosen is not None
+    assert names(made) == "acd"
+
+
 def test_all_takes_as_many_as_can_work_together() -> None:
     made = plan(desk(3), shape(), A, Options(nodes="all"))
     assert made.chosen is not None
@@ -410,7 +421,7 @@ def test_no_way_in_a_small_world_is_faster(size: int, model: str, lan: bool) -> 
 @pytest.mark.parametrize("model", ["by two and four", "by two and three"])
 def test_no_way_among_four_macs_is_faster(model: str) -> None:
     for i, (cables, rooms) in enumerate(worlds(4)):
-        if i % 3 != 2:
+        if i % 5 in (0, 2):
             check_world(model, cables, rooms, lan=bool(i % 2))
 
 

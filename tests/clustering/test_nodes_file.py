@@ -74,6 +74,11 @@ def test_without_links_every_machine_is_alone() -> None:
     assert kind(f"{NODE}count = 2\n", nodes=1) == "one node alone"
 
 
+def test_older_cables_have_no_rdma() -> None:
+    older = read_nodes(f'links = "thunderbolt4 mesh"\n{NODE}count = 2\n')
+    assert [(p.rdma, p.gbps) for m in older for p in m.machine.ports] == [("", 40)] * 2
+
+
 @pytest.mark.parametrize("lacking", ["rdma = false\n", ""])
 def test_rdma_needs_a_chip_with_thunderbolt_5(lacking: str) -> None:
     chip = "Apple M4 Pro" if lacking else "Apple M3 Max"

@@ -110,18 +110,22 @@ def plan(
         measured=options.measured,
     )
     must = coordinator if options.keep_coordinator and coordinator in present else ""
-    considered = _judged(finder.alternatives(must), options, len(present))
+    considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present))
     chosen = _best(considered, options)
     notes = _left_out(members)
     if must and len(present) > 1:
-        without = _judged(finder.alternatives("", leave_out=must), options, len(present) - 1)
+        without = _judged(finder.alternatives("", leave_out=must), options)
         free = _best(without, options)
         name = present[must].name
-        if chosen is None:
+        if chosen is None and free is not None:
+            notes.append(f"{name}, the coordinator, can be in no group: {_trouble(considered, options)}")
             chosen, considered = free, [*considered, *without]
-            if free is not None:
-                notes.append(f"{name}, the coordinator, can be in no group: {_trouble(considered, options)}")
-        elif free is not None and _speed(free) > FASTER_WITHOUT * _speed(chosen) and options.nodes == "auto":
+        elif (
+            chosen is not None
+            and free is not None
+            and _speed(free) > FASTER_WITHOUT * _speed(chosen)
+            and options.nodes == "auto"
+        ):
             notes.append(
                 f"without {name}, the coordinator: {free.title}, {_speed(free):.1f} tokens/s "
                 f"instead of {_speed(chosen):.1f}"
@@ -138,17 +142,22 @@ def plan(
     )
 
 
-def _judged(found: Sequence[Alternative], options: Options, here: int) -> list[Alternative]:
+def _judged(found: Sequence[Alternative], options: Options) -> list[Alternative]:
     """The same with the verdicts that a person's wishes and the speed of one node alone lead to."""
     alone = next((a for a in found if a.nodes == 1 and a.verdict == "possible"), None)
     judged = []
     for one in found:
         objection = _objection(one, alone, options) if one.verdict == "possible" else ""
         judged.append(replace(one, verdict="refused", reason=objection) if objection else one)
-    if isinstance(options.nodes, int) and options.nodes > here:
-        wanted = f"needs {options.nodes} nodes, {here} {'is' if here == 1 else 'are'} here"
-        judged.append(Alternative(kind=TENSOR_PARALLEL, nodes=options.nodes, reason=wanted))
     return judged
+
+
+def _too_few(options: Options, here: int) -> list[Alternative]:
+    """The group that was asked for, where there are not as many nodes."""
+    if not isinstance(options.nodes, int) or options.nodes <= here:
+        return []
+    why = f"needs {options.nodes} nodes, {here} {'is' if here == 1 else 'are'} here"
+    return [Alternative(TENSOR_PARALLEL, options.nodes, reason=why)]
 
 
 def _objection(one: Alternative, alone: Alternative | None, options: Options) -> str:

@@ -94,8 +94,26 @@ def test_a_cable_that_one_end_has_forgotten_is_none() -> None:
     port = members[1].machine.ports[0]
     moved = changed(members[1], ports=(replace(port, peer_domain="elsewhere"),))
     assert rdma_of([members[0], moved]) == {}
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_one_end_that_sees_the_cable_is_enough(silent: int) -> None:
+    members = cabled([mac(0), mac(1), mac(2)], [(0, 2), (0, 1)])[:2]
+    ports = [m.machine.ports for m in members]
+    ports[silent] = tuple(replace(p, peer_domain="") for p in ports[silent])
+    heard = [changed(m, ports=p) for m, p in zip(members, ports, strict=True)]
+    assert rdma_of(heard) == {A: "rdma_en3", B: "rdma_en2"}
+
+
+def test_a_port_has_one_cable() -> None:
+    """Two Macs say that they are cabled to the same port, which says nothing."""
+    members = cabled([mac(0), mac(1), mac(2)], [(0, 1)])
+    port = members[1].machine.ports[0]
     silent = changed(members[1], ports=(replace(port, peer_domain=""),))
-    assert rdma_of([members[0], silent]) == {A: "rdma_en2", B: "rdma_en2"}
+    liar = changed(members[2], ports=(replace(port, domain="other", peer_domain=port.domain),))
+    topology = Topology([members[0], silent, liar])
+    assert topology.rdma(A, B) is not None
+    assert topology.no_rdma(B, C) == "no cable"
 
 
 def test_a_mac_cabled_to_itself_is_alone() -> None:
@@ -157,7 +175,7 @@ def test_equal_addresses_are_not_one_network() -> None:
 
 
 def test_link_local_addresses_need_a_cable() -> None:
-    assert addresses([linux(0, "169.254.1.1"), linux(1, "169.254.2.2")], ETHERNET) == {}
+    assert addresses([linux(0, "169.254.1.1"), linux(1, "169.254.1.2")], ETHERNET) == {}
     members = two()
     local = [
         changed(m, interfaces=(replace(m.machine.interfaces[0], address=f"169.254.{i}.9", prefix=16),))

@@ -1,6 +1,6 @@
 """Many nodes in one process: agents as far as membership and coordination go, on a network that can be cut.
 
-The clock is a number, and everything that happens is an event in one queue: two runs of one story are alike to
+The clock is a number, and what happens is an event in one queue: two runs of one story are alike to
 the last beat. Links behave as TCP does. What is sent over one arrives in order; a cut network holds it back
 until it heals; a process that is killed closes its links, one whose machine lost its power does not.
 
@@ -144,9 +144,11 @@ class Node:
         self.membership = Membership(node_id, boot_id, others, world.now)
         self.links: dict[int, tuple[Wire, int, str, str]] = {}
         """Link number → wire, our end of it, node id and boot id of the other end."""
+        self.ending: set[int] = set()
+        """Links that nothing is sent over any more; what is still on its way there counts."""
         self.reports: dict[str, Running | None] = {}
         self.running: Running | None = None
-        self.joined = 0
+        self.joined = kept.epoch
         self.awaited: set[str] = set()
         self.open_requests = 0
         self.hold_until = 0.0
@@ -160,6 +162,9 @@ class Node:
         number = wire.numbers[end]
         address = f"10.0.0.{ord(peer.id[-1])}:{number}"
         if not self.membership.link_up(number, peer.id, peer.boot_id, address, self.world.now):
+            if self.membership.standing(peer.id).state is State.REMOVED:
+                for message in self.coordination.roster.messages():
+                    wire.send(end, message)
             wire.close(end)
             self.step()
             return
@@ -175,11 +180,13 @@ class Node:
         """Of two links with the same start of a peer, the one dialled by the smaller node id stays."""
         same = [n for n, (_, _, node, boot) in self.links.items() if (node, boot) == (peer.id, peer.boot_id)]
         smaller = [n for n in same if self.links[n][0].nodes[0].id == min(self.id, peer.id)]
-        for number in set(same) - {(smaller or same)[0]}:
-            self.close(number)
+        for number in set(same) - {(smaller or same)[0]} - self.ending:
+            self.send(number, Fin())
+            self.ending.add(number)
 
     def close(self, number: int) -> None:
         if number in self.links:
+            self.ending.discard(number)
             wire, end, _, _ = self.links.pop(number)
             wire.close(end)
             self.membership.link_down(number, self.world.now)
@@ -190,11 +197,11 @@ class Node:
 
     def tell(self, node_id: str, payload: object) -> None:
         numbers = [number for number, (_, _, node, _) in self.links.items() if node == node_id]
-        for number in numbers[-1:]:
+        for number in [number for number in numbers if number not in self.ending][-1:]:
             self.send(number, payload)
 
     def tell_all(self, *payloads: object) -> None:
-        for number in list(self.links):
+        for number in [number for number in self.links if number not in self.ending]:
             for payload in payloads:
                 self.send(number, payload)
 
@@ -216,9 +223,7 @@ class Node:
         now = self.world.now
         match payload:
             case Fin():
-                del self.links[number]
-                wire.open[end] = False
-                self.membership.link_down(number, now)
+                self.close(number)
                 self.step()
             case Goodbye():
                 self.membership.goodbye(number, now)
@@ -392,6 +397,9 @@ class Node:
 
     def follow_roster(self) -> None:
         members = self.coordination.roster.members()
+        if self.id not in members:
+            self.world.kill(self.id)
+            return
         for node_id, standing in self.membership.standings().items():
             if node_id not in members and standing.state is not State.REMOVED:
                 self.membership.removed(node_id)
@@ -469,6 +477,8 @@ class World:
         if node is None:
             return
         node.running_process = False
+        if node.running is not None:
+            node.log("leave: killed", node.running)
         self.disks[name] = to_text(Kept(node.coordination.kept()))
         if not power:
             self._forget_wires_of(name)
@@ -481,7 +491,7 @@ class World:
             self.kill(name)
 
     def _forget_wires_of(self, name: str) -> None:
-        """The system closes what a process had open, or answers for one that is gone since the machine is back."""
+        """The system closes what a process had open, or answers for it once its machine is back."""
         for wire in self._wires:
             for end in (0, 1):
                 if wire.nodes[end].id == name and not wire.nodes[end].running_process:
@@ -491,7 +501,7 @@ class World:
     def pause(self, name: str, seconds: float) -> None:
         """The process stands still; what arrives waits for it."""
         if node := self.nodes.get(name):
-            node.paused_until = self.now + seconds
+            node.paused_until = max(node.paused_until, self.now + seconds)
 
     # --- the network
 
@@ -533,20 +543,26 @@ class World:
 
     def components(self) -> list[set[str]]:
         """Members that run and can reach each other, if need be through others."""
-        rosters = [node.coordination.roster.members() for node in self.nodes.values()]
-        left = {name for name in self.nodes if all(name in members for members in rosters)}
-        found = []
+        left, found = set(self.nodes), []
         while left:
             one, edge = set(), {min(left)}
             while edge:
                 one |= edge
-                edge = {o for o in left - one if any(not self.is_cut(o, member) for member in one)}
+                edge = {other for other in left - one if any(self.reach(other, member) for member in one)}
             found.append(one)
             left -= one
         return found
 
+    def reach(self, one: str, other: str) -> bool:
+        """Whether they run, take each other for members, and nothing stands between them."""
+        if not {one, other} <= self.nodes.keys() or self.is_cut(one, other):
+            return False
+        return all(b in self.nodes[a].coordination.roster.members() for a, b in ((one, other), (other, one)))
+
     def complaint(self) -> str:
         """What is not as it should be once everything has calmed down; empty when all is well."""
+        if paused := [name for name, node in self.nodes.items() if node.paused_until > self.now]:
+            return f"{paused} stand still"
         for component in self.components():
             nodes = [self.nodes[name] for name in sorted(component)]
             if complaint := _beliefs_of(nodes) or _standings_of(self, nodes):
@@ -571,14 +587,11 @@ def _beliefs_of(nodes: Sequence[Node]) -> str:
 def _standings_of(world: World, nodes: Sequence[Node]) -> str:
     for node in nodes:
         for peer, standing in node.membership.standings().items():
-            there = world.nodes.get(peer)
-            reachable = there is not None and not world.is_cut(node.id, peer)
-            if standing.state is State.REMOVED:
-                continue
-            if not reachable and standing.state in (State.ALIVE, State.SUSPECT):
-                return f"{node.id} sees a ghost of {peer}"
-            if reachable and there and (standing.state, standing.boot_id) != (State.ALIVE, there.boot_id):
-                return f"{node.id} does not see {there.boot_id}: {standing}"
+            if not world.reach(node.id, peer):
+                if standing.state in (State.ALIVE, State.SUSPECT):
+                    return f"{node.id} sees a ghost of {peer}"
+            elif (standing.state, standing.boot_id) != (State.ALIVE, world.nodes[peer].boot_id):
+                return f"{node.id} does not see {world.nodes[peer].boot_id}: {standing}"
     return ""
 
 

@@ -463,10 +463,11 @@ class World:
     # --- nodes
 
     def start(self, *names: str) -> None:
+        """Those that do not run; one that knows it was removed does not start."""
         for name in names:
-            if name not in self.nodes:
+            kept = from_text(self.disks[name]).beliefs
+            if name not in self.nodes and name in kept.roster.members():
                 self._forget_wires_of(name)
-                kept = from_text(self.disks[name]).beliefs
                 node = Node(self, name, f"{name}-{next(self._boots)}", kept)
                 self.nodes[name] = node
                 self.at(self.now + self._random.uniform(0, 0.05), node.tick)

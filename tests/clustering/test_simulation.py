@@ -9,7 +9,8 @@ from mlxtp.cluster.decisions import HandOver
 from mlxtp.cluster.standing import Change, State
 from mlxtp.node.state import Kept, to_text
 
-from .simulation import TICK_S, Journal, World
+from .simulated_node import TICK_S, Journal
+from .simulation import World
 
 NAMES = "abcdef"
 QUIET_S = 45.0
@@ -295,16 +296,26 @@ def test_a_member_that_joins_is_known_to_everybody_a_moment_later() -> None:
 
 
 def test_a_copied_home_folder_is_noticed_by_whoever_meets_both() -> None:
-    world = serving("ab")
-    world.disks["B"] = world.disks["b"]
-    world.names.append("B")
-    world.start("B")
-    world.nodes["B"].id = "b"  # another process, on another machine, with the identity of b
+    world = serving("abc")
+    world.start_twin("b")
+    world.run(2.0)
+    first, second = world.nodes["b"].boot_id, world.nodes["b'"].boot_id
+    for name in "ac":
+        (duplicate,) = world.journals[name].duplicates
+        assert (duplicate.node_id, duplicate.boot_ids) == ("b", (first, second))
+        assert len(set(duplicate.addresses)) == 2
+        assert world.nodes[name].membership.standing("b").state is State.DEAD
+
+
+def test_a_copy_started_while_the_first_one_slept_is_noticed_when_that_wakes() -> None:
+    world = serving("abc")
+    world.pause("b", 10.0)
     world.run(5.0)
-    duplicates = world.journals["a"].duplicates
-    assert duplicates
-    assert duplicates[0].node_id == "b"
-    assert len(set(duplicates[0].boot_ids)) == len(set(duplicates[0].addresses)) == 2
+    world.start_twin("b")
+    world.run(4.0)
+    assert world.journals["a"].duplicates == []
+    world.run(6.0)
+    assert [duplicate.node_id for duplicate in world.journals["a"].duplicates] == ["b"]
 
 
 # --- any story --------------------------------------------------------------------------------------------

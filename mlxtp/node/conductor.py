@@ -31,6 +31,7 @@ from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
+MEMORY_STEP_BYTES = 1 << 30
 TELL_S = 3.0
 """How long a member that has just come may take to say whether it has the model."""
 
@@ -227,13 +228,22 @@ class Conductor:
                 Member(
                     node_id,
                     cluster.name_of(node_id),
-                    replace(machine, free_bytes=0, notes=()),
+                    replace(machine, free_bytes=_steps(machine.free_bytes), wired_bytes=0, notes=()),
                     link.remote if link is not None else "",
                     *self._has_model(node_id),
                     jaccl=False if node_id in self._lacking else None,
+                    held_bytes=self._held_bytes(node_id),
                 )
             )
         return sorted(found, key=lambda member: member.node_id)
+
+    def _held_bytes(self, node_id: str) -> int:
+        """What the rank there holds of its machine's memory, and will give back."""
+        ranks = self._cluster.supervisor.ranks
+        if ranks is None or self._mine is None or node_id not in self._mine.form.plan.ranks:
+            return 0
+        pong = ranks.pongs.get(self._mine.form.plan.ranks.index(node_id))
+        return _steps(pong.memory_bytes) if pong is not None else 0
 
     def _has_model(self, node_id: str) -> tuple[bool, str]:
         cluster = self._cluster
@@ -421,6 +431,11 @@ class Conductor:
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
         )
+
+
+def _steps(size: int) -> int:
+    """Memory comes and goes by the second; a plan is made anew when much has."""
+    return size // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES
 
 
 def _matrix(chosen: Alternative) -> Matrix:

@@ -1,11 +1,8 @@
-"""Many nodes in one process: agents as far as membership and coordination go, on a network that can be cut.
+"""Many nodes in one process, on a network that can be cut.
 
-The clock is a number, and everything that happens is an event in one queue: two runs of one story are alike to
-the last beat. Links behave as TCP does. What is sent over one arrives in order; a cut network holds it back
-until it heals; a process that is killed closes its links, one whose machine lost its power does not.
-
-A node's epochs are only names here: whoever forms one asks the others to take part, and it is ready when all
-have agreed.
+The clock is a number, and what happens is an event in one queue: two runs of one story are alike to the last
+beat. Links behave as TCP does. What is sent over one arrives in order; a cut network holds it back until it
+heals; a process that is killed closes its links, one whose machine lost its power does not.
 """
 
 from __future__ import annotations
@@ -15,68 +12,12 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 
 from mlxtp.cluster.beliefs import Beliefs, Roster
-from mlxtp.cluster.coordination import Coordination, Situation
-from mlxtp.cluster.decisions import (
-    Action,
-    FormEpoch,
-    HandOver,
-    Plan,
-    Running,
-    StopEpoch,
-    refusal,
-)
-from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.standing import Change, Duplicate, State
+from mlxtp.cluster.standing import State
 from mlxtp.node.state import Kept, from_text, to_text
-from mlxtp.wire.control import Beat, DesiredState, Members
 
-TICK_S = 0.5
-REDIAL_S = 0.5
-LOAD_S = 0.4
-"""From everybody's agreement to an epoch that is ready."""
-RETRY_S = 0.5
-
-
-@dataclass(frozen=True)
-class Report:
-    """With a beat: the epoch that its sender owns."""
-
-    beat: Beat
-    owns: Running | None
-
-
-@dataclass(frozen=True)
-class Offer:
-    running: Running
-
-
-@dataclass(frozen=True)
-class Answer:
-    number: int
-    problem: str | None
-
-
-@dataclass(frozen=True)
-class Ready:
-    number: int
-
-
-@dataclass(frozen=True)
-class Over:
-    """From the owner: it ended. From a participant: it left."""
-
-    number: int
-
-
-class Goodbye:
-    pass
-
-
-class Fin:
-    """The other end closed the link, or is gone."""
+from .simulated_node import Fin, Goodbye, Journal, Node
 
 
 class Wire:
@@ -121,286 +62,6 @@ class Wire:
         if self.open[end]:
             self.open[end] = False
             self.put(1 - end, Fin())
-
-
-@dataclass
-class Journal:
-    """What one node saw, over all its starts."""
-
-    changes: list[tuple[float, Change]] = field(default_factory=list)
-    duplicates: list[Duplicate] = field(default_factory=list)
-    actions: list[tuple[float, Action]] = field(default_factory=list)
-    epochs: list[tuple[float, str, int, str]] = field(default_factory=list)
-
-
-class Node:
-    """One start of one agent."""
-
-    def __init__(self, world: World, node_id: str, boot_id: str, kept: Beliefs) -> None:
-        self.world, self.id, self.boot_id = world, node_id, boot_id
-        self.journal = world.journals.setdefault(node_id, Journal())
-        self.coordination = Coordination(node_id, kept, world.now)
-        others = [other for other in self.coordination.roster.members() if other != node_id]
-        self.membership = Membership(node_id, boot_id, others, world.now)
-        self.links: dict[int, tuple[Wire, int, str, str]] = {}
-        """Link number → wire, our end of it, node id and boot id of the other end."""
-        self.reports: dict[str, Running | None] = {}
-        self.running: Running | None = None
-        self.joined = 0
-        self.awaited: set[str] = set()
-        self.open_requests = 0
-        self.hold_until = 0.0
-        self.dialled: dict[str, float] = {}
-        self.running_process = True
-        self.paused_until = 0.0
-
-    # --- links
-
-    def connected(self, wire: Wire, end: int, peer: Node) -> None:
-        number = wire.numbers[end]
-        address = f"10.0.0.{ord(peer.id[-1])}:{number}"
-        if not self.membership.link_up(number, peer.id, peer.boot_id, address, self.world.now):
-            wire.close(end)
-            self.step()
-            return
-        self.links[number] = (wire, end, peer.id, peer.boot_id)
-        self.send(number, self.report())
-        self.send(number, self.coordination.desired)
-        for message in self.coordination.roster.messages():
-            self.send(number, message)
-        self.close_second_links(peer)
-        self.step()
-
-    def close_second_links(self, peer: Node) -> None:
-        """Of two links with the same start of a peer, the one dialled by the smaller node id stays."""
-        same = [n for n, (_, _, node, boot) in self.links.items() if (node, boot) == (peer.id, peer.boot_id)]
-        smaller = [n for n in same if self.links[n][0].nodes[0].id == min(self.id, peer.id)]
-        for number in set(same) - {(smaller or same)[0]}:
-            self.close(number)
-
-    def close(self, number: int) -> None:
-        if number in self.links:
-            wire, end, _, _ = self.links.pop(number)
-            wire.close(end)
-            self.membership.link_down(number, self.world.now)
-
-    def send(self, number: int, payload: object) -> None:
-        wire, end, _, _ = self.links[number]
-        wire.send(end, payload)
-
-    def tell(self, node_id: str, payload: object) -> None:
-        numbers = [number for number, (_, _, node, _) in self.links.items() if node == node_id]
-        for number in numbers[-1:]:
-            self.send(number, payload)
-
-    def tell_all(self, *payloads: object) -> None:
-        for number in list(self.links):
-            for payload in payloads:
-                self.send(number, payload)
-
-    def dial(self) -> None:
-        linked = {node for _, _, node, _ in self.links.values()}
-        for node_id in self.coordination.roster.members():
-            due = self.dialled.get(node_id, -1.0) + REDIAL_S <= self.world.now
-            if node_id != self.id and node_id not in linked and due:
-                self.dialled[node_id] = self.world.now
-                self.world.dial(self, node_id)
-
-    # --- messages
-
-    def receive(self, wire: Wire, end: int, payload: object) -> None:
-        number = wire.numbers[end]
-        if number not in self.links:
-            return
-        _, _, sender, boot_id = self.links[number]
-        now = self.world.now
-        match payload:
-            case Fin():
-                del self.links[number]
-                wire.open[end] = False
-                self.membership.link_down(number, now)
-                self.step()
-            case Goodbye():
-                self.membership.goodbye(number, now)
-                self.step()
-            case Report(beat, owns):
-                self.membership.beat(number, now)
-                if not self.membership.counts(number):
-                    return
-                self.reports[sender] = owns
-                if self.coordination.heard(sender, boot_id, beat, now):
-                    self.step()
-                    self.tell_all(self.report())
-                lacks_desired, lacks_roster = self.coordination.lacks(beat)
-                if lacks_desired:
-                    self.send(number, self.coordination.desired)
-                if lacks_roster:
-                    for message in self.coordination.roster.messages():
-                        self.send(number, message)
-            case DesiredState():
-                if self.coordination.desires(payload):
-                    self.tell_all(payload)
-                    self.step()
-            case Members(entries):
-                if self.coordination.enrols(entries):
-                    self.tell_all(*self.coordination.roster.messages())
-                    self.follow_roster()
-            case _:
-                self.receive_of_epoch(sender, payload)
-
-    def receive_of_epoch(self, sender: str, payload: object) -> None:
-        mine = self.running
-        match payload:
-            case Offer(running):
-                problem = refusal(sender, running.number, self.coordination.claim, self.joined)
-                if problem is None:
-                    self.leave("for a newer one")
-                    self.join(running)
-                self.tell(sender, Answer(running.number, problem))
-            case Answer(number, problem) if mine and mine.number == number and mine.owner == self.id:
-                if problem is not None:
-                    self.stop(f"{sender}: {problem}")
-                    return
-                self.awaited.discard(sender)
-                if not self.awaited:
-                    self.world.at(self.world.now + LOAD_S, lambda: self.be_ready(number))
-            case Ready(number) if mine and (mine.number, mine.owner) == (number, sender):
-                self.running = replace(mine, ready=True)
-            case Over(number) if mine and mine.number == number:
-                if mine.owner == self.id:
-                    self.stop(f"{sender} left")
-                elif mine.owner == sender:
-                    self.leave("its owner ended it")
-
-    # --- epochs
-
-    def join(self, running: Running) -> None:
-        assert self.running is None, f"{self.id} takes part in two epochs"
-        assert running.number > self.joined, f"{self.id} joins epoch {running.number} after {self.joined}"
-        self.joined, self.running = running.number, running
-        self.coordination.saw_epoch(running.number)
-        self.log("join", running)
-
-    def leave(self, why: str) -> None:
-        if self.running is not None:
-            running, self.running = self.running, None
-            self.log(f"leave: {why}", running)
-            self.awaited.clear()
-            others = running.ranks[1:] if running.owner == self.id else running.ranks[:1]
-            for node_id in others:
-                self.tell(node_id, Over(running.number))
-
-    def stop(self, why: str) -> None:
-        self.leave(why)
-        self.hold_until = self.world.now + RETRY_S
-
-    def form(self, action: FormEpoch) -> None:
-        assert self.coordination.leading, f"{self.id} forms an epoch and does not coordinate"
-        desired, plan = self.coordination.desired, action.plan
-        running = Running(
-            action.number, plan.ranks, action.boots, plan.key, desired.model, desired.version, ready=False
-        )
-        self.join(running)
-        self.awaited = set(plan.ranks[1:])
-        for node_id in self.awaited:
-            self.tell(node_id, Offer(running))
-        if not self.awaited:
-            self.world.at(self.world.now + LOAD_S, lambda: self.be_ready(running.number))
-
-    def be_ready(self, number: int) -> None:
-        mine = self.running
-        if self.running_process and mine and mine.number == number and mine.owner == self.id:
-            self.running = replace(mine, ready=True)
-            for node_id in mine.ranks[1:]:
-                self.tell(node_id, Ready(number))
-
-    def plan(self) -> Plan | None:
-        """The strongest one, two or four of those who are here, this node among them if it can be."""
-        wanted = self.coordination.desired.nodes
-        standings = self.membership.standings()
-        here = sorted(
-            (node_id for node_id, standing in standings.items() if standing.present),
-            key=lambda node_id: (-self.world.strength.get(node_id, 1), node_id != self.id, node_id),
-        )
-        sizes = [int(wanted)] if wanted.isdecimal() else [4, 2, 1]
-        size = next((size for size in sizes if size <= len(here)), 0)
-        chosen = sorted(here[:size], key=lambda node_id: (node_id != self.id, node_id))
-        key = (float(sum(self.world.strength.get(node_id, 1) for node_id in chosen)),)
-        return Plan(tuple(chosen), key) if chosen else None
-
-    # --- what an agent's loop does
-
-    def own(self) -> Running | None:
-        mine = self.running
-        return replace(mine, open_requests=self.open_requests) if mine and mine.owner == self.id else mine
-
-    def report(self) -> Report:
-        mine = self.own()
-        owns = mine if mine and mine.owner == self.id else None
-        return Report(self.coordination.beat(healthy=self.membership.healthy), owns)
-
-    def tick(self) -> None:
-        if not self.running_process:
-            return
-        self.world.at(max(self.world.now + TICK_S, self.paused_until), self.tick)
-        if self.paused_until > self.world.now:
-            return
-        self.step()
-        self.tell_all(self.report())
-        self.dial()
-
-    def step(self) -> None:
-        """Judge, and act until nothing is left to do."""
-        now = self.world.now
-        changes = self.membership.tick(now)
-        for change in changes:
-            if isinstance(change, Duplicate):
-                self.journal.duplicates.append(change)
-            else:
-                self.journal.changes.append((now, change))
-        if self.coordination.tick(self.membership, changes, now):
-            self.tell_all(self.report())
-        for number in [number for number in self.links if not self.membership.counts(number)]:
-            self.close(number)
-        for _ in range(4):
-            others = [
-                running for node_id, running in self.reports.items()
-                if running is not None and self.membership.standing(node_id).present
-            ]  # fmt: skip
-            situation = Situation(
-                self.own(), others, self.plan(), "too few Macs", self.hold_until, "the last one failed"
-            )
-            action = self.coordination.decide(self.membership, situation, now)
-            if not self.act(action):
-                return
-        raise AssertionError(f"{self.id} never comes to rest: {action}")
-
-    def act(self, action: Action) -> bool:
-        if not self.journal.actions or self.journal.actions[-1][1] != action:
-            self.journal.actions.append((self.world.now, action))
-        match action:
-            case FormEpoch():
-                self.form(action)
-            case StopEpoch(reason):
-                self.leave(reason)
-            case HandOver(node_id):
-                self.coordination.hand_over(node_id, self.world.now)
-            case _:
-                return False
-        self.tell_all(self.report())
-        return True
-
-    def follow_roster(self) -> None:
-        members = self.coordination.roster.members()
-        for node_id, standing in self.membership.standings().items():
-            if node_id not in members and standing.state is not State.REMOVED:
-                self.membership.removed(node_id)
-        for node_id in members:
-            self.membership.admitted(node_id)
-        self.step()
-
-    def log(self, what: str, running: Running) -> None:
-        self.journal.epochs.append((self.world.now, what, running.number, running.owner))
 
 
 class World:
@@ -455,13 +116,21 @@ class World:
     # --- nodes
 
     def start(self, *names: str) -> None:
+        """Those that do not run; one that knows it was removed does not start."""
         for name in names:
-            if name not in self.nodes:
+            kept = from_text(self.disks[name]).beliefs
+            if name not in self.nodes and name in kept.roster.members():
                 self._forget_wires_of(name)
-                kept = from_text(self.disks[name]).beliefs
-                node = Node(self, name, f"{name}-{next(self._boots)}", kept)
-                self.nodes[name] = node
-                self.at(self.now + self._random.uniform(0, 0.05), node.tick)
+                self._start(name, name, kept)
+
+    def start_twin(self, name: str) -> None:
+        """Another machine, with a copy of this one's home folder. It calls the others, who call the first."""
+        self._start(f"{name}'", name, from_text(self.disks[name]).beliefs)
+
+    def _start(self, key: str, node_id: str, kept: Beliefs) -> None:
+        node = Node(self, node_id, f"{node_id}-{next(self._boots)}", kept)
+        self.nodes[key] = node
+        self.at(self.now + self._random.uniform(0, 0.05), node.tick)
 
     def kill(self, name: str, *, power: bool = False) -> None:
         """The process ends between two instructions; with `power`, its machine does."""
@@ -469,6 +138,8 @@ class World:
         if node is None:
             return
         node.running_process = False
+        if node.running is not None:
+            node.log("leave: killed", node.running)
         self.disks[name] = to_text(Kept(node.coordination.kept()))
         if not power:
             self._forget_wires_of(name)
@@ -481,7 +152,7 @@ class World:
             self.kill(name)
 
     def _forget_wires_of(self, name: str) -> None:
-        """The system closes what a process had open, or answers for one that is gone since the machine is back."""
+        """The system closes what a process had open, or answers for it once its machine is back."""
         for wire in self._wires:
             for end in (0, 1):
                 if wire.nodes[end].id == name and not wire.nodes[end].running_process:
@@ -491,7 +162,7 @@ class World:
     def pause(self, name: str, seconds: float) -> None:
         """The process stands still; what arrives waits for it."""
         if node := self.nodes.get(name):
-            node.paused_until = self.now + seconds
+            node.paused_until = max(node.paused_until, self.now + seconds)
 
     # --- the network
 
@@ -533,20 +204,26 @@ class World:
 
     def components(self) -> list[set[str]]:
         """Members that run and can reach each other, if need be through others."""
-        rosters = [node.coordination.roster.members() for node in self.nodes.values()]
-        left = {name for name in self.nodes if all(name in members for members in rosters)}
-        found = []
+        left, found = set(self.nodes), []
         while left:
             one, edge = set(), {min(left)}
             while edge:
                 one |= edge
-                edge = {o for o in left - one if any(not self.is_cut(o, member) for member in one)}
+                edge = {other for other in left - one if any(self.reach(other, member) for member in one)}
             found.append(one)
             left -= one
         return found
 
+    def reach(self, one: str, other: str) -> bool:
+        """Whether they run, take each other for members, and nothing stands between them."""
+        if not {one, other} <= self.nodes.keys() or self.is_cut(one, other):
+            return False
+        return all(b in self.nodes[a].coordination.roster.members() for a, b in ((one, other), (other, one)))
+
     def complaint(self) -> str:
         """What is not as it should be once everything has calmed down; empty when all is well."""
+        if paused := [name for name, node in self.nodes.items() if node.paused_until > self.now]:
+            return f"{paused} stand still"
         for component in self.components():
             nodes = [self.nodes[name] for name in sorted(component)]
             if complaint := _beliefs_of(nodes) or _standings_of(self, nodes):
@@ -571,14 +248,11 @@ def _beliefs_of(nodes: Sequence[Node]) -> str:
 def _standings_of(world: World, nodes: Sequence[Node]) -> str:
     for node in nodes:
         for peer, standing in node.membership.standings().items():
-            there = world.nodes.get(peer)
-            reachable = there is not None and not world.is_cut(node.id, peer)
-            if standing.state is State.REMOVED:
-                continue
-            if not reachable and standing.state in (State.ALIVE, State.SUSPECT):
-                return f"{node.id} sees a ghost of {peer}"
-            if reachable and there and (standing.state, standing.boot_id) != (State.ALIVE, there.boot_id):
-                return f"{node.id} does not see {there.boot_id}: {standing}"
+            if not world.reach(node.id, peer):
+                if standing.state in (State.ALIVE, State.SUSPECT):
+                    return f"{node.id} sees a ghost of {peer}"
+            elif (standing.state, standing.boot_id) != (State.ALIVE, world.nodes[peer].boot_id):
+                return f"{node.id} does not see {world.nodes[peer].boot_id}: {standing}"
     return ""
 
 

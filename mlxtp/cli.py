@@ -243,7 +243,10 @@ async def _node(settings: Settings) -> None:
             group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
             size = group.world_size if group is not None else 0
             log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
-        await (asyncio.Event() if agent.cluster is None else agent.cluster.removed).wait()
+        if agent.cluster is None:
+            await asyncio.Event().wait()
+        else:
+            await asyncio.shield(agent.cluster.over)
         log.info("this Mac belongs to no cluster any more; the agent ends")
 
 

@@ -169,7 +169,7 @@ class Member(Alone):
         if others:
             cluster.remove(cluster.node_id)
         self._store.leave()
-        cluster.removed.set()
+        cluster.end()
         return {"left": cluster.identity.cluster_id, "members": len(others)}
 
     def _members(self) -> list[Json]:

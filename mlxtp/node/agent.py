@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from ..api.server import bind, serve
 from ..cluster import hardware
 from ..cluster.identity import Store
 from ..config import Settings
-from ..errors import ConfigError, GroupError
+from ..errors import Code, ConfigError, GroupError
 from ..wire.machine import Machine
 from .administration import Alone, Member, announced
 from .cluster import Cluster
@@ -131,7 +132,7 @@ async def _among_others(
         tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live())]
         supervising = asyncio.create_task(supervisor.run(None, cluster.conductor))
         for task in (*tasks, supervising):
-            task.add_done_callback(_report_bug)
+            task.add_done_callback(partial(_report_bug, cluster))
         try:
             with announced(settings.home, _url(sock), admin.key):
                 yield Agent(supervisor, _url(sock), cluster, entered.founded)
@@ -153,10 +154,11 @@ def _control_addresses(settings: Settings, machine: Machine, port: int) -> tuple
     return tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]
 
 
-def _report_bug(task: asyncio.Task[None]) -> None:
-    """A task that keeps the agent among the others must not end in silence."""
+def _report_bug(cluster: Cluster, task: asyncio.Task[None]) -> None:
+    """A part of the agent that ends by a bug takes it along, so that it is started anew."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("a part of this agent ended; restart it", exc_info=error)
+        log.critical("a part of this agent ended", exc_info=error)
+        cluster.end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:

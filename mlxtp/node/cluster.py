@@ -88,6 +88,7 @@ class Cluster:
         self.node_id = identity.node_id
         self.name = settings.name
         self.boot_id = secrets.token_hex(8)
+        self._versions, self._flags = versions_here(), flags_of(settings)
         self.knowledge = Knowledge()
         self.knowledge.machines[self.node_id] = machine
         self.addresses: tuple[str, ...] = ()
@@ -105,7 +106,7 @@ class Cluster:
         self.membership = Membership(
             self.node_id, self.boot_id, [node for node in members if node != self.node_id], now
         )
-        self.neighbours = Neighbours(self.hello, self._judge, self)
+        self.neighbours = Neighbours(self.node_id, self.hello, self._judge, self)
         self.model = ModelHere(settings.draft_model, self._model_changed)
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.conductor = Conductor(self)
@@ -122,8 +123,8 @@ class Cluster:
         self._looking: asyncio.Task[None] | None = None
         self._token_desk: Callable[[], str] | None = None
         self._token_answers: dict[bytes, asyncio.Future[str]] = {}
-        self.removed = asyncio.Event()
-        """Set when this node is no member of its cluster any more."""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when this agent has no more to do: this node is no member any more, or a bug, as an error."""
         self.model.want(self.coordination.desired)
 
     # --- what is asked ------------------------------------------------------------------------------
@@ -136,8 +137,8 @@ class Cluster:
             self.identity.cluster_id,
             self.boot_id,
             self.name,
-            versions_here(),
-            flags_of(self.settings),
+            self._versions,
+            self._flags,
             self.addresses,
             self.http,
             self.identity.authority is not None,
@@ -379,9 +380,18 @@ class Cluster:
                 "this Mac was removed from its cluster; `mlxtp cluster leave`, then "
                 "`mlxtp node --join TOKEN` bring it back"
             )
-            self.removed.set()
+            self.end()
         self.on_roster()
         self.changed()
+
+    def end(self, error: MlxtpError | None = None) -> None:
+        """This agent has no more to do, in order or because of `error`."""
+        if self.over.done():
+            return
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
 
     def _twins(self, what: str) -> None:
         self.problem = (

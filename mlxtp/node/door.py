@@ -57,7 +57,7 @@ class Door:
     def token(self) -> str:
         """A new join token. Raises UserError when too many are open."""
         assert self._desk is not None
-        return self._desk.issue(secrets.token_bytes(SECRET_BYTES), time.time()).text()
+        return self._desk.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic()).text()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -88,7 +88,7 @@ class Door:
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            admitted = await answer_joiner(reader, writer, self._offer(), time.time)
+            admitted = await answer_joiner(reader, writer, self._offer(), time.monotonic)
         except MlxtpError as error:
             log.info("a Mac that wanted to join did not: %s", error.detail)
             return

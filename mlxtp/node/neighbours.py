@@ -110,7 +110,8 @@ class _End:
 class Neighbours:
     """All control links of this agent."""
 
-    def __init__(self, hello: Callable[[], AgentHello], judge: Judge, events: Events) -> None:
+    def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, events: Events) -> None:
+        self._node_id = node_id
         self._hello = hello
         self._judge = judge
         self._events = events
@@ -120,7 +121,7 @@ class Neighbours:
 
     def to(self, node_id: str) -> ControlLink | None:
         """The link to a node. Where there are two, both ends mean the one that the smaller id dialled."""
-        mine = self._hello().node_id
+        mine = self._node_id
         links = [link for link in self._links.values() if link.node_id == node_id]
         return min(links, key=lambda link: (link.dialled != (mine < node_id), link.number), default=None)
 

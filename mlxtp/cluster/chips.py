@@ -78,7 +78,7 @@ _PORTS, _ULTRA_PORTS = 3, 5
 _CPU = Chip("", 20e9, CPU_EFFICIENCY, 0, 0.2e12, known=False)
 """A machine nobody knows: two channels of its memory, and a few cores' worth of arithmetic. Assumptions."""
 
-_NAME = re.compile(r"\bM(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
+_NAME = re.compile(r"\bApple M(\d+)(?: (Pro|Max|Ultra))?\b", re.IGNORECASE)
 
 
 def chip(name: str, gpu_cores: int = 0) -> Chip:

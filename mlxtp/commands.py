@@ -17,10 +17,12 @@ from . import plan as planning
 from .client import AgentClient
 from .cluster import hardware
 from .cluster.identity import Store
+from .cluster.known import KNOWN
 from .cluster.placement import Options
 from .cluster.topology import Member
 from .config import resolve_settings
 from .errors import MlxtpError, UserError
+from .node.models import find_config, is_hub_id, lasting_name
 from .wire.machine import Interface, Machine, Port
 
 Home = Annotated[Path | None, typer.Option(help="Folder of the node's state; also MLXTP_HOME.")]
@@ -56,7 +58,7 @@ def serve(
 ) -> None:
     """Serve a model on the whole cluster; from any member."""
     with _refusing():
-        answer = _agent(home).post("serve", model=model, nodes=nodes)
+        answer = _agent(home).post("serve", model=lasting_name(model), nodes=nodes)
         _print(answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is")
 
 
@@ -117,6 +119,7 @@ def plan(
     ] = "auto",
     backend: Annotated[str, typer.Option(metavar="auto|jaccl|ring")] = "auto",
     max_context: Annotated[int, typer.Option(help="Tokens whose KV cache must have room.")] = 0,
+    fast_fences: Annotated[bool, typer.Option(help="As if MLX_METAL_FAST_SYNCH=1 were set.")] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -128,8 +131,10 @@ def plan(
         else:
             found, coordinator = _members_here(_home(home))
         wanted: str | int = int(spread) if spread.isdecimal() else spread
-        options = Options(backend=backend, nodes=wanted, max_context=max_context)
-        made = planning.run(model, found, coordinator=coordinator, options=options, as_json=as_json)
+        options = Options(backend=backend, nodes=wanted, max_context=max_context, fast_fences=fast_fences)
+        known = model in KNOWN or not is_hub_id(model)
+        shaped = model if known else find_config(model)
+        made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
     if made.chosen is None:
         raise typer.Exit(1)
 

@@ -173,7 +173,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "demo": frozenset({"node", "api", "config", "errors"}),
     "plan": frozenset({"cluster", "config", "errors"}),
     "client": frozenset({"errors"}),
-    "commands": frozenset({"plan", "client", "cluster", "config", "errors", "wire"}),
+    "commands": frozenset({"plan", "client", "node", "cluster", "config", "errors", "wire"}),
     "cli": frozenset({"commands", "demo", "plan", "node", "cluster", "config", "errors", ""}),
     "__main__": frozenset({"cli"}),
     "": frozenset(),

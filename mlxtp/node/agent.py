@@ -30,7 +30,7 @@ from .dialer import Dialer
 from .door import Door, bind_control
 from .entering import enter
 from .epoch import State
-from .models import find_model, is_hub_id, open_model
+from .models import find_model, is_hub_id, lasting_name, open_model
 from .rank_process import WORKER
 from .supervisor import ModelSource, StageListener, Supervisor
 
@@ -125,7 +125,7 @@ async def _among_others(
         settings = replace(settings, peers=(*settings.peers, *entered.peers))
         dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
         if settings.model_given or entered.founded:
-            cluster.want(settings.model, settings.nodes)
+            cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
         serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))

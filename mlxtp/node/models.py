@@ -28,6 +28,11 @@ async def find_model(name: str) -> Path:
     return await asyncio.to_thread(lambda: _check(_find(name)).resolve())
 
 
+def find_config(name: str) -> Path:
+    """A folder with its configuration and the index of its weights, not the weights. Raises ModelError."""
+    return _download(name, ("config.json", "*.index.json")) if is_hub_id(name) else _check(_find(name))
+
+
 def _open_model(name: str, draft: str) -> ModelSource:
     path = _check(_find(name))
     draft_path = _check(_find(draft)).resolve() if draft else None
@@ -62,6 +67,12 @@ def _find(name: str) -> Path:
     return _download(name)
 
 
+def lasting_name(name: str) -> str:
+    """What a model is called wherever one stands: a folder by its whole path."""
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if name != EMBEDDED_MODEL and folder.is_dir() else name
+
+
 def is_hub_id(name: str) -> bool:
     """Whether this names a model on the Hub, OWNER/NAME, rather than a folder."""
     owner, _, model = name.partition("/")
@@ -73,7 +84,7 @@ def is_hub_id(name: str) -> bool:
     )
 
 
-def _download(name: str) -> Path:
+def _download(name: str, wanted: tuple[str, ...] = _WANTED_FILES) -> Path:
     """The newest snapshot if the Hub answers, else the one already on this machine."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -85,7 +96,7 @@ def _download(name: str) -> Path:
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_WANTED_FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(wanted)))
     except GatedRepoError:
         why = "it is gated; accept its terms on the Hub and set HF_TOKEN"
     except RepositoryNotFoundError:

@@ -50,7 +50,9 @@ def test_a_newer_chip_counts_as_the_newest_of_its_kind_and_is_not_known() -> Non
     assert (newer.name, newer.known) == ("Apple M9 Max", False)
 
 
-@pytest.mark.parametrize("name", ["", "AMD EPYC 7763", "Intel(R) Core(TM) m3-6Y30 CPU", "Apple Silicon", "Apple M0"])
+@pytest.mark.parametrize(
+    "name", ["", "AMD EPYC 7763", "Intel(R) Core(TM) m3-6Y30 CPU", "Apple Silicon", "Apple M0"]
+)
 def test_anything_else_is_a_plain_computer(name: str) -> None:
     found = chip(name)
     assert not found.known

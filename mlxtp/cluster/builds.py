@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Build:
     """What an agent runs, as its AgentHello says it.
 
-    `protocol` is the wire's version. `versions` and `flags` are "name=value". A flag that is not named is at its
-    default, so that a later version may have one more.
+    `protocol` is the wire's version. `versions` and `flags` are "name=value". A flag that is not named is at
+    its default, so that a later version may have one more.
     """
 
     protocol: int

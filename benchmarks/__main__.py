@@ -17,7 +17,7 @@ from rich.console import Console
 from mlxtp.errors import MlxtpError
 from mlxtp.node.agent import stopped_by_signal
 
-from . import concurrency, decode, docs, frames, idle, links, loading, prefill, speculation
+from . import concurrency, decode, docs, frames, idle, links, loading, membership, prefill, speculation
 from .errors import Unmeasured
 from .measures import Row
 from .stage import Stage
@@ -32,6 +32,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "idle": idle.measure,
     "links": links.measure,
     "loading": loading.measure,
+    "membership": membership.measure,
 }
 CASE_LIMIT_S = 1800.0
 """One case that hangs must not take the others' rows with it."""

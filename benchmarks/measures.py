@@ -124,6 +124,13 @@ _ALL = (
     Measure("encode + decode StepToken", "µs", "Both.", "", Goal("≤", 5)),
     Measure("protocol send + receive StepToken", "µs", "With the link's order and ledger, both ends."),
     Measure("protocol send + receive Ack", "µs", "The way back."),
+    # --- membership
+    Measure("64 members, from their start to one coordinator", "ticks",
+            "Half a second each; the members find each other within the first four."),
+    Measure("64 members, from the coordinator's death to the next", "ticks",
+            "Its links break; all the others follow the same one again."),
+    Measure("64 members, one tick of one of them", "µs",
+            "Judging 63 others, deciding, and taking in a beat of each, twice a second."),
 )  # fmt: skip
 
 MEASURES = {measure.name: measure for measure in _ALL}

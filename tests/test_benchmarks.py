@@ -14,6 +14,7 @@ from benchmarks.__main__ import CASES
 from benchmarks.errors import Unmeasured
 from benchmarks.http_client import parse
 from benchmarks.measures import MEASURES, Goal, absolute, compare, met
+from benchmarks.membership import Crowd
 from benchmarks.table import HEADINGS, cells
 
 GOALS = {
@@ -176,6 +177,20 @@ def test_a_gap_counts_if_it_overlaps_the_long_prompt() -> None:
 def test_a_stream_that_was_over_has_no_gap() -> None:
     with pytest.raises(Unmeasured):
         prefill.longest_gap_s((0, 1, 2), 3, 4)
+
+
+# --- members on a clock of their own ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_crowd_agrees_and_agrees_again_without_its_coordinator(size: int) -> None:
+    crowd = Crowd(size, seed=1)
+    assert crowd.ticks_until_agreed() <= 6
+    first = crowd.coordinator
+    if size > 1:
+        crowd.kill(first)
+        assert 3 <= crowd.ticks_until_agreed() <= 6
+        assert crowd.coordinator > first
 
 
 # --- what is asked, and of what -----------------------------------------------------------------------

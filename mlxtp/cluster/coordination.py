@@ -9,6 +9,7 @@ one coordinator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -51,11 +52,14 @@ class Situation:
 
 @dataclass(slots=True)
 class _Following:
-    """How the claim is doing. `boot_id` is the claimant's own, once it was heard from itself."""
+    """How the claim is doing: the highest pulse, when it last rose, and when the claimant itself last spoke.
+
+    `boot_id` is the claimant's own, once it spoke; `over` says that this start of it ended.
+    """
 
     pulse: int = 0
     at: float = 0.0
-    relayed: bool = False
+    spoke: float = -math.inf
     boot_id: str = ""
     over: bool = False
 
@@ -133,11 +137,10 @@ class Coordination:
         anew = claim != self.claim
         if anew:
             following = self._follow(claim, now)
-        if anew or beat.pulse > following.pulse:
-            following.pulse = max(beat.pulse, following.pulse)
-            following.at, following.relayed = now, sender != claim.node_id
-            if sender == claim.node_id:
-                following.boot_id = boot_id
+        if beat.pulse > following.pulse:
+            following.pulse, following.at = beat.pulse, now
+        if sender == claim.node_id:
+            following.spoke, following.boot_id = now, boot_id
         return anew
 
     def desires(self, desired: DesiredState) -> bool:
@@ -181,7 +184,7 @@ class Coordination:
         for change in changes:
             if isinstance(change, Change):
                 self._take_in(change, now)
-        self._following.at = min(self._following.at + membership.stood_still_s, now)
+        self._excuse(membership.stood_still_s, now)
         standings = membership.standings()
         self._told = {
             node_id: boot_id
@@ -277,8 +280,14 @@ class Coordination:
         if state in (State.LEFT, State.REMOVED):
             return True
         # Also who is here must pulse: else it does not know of its claim. What is passed on comes in jerks.
-        limit_s = pace.broken_s if state is State.DEAD and not following.relayed else pace.dead_s
+        passed_on = following.at - following.spoke > 2 * pace.beat_s
+        limit_s = pace.broken_s if state is State.DEAD and not passed_on else pace.dead_s
         return now - following.at >= limit_s * membership.patience
+
+    def _excuse(self, stood_still_s: float, now: float) -> None:
+        """The time that we ourselves stood still is not the coordinator's silence."""
+        self._following.at = min(self._following.at + stood_still_s, now)
+        self._following.spoke = min(self._following.spoke + stood_still_s, now)
 
     def _untold(self, standings: Mapping[str, Standing]) -> list[str]:
         """Members that are present and have not yet told what they believe: they may know better."""

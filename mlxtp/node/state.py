@@ -125,13 +125,13 @@ def load(home: Path) -> tuple[Kept, str]:
 
 def save(home: Path, kept: Kept) -> None:
     """Replace the file. Raises UserError when that cannot be done; the file is then what it was."""
-    path, draft = home / FILE, home / f"{FILE}.draft"
+    path, draft, text = home / FILE, home / f"{FILE}.draft", to_text(kept)
     try:
         with contextlib.suppress(FileNotFoundError):
             draft.unlink()
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(to_text(kept))
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

@@ -1,0 +1,119 @@
+"""How 64 members come to agree, and what that costs each of them: the pure modules, without a network."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+from mlxtp.cluster.beliefs import Beliefs, Roster
+from mlxtp.cluster.coordination import Coordination, Situation
+from mlxtp.cluster.decisions import Plan
+from mlxtp.cluster.membership import Membership
+from mlxtp.cluster.standing import Pace
+from mlxtp.wire.control import MAX_MEMBERS, Beat
+
+from .errors import Unmeasured
+from .measures import Row, absolute
+from .stage import Stage
+
+_TICK_S = Pace().beat_s
+_LINKING_TICKS = 4
+"""Within so many, each pair of members has found each other."""
+_STEADY_TICKS = 20
+_MOST_TICKS = 60
+
+
+async def measure(stage: Stage) -> list[Row]:
+    """Ticks until all follow one coordinator, at the start and after its death, and the time of a tick."""
+    began: list[float] = []
+    followed: list[float] = []
+    costs_us: list[float] = []
+    for round_number in stage.rounds("64 members", full=5, quick=2):
+        crowd = Crowd(MAX_MEMBERS, seed=round_number)
+        began_ticks, cost_us = crowd.ticks_until_agreed(), crowd.tick_us()
+        crowd.kill(crowd.coordinator)
+        followed_ticks = crowd.ticks_until_agreed()
+        if round_number:
+            began.append(began_ticks)
+            followed.append(followed_ticks)
+            costs_us.append(cost_us)
+    figures = {
+        "64 members, from their start to one coordinator": began,
+        "64 members, from the coordinator's death to the next": followed,
+        "64 members, one tick of one of them": costs_us,
+    }
+    return [absolute(name, values) for name, values in figures.items()]
+
+
+class Crowd:
+    """Members that tick together; what one says in a tick, the others hear in the same."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.now = 0.0
+        names = [f"{number:032x}" for number in range(size)]
+        roster = Roster()
+        for name in names:
+            roster = roster.admitting(name, f"mac-{int(name, 16)}", f"{int(name, 16):064x}")
+        self._memberships = {name: Membership(name, f"{name}-1", names, self.now) for name in names}
+        self._coordinations = {name: Coordination(name, Beliefs(roster=roster), self.now) for name in names}
+        for coordination in self._coordinations.values():
+            coordination.want("a model")
+        pairs = list(itertools.combinations(names, 2))
+        chance = random.Random(seed)
+        self._comes_up = [(chance.randrange(_LINKING_TICKS), link, *pair) for link, pair in enumerate(pairs)]
+        self._links: dict[str, dict[str, int]] = {name: {} for name in names}
+
+    @property
+    def coordinator(self) -> str:
+        """Whom the first member follows."""
+        return next(iter(self._coordinations.values())).claim.node_id
+
+    def ticks_until_agreed(self) -> int:
+        """How many it takes until all have claimed or followed the same living member."""
+        for ticks in range(1, _MOST_TICKS):
+            self.tick()
+            claims = {coordination.claim for coordination in self._coordinations.values()}
+            leading = [name for name, coordination in self._coordinations.items() if coordination.leading]
+            if len(claims) == len(leading) == 1 and not self._comes_up:
+                return ticks
+        raise Unmeasured(f"{len(self._links)} members did not agree within {_MOST_TICKS} ticks")
+
+    def tick_us(self) -> float:
+        """What a tick takes one member, on average: judging, deciding, hearing all the others once."""
+        began = time.perf_counter()
+        for _ in range(_STEADY_TICKS):
+            self.tick()
+        return (time.perf_counter() - began) / _STEADY_TICKS / len(self._links) * 1e6
+
+    def kill(self, name: str) -> None:
+        """Its links break."""
+        for other, link in self._links.pop(name).items():
+            self._memberships[other].link_down(link, self.now)
+            del self._links[other][name]
+        del self._memberships[name], self._coordinations[name]
+
+    def tick(self) -> None:
+        """Links that are due come up; then all judge, decide and beat, and hear each other."""
+        self.now += _TICK_S
+        self._link()
+        beats: dict[str, Beat] = {}
+        for name, membership in self._memberships.items():
+            coordination = self._coordinations[name]
+            coordination.tick(membership, membership.tick(self.now), self.now)
+            coordination.decide(membership, Situation(plan=Plan((name,), (1.0,))), self.now)
+            beats[name] = coordination.beat(healthy=membership.healthy)
+        for name, links in self._links.items():
+            membership, coordination = self._memberships[name], self._coordinations[name]
+            for other, link in links.items():
+                membership.beat(link, self.now)
+                coordination.heard(other, f"{other}-1", beats[other], self.now)
+
+    def _link(self) -> None:
+        due = round(self.now / _TICK_S) - 1
+        for _, link, one, other in [entry for entry in self._comes_up if entry[0] <= due]:
+            for name, peer in ((one, other), (other, one)):
+                if not self._memberships[name].link_up(link, peer, f"{peer}-1", "", self.now):
+                    raise Unmeasured("a member was refused")
+                self._links[name][peer] = link
+        self._comes_up = [entry for entry in self._comes_up if entry[0] > due]

@@ -1,0 +1,163 @@
+"""What members believe: whoever hears the same, in whatever order, believes the same."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.cluster.beliefs import MAX_ENTRIES, NOBODY, Beliefs, Claim, Roster, newer, stronger
+from mlxtp.errors import RemoteProtocolError, UserError
+from mlxtp.wire.control import MAX_MEMBERS, DesiredState, RosterEntry
+from mlxtp.wire.frames import encode
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Claim(2, "b"), Claim(1, "a")),
+        (Claim(2, "a"), Claim(2, "b")),
+        (Claim(1, "z"), NOBODY),
+    ],
+)
+def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(one: Claim, other: Claim) -> None:
+    assert stronger(one, other) == stronger(other, one) == one
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (DesiredState(2, "b", "", "auto"), DesiredState(1, "a", "llama", "auto")),
+        (DesiredState(2, "a", "llama", "auto"), DesiredState(2, "b", "qwen", "auto")),
+    ],
+)
+def test_the_later_wish_is_newer_and_of_one_version_the_smaller_writers(
+    one: DesiredState, other: DesiredState
+) -> None:
+    assert newer(one, other) == newer(other, one) == one
+
+
+# --- merging ----------------------------------------------------------------------------------------------
+
+_ids = st.sampled_from("abc")
+_entry = st.builds(
+    RosterEntry,
+    node_id=_ids,
+    name=_ids,
+    fingerprint=st.sampled_from("xyz"),
+    removed=st.booleans(),
+    version=st.integers(1, 3),
+)
+_beliefs = st.builds(
+    Beliefs,
+    claim=st.just(NOBODY) | st.builds(Claim, st.integers(1, 3), _ids),
+    desired=st.builds(DesiredState, st.integers(0, 3), _ids, st.sampled_from(("", "m")), st.just("auto")),
+    roster=st.lists(_entry, max_size=4).map(lambda entries: Roster().merged(entries)),
+    epoch=st.integers(0, 3),
+)
+
+
+@given(_beliefs, _beliefs, _beliefs)
+def test_merging_needs_no_order_and_no_memory(one: Beliefs, two: Beliefs, three: Beliefs) -> None:
+    assert one.merged(two) == two.merged(one)
+    assert one.merged(two).merged(three) == one.merged(two.merged(three))
+    assert one.merged(one) == one
+
+
+@given(st.lists(_entry, max_size=6))
+def test_who_was_removed_stays_so_whatever_is_merged(entries: list[RosterEntry]) -> None:
+    roster = Roster().merged(entries)
+    for entry in entries:
+        if entry.removed:
+            assert roster.removed(entry.fingerprint)
+    assert not {e.fingerprint for e in roster.members().values()} & {
+        e.fingerprint for e in entries if e.removed
+    }
+
+
+# --- the roster -------------------------------------------------------------------------------------------
+
+
+def roster(*names: str) -> Roster:
+    found = Roster()
+    for name in names:
+        found = found.admitting(name, f"mac-{name}", f"key-{name}")
+    return found
+
+
+def test_members_are_listed_by_age() -> None:
+    assert list(roster("c", "a", "b").members()) == ["c", "a", "b"]
+
+
+def test_a_removed_member_is_no_member_and_its_key_is_never_admitted_again() -> None:
+    less = roster("a", "b").removing("b")
+    assert list(less.members()) == ["a"]
+    assert less.removed("key-b")
+    assert not less.removed("key-a")
+    with pytest.raises(UserError, match="mac-b was removed"):
+        less.admitting("b", "mac-b", "key-b")
+    assert list(less.admitting("b", "mac-b", "another key").members()) == ["a", "b"]
+
+
+def test_a_removal_wins_over_a_later_word_of_whoever_did_not_hear_of_it() -> None:
+    both = roster("a", "b")
+    renamed = both.admitting("b", "a new name", "key-b").admitting("b", "a newer name", "key-b")
+    for merged in (both.removing("b").merged(renamed.entries), renamed.merged(both.removing("b").entries)):
+        assert list(merged.members()) == ["a"]
+
+
+def test_a_new_key_ends_the_old_one() -> None:
+    renewed = roster("a", "b").admitting("b", "mac-b", "key-2")
+    assert renewed.members()["b"].fingerprint == "key-2"
+    assert renewed.removed("key-b")
+
+
+def test_removing_a_stranger_is_a_mistake_that_is_told() -> None:
+    with pytest.raises(UserError, match="no member has the node id z"):
+        roster("a").removing("z")
+
+
+def test_there_is_room_for_64_members() -> None:
+    full = roster(*(f"n{i}" for i in range(MAX_MEMBERS)))
+    with pytest.raises(UserError, match="at most 64 members"):
+        full.admitting("one", "more", "key")
+    assert len(full.removing("n3").admitting("one", "more", "key").members()) == MAX_MEMBERS
+
+
+def test_two_sides_that_filled_up_apart_keep_the_oldest_64() -> None:
+    both = roster(*(f"n{i}" for i in range(MAX_MEMBERS - 1)))
+    merged = both.admitting("x", "x", "x").merged(both.admitting("y", "y", "y").entries)
+    assert len(merged.members()) == MAX_MEMBERS
+    assert "n0" in merged.members()
+
+
+def test_a_roster_is_bounded() -> None:
+    entries = [RosterEntry(f"{i}", "", f"{i}", True, 1) for i in range(MAX_ENTRIES)]
+    full = Roster().merged(entries)
+    with pytest.raises(RemoteProtocolError, match="513"):
+        full.merged([RosterEntry("z", "", "z", True, 1)])
+    with pytest.raises(UserError, match="512"):
+        full.admitting("z", "", "z")
+
+
+def test_the_digest_tells_rosters_apart() -> None:
+    digests = {found.digest() for found in (roster("a"), roster("b"), roster("a", "b"), Roster())}
+    assert len(digests) == 4
+    assert all(0 <= digest < 2**63 for digest in digests)
+    one, other = roster("a", "b"), Roster()
+    assert other.merged(one.entries).digest() == one.digest()
+
+
+def test_a_long_roster_travels_in_several_frames() -> None:
+    whole = Roster().merged([RosterEntry(f"{i:032x}", "n" * 80, f"{i:064x}", True, 1) for i in range(150)])
+    messages = whole.messages()
+    assert [len(message.entries) for message in messages] == [64, 64, 22]
+    assert all(encode(message, 0, 1) for message in messages)
+    found = Roster()
+    for message in reversed(messages):
+        found = found.merged(message.entries)
+    assert found == whole
+
+
+def test_an_empty_roster_is_one_message_too() -> None:
+    assert [message.entries for message in Roster().messages()] == [()]

@@ -1,0 +1,431 @@
+"""Who coordinates: claims, pulses, the time to wait before one claims. Time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxtp.cluster.beliefs import NOBODY, NOTHING, Beliefs, Claim, Roster
+from mlxtp.cluster.coordination import Calm, Coordination, Situation
+from mlxtp.cluster.decisions import FormEpoch, HandOver, Plan, Running, StopEpoch, Wait
+from mlxtp.cluster.membership import Membership
+from mlxtp.cluster.standing import Pace, State
+from mlxtp.errors import UserError
+from mlxtp.wire.control import Beat, DesiredState, RosterEntry
+
+BEAT_S = Pace().beat_s
+CALM = Calm()
+
+
+def beat(claim: Claim = NOBODY, pulse: int = 0, epoch: int = 0) -> Beat:
+    return Beat(claim.term, claim.node_id, 0, Roster().digest(), epoch, True, pulse)
+
+
+class Story:
+    """Node `b` among `a` and `c`, whose links are 1 and 3."""
+
+    def __init__(self, kept: Beliefs | None = None, known: tuple[str, ...] = ("a", "c")) -> None:
+        self.now = 100.0
+        self.membership = Membership("b", "b-1", known, self.now)
+        self.coordination = Coordination("b", kept or Beliefs(), self.now, CALM)
+        self.claimed = 0
+        self.pulses = 0
+        self.boots = {1: "a-1", 3: "c-1"}
+
+    def up(self, link: int, boot_id: str) -> None:
+        self.boots[link] = boot_id
+        assert self.membership.link_up(link, boot_id[0], boot_id, "", self.now)
+
+    def hear(self, link: int, word: Beat) -> bool:
+        self.membership.beat(link, self.now)
+        return self.coordination.heard(self.boots[link][0], self.boots[link], word, self.now)
+
+    def tick(self) -> None:
+        changes = self.membership.tick(self.now)
+        self.claimed += self.coordination.tick(self.membership, changes, self.now)
+
+    def beats(self, seconds: float, **words: Beat) -> Story:
+        """`link_1=word` and `link_3=word` come at every beat; a pulse that they have rises each time."""
+        for _ in range(round(seconds / BEAT_S)):
+            self.now += BEAT_S
+            self.pulses += 1
+            for name, word in words.items():
+                self.hear(int(name[-1]), replace(word, pulse=word.pulse and word.pulse + self.pulses))
+            self.tick()
+        return self
+
+    @property
+    def claim(self) -> Claim:
+        return self.coordination.claim
+
+
+def led_by(claim: Claim) -> Story:
+    """Both others are here, and `claim` holds."""
+    story = Story()
+    story.up(1, "a-1")
+    story.up(3, "c-1")
+    story.beats(3, link_1=beat(claim, 10), link_3=beat(claim, 10))
+    assert story.claim == claim
+    return story
+
+
+A5 = Claim(5, "a")
+B6 = Claim(6, "b")
+C5 = Claim(5, "c")
+
+
+# --- claiming ---------------------------------------------------------------------------------------------
+
+
+def test_a_node_alone_claims_at_once() -> None:
+    story = Story(known=())
+    story.tick()
+    assert (story.claim, story.coordination.leading) == (Claim(1, "b"), True)
+
+
+def test_a_node_that_misses_others_gives_them_time_to_show_up() -> None:
+    story = Story().beats(CALM.start_s - BEAT_S)
+    assert story.claim == NOBODY
+    assert story.beats(BEAT_S).claim == Claim(1, "b")
+
+
+def test_when_all_are_here_nobody_is_waited_for() -> None:
+    story = Story(known=("c",))
+    story.up(3, "c-1")
+    story.tick()
+    assert story.claim == NOBODY  # it has not told yet whom it follows
+    story.hear(3, beat())
+    story.tick()
+    assert story.claim == Claim(1, "b")
+
+
+def test_a_node_that_starts_follows_whom_the_others_follow() -> None:
+    story = Story(known=("c",))
+    story.up(3, "c-1")
+    assert story.hear(3, beat(C5, 10))
+    assert story.beats(10, link_3=beat(C5, 11)).claim == C5
+
+
+def test_the_smallest_of_the_living_claims_and_the_others_wait() -> None:
+    story = Story()
+    story.up(1, "a-1")
+    story.up(3, "c-1")
+    assert story.beats(10, link_1=beat(), link_3=beat()).claim == NOBODY
+    story.membership.goodbye(1, story.now)
+    assert story.beats(0.5, link_3=beat()).claim == Claim(1, "b")
+
+
+def test_terms_go_on_after_a_restart_and_an_old_claim_is_nobodys() -> None:
+    story = Story(Beliefs(claim=Claim(7, "b")), known=())
+    assert not story.coordination.leading
+    assert story.coordination.kept().claim == Claim(7)
+    story.tick()
+    assert story.claim == Claim(8, "b")
+
+
+def test_hearing_of_ones_own_past_makes_nobody_coordinator() -> None:
+    story = Story(Beliefs(claim=Claim(7, "b")), known=("c",))
+    story.up(3, "c-1")
+    story.hear(3, beat(Claim(7, "b"), 10))
+    assert not story.coordination.leading
+    story.tick()
+    assert story.claim == Claim(8, "b")
+
+
+def test_a_lower_term_than_before_is_followed_and_topped_later() -> None:
+    story = Story(Beliefs(claim=Claim(9, "z")), known=("c",))
+    story.up(3, "c-1")
+    assert story.beats(3, link_3=beat(C5, 10)).claim == C5
+    assert story.coordination.kept().claim == Claim(9)
+    story.membership.goodbye(3, story.now)
+    story.tick()
+    assert story.claim == Claim(10, "b")
+
+
+# --- following --------------------------------------------------------------------------------------------
+
+
+def test_as_long_as_it_lives_the_coordinator_stays_whatever_its_id() -> None:
+    assert led_by(C5).beats(60, link_1=beat(C5, 20), link_3=beat(C5, 20)).claim == C5
+
+
+def test_a_weaker_claim_changes_nothing() -> None:
+    story = led_by(C5)
+    assert not story.hear(1, beat(Claim(4, "a"), 99))
+    assert not story.hear(1, beat())
+    assert story.claim == C5
+
+
+def test_a_claim_without_a_name_is_none() -> None:
+    story = led_by(C5)
+    assert not story.hear(1, beat(Claim(9, ""), 99))
+    assert story.claim == C5
+
+
+def test_a_coordinator_gives_way_to_a_stronger_claim() -> None:
+    story = Story(known=("a", "c"))
+    story.beats(3)
+    assert story.coordination.leading
+    story.up(1, "a-1")
+    assert story.hear(1, beat(A5, 10))
+    assert not story.coordination.leading
+    assert story.claim == A5
+
+
+def test_whoever_is_named_coordinates() -> None:
+    story = led_by(A5)
+    assert story.hear(1, beat(B6))
+    assert story.coordination.leading
+
+
+# --- losing the coordinator -------------------------------------------------------------------------------
+
+
+def since_link_broke(story: Story, **words: Beat) -> float:
+    story.membership.link_down(1, story.now)
+    story.tick()
+    waited_s = 0.0
+    while not story.claimed and waited_s < 20:
+        story.beats(BEAT_S, **words)
+        waited_s += BEAT_S
+    return waited_s
+
+
+def test_a_broken_link_costs_the_coordination_after_its_time() -> None:
+    story = led_by(A5)
+    assert since_link_broke(story, link_3=beat(A5)) == 1.5
+    assert story.claim == B6
+
+
+def test_silence_costs_it_too() -> None:
+    story = led_by(A5)
+    assert story.beats(2.5, link_3=beat(A5)).claim == A5
+    assert story.beats(0.5, link_3=beat(A5)).claim == B6
+
+
+def test_pulses_that_others_pass_on_keep_it() -> None:
+    story = led_by(A5)
+    assert since_link_broke(story, link_3=beat(A5, 20)) == 20
+    assert story.claim == A5
+
+
+def test_what_is_passed_on_may_come_in_jerks() -> None:
+    story = led_by(A5)
+    since_link_broke(story, link_3=beat(A5, 20))
+    assert story.beats(2.5, link_3=beat(A5)).claim == A5
+    assert story.beats(0.5, link_3=beat(A5)).claim == B6
+
+
+def test_a_coordinator_that_is_here_and_does_not_know_it_is_none() -> None:
+    story = led_by(C5)
+    story.membership.goodbye(1, story.now)
+    story.tick()
+    assert story.beats(2.5, link_3=beat(Claim(4, "c"), 50)).claim == C5
+    assert story.beats(0.5, link_3=beat(Claim(4, "c"), 60)).claim == B6
+
+
+def test_a_goodbye_and_a_removal_cost_it_at_once() -> None:
+    for how in ("goodbye", "removed"):
+        story = led_by(A5)
+        if how == "goodbye":
+            story.membership.goodbye(1, story.now)
+        else:
+            story.membership.removed("a")
+        story.tick()
+        assert story.claim == B6, how
+
+
+def test_a_restart_costs_it_at_once() -> None:
+    story = led_by(C5)
+    story.membership.goodbye(1, story.now)
+    story.up(4, "c-2")
+    story.tick()
+    story.hear(4, beat())
+    story.tick()
+    assert story.claim == B6
+
+
+def test_a_claim_of_the_new_start_is_not_lost_with_the_old_one() -> None:
+    story = led_by(C5)
+    story.membership.goodbye(1, story.now)
+    story.up(4, "c-2")
+    story.hear(4, beat(Claim(6, "c"), 1))
+    story.tick()
+    assert story.claim == Claim(6, "c")
+
+
+def test_time_that_we_stood_still_does_not_depose_it() -> None:
+    story = led_by(A5)
+    story.now += 60
+    story.tick()
+    assert story.claim == A5
+    assert story.beats(30, link_1=beat(A5, 50), link_3=beat(A5, 50)).claim == A5
+
+
+# --- what is said -----------------------------------------------------------------------------------------
+
+
+def test_only_the_coordinator_adds_to_the_pulse() -> None:
+    story = led_by(A5)
+    pulses = [story.coordination.beat(healthy=True).pulse for _ in range(3)]
+    assert len(set(pulses)) == 1
+    story.coordination.hand_over("b", story.now)
+    assert [story.coordination.beat(healthy=True).pulse for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_beat_tells_everything_in_short() -> None:
+    story = led_by(A5)
+    story.coordination.want("llama")
+    story.coordination.admit("a", "studio", "key")
+    story.coordination.saw_epoch(17)
+    word = story.coordination.beat(healthy=False)
+    assert (word.term, word.coordinator, word.desired, word.epoch, word.healthy) == (5, "a", 1, 17, False)
+    assert word.roster == story.coordination.roster.digest()
+
+
+def test_who_lacks_something_is_sent_it() -> None:
+    story = Story()
+    assert story.coordination.lacks(beat()) == (False, False)
+    story.coordination.want("llama")
+    story.coordination.admit("a", "studio", "key")
+    assert story.coordination.lacks(beat()) == (True, True)
+
+
+def test_wishes_and_rosters_are_taken_over_once() -> None:
+    coordination = Story().coordination
+    wish = DesiredState(4, "c", "llama", "auto")
+    assert [coordination.desires(wish) for _ in range(2)] == [True, False]
+    assert not coordination.desires(NOTHING)
+    assert coordination.want("qwen", "2") == DesiredState(5, "b", "qwen", "2")
+    entry = RosterEntry("c", "mini", "key", False, 1)
+    assert [coordination.enrols([entry]) for _ in range(2)] == [True, False]
+
+
+def test_the_roster_is_changed_here_or_the_reason_told() -> None:
+    coordination = Story().coordination
+    coordination.admit("a", "studio", "key")
+    coordination.remove("a")
+    assert coordination.roster.members() == {}
+    with pytest.raises(UserError, match="was removed"):
+        coordination.admit("a", "studio", "key")
+    with pytest.raises(UserError, match="no member"):
+        coordination.remove("z")
+
+
+def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
+    story = led_by(A5)
+    story.coordination.want("llama")
+    story.coordination.admit("a", "studio", "key")
+    story.coordination.saw_epoch(17)
+    story.hear(1, beat(A5, 90, epoch=21))
+    kept = story.coordination.kept()
+    assert (kept.claim, kept.epoch) == (A5, 21)
+    again = Coordination("b", kept, 0.0)
+    assert (again.desired, again.roster, again.epoch) == (kept.desired, kept.roster, 21)
+
+
+# --- deciding ---------------------------------------------------------------------------------------------
+
+PLAN = Plan(("b", "c"), (2.0,))
+
+
+def leading() -> Story:
+    story = led_by(A5)
+    story.coordination.want("llama")
+    story.membership.goodbye(1, story.now)
+    story.beats(0.5, link_3=beat(A5, 30))
+    assert story.coordination.leading
+    return story
+
+
+def test_changes_settle_before_anything_is_formed() -> None:
+    story = leading()
+    situation = Situation(plan=PLAN)
+    action = story.coordination.decide(story.membership, situation, story.now)
+    assert action == Wait("members come and go", story.now + CALM.settle_s)
+    story.beats(0.5, link_3=beat(B6))
+    assert story.coordination.decide(story.membership, situation, story.now) == FormEpoch(
+        1, PLAN, ("b-1", "c-1")
+    )
+
+
+def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() -> None:
+    story = leading()
+    began = story.now
+    actions = []
+    for step in range(12):
+        story.now += 0.25
+        if step % 2:
+            story.membership.link_down(1 + 10 * step, story.now)
+        else:
+            story.up(11 + 10 * step, "a-2")
+        story.hear(3, beat(B6))
+        story.coordination.heard("a", "a-2", beat(B6), story.now)
+        story.tick()
+        actions.append(story.coordination.decide(story.membership, Situation(plan=PLAN), story.now))
+    waited = [isinstance(action, Wait) for action in actions]
+    assert waited == sorted(waited, reverse=True)
+    assert 1.5 <= 0.25 * sum(waited) <= CALM.settle_most_s
+    assert story.now - began == 3.0
+
+
+def test_whoever_was_lost_is_shaky_for_a_while() -> None:
+    story = leading()
+    alone = Running(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True)
+    story.membership.link_down(3, story.now)
+    story.tick()
+    lost = story.now
+    story.up(4, "c-1")
+    story.beats(1, link_4=beat(B6))
+    situation = Situation(running=alone, plan=PLAN)
+    action = story.coordination.decide(story.membership, situation, story.now)
+    assert isinstance(action, Wait)
+    assert action.until == lost + CALM.shaky_s
+    story.beats(CALM.shaky_s, link_4=beat(B6))
+    assert isinstance(story.coordination.decide(story.membership, situation, story.now), StopEpoch)
+
+
+def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
+    story = leading()
+    story.beats(1, link_3=beat(B6))
+    busy = Running(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True, open_requests=1)
+
+    def ask(plan: Plan | None) -> object:
+        return story.coordination.decide(story.membership, Situation(running=busy, plan=plan), story.now)
+
+    began = story.now
+    for _ in range(2):
+        action = ask(PLAN)
+        assert isinstance(action, Wait)
+        assert action.until == began + CALM.patience_s
+        story.beats(4, link_3=beat(B6))
+    ask(None)  # nothing better any more
+    again = ask(PLAN)
+    assert isinstance(again, Wait)
+    assert again.until == story.now + CALM.patience_s
+    story.beats(CALM.patience_s, link_3=beat(B6))
+    assert isinstance(ask(PLAN), StopEpoch)
+
+
+def test_after_handing_over_this_node_follows() -> None:
+    story = leading()
+    story.beats(1, link_3=beat(B6))
+    action = story.coordination.decide(story.membership, Situation(plan=Plan(("c", "b"), (2.0,))), story.now)
+    assert action == HandOver("c")
+    story.coordination.hand_over("c", story.now)
+    assert (story.claim, story.coordination.leading) == (Claim(7, "c"), False)
+    assert story.beats(2.5, link_3=beat(B6)).claim == Claim(7, "c")
+    assert story.beats(0.5, link_3=beat(B6)).claim == Claim(8, "b")  # it never heard of it
+
+
+def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
+    story = leading()
+    story.membership.link_down(3, story.now)
+    story.beats(3)
+    assert story.membership.standing("c").state is State.DEAD
+    story.up(4, "c-1")
+    story.beats(1)
+    action = story.coordination.decide(story.membership, Situation(plan=PLAN), story.now)
+    assert isinstance(action, Wait)
+    assert "has not yet told" in action.reason

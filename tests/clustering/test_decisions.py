@@ -1,0 +1,374 @@
+"""What the coordinator does next, case by case, and what others refuse. One view, one action."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.cluster.beliefs import NOBODY, Claim
+from mlxtp.cluster.decisions import (
+    Action,
+    FormEpoch,
+    HandOver,
+    Nothing,
+    Plan,
+    Running,
+    StopEpoch,
+    View,
+    Wait,
+    better,
+    decide,
+    refusal,
+)
+from mlxtp.cluster.standing import Standing, State
+from mlxtp.wire.control import DesiredState
+
+LLAMA = DesiredState(3, "b", "llama", "auto")
+NOW = 100.0
+
+
+def here(*names: str, **others: Standing) -> Mapping[str, Standing]:
+    return {name: Standing(State.ALIVE, f"{name}-1", True) for name in names} | others
+
+
+def epoch(*ranks: str, **changes: Any) -> Running:
+    running = Running(4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), "llama", 3, ready=True)
+    return replace(running, **changes)
+
+
+def plan(*ranks: str) -> Plan:
+    return Plan(ranks, (float(len(ranks)),))
+
+
+VIEW = View(
+    now=NOW,
+    self_id="a",
+    leading=True,
+    claim=Claim(5, "a"),
+    standings=here("a", "b", "c"),
+    desired=LLAMA,
+    plan=plan("a", "b"),
+    epoch=8,
+    names={"a": "studio", "b": "mini", "c": "book"},
+)
+
+
+def decided(**changes: Any) -> Action:
+    return decide(replace(VIEW, **changes))
+
+
+FOLLOWING: dict[str, Any] = {"leading": False, "claim": Claim(6, "b")}
+
+
+# --- forming ----------------------------------------------------------------------------------------------
+
+
+def test_the_coordinator_forms_what_is_wanted_under_the_next_number() -> None:
+    assert decided() == FormEpoch(9, plan("a", "b"), ("a-1", "b-1"))
+
+
+def test_nobody_else_forms_anything() -> None:
+    assert decided(**FOLLOWING) == Nothing()
+    assert decided(leading=False, claim=NOBODY) == Nothing()
+
+
+def test_when_nothing_is_wanted_nothing_is_formed() -> None:
+    assert decided(desired=DesiredState(4, "b", "", "auto")) == Nothing()
+
+
+def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
+    assert decided(settled_at=NOW + 0.2) == Wait("members come and go", NOW + 0.2)
+    assert isinstance(decided(settled_at=NOW), FormEpoch)
+
+
+def test_it_waits_for_what_present_members_have_to_tell() -> None:
+    assert decided(untold=["c"]) == Wait("book has not yet told what it knows")
+
+
+def test_without_a_plan_it_waits_with_the_reason() -> None:
+    assert decided(plan=None, refusal="needs 2 of 3 nodes") == Wait("needs 2 of 3 nodes", math.inf)
+
+
+def test_after_failed_epochs_it_waits_its_time() -> None:
+    assert decided(hold_until=NOW + 4, hold="the ring did not form") == Wait("the ring did not form", NOW + 4)
+    assert isinstance(decided(hold_until=NOW, hold="the ring did not form"), FormEpoch)
+
+
+def test_nobody_silent_is_taken_along() -> None:
+    silent = here("a", "c", b=Standing(State.SUSPECT, "b-1", True))
+    assert decided(standings=silent) == Wait("mini is silent")
+
+
+def test_it_hands_over_to_whoever_gets_rank_0() -> None:
+    assert decided(plan=plan("b", "a")) == HandOver("b")
+    assert decided(plan=plan("b", "c")) == HandOver("b")
+
+
+# --- losing somebody --------------------------------------------------------------------------------------
+
+LOST = {
+    "dead": Standing(State.DEAD, "b-1", False),
+    "left": Standing(State.LEFT, "b-1", False),
+    "removed": Standing(State.REMOVED, "b-1", False),
+    "away": Standing(State.AWAY, "", False),
+    "its link broke": Standing(State.SUSPECT, "b-1", False),
+    "started anew": Standing(State.ALIVE, "b-2", True),
+}
+
+
+@pytest.mark.parametrize("said", LOST)
+def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
+    action = decided(
+        running=epoch("a", "b", open_requests=3),
+        standings=here("a", "c", b=LOST[said]),
+        settled_at=NOW + 1,
+        untold=["c"],
+    )
+    assert isinstance(action, StopEpoch)
+    assert action.lost
+    assert action.reason.startswith("epoch 4 lost mini (rank 1): ")
+    assert said in action.reason
+
+
+@pytest.mark.parametrize("said", LOST)
+@pytest.mark.parametrize("leading", [True, False])
+def test_a_participant_leaves_an_epoch_whose_owner_is_gone(said: str, leading: bool) -> None:
+    action = decided(running=epoch("b", "a"), standings=here("a", "c", b=LOST[said]), leading=leading)
+    assert isinstance(action, StopEpoch)
+    assert action.lost
+    assert "(rank 0)" in action.reason
+
+
+def test_a_participant_that_is_merely_silent_is_not_gone() -> None:
+    silent = here("a", "c", b=Standing(State.SUSPECT, "b-1", True))
+    assert decided(running=epoch("a", "b"), standings=silent) == Nothing()
+
+
+def test_participants_do_not_judge_each_other() -> None:
+    assert decided(running=epoch("b", "a", "c"), standings=here("a", "b"), **FOLLOWING) == Nothing()
+
+
+def test_an_unknown_participant_is_gone() -> None:
+    action = decided(running=epoch("a", "zeta-node-id"), standings=here("a"))
+    assert isinstance(action, StopEpoch)
+    assert "lost zeta-nod (rank 1)" in action.reason
+
+
+# --- what is wanted changes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leading", [True, False])
+def test_an_unloaded_model_ends_its_epoch_with_its_owner(leading: bool) -> None:
+    nothing = DesiredState(4, "b", "", "auto")
+    own, others = epoch("a", "b", open_requests=1), epoch("b", "a")
+    assert decided(running=own, desired=nothing, leading=leading) == StopEpoch("llama was unloaded")
+    assert decided(running=others, desired=nothing, leading=leading) == Nothing()
+
+
+def test_another_model_takes_its_place() -> None:
+    qwen = DesiredState(4, "b", "qwen", "auto")
+    assert decided(running=epoch("a", "b"), desired=qwen) == StopEpoch("qwen is wanted now")
+    again = DesiredState(4, "b", "llama", "2")
+    assert decided(running=epoch("a", "b"), desired=again) == StopEpoch("llama is wanted now")
+
+
+# --- something better -------------------------------------------------------------------------------------
+
+ALONE = epoch("a")
+
+
+def test_a_running_epoch_is_left_alone() -> None:
+    assert decided(running=epoch("a", "b")) == Nothing()
+    assert decided(running=epoch("a", "c")) == Nothing()
+    assert decided(running=epoch("a", "b"), plan=None, refusal="too slow") == Nothing()
+    assert decided(running=epoch("a", "b", "c", "d"), standings=here(*"abcd")) == Nothing()
+
+
+def test_a_better_group_takes_over_when_nobody_asks() -> None:
+    assert decided(running=ALONE) == StopEpoch("a better group is there with mini")
+
+
+def test_a_slightly_better_group_does_not() -> None:
+    for key, action in (((1.04,), Nothing()), ((1.06,), StopEpoch("a better group is there with mini"))):
+        assert decided(running=ALONE, plan=Plan(("a", "b"), key)) == action
+
+
+def test_fewer_macs_may_be_better() -> None:
+    action = decided(running=epoch("a", "b"), plan=Plan(("a",), (9.0,)))
+    assert action == StopEpoch("a better group is there with fewer Macs")
+
+
+def test_an_epoch_that_still_forms_is_not_disturbed() -> None:
+    assert decided(running=epoch("a", ready=False)) == Nothing()
+
+
+def test_open_requests_are_waited_for_and_not_for_ever() -> None:
+    busy = epoch("a", open_requests=2)
+    waiting = Wait("2 open requests", NOW + 10.0, for_requests=True)
+    assert decided(running=busy) == waiting
+    assert decided(running=busy, waiting_since=NOW - 1) == Wait("2 open requests", NOW + 9, for_requests=True)
+    assert isinstance(decided(running=busy, waiting_since=NOW - 10), StopEpoch)
+
+
+def test_a_better_group_has_to_hold_still_first() -> None:
+    assert decided(running=ALONE, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
+    assert decided(running=ALONE, untold=["b"]) == Wait("mini has not yet told what it knows")
+
+
+def test_a_member_that_was_lost_a_moment_ago_ends_no_running_epoch() -> None:
+    action = decided(running=ALONE, shaky={"b": NOW + 7})
+    assert isinstance(action, Wait)
+    assert action.until == NOW + 7
+    assert isinstance(decided(running=ALONE, shaky={"b": NOW, "c": NOW + 7}), StopEpoch)
+    assert isinstance(decided(shaky={"b": NOW + 7}), FormEpoch)  # where nothing runs it is welcome
+
+
+# --- after a partition has healed -------------------------------------------------------------------------
+
+PAIR = epoch("b", "c", number=7)
+
+
+def test_whoever_lost_the_coordination_goes_on_until_the_new_one_decides() -> None:
+    assert decided(running=epoch("a", "c"), **FOLLOWING) == Nothing()
+
+
+def test_a_coordinator_without_an_epoch_hands_over_to_one_that_serves() -> None:
+    assert decided(others=[PAIR]) == HandOver("b")
+    assert decided(others=[PAIR], plan=None) == HandOver("b")
+    assert decided(others=[PAIR], running=replace(PAIR, ranks=("b", "a"), boots=("b-1", "a-1"))) == HandOver(
+        "b"
+    )
+
+
+def test_it_does_not_when_that_serves_something_else_or_is_gone_or_could_be_bettered() -> None:
+    assert isinstance(decided(others=[replace(PAIR, model="qwen")]), FormEpoch)
+    assert isinstance(
+        decided(others=[PAIR], standings=here("a", "b", "c") | {"b": LOST["dead"]}), Wait | FormEpoch
+    )
+    three = Plan(("a", "b", "c"), (3.0,))
+    assert isinstance(decided(others=[PAIR], plan=three), FormEpoch)
+
+
+def test_a_better_group_waits_for_the_requests_of_the_epoch_it_takes_apart() -> None:
+    busy = replace(PAIR, open_requests=1)
+    three = Plan(("a", "b", "c"), (3.0,))
+    assert decided(others=[busy], plan=three) == Wait("1 open requests", NOW + 10, for_requests=True)
+    assert isinstance(decided(others=[busy], plan=three, waiting_since=NOW - 10), FormEpoch)
+
+
+def test_a_coordinator_that_takes_part_elsewhere_leaves_before_it_forms() -> None:
+    elsewhere = epoch("b", "a", number=7)
+    three = Plan(("a", "b", "c"), (3.0,))
+    assert decided(running=elsewhere, others=[elsewhere], plan=three) == StopEpoch(
+        "a better group is there than that of epoch 7"
+    )
+
+
+def test_of_two_epochs_the_worse_one_ends() -> None:
+    assert decided(running=ALONE, others=[PAIR]) == StopEpoch("mini has a better group")
+    assert decided(running=epoch("a", "d"), standings=here(*"abcd"), others=[PAIR]) == Nothing()
+    mine = {"running": epoch("a", "d"), "standings": here(*"abcd"), **FOLLOWING}
+    assert decided(others=[PAIR], **mine) == StopEpoch("mini coordinates and serves the model")
+    assert decided(others=[epoch("b")], **mine) == Nothing()
+
+
+def test_the_better_of_several_is_handed_over_to() -> None:
+    several = [epoch("c"), PAIR, epoch("d", "e")]
+    assert decided(standings=here(*"abcde"), others=several) == HandOver("b")
+
+
+_name = st.sampled_from("abcd")
+_running = st.none() | st.builds(
+    lambda ranks, key, ready, requests: Running(
+        4, tuple(ranks), tuple(f"{rank}-1" for rank in ranks), (key,), "llama", 3, ready, requests
+    ),
+    st.lists(_name, min_size=1, max_size=4, unique=True),
+    st.sampled_from((1.0, 2.0, 3.0)),
+    st.booleans(),
+    st.integers(0, 1),
+)
+_standing = st.sampled_from((Standing(State.ALIVE, "", True), *LOST.values()))
+
+
+@given(_running, _running, _running, st.dictionaries(st.sampled_from("bcd"), _standing), st.booleans())
+def test_of_two_owners_never_both_give_way_and_never_both_go_on(
+    mine: Running | None,
+    theirs: Running | None,
+    candidate: Running | None,
+    standings: dict[str, Standing],
+    since: bool,
+) -> None:
+    """Two nodes that see the same: `a` coordinates, `b` did."""
+    both = {
+        "standings": here("a", "b")
+        | {k: replace(v, boot_id=f"{k}-1") for k, v in standings.items()}
+        | here("a", "b"),
+        "claim": Claim(5, "a"),
+        "waiting_since": NOW - 10 if since else None,
+    }
+    if mine is None or theirs is None or mine.owner != "a" or theirs.owner != "b" or candidate is None:
+        return
+    leader = decided(running=mine, others=[theirs], plan=Plan(mine.ranks, mine.key), **both)
+    follower = decided(running=theirs, others=[mine], self_id="b", leading=False, **both)
+    stops = [isinstance(action, StopEpoch) and not action.lost for action in (leader, follower)]
+    assert stops != [True, True]
+    if mine.ready and since and not any(isinstance(a, StopEpoch) and a.lost for a in (leader, follower)):
+        assert any(stops)
+
+
+# --- asked to take part -----------------------------------------------------------------------------------
+
+
+def test_a_node_takes_part_when_the_coordinator_asks() -> None:
+    assert refusal("b", 9, Claim(6, "b"), joined=8) is None
+
+
+@pytest.mark.parametrize(
+    ("sender", "number", "claim", "said"),
+    [
+        ("a", 9, Claim(6, "b"), "epoch 9 comes from a, but b coordinates (term 6)"),
+        ("a", 9, NOBODY, "nobody coordinates yet"),
+        ("b", 8, Claim(6, "b"), "epoch 8 is not newer than epoch 8"),
+        ("b", 7, Claim(6, "b"), "epoch 7 is not newer than epoch 8"),
+    ],
+)
+def test_it_refuses_anybody_else_and_anything_old(sender: str, number: int, claim: Claim, said: str) -> None:
+    reason = refusal(sender, number, claim, joined=8)
+    assert reason is not None
+    assert said in reason
+
+
+# --- comparing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "clearly"),
+    [
+        ((2.0,), (1.0,), True),
+        ((1.0,), (2.0,), False),
+        ((1.0,), (1.0,), False),
+        ((1.02, 5.0), (1.0, 1.0), True),
+        ((1.0, 5.0), (1.02, 1.0), True),
+        ((1.0, 5.0), (2.0, 1.0), False),
+        ((0.0,), (0.0,), False),
+        ((), (), False),
+    ],
+)
+def test_the_first_number_that_differs_much_decides(
+    one: tuple[float, ...], other: tuple[float, ...], clearly: bool
+) -> None:
+    assert better(one, other) is clearly
+
+
+_key = st.lists(st.floats(0, 100), min_size=2, max_size=2)
+
+
+@given(_key, _key)
+def test_two_plans_are_never_better_than_each_other(one: list[float], other: list[float]) -> None:
+    assert not (better(one, other) and better(other, one))

@@ -131,6 +131,8 @@ _ALL = (
             "Its links break; all the others follow the same one again."),
     Measure("64 members, one tick of one of them", "µs",
             "Judging 63 others, deciding, and taking in a beat of each, twice a second."),
+    Measure("64 members, one plan", "ms",
+            "Placing a 70B model on 64 unequal Macs, eight of them cabled in a circle, the others in one network."),
 )  # fmt: skip
 
 MEASURES = {measure.name: measure for measure in _ALL}

@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 
 from mlxtp.cluster.beliefs import Beliefs, Roster
 from mlxtp.cluster.coordination import Coordination, Situation
 from mlxtp.cluster.decisions import Plan
+from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.membership import Membership
+from mlxtp.cluster.nodes_file import read_nodes
+from mlxtp.cluster.placement import Options, plan
+from mlxtp.cluster.shapes import shape_of
 from mlxtp.cluster.standing import Pace
 from mlxtp.wire.control import MAX_MEMBERS, Beat
 
@@ -22,6 +27,17 @@ _LINKING_TICKS = 4
 """Within so many, each pair of members has found each other."""
 _STEADY_TICKS = 20
 _MOST_TICKS = 60
+_CABLED = """
+links = ["thunderbolt5 ring", "ethernet 10g"]
+node = [{ chip = "Apple M3 Ultra", memory = "512GB", count = 8 }]
+"""
+_OTHERS = """
+links = ["ethernet 10g"]
+node = [
+  { chip = "Apple M4 Max", memory = "128GB", count = 28 },
+  { chip = "Apple M4 Pro", memory = "64GB", count = 28 },
+]
+"""
 
 
 async def measure(stage: Stage) -> list[Row]:
@@ -42,8 +58,22 @@ async def measure(stage: Stage) -> list[Row]:
         "64 members, from their start to one coordinator": began,
         "64 members, from the coordinator's death to the next": followed,
         "64 members, one tick of one of them": costs_us,
+        "64 members, one plan": [plan_ms() for _ in range(stage.pick(full=5, quick=3))],
     }
     return [absolute(name, values) for name, values in figures.items()]
+
+
+def plan_ms() -> float:
+    """What it takes to place a model on as many Macs as a cluster may have."""
+    cabled = read_nodes(_CABLED, "cabled")
+    others = [replace(member, node_id=f"o-{member.node_id}") for member in read_nodes(_OTHERS, "others")]
+    shape = shape_of(KNOWN["llama-3.3-70b-4bit"])
+    began = time.perf_counter()
+    made = plan([*cabled, *others], shape, cabled[0].node_id, Options(nodes="all"))
+    took_ms = (time.perf_counter() - began) * 1e3
+    if made.chosen is None:
+        raise Unmeasured(made.reason)
+    return took_ms
 
 
 class Crowd:

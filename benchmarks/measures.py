@@ -132,7 +132,7 @@ _ALL = (
     Measure("64 members, one tick of one of them", "µs",
             "Judging 63 others, deciding, and taking in a beat of each, twice a second."),
     Measure("64 members, one plan", "ms",
-            "Placing a 70B model on 64 unequal Macs, eight of them cabled in a circle, the others in one network."),
+            "Placing a 70B model on 64 unequal Macs, eight of them cabled in a circle."),
 )  # fmt: skip
 
 MEASURES = {measure.name: measure for measure in _ALL}

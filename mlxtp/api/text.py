@@ -6,6 +6,7 @@ import codecs
 import json
 import os
 import re
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,8 @@ class Detokenizer(Protocol):
 Name = tuple[str, tuple[int, ...] | None]
 """How one token is shown alone, and its bytes in the answer; None for what has none there: special tokens."""
 
+_IMPORTING = threading.Lock()
+
 
 class Text:
     """The tokenizer and chat template of one model. Its methods may be called from any thread.
@@ -59,7 +62,8 @@ class Text:
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-        from transformers import AutoTokenizer
+        with _IMPORTING:  # its lazy import fails where two threads begin it at once
+            from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -47,6 +47,7 @@ class ModelHere:
             self._task.cancel()
         if desired.model:
             self._task = asyncio.ensure_future(self._find(desired.model))
+            self._task.add_done_callback(self._ended)
 
     def folder(self, version: int) -> Path:
         """Where it is. Raises ModelError when it is not, or not yet, or not of this version."""
@@ -68,6 +69,13 @@ class ModelHere:
         except OSError as error:
             self.problem = f"{model}: {error}"
         self._on_change()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A bug must not look like a download that takes long."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s cannot be opened", self._model, exc_info=error)
+            self.fingerprint, self.problem = "", f"{self._model}: {type(error).__name__}: {error}"
+            self._on_change()
 
     async def close(self) -> None:
         """Stop looking."""

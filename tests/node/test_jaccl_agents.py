@@ -1,0 +1,113 @@
+"""Two agents form one group over a pretended JACCL: its side channel goes through their control link."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.api.backend import Request, Tokens
+from mlxtp.config import Settings
+from mlxtp.node.agent import Agent, running_agent
+from mlxtp.node.epoch import State
+
+from ..cluster import LIMITS, START_S, WAIT_S
+
+DEVICES = ("a=rdma_en5", "b=rdma_en4")
+
+
+def pretending(folder: Path, *scripts: dict[str, Any]) -> Sequence[str]:
+    """The command of a worker whose `init` follows the script of its rank."""
+    for rank, script in enumerate(scripts):
+        (folder / f"rank-{rank}.json").write_text(json.dumps(script))
+    return (sys.executable, "-m", "tests.engine.jaccl_worker", str(folder))
+
+
+@asynccontextmanager
+async def two_agents(
+    folder: Path, worker: Sequence[str], **settings: Any
+) -> AsyncIterator[tuple[Agent, Agent]]:
+    """The founder and the one that joined it, both on loopback."""
+
+    def of(name: str, **more: Any) -> Settings:
+        home = folder / name
+        fields = {"cluster": True, "name": name, "interface": "127.0.0.1", "control_host": "127.0.0.1"}
+        fields |= {"control_port": 0, "discovery": False, "limits": LIMITS, "nodes": "2", "rdma": DEVICES}
+        return Settings(home, "127.0.0.1", 0, 1, "tiny", **{**fields, **settings, **more})
+
+    async with running_agent(of("a"), worker=worker) as first:
+        assert first.cluster is not None
+        token = await first.cluster.token()
+        async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:
+            yield first, second
+
+
+async def say(agent: Agent) -> tuple[int, ...]:
+    answer = agent.supervisor.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
+    return tuple([token async for event in answer if isinstance(event, Tokens) for token in event.tokens])
+
+
+def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
+    async def story() -> None:
+        worker = pretending(tmp_path, {"whole": True}, {"whole": True})
+        async with asyncio.timeout(START_S), two_agents(tmp_path, worker, fabric="jaccl") as (first, second):
+            await first.wait_ready()
+            await second.wait_ready()
+            group = first.supervisor.group
+            assert group is not None
+            assert (group.backend, group.world_size) == ("jaccl", 2)
+            assert group.rdma[0] == group.rdma[3] == ""
+            assert {*group.rdma[1:3]} == {"rdma_en4", "rdma_en5"}
+            assert await say(first) == await say(second)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ({"whole": True, "fault": "raise", "at": 3}, "errno 22"),
+        ({"whole": True, "fault": "die", "at": 2}, "signal 9"),
+    ],
+)
+def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
+    tmp_path: Path, script: dict[str, Any], words: str
+) -> None:
+    """The rank that waits for the other's bytes learns it at once, and both agents say the same reason."""
+
+    async def story() -> None:
+        worker = pretending(tmp_path, {"whole": True}, script)
+        async with asyncio.timeout(WAIT_S), two_agents(tmp_path, worker, fabric="jaccl") as (first, second):
+            leader = first if first.cluster and first.cluster.coordination.leading else second
+            await leader.supervisor.wait_until(State.RESTARTING)
+            reason = leader.supervisor.reason
+            assert reason is not None
+            assert words in reason.detail
+
+    asyncio.run(story())
+
+
+def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The devices are named by hand, so JACCL is tried; MLX on Linux has none."""
+
+    async def story() -> None:
+        worker = (sys.executable, "-m", "mlxtp.engine.worker")
+        async with asyncio.timeout(START_S), two_agents(tmp_path, worker, fabric="auto") as (first, second):
+            await first.wait_ready()
+            await second.wait_ready()
+            group = first.supervisor.group
+            assert group is not None
+            assert (group.backend, group.world_size) == ("ring", 2)
+            assert await say(first) == await say(second)
+
+    asyncio.run(story())
+    assert "has no JACCL" in caplog.text
+    assert "so the ring is used" in caplog.text

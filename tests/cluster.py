@@ -51,12 +51,12 @@ LIMITS = dataclasses.replace(
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S) -> T:
+def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S, *, every_s: float = _POLL_S) -> T:
     """Poll until `condition` gives something true, and return it. Fails, saying `what`, if it never does."""
     ends_at = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < ends_at, f"{what}: not within {within_s:g} s"
-        time.sleep(_POLL_S)
+        time.sleep(every_s)
     return value
 
 

@@ -136,14 +136,16 @@ class Store:
         return self.load()
 
     def leave(self) -> Identity:
-        """Forgets the cluster; node id and key stay. If this was its founder, nobody can join it any more.
+        """Forgets the cluster; the node id stays. If this was its founder, nobody can join it any more.
 
-        Raises OSError when the files cannot be removed.
+        The key is a new one: the old one never counts again in the cluster that was left. Raises OSError when
+        the files cannot be removed.
         """
         # In this order: cut short in between, this Mac is still a member and can leave again.
         (self.folder / AUTHORITY).unlink(missing_ok=True)
         (self.folder / MEMBER).unlink(missing_ok=True)
         sync_folder(self.folder)
+        write_private(self.folder / NODE_KEY, key_to_pem(new_key()))
         return self.load()
 
     def _create(self) -> None:

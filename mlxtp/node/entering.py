@@ -18,6 +18,7 @@ from ..config import Settings
 from ..errors import Code, ConfigError, LinkError, ProtocolError, UserError
 from ..wire.joining import NONCE_BYTES
 from ..wire.messages import PROTOCOL_VERSION
+from .state import forget
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ async def enter(settings: Settings, store: Store) -> Entered:
                 "--join without a token is for a Mac that is a member already, and this one is not. Run "
                 "`mlxtp token` on a Mac of the cluster, then here `mlxtp node --join TOKEN`"
             )
+        forget(settings.home)
         return Entered(store.found_cluster(), founded=True)
     token = read_token(settings.join)
     if identity.membership is not None:
@@ -95,6 +97,7 @@ async def _ask_around(
                     raise
                 problem = refused.detail
             else:
+                forget(settings.home)
                 return Entered(store.save_membership(granted.membership), peers=granted.peers)
         await asyncio.sleep(ASK_AGAIN_S)
     if not seen:

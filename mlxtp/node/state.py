@@ -142,6 +142,18 @@ def save(home: Path, kept: Kept) -> None:
         ) from None
 
 
+def forget(home: Path) -> None:
+    """Whoever founds or joins a cluster begins with nothing remembered: what is there is of another one.
+
+    Raises UserError when the file cannot be removed.
+    """
+    path = home / FILE
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} of an earlier cluster cannot be removed: {error.strerror}") from None
+
+
 def _sync_folder(folder: Path) -> None:
     """Else a power cut may forget the new name."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,0 +1,1 @@
+"""Whole agents, as people start them, each with a home of its own."""

@@ -1,0 +1,106 @@
+"""Three Macs and a model that two can share: any Mac's endpoint, who waits, and who comes and goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from ..cluster import SLOWNESS
+from ..hosts import Hosts, requires_namespaces
+from .agents import SECRET, Agent, serving, wait
+
+pytestmark = requires_namespaces
+
+ENDLESS = {"ignore_eos": True, "max_tokens": 3800}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Agent, Agent]]:
+    """The embedded model has 4 KV heads: of three Macs two serve. The coordinator is the first."""
+    folder = tmp_path_factory.mktemp("three")
+    with Hosts(3) as net:
+        a, b, c = (
+            Agent(folder, name, host) for name, host in zip(("anna", "ben", "cleo"), net.hosts, strict=True)
+        )
+        a.start()
+        b.start("--join", a.first_token())
+        serving(a, b)
+        c.start("--join", b.token())  # which asks Anna for it
+        serving(a, b, c, ranks=2)
+        yield a, b, c
+
+
+def same(answer: bytes) -> bytes:
+    """A streamed answer without what is new in each."""
+    return re.sub(rb'"id":"[^"]*"|"created":\d+', b"", answer)
+
+
+def test_two_serve_and_the_third_answers_too(three: tuple[Agent, Agent, Agent]) -> None:
+    ranks = []
+    for agent in three:
+        status = agent.status()
+        assert (status["world_size"], len(status["members"])) == (2, 3)
+        ranks.append({member["name"]: member["rank"] for member in status["members"]})
+        assert agent.chat() == SECRET
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert sorted(ranks[0].values(), key=str) == [0, 1, None]
+    assert ranks[0]["anna"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream_options": {"include_usage": True}},
+        {"temperature": 1.0, "seed": 7, "max_tokens": 40, "ignore_eos": True},
+        {"logprobs": True, "top_logprobs": 3},
+        {"stop": ["-77"]},
+        {"response_format": {"type": "json_object"}, "max_tokens": 40},
+    ],
+    ids=["greedy", "usage", "sampled", "logprobs", "stop", "grammar"],
+)
+def test_any_endpoint_gives_the_coordinators_answer(
+    three: tuple[Agent, Agent, Agent], fields: dict[str, object]
+) -> None:
+    """Byte for byte, but for id and time."""
+    a, *others = three
+    expected = same(a.stream(**fields))
+    assert expected.rstrip().endswith(b"data: [DONE]")
+    assert expected.count(b"data: ") > 8
+    for agent in others:
+        assert same(agent.stream(**fields)) == expected
+
+
+def test_a_client_that_leaves_a_member_stops_the_ranks(three: tuple[Agent, Agent, Agent]) -> None:
+    a, _, c = three
+
+    def emitted() -> int:
+        return int(a.health()["ranks"][0]["emitted"])
+
+    before = emitted()
+    with c.open_stream("Repeat exactly: " + "ABC " * 20, **ENDLESS) as response:
+        response.read(2000)
+        wait(lambda: a.health()["open_requests"] == 1, "rank 0 works on it", a, c)
+    wait(lambda: a.health()["open_requests"] == 0, "nobody waits for it", a, c, within_s=10 * SLOWNESS)
+    wait(lambda: {rank["phase"] for rank in a.health()["ranks"]} == {"idle"}, "ranks are idle", a)
+    assert c.health()["open_requests"] == 0
+    assert 0 < emitted() - before < 3800
+
+
+def test_who_waits_takes_part_when_another_leaves(three: tuple[Agent, Agent, Agent]) -> None:
+    a, b, c = three
+    epoch = a.status()["epoch"]
+    waiting, working = sorted((b, c), key=lambda agent: a.member(agent)["rank"] is not None)
+    left = working.command("cluster", "leave")
+    assert left.returncode == 0, left.stderr
+    assert working.ended() == 0
+    print(f"left: serving again after {serving(a, waiting):.1f} s")
+    status = a.status()
+    assert status["epoch"] > epoch
+    assert {member["name"] for member in status["members"]} == {a.name, waiting.name}
+    assert {member["rank"] for member in status["members"]} == {0, 1}
+    # Who has left may come again, with the same node id.
+    working.start("--join", waiting.token())
+    serving(a, waiting, working, ranks=2)

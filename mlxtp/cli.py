@@ -20,7 +20,8 @@ from rich.markup import escape
 from . import __version__, commands, demo
 from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL, Settings, resolve_settings
 from .errors import GroupError, MlxtpError
-from .node.agent import running_agent, stopped_by_signal
+from .node.agent import Agent, running_agent, stopped_by_signal
+from .node.epoch import State
 
 INTERRUPTED = 130
 TUNING = "Engine"
@@ -232,14 +233,14 @@ async def _node(settings: Settings) -> None:
         if agent.founded and agent.cluster is not None:
             log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.token())
         try:
-            await agent.wait_ready()
+            await _ready_or_over(agent)
         except MlxtpError as error:
             # The agent outlives its ranks, and goes on saying why there is no model. One that keeps to itself
             # and whose very first model cannot be loaded has nothing else to do.
             if agent.cluster is None and not isinstance(error, GroupError):
                 raise
             log.error("%s; %s/health tells more", error.detail, agent.url)
-        else:
+        if agent.supervisor.state is State.READY:
             group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
             size = group.world_size if group is not None else 0
             log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
@@ -248,6 +249,18 @@ async def _node(settings: Settings) -> None:
         else:
             await asyncio.shield(agent.cluster.over)
         log.info("this Mac belongs to no cluster any more; the agent ends")
+
+
+async def _ready_or_over(agent: Agent) -> None:
+    """Wait until the model answers, or this agent has no more to do. Raises what either raises."""
+    ready = asyncio.ensure_future(agent.wait_ready())
+    over = agent.cluster.over if agent.cluster is not None else asyncio.Future[None]()
+    try:
+        await asyncio.wait({ready, over}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ready.cancel()
+    if not over.done():
+        ready.result()
 
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:

@@ -146,7 +146,10 @@ def _members_here(home: Path) -> tuple[tuple[Member, ...], str]:
     except UserError:
         machine = asyncio.run(hardware.probe())
         return (Member("this", "this Mac", machine),), "this"
-    found = tuple(Member(node["node_id"], node["name"], _machine(node["machine"])) for node in told["nodes"])
+    found = tuple(
+        Member(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
+        for node in told["nodes"]
+    )
     return found, str(told["coordinator"])
 
 
@@ -210,6 +213,8 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
             f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'nobody yet')}"
         )
         lines.append(_members_table(answer))
+        for member in answer["members"]:
+            lines += [f"[dim]{escape(member['name'])}: {escape(note)}[/]" for note in member["notes"]]
     return lines
 
 

@@ -128,7 +128,9 @@ def resolve_settings(
     """
     environment = os.environ if environment is None else environment
     given: _Chosen = {
-        key: (value, f"--{key.replace('_', '-')}") for key, value in flags.items() if value is not None
+        key: (value, _FLAGS.get(key, f"--{key.replace('_', '-')}"))
+        for key, value in flags.items()
+        if value is not None
     }
     names = {key: f"MLXTP_{key.upper()}" for key in ("home", *_PARSERS)}
     variables: _Chosen = {
@@ -161,6 +163,7 @@ def _default_home() -> Path:
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
+_FLAGS = {"peers": "--peer"}
 _Chosen = dict[str, tuple[Any, str]]
 """Of each key its value, and where that stands."""
 

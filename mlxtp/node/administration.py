@@ -16,6 +16,7 @@ from ..config import parse_nodes
 from ..errors import Code, UserError
 from .build import versions_here
 from .cluster import Cluster
+from .epoch import State
 from .supervisor import Supervisor
 
 FILE = "agent.json"
@@ -121,9 +122,13 @@ class Member(Alone):
         return {
             "coordinator": cluster.coordination.claim.node_id,
             "nodes": [
-                {"node_id": node_id, "name": cluster.name_of(node_id), "machine": asdict(machine)}
-                for node_id, machine in sorted(cluster.knowledge.machines.items())
-                if cluster.membership.standing(node_id).present
+                {
+                    "node_id": member.node_id,
+                    "name": member.name,
+                    "machine": asdict(cluster.knowledge.machines[member.node_id]),
+                    "held_bytes": member.held_bytes,
+                }
+                for member in cluster.conductor.members()
             ],
         }
 
@@ -135,7 +140,11 @@ class Member(Alone):
         """What the cluster should serve from now on."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        desired = self._cluster.want(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        present = self._cluster.coordination.desired
+        nodes = parse_nodes(nodes, "--nodes") if nodes else present.nodes
+        desired = present
+        if (model, nodes) != (present.model, present.nodes) or self._cluster.supervisor.state is State.FAILED:
+            desired = self._cluster.want(model, nodes)
         return {"model": desired.model, "nodes": desired.nodes, "version": desired.version}
 
     def unload(self) -> Json:

@@ -124,7 +124,9 @@ async def _among_others(
         door = Door(control, store, entered.identity, cluster)
         settings = replace(settings, peers=(*settings.peers, *entered.peers))
         dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
-        if settings.model_given or entered.founded:
+        if entered.joined and settings.model_given:
+            log.warning("--model is left aside: what a cluster serves is said with `mlxtp serve`")
+        elif settings.model_given or entered.founded:
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)

@@ -20,7 +20,7 @@ from ..cluster.shapes import ModelShape, shape_of
 from ..cluster.topology import Member
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError
-from ..wire.control import Prepare, RankStarted, Serving
+from ..wire.control import Prepare, Serving
 from ..wire.rdma import Matrix, flat
 from .epoch import State
 from .ranks import Group, Ranks, Seat
@@ -92,6 +92,8 @@ class Conductor:
         best = None
         if placement is not None and placement.chosen is not None:
             best = decisions.Plan(placement.ranks, self._key(placement))
+        elif self._cluster.model.problem and (others := self._others_with_model()):
+            best = decisions.Plan((min(others),), (0.0, 0.0))  # it is to coordinate, and will plan for itself
         hold_until, hold = self._hold()
         return Situation(
             hold_until=hold_until,
@@ -101,6 +103,17 @@ class Conductor:
             plan=best,
             refusal=why,
         )
+
+    def _others_with_model(self) -> list[str]:
+        """Members that are present and have what this node has not: the model."""
+        cluster = self._cluster
+        return [
+            node_id
+            for node_id, told in cluster.knowledge.models.items()
+            if told.fingerprint
+            and told.desired == cluster.model.version
+            and cluster.membership.standing(node_id).present
+        ]
 
     def _hold(self) -> tuple[float, str]:
         """A moment's patience with members that have not yet said whether they have the model."""
@@ -171,6 +184,7 @@ class Conductor:
             kind=chosen.kind,
             rdma=flat(_matrix(chosen)) if chosen.backend == "jaccl" else (),
             jaccl_ring=chosen.jaccl_ring,
+            without_jaccl=lambda ranks: self._without_jaccl([chosen.ranks[rank] for rank in ranks]),
         )
 
     def _running(self) -> Running | None:
@@ -215,7 +229,7 @@ class Conductor:
 
     # --- which group ---------------------------------------------------------------------------------
 
-    def _members(self) -> list[Member]:
+    def members(self) -> list[Member]:
         """Who is present and may take part, as placement wants to know it."""
         cluster = self._cluster
         found = []
@@ -270,7 +284,7 @@ class Conductor:
             return None, "nothing is to be served"
         if source is None:
             return None, cluster.model.problem or f"{desired.model} is still being looked for"
-        members = self._members()
+        members = self.members()
         options = self._options(desired.nodes, source)
         asked = (members, desired, source.id, options)
         if self._known is None or self._known[0] != asked:
@@ -377,23 +391,17 @@ class Conductor:
         seat = self._seats.get(node_id)
         if seat is None or seat.epoch != message.epoch:
             return
-        if isinstance(message, RankStarted) and self._jaccl_is_lacking(node_id, message):
-            return
         seat.received(message)
 
-    def _jaccl_is_lacking(self, node_id: str, message: RankStarted) -> bool:
-        group = self._cluster.supervisor.group
-        if group is None or group.backend != "jaccl" or message.jaccl:
-            return False
-        who = self._cluster.name_of(node_id)
+    def _without_jaccl(self, nodes: list[str]) -> GroupError:
+        """MLX turned out to have no JACCL on these: with `auto` the next epoch uses the ring."""
+        who = " and ".join(map(self._cluster.name_of, nodes))
         why = f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma"
-        if self._cluster.settings.fabric == "auto":
-            log.warning("%s, so the ring is used", why)
-            self._lacking.add(node_id)
-            self._cluster.supervisor.end_epoch(GroupError(why, Code.REPLANNED))
-        else:
-            self._cluster.supervisor.end_epoch(GroupError(why, Code.FORM_FAILED))
-        return True
+        if self._cluster.settings.fabric != "auto":
+            return GroupError(why, Code.FORM_FAILED)
+        log.warning("%s, so the ring is used", why)
+        self._lacking.update(nodes)
+        return GroupError(why, Code.REPLANNED)
 
     def lost(self, node_id: str, why: str) -> None:
         """The last link to an agent has ended."""

@@ -11,7 +11,7 @@ from ..cluster.dialing import Dialing
 from ..cluster.discovery import Discovery
 from ..cluster.identity import Identity
 from ..cluster.multicast import Addresses, addresses_up
-from ..cluster.sightings import Advert, Sighting
+from ..cluster.sightings import Advert, Sighting, explain
 from ..config import Settings
 from ..errors import Code, MlxtpError
 from ..wire.doorman import open_tls
@@ -136,6 +136,11 @@ class Dialer:
         if error.detail == said and time.monotonic() - at < TOLD_S:
             return
         self._told[address] = (error.detail, time.monotonic())
+        if (
+            "Errno 65" in error.detail
+        ):  # macOS keeps this process from the local network, mostly without a word
+            log.warning("%s: %s", address, explain(65, error.detail))
+            return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)
         if error.code is Code.DUPLICATE_NODE:
             self._cluster.problem = error.detail

@@ -29,10 +29,11 @@ ASK_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """Who this Mac is now, whether it founded its cluster just now, and where other members may be."""
+    """Who this Mac is now, whether it founded or joined its cluster just now, and where others may be."""
 
     identity: Identity
     founded: bool = False
+    joined: bool = False
     peers: tuple[str, ...] = ()
 
 
@@ -98,7 +99,8 @@ async def _ask_around(
                 problem = refused.detail
             else:
                 forget(settings.home)
-                return Entered(store.save_membership(granted.membership), peers=granted.peers)
+                joined = store.save_membership(granted.membership)
+                return Entered(joined, joined=True, peers=granted.peers)
         await asyncio.sleep(ASK_AGAIN_S)
     if not seen:
         raise ConfigError(

@@ -80,7 +80,8 @@ class Group:
 
     `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets. `seats`
     makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins` are the
-    agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap.
+    agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
+    `without_jaccl` is asked what to make of ranks that have none.
     """
 
     local: int
@@ -93,6 +94,9 @@ class Group:
     kind: str = ""
     rdma: tuple[str, ...] = ()
     jaccl_ring: bool = False
+    without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
+        f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
+    )
 
 
 class Ranks:
@@ -208,8 +212,7 @@ class Ranks:
         )
         jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
         if self.group.backend == "jaccl" and not all(jaccl):
-            without = ", ".join(str(rank) for rank, has in enumerate(jaccl) if not has)
-            raise GroupError(f"MLX has no JACCL where rank {without} runs", Code.FORM_FAILED)
+            raise self.group.without_jaccl([rank for rank, has in enumerate(jaccl) if not has])
 
     # --- commands ------------------------------------------------------------------------------------
 

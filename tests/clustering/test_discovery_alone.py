@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster import discovery
+from mlxtp.cluster import discovery, sightings
 from mlxtp.cluster.discovery import Discovery
 from mlxtp.cluster.sightings import SERVICE, Advert, Sighting
 
@@ -153,7 +153,7 @@ def test_it_listens_announces_and_says_goodbye(tell: Tell) -> None:
         await eventually(lambda: len(world.changes) == 2, "told")
 
     world = tell(story)
-    assert [[each.addresses for each in sightings] for sightings in world.changes] == [
+    assert [[each.addresses for each in change] for change in world.changes] == [
         [("10.0.0.2:52415",)],
         [],
     ]
@@ -196,7 +196,9 @@ def test_a_network_that_breaks_is_left_and_found_again(tell: Tell, monkeypatch: 
     assert world.networks[0].closed == "with goodbye"
 
 
-def test_other_addresses_put_everything_in_doubt(tell: Tell) -> None:
+def test_other_addresses_put_everything_in_doubt(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sightings, "CONFIRM_S", 1e6)
+
     async def story(world: World) -> None:
         await eventually(lambda: world.networks[0].service, "announced")
         service = world.publish(OTHER)
@@ -308,16 +310,20 @@ def test_changes_are_told_no_more_often_than_every_so_often(
     assert len(world.changes) <= (begun[1] - begun[0]) / 0.05 + 1
 
 
-def test_so_many_are_asked_at_once_and_the_silent_are_asked_again(tell: Tell) -> None:
+def test_so_many_are_asked_at_once_and_the_silent_are_asked_again(
+    tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = [f"node {number}.{SERVICE}" for number in range(12)]
 
     async def story(world: World) -> None:
         await eventually(lambda: world.networks[0].service, "announced")
+        monkeypatch.setattr(discovery, "RETRY_LOOK_S", 1e6)
         for name in names:
             world.hear(name)
         await eventually(lambda: len(world.asked) == discovery.RESOLVE_AT_ONCE, "asked")
         world.answers[world.asked[0]].set()
         await eventually(lambda: len(world.asked) == discovery.RESOLVE_AT_ONCE + 1, "asked")
+        monkeypatch.setattr(discovery, "RETRY_LOOK_S", 0.01)
         for name in names:
             world.answers.setdefault(name, asyncio.Event()).set()
         await eventually(lambda: set(world.asked) == set(names), "asked")

@@ -77,8 +77,22 @@ def test_any_name_of_a_mac_can_be_announced(advert: Advert) -> None:
     told = dataclasses.asdict(sighting) | {"port": advert.port, "name": advert.name}
     del told["addresses"]
     assert Advert(**told) == advert
-    # There is room for what the library appends to a name that somebody else has.
-    assert len(advert.service().removesuffix(f".{SERVICE}").encode()) <= 60
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("mac.local", "mac-local [aaaaaaaa]"),
+        ("", "mlxtp [aaaaaaaa]"),
+        ("\x1b[2Jtwo\nlines", "[2Jtwolines [aaaaaaaa]"),
+        # There is room for what the library appends to a name that somebody else has.
+        ("x" * 100, f"{'x' * 49} [aaaaaaaa]"),
+        ("é" * 100, f"{'é' * 24} [aaaaaaaa]"),
+    ],
+)
+def test_a_name_becomes_one_part_of_a_name_on_the_network(name: str, label: str) -> None:
+    assert dataclasses.replace(ADVERT, name=name).service() == f"{label}.{SERVICE}"
+    assert len(label.encode()) <= 60
 
 
 def test_a_name_that_another_machine_has_already_is_still_one() -> None:
@@ -342,6 +356,18 @@ def test_a_new_name_is_looked_at_before_those_that_did_not_answer() -> None:
     sightings.announced(NAME, 100.0)
     assert sightings.due(100.0)[0] == NAME
     assert len(sightings.due(100.0)) == 61
+
+
+def test_the_latest_name_is_looked_at_first_and_stays_longest() -> None:
+    sightings = Sightings()
+    for number in (1, 2, 3):
+        sightings.announced(numbered(number), 0.0)
+    sightings.announced(numbered(1), 0.0)
+    assert sightings.due(0.0) == [numbered(1), numbered(3), numbered(2)]
+    for number in range(10, 10 + MAX_SIGHTINGS - 1):
+        sightings.announced(numbered(number), 0.0)
+    assert numbered(1) in sightings.due(0.0)
+    assert numbered(3) not in sightings.due(0.0)
 
 
 def test_names_that_cannot_be_are_not_even_kept() -> None:

@@ -246,7 +246,7 @@ class Membership:
             self._tell_twins(node_id, member, *list(beating.values())[:2])
             return
         for link, one in list(member.links.items()):
-            if now - one.heard >= pace.dead_s * patience and self._spare(member, link):
+            if now - one.heard >= pace.dead_s * patience:
                 self.link_down(link, now)
         silent_s = now - member.heard
         if member.state is State.ALIVE and silent_s >= pace.suspect_s * patience:
@@ -255,9 +255,7 @@ class Membership:
             return
         broken_s = 0.0 if member.broken is None else now - member.broken
         if silent_s >= pace.dead_s * patience or broken_s >= pace.broken_s * patience:
-            self._drop(member, [key for key, one in member.links.items() if one.boot_id == member.boot_id])
-            if not self._fall_back(node_id, member, now):
-                self._move(node_id, member, Why.GIVEN_UP)
+            self._move(node_id, member, Why.GIVEN_UP)
 
     def _fall_back(self, node_id: str, member: _Member, now: float) -> bool:
         """Whether another incarnation still has a link, and counts from now on.
@@ -269,10 +267,6 @@ class Membership:
         member.retire(member.boot_id)
         self._here(node_id, member, next(reversed(member.links.values())).boot_id, now)
         return True
-
-    def _spare(self, member: _Member, link: int) -> bool:
-        """Whether the member's incarnation would have a link without this one."""
-        return any(one.boot_id == member.boot_id for key, one in member.links.items() if key != link)
 
     def _refuse(self, node_id: str, member: _Member, boot_id: str, address: str) -> None:
         member.retired[boot_id] += 1

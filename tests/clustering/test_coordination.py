@@ -236,6 +236,15 @@ def test_a_goodbye_and_a_removal_cost_it_at_once() -> None:
         assert story.claim == B6, how
 
 
+def test_a_coordinator_that_only_others_knew_is_lost_when_it_is_removed() -> None:
+    story = Story()
+    story.up(3, "c-1")
+    assert story.beats(3, link_3=beat(A5, 10)).claim == A5
+    story.membership.removed("a")
+    story.tick()
+    assert story.claim == B6
+
+
 def test_a_restart_costs_it_at_once() -> None:
     story = led_by(C5)
     story.membership.goodbye(1, story.now)
@@ -256,11 +265,13 @@ def test_a_claim_of_the_new_start_is_not_lost_with_the_old_one() -> None:
 
 
 def test_time_that_we_stood_still_does_not_depose_it() -> None:
-    story = led_by(A5)
+    story = led_by(C5)
+    story.membership.goodbye(1, story.now)
+    story.tick()
     story.now += 60
     story.tick()
-    assert story.claim == A5
-    assert story.beats(30, link_1=beat(A5, 50), link_3=beat(A5, 50)).claim == A5
+    assert story.claim == C5
+    assert story.beats(30, link_3=beat(C5, 50)).claim == C5
 
 
 # --- what is said -----------------------------------------------------------------------------------------
@@ -395,11 +406,11 @@ def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
         return story.coordination.decide(story.membership, Situation(running=busy, plan=plan), story.now)
 
     began = story.now
-    for _ in range(2):
+    for _ in range(3):
         action = ask(PLAN)
         assert isinstance(action, Wait)
         assert action.until == began + CALM.patience_s
-        story.beats(4, link_3=beat(B6))
+        story.beats(3, link_3=beat(B6))
     ask(None)  # nothing better any more
     again = ask(PLAN)
     assert isinstance(again, Wait)

@@ -279,8 +279,8 @@ def test_of_two_epochs_the_worse_one_ends() -> None:
 
 
 def test_the_better_of_several_is_handed_over_to() -> None:
-    several = [epoch("c"), PAIR, epoch("d", "e")]
-    assert decided(standings=here(*"abcde"), others=several) == HandOver("b")
+    several = [epoch("b"), epoch("d", "e"), epoch("c", "f"), epoch("e", "g")]
+    assert decided(standings=here(*"abcdefg"), others=several) == HandOver("c")
 
 
 _name = st.sampled_from("abcd")

@@ -145,6 +145,7 @@ def test_of_two_links_either_may_go() -> None:
         story.beats(1, 1, 2)
         story.members.link_down(goes, story.now)
         assert story.beats(5, stays).whys() == [Why.LINKED]
+        assert story.up(3, "b-1")
 
 
 def test_a_second_link_over_which_nothing_comes_stops_counting() -> None:
@@ -334,6 +335,16 @@ def test_time_that_we_stood_still_counts_against_nobody() -> None:
     assert story.members.stood_still_s == 59.5
     assert story.state() is State.ALIVE
     assert story.beats(1, 1).whys() == [Why.LINKED]
+
+
+def test_nor_against_a_second_link() -> None:
+    story = Story()
+    story.up(1, "b-1")
+    story.up(2, "b-1")
+    story.now += 60
+    story.tick()
+    assert story.members.counts(1)
+    assert story.members.counts(2)
 
 
 def test_a_link_that_broke_before_we_stood_still_gets_its_time() -> None:

@@ -14,6 +14,37 @@ from .harness import FaultyCluster
 
 ROOT = Path(__file__).parents[2]
 
+FOR_CHAOS = frozenset((
+    "test_agent.py::test_told_to_stop_while_it_ends_an_epoch",
+    "test_caches.py::test_a_cache_of_which_rank_1_has_kept_less",
+    "test_caches.py::test_a_cache_that_rank_1_is_told_to_drop_and_has_not",
+    "test_deaths.py::test_killed_on_the_way_up[load-1]",
+    "test_deaths.py::test_killed_while_idle[1]",
+    "test_frames.py::test_a_prompt_before_the_model_is_loaded",
+    "test_frames.py::test_rank_0_refuses[other epoch-codes3]",
+    "test_frames.py::test_rank_0_refuses[truncated-codes1]",
+    "test_frames.py::test_rank_0_refuses[unknown type-codes2]",
+    "test_frames.py::test_rank_1_refuses[truncated-codes3]",
+    "test_mutations.py::test_a_model_that_comes_later_with_a_changed_weight_ends_the_epoch",
+    "test_mutations.py::test_one_step_too_many_on_all_ranks[at its end token]",
+    "test_mutations.py::test_rank_1_has_its_rows_in_another_order[rows]",
+    "test_mutations.py::test_rank_1_reports_a_wrong_number[forwards]",
+    "test_replies.py::test_a_reply_on_the_way_up[SanityDone-garbage-codes0]",
+    "test_replies.py::test_an_ack_is_garbage",
+    "test_replies.py::test_rank_0_raises_after_the_frame_went_out[in prefill]",
+    "test_replies.py::test_the_last_ack_never_comes",
+    "test_strangers.py::test_a_stranger_at_the_ring_port[garbage]",
+))  # fmt: skip
+"""Slow cases that only `make chaos` runs, because a sibling of each shows the same on every change."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest leaves out what is marked."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/faults/") in FOR_CHAOS:
+            item.add_marker(pytest.mark.chaos)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_find_the_faults() -> Iterator[None]:

@@ -236,9 +236,12 @@ def test_a_goodbye_and_a_removal_cost_it_at_once() -> None:
         assert story.claim == B6, how
 
 
-def test_a_coordinator_that_only_others_knew_is_lost_when_it_is_removed() -> None:
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_coordinator_that_only_others_heard_is_lost_when_it_is_removed(linked: bool) -> None:
     story = Story()
     story.up(3, "c-1")
+    if linked:
+        story.up(1, "a-1")
     assert story.beats(3, link_3=beat(A5, 10)).claim == A5
     story.membership.removed("a")
     story.tick()

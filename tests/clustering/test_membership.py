@@ -226,8 +226,9 @@ def test_a_late_beat_of_an_incarnation_that_was_followed_is_not_its_successors()
     story = Story()
     story.up(1, "b-1")
     story.up(2, "b-2")
+    story.beats(1.0)
     story.members.beat(1, story.now)
-    assert story.beats(1.5).state() is State.SUSPECT
+    assert story.beats(0.5).state() is State.SUSPECT
     story.members.beat(1, story.now)
     assert story.state() is State.SUSPECT
 

@@ -289,4 +289,4 @@ def _when_idle(view: View, epochs: Iterable[Running], action: Action) -> Action:
     since = view.now if view.waiting_since is None else view.waiting_since
     if not requests or view.now >= since + view.patience_s:
         return action
-    return Wait(f"{requests} open requests", since + view.patience_s, for_requests=True)
+    return Wait(f"open requests: {requests}", since + view.patience_s, for_requests=True)

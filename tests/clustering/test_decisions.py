@@ -210,9 +210,9 @@ def test_an_epoch_that_still_forms_is_not_disturbed() -> None:
 
 def test_open_requests_are_waited_for_and_not_for_ever() -> None:
     busy = epoch("a", open_requests=2)
-    waiting = Wait("2 open requests", NOW + 10.0, for_requests=True)
+    waiting = Wait("open requests: 2", NOW + 10.0, for_requests=True)
     assert decided(running=busy) == waiting
-    assert decided(running=busy, waiting_since=NOW - 1) == Wait("2 open requests", NOW + 9, for_requests=True)
+    assert decided(running=busy, waiting_since=NOW - 1) == Wait("open requests: 2", NOW + 9, for_requests=True)
     assert isinstance(decided(running=busy, waiting_since=NOW - 10), StopEpoch)
 
 
@@ -258,7 +258,7 @@ def test_it_does_not_when_that_serves_something_else_or_is_gone_or_could_be_bett
 def test_a_better_group_waits_for_the_requests_of_the_epoch_it_takes_apart() -> None:
     busy = replace(PAIR, open_requests=1)
     three = Plan(("a", "b", "c"), (3.0,))
-    assert decided(others=[busy], plan=three) == Wait("1 open requests", NOW + 10, for_requests=True)
+    assert decided(others=[busy], plan=three) == Wait("open requests: 1", NOW + 10, for_requests=True)
     assert isinstance(decided(others=[busy], plan=three, waiting_since=NOW - 10), FormEpoch)
 
 

@@ -212,7 +212,8 @@ def test_open_requests_are_waited_for_and_not_for_ever() -> None:
     busy = epoch("a", open_requests=2)
     waiting = Wait("open requests: 2", NOW + 10.0, for_requests=True)
     assert decided(running=busy) == waiting
-    assert decided(running=busy, waiting_since=NOW - 1) == Wait("open requests: 2", NOW + 9, for_requests=True)
+    since = decided(running=busy, waiting_since=NOW - 1)
+    assert since == Wait("open requests: 2", NOW + 9, for_requests=True)
     assert isinstance(decided(running=busy, waiting_since=NOW - 10), StopEpoch)
 
 

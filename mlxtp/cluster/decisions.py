@@ -146,8 +146,11 @@ class View:
 
 
 def better(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the first of two keys is clearly the better one. Their numbers are not negative."""
-    for mine, theirs in zip(one, other, strict=True):
+    """Whether the first of two keys is clearly the better one. Their numbers are not negative.
+
+    Another version may compare by more numbers: those that both have count.
+    """
+    for mine, theirs in zip(one, other, strict=False):
         if mine > theirs * MUCH:
             return True
         if theirs > mine * MUCH:

@@ -46,7 +46,7 @@ from ..wire.control import (
     TokenWanted,
 )
 from ..wire.machine import Machine
-from ..wire.messages import PROTOCOL_VERSION
+from ..wire.messages import PROTOCOL_VERSION, Error
 from .build import flags_of, versions_here
 from .conductor import Conductor
 from .follower import Follower
@@ -109,6 +109,7 @@ class Cluster:
         self.neighbours = Neighbours(self.node_id, self.hello, self._judge, self)
         self.model = ModelHere(settings.draft_model, self._model_changed)
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
+        self.guest.last_epoch = kept.beliefs.epoch
         self.conductor = Conductor(self)
         self.follower = Follower(self)
         self.on_roster: Callable[[], None] = lambda: None
@@ -235,6 +236,9 @@ class Cluster:
                 return False
         self.membership.admitted(link.node_id)
         if not self.membership.link_up(link.number, link.node_id, hello.boot_id, link.remote, now):
+            if self.membership.standing(link.node_id).boot_id != hello.boot_id:
+                what = f"another agent has the identity of {hello.name}, or this one was given up"
+                link.refuse(ProtocolError(f"{what}; if it persists, restart it", Code.DUPLICATE_NODE))
             return False
         knowledge = self.knowledge
         knowledge.names[link.node_id] = hello.name
@@ -245,6 +249,9 @@ class Cluster:
             knowledge.authority = link.node_id
         with contextlib.suppress(MlxtpError):
             link.send(self.coordination.beat(healthy=self.membership.healthy))
+            link.send(self.coordination.desired)
+            for members in self.coordination.roster.messages():
+                link.send(members)
             link.send(self.report())
             link.send(self.model.status)
             if (serving := self.conductor.serving()) is not None:
@@ -290,10 +297,11 @@ class Cluster:
                 self.guest.received(node_id, message)
             case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
                 self.conductor.received(node_id, message)
-            case TokenWanted():
-                self._issue(node_id, message)
-            case TokenIssued():
-                self._issued(message)
+            case TokenWanted() | TokenIssued():
+                self._about_tokens(node_id, message)
+            case Error() if message.code == Code.DUPLICATE_NODE:
+                self.problem = message.detail
+                log.error("%s: %s", self.name_of(node_id), message.detail)
 
     def _learn(self, node_id: str, message: MachineReport | ModelStatus | Serving) -> None:
         match message:
@@ -330,6 +338,12 @@ class Cluster:
             return
         self.coordination.saw_epoch(order.epoch)
         self.guest.received(node_id, order)
+
+    def _about_tokens(self, node_id: str, message: TokenWanted | TokenIssued) -> None:
+        if isinstance(message, TokenWanted):
+            self._issue(node_id, message)
+        else:
+            self._issued(message)
 
     def _issue(self, node_id: str, wanted: TokenWanted) -> None:
         token, problem = "", "this Mac cannot issue join tokens"
@@ -369,12 +383,12 @@ class Cluster:
         for message in self.coordination.roster.messages():
             self.neighbours.tell_all(message)
         members = self.coordination.roster.members()
-        for node_id in members:
-            if node_id != self.node_id:
-                self.membership.admitted(node_id)
         for node_id in list(self.membership.standings()):
             if node_id not in members and node_id != self.node_id:
                 self.membership.removed(node_id)
+        for node_id in members:
+            if node_id != self.node_id:
+                self.membership.admitted(node_id)
         if self.coordination.roster.removed(self.identity.fingerprint):
             self.problem = (
                 "this Mac was removed from its cluster; `mlxtp cluster leave`, then "

@@ -196,7 +196,7 @@ class Neighbours:
         self._links[link.number] = link
         if not self._events.opened(link):
             del self._links[link.number]
-            link.close(goodbye=True)
+            link.close()  # no goodbye: the other end would take it that this agent stops
             return
         why, goodbye = "closed", False
         try:
@@ -205,9 +205,8 @@ class Neighbours:
                 for message in messages:
                     if isinstance(message, SessionEnd):
                         why, goodbye = "said goodbye", True
-                    elif isinstance(message, Error):
-                        why = message.detail
                     else:
+                        why = message.detail if isinstance(message, Error) else why
                         self._events.received(link, message)
                 if not (batch := await end.connection.receive()):
                     break

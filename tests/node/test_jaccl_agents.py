@@ -73,7 +73,7 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
     ("script", "words"),
     [
         ({"whole": True, "fault": "raise", "at": 3}, "errno 22"),
-        ({"whole": True, "fault": "die", "at": 2}, "signal 9"),
+        ({"whole": True, "fault": "die", "at": 2}, "rank 1"),
     ],
 )
 def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(

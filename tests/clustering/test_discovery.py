@@ -151,6 +151,26 @@ def test_addresses_come_and_go(net: Hosts) -> None:
     until(lambda: anna.sees(sighting(B, "10.87.0.77")), "Anna sees Ben at his other address", FOUND_S)
 
 
+def test_what_was_heard_before_interfaces_changed_does_not_count(net: Hosts) -> None:
+    a, b = net.hosts
+    anna, ben = Member(a, A, REFRESH_S=0.3), Member(b, B)
+    until(lambda: anna.sees(sighting(B, b.address)), "Anna sees Ben", FOUND_S)
+    moved = dataclasses.replace(B, port=60000)
+    with net.capture() as capture:
+        # Anna does not hear what Ben says now, and his old records are good for two minutes.
+        net.partition([a], [b])
+        ben.command("update", json.dumps(dataclasses.asdict(moved)))
+        said = (b"Ben's Mac", moved.port.to_bytes(2))
+        until(
+            lambda: sum(all(each in frame for each in said) for frame in capture.frames) >= 3,
+            "Ben says it three times",
+            FOUND_S,
+        )
+    net.heal()
+    a.ip("addr add 10.87.0.88/24 dev eth0")
+    until(lambda: anna.sees(sighting(moved, b.address)), "Anna sees Ben's new port", FOUND_S)
+
+
 def test_an_interface_that_is_made_anew_is_used_again(net: Hosts) -> None:
     a, b = net.hosts
     first = net.cable(a, b)

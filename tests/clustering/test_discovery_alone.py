@@ -44,12 +44,18 @@ class World:
         self.answers: dict[str, asyncio.Event] = {}
         self.changes: list[tuple[Sighting, ...]] = []
         self.said: list[str] = []
+        self.used: list[list[str]] = []
         monkeypatch.setattr(discovery, "Network", self.network)
         monkeypatch.setattr(discovery, "info_of", Info)
         monkeypatch.setattr(discovery, "send_something", self.send)
         for name, value in {"REFRESH_S": 0.01, "RETRY_LOOK_S": 0.01, "FIRST_REST_S": 0.01}.items():
             monkeypatch.setattr(discovery, name, value)
-        self.discovery = Discovery(self.changes.append, self.said.append, lambda: self.addresses)
+        self.discovery = Discovery(
+            self.changes.append,
+            self.said.append,
+            lambda addresses: self.used.append(sorted(addresses)),
+            read_addresses=lambda: self.addresses,
+        )
 
     def network(self, addresses: Mapping[str, int], heard: Callable[[str, bool], None]) -> Network:
         self.networks.append(Network(self, addresses, heard))
@@ -212,6 +218,7 @@ def test_other_addresses_put_everything_in_doubt(tell: Tell, monkeypatch: pytest
 
     world = tell(story)
     assert world.networks[0].addresses == {**HERE, "10.0.1.1": 3}
+    assert world.used == [["10.0.0.1"], ["10.0.0.1", "10.0.1.1"]]
     assert world.networks[0].times_asked == 2
     assert world.asked == [OTHER.service()]
     assert len(world.networks) == 1
@@ -244,6 +251,17 @@ def test_which_addresses_are_used(
         assert f"that is up has {'10.0.0.9' if only else 'an IPv4 address'}" in world.said[0]
     else:
         assert list(world.networks[0].addresses) == used
+
+
+def test_whoever_asks_is_told_of_interfaces_even_when_nothing_can_be_sent(tell: Tell) -> None:
+    async def story(world: World) -> None:
+        world.sending_fails = OSError(65, "No route to host")
+        world.addresses = {"10.0.0.9": 2}
+        await eventually(lambda: world.said, "said")
+        world.addresses = {}
+        await eventually(lambda: world.used[-1] == [], "told")
+
+    assert tell(story).used == [["10.0.0.1"], ["10.0.0.9"], []]
 
 
 def test_another_advert_is_announced(tell: Tell) -> None:
@@ -323,6 +341,7 @@ def test_so_many_are_asked_at_once_and_the_silent_are_asked_again(
         await eventually(lambda: len(world.asked) == discovery.RESOLVE_AT_ONCE, "asked")
         world.answers[world.asked[0]].set()
         await eventually(lambda: len(world.asked) == discovery.RESOLVE_AT_ONCE + 1, "asked")
+        assert len(set(world.asked)) == len(world.asked), "who did not answer has to wait"
         monkeypatch.setattr(discovery, "RETRY_LOOK_S", 0.01)
         for name in names:
             world.answers.setdefault(name, asyncio.Event()).set()

@@ -66,6 +66,7 @@ class Discovery:
         self._told_at = 0.0
         self._network: Network | None = None
         self._until_flooded: asyncio.Timeout
+        self._leaving = False
         self._rest_s = FIRST_REST_S
         self._copies_told: dict[str, None] = {}
 
@@ -95,6 +96,7 @@ class Discovery:
 
     async def close(self) -> None:
         """Says goodbye and ends. Raises what a background task died of, which would be a bug here."""
+        self._leaving = True
         tasks = [*self._tasks, *self._asking.values()]
         for task in tasks:
             task.cancel()
@@ -110,6 +112,7 @@ class Discovery:
         while True:
             try:
                 async with asyncio.timeout(None) as self._until_flooded:
+                    self._leaving = False
                     await self._stay_open()
             except TimeoutError:
                 await self._rest()
@@ -191,7 +194,8 @@ class Discovery:
         else:
             self._changed |= self._sightings.withdrawn(service)
         self._news.set()
-        if self._network is not None and self._network.names == MAX_NAMES:
+        if self._network is not None and self._network.names >= MAX_NAMES and not self._leaving:
+            self._leaving = True
             self._until_flooded.reschedule(_now())
 
     async def _keep_looking(self) -> None:

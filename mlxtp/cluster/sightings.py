@@ -60,7 +60,7 @@ class Advert:
         ending = f" [{self.node_id[:8]}]"
         # A dot would start another part of the name.
         printable = "".join(char if char.isprintable() else "" for char in self.name.replace(".", "-"))
-        room = _MAX_LABEL_BYTES - len(ending) - len("-99")
+        room = _MAX_LABEL_BYTES - len(ending) - len("-9999")
         short = printable.encode("utf-8", "ignore")[:room].decode("utf-8", "ignore").strip()
         return f"{short or 'mlxtp'}{ending}.{SERVICE}"
 

@@ -188,6 +188,12 @@ def test_an_interface_that_is_made_anew_is_used_again(net: Hosts) -> None:
     until(lambda: anna.sees(sighting(moved, first.addresses[1])), "Anna sees Ben again", FOUND_S)
 
 
+def test_who_cannot_find_out_whether_its_name_is_free_takes_it(net: Hosts) -> None:
+    a, b = net.hosts
+    _anna, ben = Member(a, A, REGISTER_S=0.1), Member(b, B)
+    until(lambda: ben.sees(sighting(A, a.address)), "Ben sees Anna", FOUND_S)
+
+
 def test_one_address_can_be_all_that_is_used(net: Hosts) -> None:
     a, b = net.hosts
     cable = net.cable(a, b)

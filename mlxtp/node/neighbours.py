@@ -79,7 +79,7 @@ class _End:
         self.remote = _ip(writer.get_extra_info("peername"))
 
     def send(self, message: Message) -> None:
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if self.connection.unsent_bytes > MAX_UNSENT_BYTES:
             self._writer.transport.abort()
             raise LinkError("the other agent does not read what it is sent", Code.LINK_TIMEOUT)
         self.connection.send(message)

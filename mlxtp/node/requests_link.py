@@ -101,7 +101,7 @@ async def serve_requests(
 
     def tell(message: Message) -> None:
         """Never fails: a link that is gone, or full, is noticed by the reader below."""
-        if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if connection.unsent_bytes > MAX_UNSENT_BYTES:
             writer.transport.abort()
             return
         with contextlib.suppress(MlxtpError):

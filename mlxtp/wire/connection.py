@@ -67,9 +67,22 @@ class Connection:
             if received:
                 return received
 
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits because the peer does not read."""
+        # A transport that is closed may have let go of its buffer, and then does not survive the question.
+        return 0 if self._writer.is_closing() else self._writer.transport.get_write_buffer_size()
+
     def close(self) -> None:
-        """Ends the link; what was sent still goes out. May be repeated."""
+        """Ends the link; what was sent still goes out. May be repeated.
+
+        Whoever waits in `receive` is told at once: a peer that is out of reach would not answer TLS's last
+        word for half a minute.
+        """
+        if self._closed:
+            return
         self._closed = True
+        self._reader.set_exception(ConnectionAbortedError())
         self._writer.close()
 
     async def wait_closed(self) -> None:

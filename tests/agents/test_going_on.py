@@ -1,0 +1,157 @@
+"""What happens to Macs: cables, power, restarts. Afterwards they serve again, and nobody has lent a hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ..hosts import Hosts, requires_namespaces
+from .agents import SECRET, Agent, serving, wait
+
+pytestmark = requires_namespaces
+
+
+class Pair:
+    """Two agents with a host each. Whoever coordinates at the moment is `first`."""
+
+    def __init__(self, net: Hosts, agents: tuple[Agent, Agent]) -> None:
+        self.net = net
+        self.agents = agents
+
+    def whole(self) -> tuple[Agent, Agent]:
+        """Wait until both serve together; the coordinator, then the other one."""
+        serving(*self.agents)
+        one, other = self.agents
+        return (one, other) if one.status()["coordinator"] == one.name else (other, one)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("going-on")
+    with Hosts(2) as net:
+        a, b = (Agent(folder, name, host) for name, host in zip(("anna", "ben"), net.hosts, strict=True))
+        a.start()
+        b.start("--join", a.first_token())
+        yield Pair(net, (a, b))
+
+
+@contextmanager
+def asking(*agents: Agent) -> Iterator[None]:
+    """Meanwhile each of them is asked the same again and again. Whatever happens, no answer is wrong."""
+    over = threading.Event()
+    answers: dict[str, list[str]] = {agent.name: [] for agent in agents}
+
+    def ask(agent: Agent) -> None:
+        while not over.wait(0.2):
+            answers[agent.name].append(agent.chat())
+
+    threads = [threading.Thread(target=ask, args=(agent,), daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    for name, given in answers.items():
+        print(f"{name}: {given.count(SECRET)} answers, {given.count('')} times none")
+        assert SECRET in given
+        assert set(given) <= {SECRET, ""}
+
+
+def alone(agent: Agent, other: Agent) -> None:
+    """Wait until this one has noticed that the other one is gone, and serves by itself."""
+    wait(lambda: agent.member(other).get("state") == "dead", f"{agent.name} misses {other.name}", agent)
+    took_s = serving(agent)
+    print(f"{agent.name} alone: serving again {took_s:.1f} s after it gave {other.name} up")
+
+
+def test_a_cable_goes_out_and_in(pair: Pair) -> None:
+    first, other = pair.whole()
+    epoch = first.status()["epoch"]
+    assert other.host is not None
+    with asking(first, other):
+        pair.net.cut(other.host)
+        alone(first, other)
+        alone(other, first)
+        pair.net.mend(other.host)
+        print(f"both again {serving(first, other):.1f} s after the cable was put in")
+    assert first.status()["epoch"] > epoch + 1
+
+
+@pytest.mark.chaos
+def test_a_partition_heals(pair: Pair) -> None:
+    """As with a cable, but nobody's carrier changes. Each side serves; no group has ranks of both."""
+    first, other = pair.whole()
+    with asking(first, other):
+        pair.net.partition([pair.net.hosts[0]], [pair.net.hosts[1]])
+        alone(first, other)
+        alone(other, first)
+        sides = [agent.status() for agent in (first, other)]
+        assert [side["coordinator"] for side in sides] == [first.name, other.name]
+        for side in sides:
+            assert [member["rank"] for member in side["members"] if member["self"]] == [0]
+            assert [member["rank"] for member in side["members"] if not member["self"]] == [None]
+        pair.net.heal()
+        print(f"both again {serving(first, other):.1f} s after the partition healed")
+    after = [agent.status() for agent in (first, other)]
+    assert after[0]["epoch"] == after[1]["epoch"] > max(side["epoch"] for side in sides)
+    assert after[0]["term"] == after[1]["term"]
+
+
+def test_the_coordinator_is_killed(pair: Pair) -> None:
+    """The other one takes over, its clients' requests end, and who comes back is welcome."""
+    first, other = pair.whole()
+    term = first.status()["term"]
+    with other.open_stream("Repeat exactly: ABC", ignore_eos=True, max_tokens=3800) as answer:
+        answer.read(1000)
+        first.kill()
+        rest = answer.read()  # it ends
+    assert b"[DONE]" not in rest
+    assert b"error" in rest
+    print(f"killed: {other.name} serves again after {serving(other):.1f} s")
+    status = other.status()
+    assert (status["coordinator"], status["world_size"]) == (other.name, 1)
+    assert status["term"] > term
+    first.start()
+    print(f"started again: both serve after {serving(first, other):.1f} s")
+    assert first.status()["coordinator"] == other.name  # who coordinates goes on to
+    assert not first.said("is a member now")  # it knew everybody
+
+
+def test_a_member_is_killed_and_started_again(pair: Pair) -> None:
+    first, other = pair.whole()
+    before = other.status()
+    other.kill()
+    other.start("--join")
+    print(f"killed and started again: both serve after {serving(first, other):.1f} s")
+    after = other.status()
+    assert (after["node_id"], after["coordinator"]) == (before["node_id"], first.name)
+    assert after["epoch"] > before["epoch"]
+
+
+def test_everything_is_started_again_at_once(pair: Pair) -> None:
+    first, other = pair.whole()
+    before = first.status()
+    for agent in pair.agents:
+        agent.kill()
+    for agent in pair.agents:
+        agent.start()
+    print(f"all killed and started again: both serve after {serving(first, other):.1f} s")
+    after = first.status()
+    assert after["epoch"] > before["epoch"]
+    assert after["term"] > before["term"]
+    assert after["desired"] == before["desired"]
+
+
+def test_an_agent_that_is_told_to_end_says_goodbye(pair: Pair) -> None:
+    first, other = pair.whole()
+    other.stop()
+    wait(lambda: first.member(other)["state"] == "left", f"{first.name} heard the goodbye", first)
+    serving(first)
+    other.start()
+    serving(first, other)

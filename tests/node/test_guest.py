@@ -32,6 +32,7 @@ from mlxtp.wire.messages import Bootstrap, Gathered, SideChannel
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
+from .scenes import sees
 
 HOST, OTHER = "a" * 32, "b" * 32
 M = TypeVar("M", bound=Message)
@@ -84,12 +85,6 @@ class Story:
                 self._news.clear()
                 await self._news.wait()
         return found[count - 1]
-
-    async def sees(self, condition: Callable[[], object]) -> None:
-        """Wait for what nobody announces."""
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110 - nobody announces it
-                await asyncio.sleep(0.01)
 
     async def prepared(self, epoch: int = 5) -> None:
         self.guest.received(HOST, prepare(epoch))
@@ -177,13 +172,13 @@ def test_who_is_ended_on_the_way_up_does_not_live_on(tmp_path: Path, end: Ending
             stage.orders.give(1, deaf=True)
         stage.guest.received(HOST, prepare())
         if moment == "before its hello":
-            await stage.sees(lambda: stage.orders.notes("started"))
+            await sees(lambda: stage.orders.notes("started"))
         if moment == "while it joins":
             await stage.hears(Prepared)
             stage.guest.received(HOST, start())
-            await stage.sees(lambda: stage.orders.notes("bootstrap"))
+            await sees(lambda: stage.orders.notes("bootstrap"))
         await end(stage)
-        await stage.sees(lambda: stage.guest.epoch == 0)
+        await sees(lambda: stage.guest.epoch == 0)
         told = len(stage.said[HOST])
         stage.orders.give(1)
         stage.deaf = False
@@ -251,7 +246,7 @@ def test_its_rounds_of_the_side_channel_travel_both_ways(tmp_path: Path) -> None
         stage.guest.received(HOST, start(backend="jaccl"))
         assert (await stage.hears(RankSide)).side == SideChannel(1, b"1")
         stage.guest.received(HOST, RankGathered(5, 1, Gathered(1, b"01")))
-        await stage.sees(lambda: stage.orders.notes("gathered"))
+        await sees(lambda: stage.orders.notes("gathered"))
         assert stage.orders.notes("gathered")[0]["data"] == "01"
 
     play(tmp_path, story)
@@ -307,7 +302,7 @@ def test_what_goes_wrong_with_it_is_told_by_its_cause(
             await stage.hears(Prepared)
             stage.guest.received(HOST, start())
         await stage.hears(RankTrouble)
-        await stage.sees(lambda: any(words in trouble.detail for trouble in stage.heard(RankTrouble)))
+        await sees(lambda: any(words in trouble.detail for trouble in stage.heard(RankTrouble)))
         found = next(trouble for trouble in stage.heard(RankTrouble) if words in trouble.detail)
         assert found.code == code
         assert stage.heard(RankStarted) == []
@@ -319,6 +314,6 @@ def test_a_rank_that_dies_later_is_told_too(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.started()
         os.kill(stage.pids()[0], signal.SIGKILL)
-        await stage.sees(lambda: any("signal 9" in each.detail for each in stage.heard(RankTrouble)))
+        await sees(lambda: any("signal 9" in each.detail for each in stage.heard(RankTrouble)))
 
     play(tmp_path, story)

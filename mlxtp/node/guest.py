@@ -36,14 +36,14 @@ ModelFolder = Callable[[int], Path]
 """The folder of the model of a version of the desired state. Raises ModelError when it is not here."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Stay:
-    """One epoch's rank here."""
+    """One epoch's rank here, from the order to have one. There is no process yet while others end."""
 
     order: Prepare
     host: str
-    folder: Path
-    process: RankProcess
+    process: RankProcess | None = None
+    folder: Path | None = None
     heart: asyncio.Task[None] | None = None
     silenced: bool = False
 
@@ -65,6 +65,9 @@ class Guest:
         self._model = model
         self._worker = worker
         self._stay: _Stay | None = None
+        self._alive: set[_Stay] = set()
+        """Those that may have a process."""
+        self._closed = False
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -79,14 +82,20 @@ class Guest:
         return self._stay.host if self._stay is not None else ""
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
-        """An order of coordinator `host`. Carried out in turn, in the background."""
+        """An order of coordinator `host`. Carried out in turn, in the background; which epoch counts is
+        settled here and now."""
+        if self._closed:
+            return
         match message:
             case RankGathered():
-                if (stay := self._of(message.epoch)) is not None and stay.host == host:
+                stay = self._of(message.epoch)
+                if stay is not None and stay.host == host and stay.process is not None:
                     with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
                         stay.process.send(message.gathered)
             case Prepare():
-                self._background(self._prepare(host, message))
+                before, self._stay = self._stay, _Stay(message, host)
+                self.last_epoch = message.epoch
+                self._background(self._prepare(self._stay, before))
             case StartRank():
                 self._background(self._start(host, message))
             case EndEpoch():
@@ -98,74 +107,103 @@ class Guest:
             self.clear("the coordinator's link is gone")
 
     def clear(self, why: str) -> None:
-        """End the rank, in the background."""
-        self._background(self._clear(why))
+        """End the rank, in the background, and say so to whoever wanted it."""
+        if (stay := self._stay) is not None:
+            error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
+            self._report(stay, Report(stay.order.rank, error, seen_from_outside=True))
+            self._background(self._leave(stay, why))
 
     async def close(self) -> None:
-        """End whatever runs."""
-        await self._clear("the agent ends")
+        """End whatever runs; no order counts from now on."""
+        self._closed = True
+        if self._stay is not None:
+            await self._leave(self._stay, "the agent ends")
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for stay in list(self._alive):  # whose end was cut short
+            await self._remove(stay)
 
     # --- orders --------------------------------------------------------------------------------------
 
-    async def _prepare(self, host: str, order: Prepare) -> None:
-        await self._clear(f"epoch {order.epoch} comes")
+    async def _prepare(self, stay: _Stay, before: _Stay | None) -> None:
+        order = stay.order
+        if before is not None:
+            await self._leave(before, f"epoch {order.epoch} comes")
         async with self._turn:
+            if self._stay is not stay:
+                return
             try:
                 path = self._model(order.desired)
-                folder = new_folder(self._settings.home, order.epoch)
-                watcher = _Watcher(self, order.epoch)
-                process = RankProcess(
-                    order.rank, order.epoch, folder, watcher, self._settings.limits, worker=self._worker
-                )
-                self._stay = _Stay(order, host, folder, process)
-                self.last_epoch = order.epoch
                 async with asyncio.timeout(self._settings.limits.spawn_s):
-                    await process.spawn(identity=self._settings.home / "identity")
-                    await process.greet()
+                    await self._spawn(stay)
                 ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
             except (MlxtpError, OSError, TimeoutError) as error:
-                self._tell(host, _trouble(order, _named(error)))
+                self._report(stay, Report(order.rank, _named(error)))
                 return
-            self._tell(host, Prepared(order.epoch, ring, str(path)))
+            finally:
+                if self._stay is not stay:  # it was ended before there was a process to end
+                    await self._remove(stay)
+            if self._stay is stay:
+                self._tell(stay.host, Prepared(order.epoch, ring, str(path)))
+
+    async def _spawn(self, stay: _Stay) -> None:
+        order, home = stay.order, self._settings.home
+        self._alive.add(stay)
+        stay.folder = new_folder(home, order.epoch)
+        stay.process = process = RankProcess(
+            order.rank,
+            order.epoch,
+            stay.folder,
+            _Watcher(self, order.epoch),
+            self._settings.limits,
+            worker=self._worker,
+        )
+        await process.spawn(identity=home / "identity")
+        await process.greet()
 
     async def _start(self, host: str, order: StartRank) -> None:
         async with self._turn:
             stay = self._stay
-            if stay is None or (stay.order.epoch, stay.host) != (order.epoch, host):
+            if stay is None or (stay.order.epoch, stay.host) != (order.epoch, host) or stay.process is None:
                 return  # it has ended meanwhile, and that was said
             try:
                 async with asyncio.timeout(self._settings.limits.form_s):
                     jaccl = await stay.process.join(order.bootstrap)
             except (MlxtpError, TimeoutError) as error:
-                self._tell(host, _trouble(stay.order, _named(error)))
+                self._report(stay, Report(stay.order.rank, _named(error)))
                 return
-            stay.heart = asyncio.ensure_future(self._beat(stay))
-            self._tell(host, RankStarted(order.epoch, jaccl))
+            if self._stay is stay and stay.heart is None:
+                stay.heart = asyncio.ensure_future(self._beat(stay.process))
+                self._tell(host, RankStarted(order.epoch, jaccl))
 
     async def _end(self, host: str, order: EndEpoch) -> None:
         stay = self._stay
         if stay is not None and (stay.order.epoch, stay.host) == (order.epoch, host):
             stay.silenced = True
-            if order.in_order:
+            if order.in_order and stay.heart is not None and stay.process is not None:
                 with contextlib.suppress(MlxtpError, TimeoutError):
                     async with asyncio.timeout(self._settings.limits.shutdown_s):
                         await stay.process.shut_down()
-            await self._clear("its epoch ended")
+            await self._leave(stay, "its epoch ended")
         self._tell(host, EpochEnded(order.epoch))
 
-    async def _clear(self, why: str) -> None:
-        stay, self._stay = self._stay, None
-        if stay is None:
-            return
+    async def _leave(self, stay: _Stay, why: str) -> None:
+        """Have this one ended; who came after it stays."""
+        if self._stay is stay:
+            self._stay = None
         log.info("rank %d of epoch %d ends: %s", stay.order.rank, stay.order.epoch, why)
+        await self._remove(stay)
+
+    async def _remove(self, stay: _Stay) -> None:
         stay.silenced = True
         if stay.heart is not None:
             stay.heart.cancel()
-        await stay.process.kill()
-        shutil.rmtree(stay.folder, ignore_errors=True)
+        if stay.process is not None:
+            await stay.process.kill()
+        if stay.folder is not None:
+            shutil.rmtree(stay.folder, ignore_errors=True)
+        self._alive.discard(stay)
 
     # --- what the rank says --------------------------------------------------------------------------
 
@@ -173,12 +211,14 @@ class Guest:
         if (stay := self._of(epoch)) is not None:
             self._tell(stay.host, RankPong(epoch, stay.order.rank, pong))
 
-    def report(self, epoch: int, report: Report) -> None:
+    def reported(self, epoch: int, report: Report) -> None:
         if (stay := self._of(epoch)) is not None:
-            error = report.error
-            trouble = RankTrouble(
-                epoch, stay.order.rank, error.code, error.detail, outside=report.seen_from_outside
-            )
+            self._report(stay, report)
+
+    def _report(self, stay: _Stay, report: Report) -> None:
+        if not stay.silenced:
+            error, outside = report.error, report.seen_from_outside
+            trouble = RankTrouble(stay.order.epoch, stay.order.rank, error.code, error.detail, outside)
             self._tell(stay.host, trouble)
 
     def side(self, epoch: int, message: SideChannel) -> None:
@@ -189,9 +229,9 @@ class Guest:
         stay = self._stay
         return stay if stay is not None and stay.order.epoch == epoch and not stay.silenced else None
 
-    async def _beat(self, stay: _Stay) -> None:
+    async def _beat(self, process: RankProcess) -> None:
         while True:
-            stay.process.ping()
+            process.ping()
             await asyncio.sleep(self._settings.limits.heartbeat_s)
 
     def _tell(self, host: str, message: Message) -> None:
@@ -220,7 +260,7 @@ class _Watcher:
         self._guest.heard(self._epoch, pong)
 
     def report(self, report: Report) -> None:
-        self._guest.report(self._epoch, report)
+        self._guest.reported(self._epoch, report)
 
     def emitted(self, event: RequestEvent) -> None:
         """Only rank 0 has a voice, and that is never a guest."""
@@ -235,7 +275,3 @@ def _named(error: Exception) -> MlxtpError:
     if isinstance(error, TimeoutError):
         return GroupError("its rank process did not answer in time", Code.LINK_TIMEOUT)
     return GroupError(str(error), Code.FORM_FAILED)
-
-
-def _trouble(order: Prepare, error: MlxtpError) -> RankTrouble:
-    return RankTrouble(order.epoch, order.rank, error.code, error.detail, outside=False)

@@ -207,10 +207,12 @@ class RankProcess:
                 self._replies.put_nowait(message)
 
     async def _await_exit(self, process: asyncio.subprocess.Process) -> None:
-        status = await process.wait()
-        self._report(exit_report(self.rank, status, code_of_exit(status)))
-        # Whoever waits for a reply learns that none will come; why is in the report.
-        self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
+        try:
+            status = await process.wait()
+            self._report(exit_report(self.rank, status, code_of_exit(status)))
+        finally:
+            # Whoever waits for a reply learns that none will come; why is in the report.
+            self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
 
     def _report(self, report: Report) -> None:
         if not self._ending:

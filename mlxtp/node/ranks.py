@@ -128,6 +128,8 @@ class Ranks:
         self._ready: tuple[Ready, ...] = ()
         self._hub = Hub(self.group.world_size)
         self._hub_clock: asyncio.TimerHandle | None = None
+        self._in_rounds = self.group.backend == "jaccl"
+        """Whether ranks may still wait for each other's bytes."""
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[Report] = []
         self._ending = False
@@ -137,11 +139,16 @@ class Ranks:
 
     async def start(self) -> None:
         """Spawn the ranks and bring them to a proven group. When it raises MlxtpError, call `kill`."""
-        addresses = await self._spawn()
+        try:
+            addresses = await self._spawn()
+        except OSError as error:  # an address of a cable that was pulled, say
+            why = f"rank processes cannot be started here: {error.strerror or error}"
+            raise GroupError(f"{why} ({self.group.fabric})", Code.FORM_FAILED) from None
         self._on_stage("spawned")
         await self._bootstrap(addresses)
         self._on_stage("linked")
         await self._ask(Init(), InitDone, self._limits.form_s + 5)
+        self._in_rounds = False
         self._on_stage("formed")
         await self._ask(SanityCheck(), SanityDone, self._limits.form_s)
         self._on_stage("proven")
@@ -305,22 +312,22 @@ class Ranks:
             error = GroupError(f"{report.error.detail}. {why}", report.error.code)
             report = replace(report, error=error)
         self._reports.append(report)
-        if (
-            self.group.backend == "jaccl" and self._watch is None
-        ):  # ranks that wait for each other's bytes learn that none will come
+        if self._in_rounds:  # ranks that wait for each other's bytes learn that none will come
             self._answer(self._hub.abort(report.error.detail))
         if len(self._reports) == 1:
             asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)
 
     def side(self, rank: int, message: SideChannel) -> None:
         """A rank's bytes for a round of JACCL's all-gather."""
+        if not self._in_rounds or self._ending:
+            return
         self._answer(self._hub.receive(rank, message, time.monotonic()))
         if self._hub_clock is None:
             self._tick_hub()
 
     def _tick_hub(self) -> None:
         self._answer(self._hub.tick(time.monotonic()))
-        if not self._ending and self._watch is None:
+        if not self._ending and self._in_rounds:
             self._hub_clock = asyncio.get_running_loop().call_later(HUB_TICK_S, self._tick_hub)
 
     def _answer(self, answers: Answers) -> None:
@@ -371,9 +378,16 @@ class Ranks:
             self._heart.cancel()
         if self._hub_clock is not None:
             self._hub_clock.cancel()
-        await _all(*(process.kill() for process in self.processes), *(seat.kill() for seat in self.seats))
+        ends = [*(process.kill() for process in self.processes), *(seat.kill() for seat in self.seats)]
+        await asyncio.gather(*ends)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:
-    return list(await asyncio.gather(*work))
+    """What each of them gives. When one raises, the others are not worth going on with."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

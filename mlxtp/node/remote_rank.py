@@ -47,20 +47,19 @@ class RemoteRank:
         self._name = name
         self._order = order
         self._watcher = watcher
-        self._replies: asyncio.Queue[Message | MlxtpError] = asyncio.Queue()
+        self._awaited: type[Message] | None = None
+        self._answer: asyncio.Future[Message] | None = None
         self._ended = asyncio.Event()
         self._asked = False
 
     async def prepare(self) -> Ready:
-        """Raises GroupError, or ModelError when the model is not what it should be there."""
+        """What goes wrong is reported and ends the epoch; nobody waits for this any more then."""
         self._asked = True
-        self._send(self._order)
-        prepared = await self._reply(Prepared)
+        prepared = await self._ask(self._order, Prepared)
         return Ready(prepared.ring, prepared.path)
 
     async def join(self, bootstrap: Bootstrap) -> bool:
-        self._send(StartRank(self.epoch, bootstrap))
-        return (await self._reply(RankStarted)).jaccl
+        return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
 
     def gathered(self, message: Gathered) -> None:
         """The answer to its round of JACCL's all-gather."""
@@ -84,12 +83,15 @@ class RemoteRank:
             return  # without its link the other agent ends it by itself
         await self._ended.wait()
 
-    async def _reply(self, expected: type[M]) -> M:
-        reply = await self._replies.get()
-        if isinstance(reply, MlxtpError):
-            raise reply
-        assert isinstance(reply, expected)
-        return reply
+    async def _ask(self, order: Message, expected: type[M]) -> M:
+        self._awaited, self._answer = expected, asyncio.get_running_loop().create_future()
+        try:
+            self._send(order)
+            answer = await self._answer
+        finally:
+            self._answer = None
+        assert isinstance(answer, expected)
+        return answer
 
     def received(self, message: RankWord) -> None:
         """What its agent said about it."""
@@ -102,16 +104,17 @@ class RemoteRank:
                 code = Code(message.code)
                 kind = ModelError if code.startswith("model_") else GroupError
                 error = kind(f"{self._name}: {message.detail}", code)
-                self._replies.put_nowait(error)
                 self._watcher.report(Report(self.rank, error, message.outside))
             case EpochEnded():
                 self._ended.set()
+            case _ if self._answer is None or self._answer.done() or type(message) is not self._awaited:
+                what = f"{self._name} said {type(message).__name__}, which nobody asked for now"
+                self._watcher.report(Report(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
             case _:
-                self._replies.put_nowait(message)
+                self._answer.set_result(message)
 
     def lost(self, why: str) -> None:
         """The control link to its agent is gone."""
-        error = GroupError(f"rank {self.rank}: {self._name} is gone: {why}", Code.RANK_LOST)
         self._ended.set()
-        self._replies.put_nowait(error)
+        error = GroupError(f"rank {self.rank}: {self._name} is gone: {why}", Code.RANK_LOST)
         self._watcher.report(Report(self.rank, error, seen_from_outside=True))

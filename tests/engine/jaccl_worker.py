@@ -147,7 +147,9 @@ def _variables_of_jaccl() -> Iterator[str]:
         yield f"MLX_METAL_FAST_SYNCH={fences}"
 
 
-def form_only(pretence: Pretence, process: worker.Process, _listener: socket.socket | None) -> None:
+def form_only(
+    pretence: Pretence, process: worker.Process, _listener: socket.socket | None, _identity: Path | None
+) -> None:
     """The beginning of a rank's life and its end, without all that takes seconds to import."""
     pipe, mail = process.pipe, process.mail
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))

@@ -1,0 +1,196 @@
+"""A rank that computes nothing, and starts in a tenth of the time: `fake_rank.py ORDERS <arguments>`.
+
+The arguments are those of a worker. It says what a rank says on its pipe; rank 0 needs no other rank to
+answer: what it is asked comes back as the answer. ORDERS is a folder: what stands there when a rank starts
+holds for it (see `Orders`), and there it writes down what it was told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlxtp.errors import exit_status
+from mlxtp.wire.link import Link
+from mlxtp.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Bootstrap,
+    Cancel,
+    Delta,
+    Done,
+    Error,
+    Finished,
+    Gathered,
+    Generate,
+    Hello,
+    Init,
+    InitDone,
+    Loaded,
+    LoadShard,
+    Message,
+    Ping,
+    Pong,
+    SanityCheck,
+    SanityDone,
+    SessionEnd,
+    Shutdown,
+    SideChannel,
+    Unload,
+)
+from mlxtp.wire.protocol import LinkKind, Protocol, Side
+
+ENDLESS = 1000
+"""A request for so many tokens gets one, and then waits to be cancelled."""
+VOCABULARY = 512
+CONTEXT = 4096
+SEND_TIMEOUT_S = 5.0
+
+
+class Orders:
+    """What ranks of a test shall do, and what they did. Keys of an order:
+
+    silent   never say hello
+    deaf     do not answer Bootstrap
+    jaccl    what `is_available("jaccl")` says
+    die_on   name of a message on which it exits with the status of `code`
+    error_on name of a message which is answered by an Error with `code`
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    @property
+    def worker(self) -> tuple[str, ...]:
+        """The command that starts such ranks."""
+        return (sys.executable, str(Path(__file__)), str(self.folder))
+
+    def give(self, rank: int, **order: Any) -> None:
+        """What rank `rank` does from its next start on; nothing out of the ordinary without."""
+        (self.folder / f"order-{rank}").write_text(json.dumps(order))
+
+    def of(self, rank: int) -> dict[str, Any]:
+        path = self.folder / f"order-{rank}"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def note(self, rank: int, what: str, /, **details: Any) -> None:
+        line = json.dumps(details | {"rank": rank, "what": what})
+        with (self.folder / "notes").open("a") as file:
+            file.write(line + "\n")
+
+    def notes(self, what: str) -> list[dict[str, Any]]:
+        path = self.folder / "notes"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [note for note in map(json.loads, lines) if note["what"] == what]
+
+
+class FakeRank:
+    """One rank's end of its pipe."""
+
+    def __init__(self, orders: Orders, rank: int, epoch: int, pipe: Link) -> None:
+        self._orders = orders
+        self._order = orders.of(rank)
+        self._rank = rank
+        self._pipe = pipe
+        self._world = 1
+        self._answers: dict[type[Message], Callable[[Any], None]] = {
+            Ping: lambda _: self._say(Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")),
+            Bootstrap: self._bootstrap,
+            Init: lambda _: self._init(),
+            SanityCheck: lambda _: self._say(SanityDone(self._world, tuple(range(self._world)), 0)),
+            LoadShard: self._load,
+            Unload: lambda _: self._say(Done()),
+            Generate: self._generate,
+            Cancel: lambda cancel: self._say(Finished(cancel.uid, "cancel", 1, 1)),
+            Gathered: self._gathered,
+            Shutdown: lambda _: self._shut_down(),
+        }
+        orders.note(rank, "started", pid=os.getpid(), epoch=epoch)
+
+    def run(self) -> None:
+        self._say(Hello(PROTOCOL_VERSION, self._rank, os.getpid(), os.urandom(16), b""))
+        while batch := self._pipe.receive():
+            for received in batch:
+                self._hear(received.message)
+
+    def _hear(self, message: Message) -> None:
+        name = type(message).__name__
+        code = self._order.get("code", "forward_failed")
+        if self._order.get("die_on") == name:
+            os._exit(exit_status(code))
+        if self._order.get("error_on") == name:
+            self._say(Error(code, f"rank {self._rank} was told to fail", 0))
+        elif type(message) in self._answers:
+            self._answers[type(message)](message)
+
+    def _say(self, message: Message) -> None:
+        self._pipe.send(message)
+
+    def _bootstrap(self, bootstrap: Bootstrap) -> None:
+        self._world = bootstrap.world_size
+        told = asdict(bootstrap) | {"epoch_key": bootstrap.epoch_key.hex()}
+        self._orders.note(self._rank, "bootstrap", **told)
+        if self._order.get("deaf"):
+            return
+        self._say(Done(jaccl=self._order.get("jaccl", False)))
+        if bootstrap.backend == "jaccl" and self._rank:
+            self._say(SideChannel(1, b"%d" % self._rank))
+
+    def _init(self) -> None:
+        if self._order.get("rounds"):
+            self._say(SideChannel(1, b"%d" % self._rank))
+        else:
+            self._say(InitDone(self._rank, self._world))
+
+    def _gathered(self, gathered: Gathered) -> None:
+        self._orders.note(self._rank, "gathered", data=gathered.data.decode(), error=gathered.error)
+        if self._rank == 0:
+            self._say(InitDone(self._rank, self._world))
+
+    def _load(self, load: LoadShard) -> None:
+        self._orders.note(self._rank, "load", path=load.path, paths=load.paths)
+        self._say(Loaded(CONTEXT, VOCABULARY, 1, ()))
+
+    def _generate(self, generate: Generate) -> None:
+        self._say(Accepted(generate.uid))
+        endless = generate.max_tokens >= ENDLESS
+        tokens = generate.tokens[: 1 if endless else generate.max_tokens]
+        for index, token in enumerate(tokens):
+            self._say(Delta((generate.uid,), (index,), (token,)))
+        if not endless:
+            self._say(Finished(generate.uid, "length", len(tokens), len(tokens)))
+
+    def _shut_down(self) -> None:
+        self._orders.note(self._rank, "shut down")
+        self._say(Done())
+        self._say(SessionEnd())
+        os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("orders", type=Path)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    parser.add_argument("--pipe-fd", type=int, required=True)
+    args, _ = parser.parse_known_args()
+    orders = Orders(args.orders)
+    kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
+    pipe = Link(socket.socket(fileno=args.pipe_fd), Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
+    rank = FakeRank(orders, args.rank, args.epoch, pipe)
+    if orders.of(args.rank).get("silent"):
+        while pipe.receive():
+            pass
+    rank.run()
+
+
+if __name__ == "__main__":
+    main()

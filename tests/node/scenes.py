@@ -1,0 +1,18 @@
+"""What several stories of this folder need."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from ..cluster import WAIT_S
+
+
+async def sees(condition: Callable[[], object], what: str = "") -> None:
+    """Wait for what nobody announces. Fails when it never comes."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"not within {WAIT_S:g} s: {what or condition}") from None

@@ -1,0 +1,367 @@
+"""An epoch whose rank 1 is on another Mac: rank 0 is a process, the other agent plays what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.config import Settings
+from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, ModelError
+from mlxtp.node import remote_rank
+from mlxtp.node.ranks import Group, Ranks
+from mlxtp.node.remote_rank import RankWord, RemoteRank
+from mlxtp.wire.base import Message
+from mlxtp.wire.control import (
+    EndEpoch,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankGathered,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    StartRank,
+)
+from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
+
+from ..cluster import LIMITS, WAIT_S, rank_processes
+from .fake_rank import Orders
+from .scenes import sees
+
+EPOCH = 7
+PREPARED, STARTED = Prepared(EPOCH, "127.0.0.1:4711", "/there"), RankStarted(EPOCH, True)
+PONG = RankPong(EPOCH, 1, Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, ""))
+SIDE = RankSide(EPOCH, 1, SideChannel(1, b"1"))
+AT_ONCE_S = 2 * LIMITS.silence_s / 3
+
+
+def trouble(code: Code, detail: str = "it said so", outside: bool = False) -> RankTrouble:
+    return RankTrouble(EPOCH, 1, code, detail, outside)
+
+
+class Peer:
+    """The other agent. What it answers to each order is in `answers`; an error is the end of its link."""
+
+    def __init__(self, rank: int = 1) -> None:
+        self.rank = rank
+        self.told: list[Message] = []
+        self.answers: dict[type[Message], list[RankWord | MlxtpError]] = {
+            Prepare: [PREPARED],
+            StartRank: [STARTED],
+            EndEpoch: [EpochEnded(EPOCH)],
+        }
+        self.seat: RemoteRank
+
+    def sit(self, ranks: Ranks) -> RemoteRank:
+        self.seat = RemoteRank(
+            self._hear, f"mini-{self.rank}", Prepare(EPOCH, self.rank, "127.0.0.1", 1), ranks
+        )
+        return self.seat
+
+    def _hear(self, message: Message) -> None:
+        self.told.append(message)
+        for answer in self.answers.get(type(message), []):
+            if isinstance(answer, LinkError):
+                raise answer
+            self.say(answer)
+
+    def say(self, *words: RankWord | MlxtpError) -> None:
+        """Over the network: not before this turn of the loop is over."""
+        for word in words:
+            if isinstance(word, MlxtpError):
+                asyncio.get_running_loop().call_soon(self.seat.lost, word.detail)
+            else:
+                asyncio.get_running_loop().call_soon(self.seat.received, word)
+
+    def heard(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.told if isinstance(message, kind)]
+
+
+LOST = GroupError("its cable was pulled")
+
+
+class Story:
+    def __init__(self, tmp_path: Path, peers: int, **group: Any) -> None:
+        self.orders = Orders(tmp_path / "orders")
+        self.home = tmp_path / "home"
+        self.peers = [Peer(rank) for rank in range(1, peers + 1)]
+        self.peer = self.peers[0]
+        self.stages: list[str] = []
+        world = peers + 1
+        settings = Settings(self.home, "", 0, 1, "tiny", limits=replace(LIMITS, shutdown_s=2.0))
+        self.ranks = Ranks(
+            settings,
+            EPOCH,
+            lambda _: None,
+            self.stages.append,
+            worker=self.orders.worker,
+            group=Group(
+                1,
+                world,
+                group.pop("backend", "ring"),
+                seats=lambda ranks: tuple(peer.sit(ranks) for peer in self.peers),
+                decode_hosts=("127.0.0.1",) * world,
+                **group,
+            ),
+        )
+
+    async def serve(self) -> None:
+        await self.ranks.start()
+        self.beat()
+        await self.ranks.load("/here", ())
+
+    def beat(self) -> None:
+        """Ranks elsewhere are alive: their agents say so."""
+        for peer in self.peers:
+            self.ranks.heard(peer.rank, PONG.pong)
+        asyncio.get_running_loop().call_later(0.2, self.beat)
+
+    async def fails(self) -> MlxtpError:
+        """Why it ended, on its way up or later."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                await self.serve()
+            except MlxtpError as error:
+                return error
+            return await asyncio.shield(self.ranks.failed)
+
+
+def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], peers: int = 1, **group: Any) -> None:
+    async def run() -> None:
+        stage = Story(tmp_path, peers, **group)
+        try:
+            await story(stage)
+        finally:
+            async with asyncio.timeout(WAIT_S):
+                await stage.ranks.kill()
+        assert rank_processes(stage.home) == []
+        assert list(stage.home.glob("run/*")) == []
+        await asyncio.sleep(0)  # who was cancelled ends in this turn
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        assert stage.stages == ["spawned", "linked", "formed", "proven"]
+        [mine], [order] = stage.orders.notes("bootstrap"), stage.peer.heard(StartRank)
+        theirs = order.bootstrap
+        assert (mine["rank"], theirs.rank, theirs.world_size) == (0, 1, 2)
+        assert mine["epoch_key"] == theirs.epoch_key.hex()
+        assert mine["hosts"] == list(theirs.hosts)
+        assert (theirs.hosts[0].rpartition(":")[0], theirs.hosts[1]) == ("127.0.0.1", PREPARED.ring)
+        assert theirs.decode_address.rpartition(":")[0] == "127.0.0.1"
+        assert mine["pins"] == list(theirs.pins) == ["a", "b"]
+        [load] = stage.orders.notes("load")
+        assert load["paths"] == ["/here", "/there"]
+        await stage.ranks.stop()
+        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
+        assert stage.orders.notes("shut down")
+
+    play(tmp_path, story, pins=("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("at", "words", "code"),
+    [
+        (Prepare, [LOST], Code.RANK_LOST),
+        (Prepare, [LinkError("its cable was pulled")], Code.LINK_LOST),
+        (Prepare, [PREPARED, LOST], Code.RANK_LOST),
+        (StartRank, [LOST], Code.RANK_LOST),
+        (StartRank, [LinkError("its cable was pulled")], Code.LINK_LOST),
+        (StartRank, [STARTED, LOST], Code.RANK_LOST),
+    ],
+)
+def test_a_control_link_that_ends_on_the_way_up_ends_the_epoch_at_once(
+    tmp_path: Path, at: type[Message], words: list[Any], code: Code
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.peer.answers[at] = words
+        async with asyncio.timeout(AT_ONCE_S):
+            error = await stage.fails()
+        assert error.code is code
+        assert "its cable was pulled" in error.detail
+
+    play(tmp_path, story)
+
+
+def test_a_control_link_that_ends_later_ends_the_epoch_too(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.peer.say(LOST)
+        async with asyncio.timeout(AT_ONCE_S):
+            error = await asyncio.shield(stage.ranks.failed)
+            assert error.detail == "rank 1: mini-1 is gone: its cable was pulled"
+            await stage.ranks.kill()  # nobody waits for who is gone
+        assert stage.peer.heard(EndEpoch) == []
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "code"),
+    [
+        ([trouble(Code.NOT_READY)], GroupError, Code.NOT_READY),
+        ([trouble(Code.MODEL_NOT_FOUND)], ModelError, Code.MODEL_NOT_FOUND),
+        ([trouble(Code.OUT_OF_MEMORY)], GroupError, Code.OUT_OF_MEMORY),
+        ([STARTED], GroupError, Code.OUT_OF_ORDER),
+        ([PREPARED, PREPARED], GroupError, Code.OUT_OF_ORDER),
+    ],
+)
+def test_what_the_other_agent_says_instead_ends_the_epoch_in_its_words(
+    tmp_path: Path, words: list[Any], kind: type[MlxtpError], code: Code
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.peer.answers[Prepare] = words
+        error = await stage.fails()
+        assert isinstance(error, kind)
+        assert error.code is code
+        assert error.detail.startswith("mini-1")
+
+    play(tmp_path, story)
+
+
+def test_one_refusal_among_many_leaves_nobody_waiting(tmp_path: Path) -> None:
+    """Of three other Macs one refuses, one never answers; all who were asked are told that it is over."""
+
+    async def story(stage: Story) -> None:
+        stage.peers[1].answers[Prepare] = [trouble(Code.NOT_READY)]
+        stage.peers[2].answers[Prepare] = []
+        async with asyncio.timeout(AT_ONCE_S):
+            assert (await stage.fails()).code is Code.NOT_READY
+            await stage.ranks.kill()
+        assert [len(peer.heard(EndEpoch)) for peer in stage.peers] == [1, 1, 1]
+
+    play(tmp_path, story, peers=3)
+
+
+def test_an_agent_that_never_says_that_its_rank_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_rank, "END_GRACE_S", 0.2)
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.peer.answers[EndEpoch] = []
+        async with asyncio.timeout(2.0 + AT_ONCE_S):  # an end in order may take shutdown_s
+            await stage.ranks.stop()
+        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True, False]
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("at", ["Bootstrap", "Init", "SanityCheck", "LoadShard", "Generate"])
+def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_path: Path, at: str) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, die_on=at, code="out_of_memory")
+        with contextlib.suppress(MlxtpError):
+            await stage.serve()
+            stage.ranks.send(Generate(1, (1,), 1))
+        async with asyncio.timeout(AT_ONCE_S):
+            assert (await asyncio.shield(stage.ranks.failed)).detail == "rank 0 ended with out_of_memory"
+            await stage.ranks.kill()
+        assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [False]
+
+    play(tmp_path, story)
+
+
+def test_silence_of_a_rank_elsewhere_is_noticed_like_one_here(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.beat = lambda: None  # type: ignore[method-assign]
+        error = await stage.fails()
+        assert error.code is Code.RANK_LOST
+        assert error.detail.startswith("rank 1 has been silent for")
+
+    play(tmp_path, story)
+
+
+def test_an_address_of_a_cable_that_was_pulled(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        error = await stage.fails()
+        assert error.code is Code.FORM_FAILED
+        assert "192.0.2.1" in error.detail
+
+    play(tmp_path, story, fabric="192.0.2.1")
+
+
+# --- JACCL ------------------------------------------------------------------------------------------------
+
+
+def test_the_rounds_of_the_side_channel_pass_through_the_agents(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True, rounds=True)
+        stage.peer.answers[StartRank] = [STARTED, SIDE]
+        await stage.serve()
+        [gathered] = stage.peer.heard(RankGathered)
+        assert (gathered.epoch, gathered.rank) == (EPOCH, 1)
+        assert gathered.gathered == Gathered(1, b"01")
+        [note] = stage.orders.notes("gathered")
+        assert (note["data"], note["error"]) == ("01", "")
+
+    play(tmp_path, story, backend="jaccl")
+
+
+def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True, rounds=True)
+        stage.peer.answers[StartRank] = [STARTED]
+        waiting = asyncio.ensure_future(stage.fails())
+        await sees(lambda: "linked" in stage.stages)
+        stage.peer.say(trouble(Code.FORM_FAILED, "errno 22"))
+        error = await waiting
+        assert error.code is Code.FORM_FAILED
+        assert error.detail.startswith("mini-1: errno 22. ")
+        await sees(lambda: stage.orders.notes("gathered"))
+        assert stage.orders.notes("gathered")[0]["error"] == error.detail
+
+    play(tmp_path, story, backend="jaccl")
+
+
+def test_once_formed_nobody_is_told_of_rounds_any_more(tmp_path: Path) -> None:
+    """It would break the order of the pipe, and hide what really happened."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True, rounds=True)
+        stage.peer.answers[StartRank] = [STARTED, SIDE]
+        stage.ranks._on_stage = lambda stage_: stage.peer.say(LOST, SIDE) if stage_ == "formed" else None
+        error = await stage.fails()
+        assert error.detail == "rank 1: mini-1 is gone: its cable was pulled"
+        assert len(stage.orders.notes("gathered")) == 1
+
+    play(tmp_path, story, backend="jaccl")
+
+
+@pytest.mark.parametrize("lacking", [[0], [1], [0, 1]])
+def test_ranks_whose_mlx_has_no_jaccl_are_named(tmp_path: Path, lacking: list[int]) -> None:
+    asked: list[list[int]] = []
+
+    def without(ranks: list[int]) -> GroupError:
+        asked.append(ranks)
+        return GroupError("the ring is used", Code.REPLANNED)
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=0 not in lacking)
+        stage.peer.answers[StartRank] = [RankStarted(EPOCH, 1 not in lacking)]
+        assert (await stage.fails()).code is Code.REPLANNED
+        assert asked == [lacking]
+        assert stage.stages == ["spawned"]
+
+    play(tmp_path, story, backend="jaccl", without_jaccl=without)
+
+
+def test_who_is_not_asked_what_to_do_without_jaccl_fails(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.peer.answers[StartRank] = [RankStarted(EPOCH, False)]
+        error = await stage.fails()
+        assert (error.code, error.detail) == (Code.FORM_FAILED, "MLX has no JACCL where ranks [0, 1] run")
+
+    play(tmp_path, story, backend="jaccl")

@@ -331,6 +331,10 @@ class Cluster:
         no = refusal(node_id, order.epoch, self.coordination.claim, self.guest.last_epoch)
         if no is None and self.supervisor.in_epoch:
             no = f"{self.name} still ends an epoch of its own"
+            # The coordinator waited for the requests of that one. Its word holds, or neither would give in.
+            self.supervisor.end_epoch(
+                GroupError(f"{self.name_of(node_id)} coordinates and forms a group", Code.REPLANNED)
+            )
         if no is not None:
             with contextlib.suppress(MlxtpError):
                 trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)

@@ -67,7 +67,7 @@ class Conductor:
 
     async def next(self) -> EpochPlan:
         """Wait until this node shall form an epoch."""
-        self._mine = None
+        self._let_go()
         self._seats = {}
         self._ready_for = asyncio.get_running_loop().create_future()
         self._cluster.changed()
@@ -78,10 +78,16 @@ class Conductor:
 
     async def changed(self) -> None:
         """Wait until members, or what is wanted, are different from now."""
-        self._mine = None
+        self._let_go()
         self._changed.clear()
         self._cluster.changed()
         await self._changed.wait()
+
+    def _let_go(self) -> None:
+        """The last epoch is over. The others hear it: what they know of it would stand for ever."""
+        last, self._mine = self.serving(), None
+        if last is not None:
+            self._cluster.neighbours.tell_all(last)
 
     # --- what is decided -----------------------------------------------------------------------------
 
@@ -422,17 +428,21 @@ class Conductor:
             return Serving(
                 supervisor.epoch, str(State.FAILED), reason, "none", "", (), (), 0, "", version, 0, 0, ()
             )
-        info = next(iter(supervisor.gateway.models()), None)
+        if supervisor.in_epoch:
+            state, requests = supervisor.state, supervisor.gateway.open_requests
+            info = next(iter(supervisor.gateway.models()), None)
+        else:  # it is about to begin, or is over; what the supervisor shows is of whom this node follows
+            state, requests, info = State.RESTARTING, 0, None
         group = supervisor.group
         return Serving(
             mine.form.number,
-            str(supervisor.state),
+            str(state),
             supervisor.reason.detail if supervisor.reason is not None else "",
             group.backend if group is not None else "none",
             group.kind if group is not None else "",
             mine.form.plan.ranks,
             mine.form.plan.key,
-            supervisor.gateway.open_requests,
+            requests,
             mine.model,
             mine.desired,
             info.context if info is not None else 0,

@@ -118,7 +118,7 @@ class Follower:
             vocabulary=serving.vocabulary,
             defaults=defaults,
         )
-        cluster.supervisor.gateway.serve(desk, info, source.text)
+        cluster.supervisor.gateway.serve(desk, info, source.text, here=False)
         cluster.changed()
 
     def _lost(self, error: MlxtpError) -> None:

@@ -49,14 +49,15 @@ class Gateway:
         self._uids = itertools.count(1)
         self._open: dict[int, _Answer | Relayed] = {}
         self._desk: Desk | None = None
+        self._here = False
         self._model: ModelInfo | None = None
         self._text: Text | None = None
 
     # --- what the agent tells ------------------------------------------------------------------------
 
-    def serve(self, desk: Desk, model: ModelInfo, text: Text) -> None:
-        """From now on requests go to `desk`."""
-        self._desk, self._model, self._text = desk, model, text
+    def serve(self, desk: Desk, model: ModelInfo, text: Text, *, here: bool = True) -> None:
+        """From now on requests go to `desk`. `here`: that is rank 0, and requests of others may go there."""
+        self._desk, self._model, self._text, self._here = desk, model, text, here
 
     def suspend(self, error: MlxtpError) -> None:
         """No requests from now on; those that are open end with `error`."""
@@ -119,6 +120,8 @@ class Gateway:
         Returns what cancels it. Raises RequestError when it is refused at once.
         """
         desk = self._free_desk()
+        if not self._here:  # two agents that each take the other for rank 0's would pass it on for ever
+            raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
         uid = next(self._uids)
         self._send(desk, replace(generate, uid=uid))
         relayed = Relayed(generate.uid, tell)

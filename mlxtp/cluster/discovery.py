@@ -36,8 +36,7 @@ class Discovery:
     """This node's voice and ear on the network. Whatever goes wrong there, it says so and tries again.
 
     `on_change` is called with all sightings that are believed, whenever they change; `say` with a sentence
-    for people when something has to be mended, or is well again; `on_addresses` with the addresses that are
-    used of this machine, when one comes or goes or is on another interface. `read_addresses` tells which are
+    for people when something has to be mended, or is well again. `read_addresses` tells which addresses are
     up. Everything runs in the event loop that called `start`.
     """
 
@@ -45,19 +44,15 @@ class Discovery:
         self,
         on_change: Callable[[tuple[Sighting, ...]], None],
         say: Callable[[str], None],
-        on_addresses: Callable[[Addresses], None] = lambda _: None,
-        *,
         read_addresses: Callable[[], Addresses] = addresses_up,
     ) -> None:
         self.problem = ""
         self._on_change = on_change
         self._say = say
-        self._on_addresses = on_addresses
         self._read_addresses = read_addresses
         self._sightings = Sightings()
         self._advert: Advert
         self._only: tuple[str, ...] = ()
-        self._addresses: Addresses | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._hurry = asyncio.Event()
@@ -137,9 +132,6 @@ class Discovery:
             usable = {address: there[address] for address in self._only if address in there}
         else:
             usable = {a: number for a, number in there.items() if not ipaddress.ip_address(a).is_loopback}
-        if usable != self._addresses:
-            self._addresses = usable
-            self._on_addresses(usable)
         if not usable:
             wanted = " or ".join(self._only) or "an IPv4 address"
             raise OSError(f"no network interface of this machine that is up has {wanted}")

@@ -44,7 +44,6 @@ class World:
         self.answers: dict[str, asyncio.Event] = {}
         self.changes: list[tuple[Sighting, ...]] = []
         self.said: list[str] = []
-        self.used: list[list[str]] = []
         monkeypatch.setattr(discovery, "Network", self.network)
         monkeypatch.setattr(discovery, "info_of", Info)
         monkeypatch.setattr(discovery, "send_something", self.send)
@@ -53,7 +52,6 @@ class World:
         self.discovery = Discovery(
             self.changes.append,
             self.said.append,
-            lambda addresses: self.used.append(sorted(addresses)),
             read_addresses=lambda: self.addresses,
         )
 
@@ -165,7 +163,6 @@ def test_it_listens_announces_and_says_goodbye(tell: Tell) -> None:
     ]
     assert world.networks[0].closed == "with goodbye"
     assert world.said == []
-    assert world.used == [["10.0.0.1"]]
 
 
 def test_where_the_network_may_not_be_reached_it_says_why_and_tries_again(
@@ -219,7 +216,6 @@ def test_other_addresses_put_everything_in_doubt(tell: Tell, monkeypatch: pytest
 
     world = tell(story)
     assert world.networks[0].addresses == {**HERE, "10.0.1.1": 3}
-    assert world.used == [["10.0.0.1"], ["10.0.0.1", "10.0.1.1"]]
     assert world.networks[0].times_asked == 2
     assert world.asked == [OTHER.service()]
     assert len(world.networks) == 1
@@ -252,17 +248,6 @@ def test_which_addresses_are_used(
         assert f"that is up has {'10.0.0.9' if only else 'an IPv4 address'}" in world.said[0]
     else:
         assert list(world.networks[0].addresses) == used
-
-
-def test_whoever_asks_is_told_of_interfaces_even_when_nothing_can_be_sent(tell: Tell) -> None:
-    async def story(world: World) -> None:
-        world.sending_fails = OSError(65, "No route to host")
-        world.addresses = {"10.0.0.9": 2}
-        await eventually(lambda: world.said, "said")
-        world.addresses = {}
-        await eventually(lambda: world.used[-1] == [], "told")
-
-    assert tell(story).used == [["10.0.0.1"], ["10.0.0.9"], []]
 
 
 def test_another_advert_is_announced(tell: Tell) -> None:

@@ -67,7 +67,9 @@ def asking(*agents: Agent) -> Iterator[None]:
             thread.join()
     for name, given in answers.items():
         refused = given.count("")
-        print(f"{name}: {len(given) - refused} answers, {refused} times none, each in {longest_s[name]:.1f} s")
+        print(
+            f"{name}: {len(given) - refused} answers, {refused} times none, each in {longest_s[name]:.1f} s"
+        )
         assert longest_s[name] < ENDS_S
         assert SECRET in given
         assert set(given) <= {SECRET, ""}

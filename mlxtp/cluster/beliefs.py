@@ -86,7 +86,10 @@ class Roster:
         Raises UserError when the key was removed before, or there is no room.
         """
         if self.removed(fingerprint):
-            raise UserError(f"{name} was removed from this cluster; it needs a new identity to join again")
+            raise UserError(
+                f"{name} was removed from this cluster; on it, `mlxtp cluster leave` and `mlxtp node --join "
+                "TOKEN` bring it back"
+            )
         members = self.members()
         if node_id not in members and len(members) >= MAX_MEMBERS:
             raise UserError(

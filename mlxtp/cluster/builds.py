@@ -19,27 +19,30 @@ class Build:
     flags: tuple[str, ...]
 
 
-def compare(ours: Build, theirs: Build, their_name: str = "the other Mac") -> str | None:
+def compare(
+    ours: Build, theirs: Build, their_name: str = "the other Mac", our_name: str = "this Mac"
+) -> str | None:
     """Why these two cannot be ranks of one group, and what to do about it; None when they can.
 
-    Only the first difference is named: the one that makes the others pointless.
+    Only the first difference is named: the one that makes the others pointless. Where it is read on either
+    Mac, both need names.
     """
     if ours.protocol != theirs.protocol:
         return (
-            f"this Mac speaks protocol {ours.protocol}, {their_name} protocol {theirs.protocol}: install the "
-            "same mlxtp on both"
+            f"{our_name} speaks protocol {ours.protocol}, {their_name} protocol {theirs.protocol}: install "
+            "the same mlxtp on both"
         )
     our_versions, their_versions = _pairs(ours.versions), _pairs(theirs.versions)
     for package, same, rule in _RULES:
         one, other = our_versions.get(package, "none"), their_versions.get(package, "none")
         if same(one) != same(other):
-            return f"this Mac runs {package} {one}, {their_name} {package} {other}: {rule}"
+            return f"{our_name} runs {package} {one}, {their_name} {package} {other}: {rule}"
     our_flags, their_flags = _pairs(ours.flags), _pairs(theirs.flags)
     for flag in sorted(our_flags.keys() | their_flags.keys()):
         one, other = our_flags.get(flag, _UNSET), their_flags.get(flag, _UNSET)
         if one != other:
             return (
-                f"{flag} is {one} on this Mac and {other} on {their_name}: ranks compute alike only with the "
+                f"{flag} is {one} on {our_name} and {other} on {their_name}: ranks compute alike only with the "
                 "same; start both with the same flags"
             )
     return None

@@ -65,6 +65,12 @@ class AskElsewhere(UserError):
         self.addresses = addresses
 
 
+class Denied(UserError):
+    """The Mac that lets new ones in answered, and does not let this one in: nobody else will."""
+
+    code = Code.JOIN_REFUSED
+
+
 @dataclass(frozen=True, slots=True)
 class Granted:
     """What the joiner got. `cluster` is the cluster's name for people, `peers` addresses to dial first."""
@@ -132,11 +138,9 @@ class Joiner:
         membership = Membership(grant.certificate, self._authority)
         return Granted(membership, spoken(grant.cluster), tuple(map(spoken, grant.peers)))
 
-    def on_error(self, error: Error) -> UserError:
+    def on_error(self, error: Error) -> Denied:
         """What to raise when the answer is an Error: it came from a member of the token's cluster."""
-        return UserError(
-            f"the cluster did not let this Mac in: {spoken(error.detail, 1000)}", Code.JOIN_REFUSED
-        )
+        return Denied(f"the cluster did not let this Mac in: {spoken(error.detail, 1000)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,7 @@ class Cluster:
             Build(ours.version, ours.versions, ours.flags),
             Build(theirs.version, theirs.versions, theirs.flags),
             hello.name or hello.node_id[:8],
+            self.name,
         )
         return ProtocolError(difference, Code.MISMATCH) if difference else None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..cluster.admission import ask_to_join
 from ..cluster.discovery import Discovery
 from ..cluster.identity import Identity, Store
-from ..cluster.joining import AskElsewhere, Joiner
+from ..cluster.joining import AskElsewhere, Denied, Joiner
 from ..cluster.sightings import Advert, Sighting
 from ..cluster.tokens import Token, read_token
 from ..config import Settings
@@ -87,6 +87,8 @@ async def _ask_around(
             joiner = Joiner(token, identity.node_id, identity.key, settings.name, nonce)
             try:
                 granted = await ask_to_join(host, int(port), joiner)
+            except Denied:
+                raise
             except AskElsewhere as elsewhere:
                 problem = elsewhere.detail
                 seen.update(dict.fromkeys(elsewhere.addresses))

@@ -74,6 +74,11 @@ class Agent:
     def __repr__(self) -> str:
         return f"Agent({self.name})"
 
+    @property
+    def address(self) -> str:
+        """Where other hosts find it."""
+        return self.host.address if self.host is not None else "127.0.0.1"
+
     # --- its life ------------------------------------------------------------------------------------
 
     def start(self, *flags: str) -> None:
@@ -142,6 +147,12 @@ class Agent:
     def said(self, *words: str) -> bool:
         """Whether one line of its log has all of these."""
         return any(all(word in line for word in words) for line in self.log.splitlines())
+
+    def said_at(self, *words: str) -> float:
+        """When it said so first, in seconds as `time.time` counts them."""
+        line = next(line for line in self.log.splitlines() if all(word in line for word in words))
+        stamp, milliseconds = line[:23].split(",")
+        return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S")) + int(milliseconds) / 1000
 
     def first_token(self) -> str:
         """The token that it prints when it founds a cluster."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from ..cluster import SLOWNESS
 from ..hosts import Hosts, requires_namespaces
 from .agents import SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces
+
+ENDS_S = 30 * SLOWNESS
+"""Within it every request has ended, whatever happens."""
 
 
 class Pair:
@@ -43,10 +48,13 @@ def asking(*agents: Agent) -> Iterator[None]:
     """Meanwhile each of them is asked the same again and again. Whatever happens, no answer is wrong."""
     over = threading.Event()
     answers: dict[str, list[str]] = {agent.name: [] for agent in agents}
+    longest_s = dict.fromkeys(answers, 0.0)
 
     def ask(agent: Agent) -> None:
         while not over.wait(0.2):
+            began = time.monotonic()
             answers[agent.name].append(agent.chat())
+            longest_s[agent.name] = max(longest_s[agent.name], time.monotonic() - began)
 
     threads = [threading.Thread(target=ask, args=(agent,), daemon=True) for agent in agents]
     for thread in threads:
@@ -58,7 +66,11 @@ def asking(*agents: Agent) -> Iterator[None]:
         for thread in threads:
             thread.join()
     for name, given in answers.items():
-        print(f"{name}: {given.count(SECRET)} answers, {given.count('')} times none")
+        refused = given.count("")
+        print(
+            f"{name}: {len(given) - refused} answers, {refused} times none, each in {longest_s[name]:.1f} s"
+        )
+        assert longest_s[name] < ENDS_S
         assert SECRET in given
         assert set(given) <= {SECRET, ""}
 

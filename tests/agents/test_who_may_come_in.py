@@ -1,0 +1,205 @@
+"""Who is let in, who is not, and what they are told; two clusters beside each other on one network."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mlxtp import __version__
+from mlxtp.cluster.identity import FOLDER, MEMBER, NODE_KEY
+from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS
+
+from ..cluster import SLOWNESS, WAIT_S
+from ..hosts import Host, Hosts, requires_namespaces
+from .agents import SECRET, Agent, serving, wait
+
+pytestmark = requires_namespaces
+
+CONTROL = 52414
+CUT_S = 1.0
+"""docs/security.md: within it a removed member's links are cut."""
+
+
+@dataclass(frozen=True)
+class Lan:
+    """A cluster of Anna and Ben, another one of somebody with Anna's name, and a host that nobody uses."""
+
+    anna: Agent
+    ben: Agent
+    namesake: Agent
+    free: Host
+
+    def newcomer(self, name: str, *, called: str = "", program: tuple[str, ...] = ("mlxtp",)) -> Agent:
+        """Somebody on the free host."""
+        return Agent(self.anna.home.parent, name, self.free, called=called, program=program)
+
+    def names(self) -> set[str]:
+        """Who belongs to Anna's cluster, as she sees it."""
+        return {member["name"] for member in self.anna.status()["members"]}
+
+
+@pytest.fixture(scope="module")
+def lan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lan]:
+    folder = tmp_path_factory.mktemp("lan")
+    with Hosts(4) as net:
+        one, two, three, four = net.hosts
+        short = ("tests.agents.changed_node", "token_life=0.2")
+        namesake = Agent(folder, "namesake", three, called="anna", program=short)
+        anna, ben = Agent(folder, "anna", one), Agent(folder, "ben", two)
+        namesake.start()
+        namesake.first_token()
+        anna.start()
+        ben.start("--join", anna.first_token())
+        serving(anna, ben)
+        yield Lan(anna, ben, namesake, four)
+
+
+def test_two_clusters_with_one_name_do_not_mix(lan: Lan) -> None:
+    serving(lan.namesake)
+    assert lan.namesake.name == lan.anna.name
+    ours, theirs = lan.anna.status(), lan.namesake.status()
+    assert ours["cluster"] != theirs["cluster"]
+    assert (len(ours["members"]), len(theirs["members"])) == (2, 1)
+    assert (ours["world_size"], theirs["world_size"]) == (2, 1)
+    assert lan.ben.member(lan.anna)["node_id"] == ours["node_id"]
+    # Nor do they get into each other's way.
+    for agent in (lan.anna, lan.ben, lan.namesake):
+        assert not agent.said("WARNING")
+
+
+def refused(agent: Agent, *flags: str) -> str:
+    """What an agent says that ends because it may not come in."""
+    agent.start(*flags)
+    assert agent.ended() == 1, agent.log
+    last = agent.log.splitlines()[-1]
+    assert last.startswith("mlxtp: ")
+    return last
+
+
+def test_tokens_that_open_nothing(lan: Lan) -> None:
+    carl = lan.newcomer("carl")
+    expired = lan.namesake.token()
+    assert "this join token expired" in refused(carl, "--join", expired)
+    assert "this join token was used before" in refused(carl, "--join", lan.anna.first_token())
+    there = f"{lan.anna.address}:{CONTROL}"
+    wrong = refused(carl, "--join", expired, "--no-discovery", "--peer", there)
+    assert "and another cluster answered" in wrong
+    assert "the join token has a typo" in refused(carl, "--join", "B" + expired[1:])
+    assert "this one is not. Run `mlxtp token`" in refused(carl, "--join")
+    assert lan.names() == {"anna", "ben"}
+
+
+def test_a_member_needs_no_second_cluster(lan: Lan) -> None:
+    """A token of another cluster is for who has left his own."""
+    lan.ben.stop()
+    ours, theirs = lan.anna.status()["cluster"], lan.namesake.status()["cluster"]
+    said = refused(lan.ben, "--join", lan.namesake.token())
+    assert f"a member of cluster {ours}, the token is for {theirs}" in said
+    lan.ben.start()
+    serving(lan.anna, lan.ben)
+
+
+def knock(lan: Lan, alpn: str, *files: Path) -> bytes:
+    """What Anna's control port says to somebody who shows this certificate and key, or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols([alpn])
+    if files:
+        context.load_cert_chain(*files)
+
+    def connect() -> socket.socket:
+        return socket.create_connection((lan.anna.address, CONTROL), WAIT_S)
+
+    heard = b""
+    with lan.free.inside(connect) as plain, contextlib.suppress(ssl.SSLError, ConnectionError):
+        with context.wrap_socket(plain) as sock:
+            sock.sendall(bytes(64))
+            while data := sock.recv(4096):
+                heard += data
+    return heard
+
+
+def test_strangers_hear_nothing(lan: Lan) -> None:
+    before = lan.anna.status()
+    theirs = lan.namesake.home / FOLDER
+    for alpn in (ALPN_CONTROL, ALPN_REQUESTS):
+        assert knock(lan, alpn) == b""
+        assert knock(lan, alpn, theirs / MEMBER, theirs / NODE_KEY) == b""
+    ours = lan.ben.home / FOLDER  # not that a member's own would not do
+    assert knock(lan, ALPN_REQUESTS, ours / MEMBER, ours / NODE_KEY) != b""
+    after = lan.anna.status()
+    assert (after["epoch"], after["members"]) == (before["epoch"], before["members"])
+    assert lan.ben.chat() == SECRET
+
+
+def test_who_comes_and_goes(lan: Lan) -> None:
+    """Another version, refused by name; removed while away, and while here; and let in again each time."""
+    newer = lan.newcomer("carl", program=("tests.agents.changed_node", "version=9.1.0"))
+    newer.start("--join", lan.ben.token())
+    for agent in (newer, lan.anna):
+        wait(
+            lambda: agent.said("carl", "mlxtp 9.1.0", f"anna", f"mlxtp {__version__}", "install"),
+            f"{agent.name} says why",
+            agent,
+        )
+    assert "mlxtp 9.1.0" in newer.status()["problem"]
+    assert lan.anna.member(newer)["state"] == "away"
+    newer.stop()
+
+    carl = lan.newcomer("carl")
+    carl.start()  # of the right version, with the identity that it has
+    serving(lan.anna, lan.ben, carl, ranks=2)
+    epoch = lan.anna.status()["epoch"]
+
+    carl.kill()
+    assert lan.ben.command("cluster", "remove", "carl").returncode == 0
+    carl.start()
+    words = ("was removed from this cluster", "`mlxtp cluster leave`", "`mlxtp node --join TOKEN`")
+    wait(lambda: carl.said(*words), "carl is told how to come back", carl, lan.anna)
+    wait(lambda: "was removed" in carl.status().get("problem", ""), "so does its status", carl)
+    assert lan.names() == {"anna", "ben"}
+    left = carl.command("cluster", "leave")
+    assert left.returncode == 0, left.stderr
+    assert carl.ended() == 0
+    carl.start("--join", lan.anna.token())
+    serving(lan.anna, lan.ben, carl, ranks=2)
+
+    at = time.time()
+    lan.anna.post("remove", node="carl")
+    assert carl.ended() == 0
+    took_s = carl.said_at("the link to anna ended") - at
+    print(f"removed: cut after {took_s:.2f} s")
+    assert took_s < CUT_S * SLOWNESS
+    assert carl.said("belongs to no cluster any more")
+    again = refused(carl)
+    assert all(word in again for word in words)
+    assert lan.names() == {"anna", "ben"}
+    assert lan.anna.status()["epoch"] == epoch  # nothing of all this has ended the group
+
+
+def test_a_copied_home_is_told_to_both(lan: Lan) -> None:
+    serving(lan.anna, lan.ben)
+    copy = lan.newcomer("copy", called="ben")
+    shutil.copytree(lan.ben.home, copy.home, ignore=shutil.ignore_patterns("run", "lock", "agent.json"))
+    copy.start()
+    words = ("a home folder was copied", "remove the folder identity")
+    for agent in (lan.ben, copy):
+        wait(lambda: agent.said(*words), f"{agent} says it", agent, lan.anna)
+        wait(lambda: "was copied" in agent.status().get("problem", ""), f"{agent}'s status says it", agent)
+    assert lan.anna.said(*words)
+    copy.stop()
+    lan.ben.stop()
+    lan.ben.start()
+    serving(lan.anna, lan.ben)
+    shutil.rmtree(copy.home / FOLDER)
+    copy.start("--join", lan.anna.token())
+    serving(lan.anna, lan.ben, copy, ranks=2)
+    assert copy.status()["node_id"] != lan.ben.status()["node_id"]

@@ -16,6 +16,7 @@ from .errors import ConfigError
 DEFAULT_HTTP = "127.0.0.1:52415"
 DEFAULT_CONTROL_PORT = 52414
 BACKENDS = ("auto", "jaccl", "ring")
+MAX_NAME = 80
 MAX_NODES = 8
 EMBEDDED_MODEL = "tiny"
 RANK_COUNTS = (1, 2, 4)
@@ -212,6 +213,13 @@ def _parse_text(value: object, where: str) -> str:
     return str(value)
 
 
+def _parse_name(value: object, where: str) -> str:
+    text = str(value)
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise ConfigError(f"{where}: {value!r} is not a name of at most {MAX_NAME} printable characters")
+    return text
+
+
 def _parse_host_port(value: object, where: str) -> tuple[str, int]:
     """An IPv4 address and a port, such as 10.0.0.1:52414; MLX's ring speaks nothing else."""
     host, _, port = str(value).rpartition(":")
@@ -268,7 +276,7 @@ def parse_nodes(value: object, where: str) -> str:
     text = str(value)
     if text not in ("auto", "all") and not (text.isdecimal() and 1 <= int(text) <= MAX_NODES):
         raise ConfigError(f"{where}: {value!r} is none of auto, all, or a number from 1 to {MAX_NODES}")
-    return text
+    return str(int(text)) if text.isdecimal() else text
 
 
 def _parse_switch(value: object, where: str) -> bool:
@@ -339,7 +347,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "kv_bytes": _parse_bytes,
     "draft_model": _parse_text,
     "alone": _parse_switch,
-    "name": _parse_text,
+    "name": _parse_name,
     "control": _parse_host_port,
     "interface": _parse_ipv4,
     "peers": _parse_peers,

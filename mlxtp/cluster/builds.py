@@ -42,8 +42,8 @@ def compare(
         one, other = our_flags.get(flag, _UNSET), their_flags.get(flag, _UNSET)
         if one != other:
             return (
-                f"{flag} is {one} on {our_name} and {other} on {their_name}: ranks compute alike only with the "
-                "same; start both with the same flags"
+                f"{flag} is {one} on {our_name} and {other} on {their_name}: ranks compute alike only with "
+                "the same; start both with the same flags"
             )
     return None
 

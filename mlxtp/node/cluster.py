@@ -25,6 +25,7 @@ from ..errors import Code, GroupError, MlxtpError, ProtocolError, UserError
 from ..wire.base import Message
 from ..wire.certificates import NodeIdentity
 from ..wire.control import (
+    MAX_MODEL,
     AgentHello,
     Beat,
     DesiredState,
@@ -155,7 +156,11 @@ class Cluster:
     # --- what people want ----------------------------------------------------------------------------
 
     def want(self, model: str, nodes: str = "") -> DesiredState:
-        """What should run from now on, on the whole cluster."""
+        """What the cluster should run from now on. Raises UserError for what no member could say."""
+        if len(model) > MAX_MODEL or not model.isprintable():
+            raise UserError(
+                f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
+            )
         desired = self.coordination.want(model, nodes or self.coordination.desired.nodes)
         self.model.want(desired)
         self.neighbours.tell_all(desired)

@@ -40,7 +40,7 @@ class Follower:
         """Follow what is served elsewhere, unless this node has an epoch of its own."""
         cluster = self._cluster
         if cluster.supervisor.in_epoch:
-            self._let_go("this Mac serves by itself now", suspend=False)
+            self._let_go("this Mac serves by itself now", suspend=True)
             return
         found = self._whom()
         if found is None:
@@ -98,11 +98,17 @@ class Follower:
             if link is None or source is None or self.credentials is None:
                 raise GroupError("the link to it is gone", Code.LINK_LOST)
             context = member_context_client(self.credentials, ALPN_REQUESTS)
-            reader, writer = await open_tls(link.remote, port, context, ALPN_REQUESTS, CONNECT_S)
-            async with asyncio.timeout(CONNECT_S):
-                desk = await RemoteDesk.open(reader, writer, cluster.supervisor.gateway.on_event, self._lost)
             defaults = await asyncio.to_thread(load_defaults, source.path)
-        except (MlxtpError, TimeoutError, OSError) as error:
+            reader, writer = await open_tls(link.remote, port, context, ALPN_REQUESTS, CONNECT_S)
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    desk = await RemoteDesk.open(
+                        reader, writer, cluster.supervisor.gateway.on_event, self._lost
+                    )
+            except BaseException:
+                writer.transport.abort()  # nobody else knows of it
+                raise
+        except (MlxtpError, TimeoutError, OSError, ValueError) as error:
             log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
             self._retry_at = time.monotonic() + RETRY_S
             self._served = None

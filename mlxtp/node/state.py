@@ -35,7 +35,7 @@ _FIELDS: Mapping[str, FieldCodec] = {
     "term": integer(0, U63),
     "coordinator": text(32),
 }
-_ADDRESSES = texts(MAX_ADDRESSES, 64)
+_ADDRESSES = texts(MAX_ADDRESSES, 300)  # a name of a host has up to 253 characters
 _NODE_ID = text(32)
 
 

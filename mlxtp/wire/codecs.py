@@ -62,7 +62,11 @@ def text(max_chars: int, *, cut: bool = False) -> FieldCodec:
             raise ValueError(f"a string of at most {max_chars} characters")
         return value
 
-    return FieldCodec((lambda value: value[:max_chars]) if cut else _same, check)
+    def shortened(value: str) -> str:
+        # File names and arguments that are no UTF-8 come with surrogates, which cannot be sent.
+        return value[:max_chars].encode("utf-8", "replace").decode()
+
+    return FieldCodec(shortened if cut else _same, check)
 
 
 def choice(*allowed: str) -> FieldCodec:

@@ -18,6 +18,7 @@ from .machine import Machine
 from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
 MAX_MEMBERS = 64
+MAX_MODEL = 1000
 
 _count = integer(0, U63)
 _epoch = integer(1, U63)
@@ -76,7 +77,7 @@ class DesiredState(Message):
     TYPE: ClassVar[int] = 0x05
     version: int = _f(_count)
     writer: str = _f(_id)
-    model: str = _f(text(1000))
+    model: str = _f(text(MAX_MODEL))
     nodes: str = _f(text(8))
 
 
@@ -238,7 +239,7 @@ class Serving(Message):
     participants: tuple[str, ...] = _f(texts(MAX_RANKS, 32))
     key: tuple[float, ...] = _f(numbers(-1e12, 1e12, 8))
     open_requests: int = _f(_count)
-    model: str = _f(text(1000))
+    model: str = _f(text(MAX_MODEL))
     desired: int = _f(_count)
     context: int = _f(integer(0, U32))
     vocabulary: int = _f(integer(0, U32))

@@ -47,6 +47,8 @@ class Dialer:
         self._discovery = Discovery(self._sighted, log.warning)
         self._dials: set[asyncio.Task[None]] = set()
         self._told: dict[str, tuple[str, float]] = {}
+        self._refusal = ""
+        """The last word of a Mac that does not want this one, until a Mac that said it does."""
         self._addresses: Addresses | None = None
         self._look_at = 0.0
         self.sightings: tuple[Sighting, ...] = ()
@@ -127,7 +129,11 @@ class Dialer:
             self._say(address, error)
             return
         self._dialing.reached(address, node_id, now())
-        self._told.pop(address, None)
+        said, _ = self._told.pop(address, ("", 0.0))
+        if said == self._refusal:
+            self._refusal = ""
+            if self._cluster.problem == said:
+                self._cluster.problem = ""
 
     def _say(self, address: str, error: MlxtpError) -> None:
         """What a person could mend is said, once in a while; that somebody is away is not."""
@@ -142,5 +148,7 @@ class Dialer:
             log.warning("%s: %s", address, explain(65, error.detail))
             return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)
-        if error.code is Code.DUPLICATE_NODE:
+        if error.code in (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH):
             self._cluster.problem = error.detail
+        if error.code in (Code.REMOVED_NODE, Code.MISMATCH):
+            self._refusal = error.detail

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol as Interface
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 GREETING_S = 3.0
 """How long the other end may take to say who it is."""
+SAID_S = 60.0
+"""How long the same refusal of the same caller is not repeated in the log."""
 MAX_UNSENT_BYTES = 16 * 1024 * 1024
 """What may wait for an agent that does not read before its link is cut."""
 
@@ -118,6 +121,7 @@ class Neighbours:
         self._numbers = itertools.count(1)
         self._links: dict[int, ControlLink] = {}
         self._readers: set[asyncio.Task[None]] = set()
+        self._said: dict[tuple[str, str], float] = {}
 
     def to(self, node_id: str) -> ControlLink | None:
         """The link to a node. Where there are two, both ends mean the one that the smaller id dialled."""
@@ -154,9 +158,7 @@ class Neighbours:
         try:
             hello = await end.hear_hello()
             if refusal := self._judge(identity, hello):
-                log.warning(
-                    "%s at %s is refused: %s", hello.name or hello.node_id, end.remote, refusal.detail
-                )
+                self._say_refused(f"{hello.name or hello.node_id} at {end.remote}", refusal.detail)
                 end.refuse(refusal)
                 return
             end.send(self._hello())
@@ -165,6 +167,14 @@ class Neighbours:
             end.close(goodbye=False)
             return
         await self._live(end, hello, identity)
+
+    def _say_refused(self, who: str, why: str) -> None:
+        """Once in a while: whoever is refused calls again and again."""
+        now = time.monotonic()
+        self._said = {words: at for words, at in self._said.items() if now - at < SAID_S}
+        if (who, why) not in self._said:
+            self._said[who, why] = now
+            log.warning("%s is refused: %s", who, why)
 
     async def dialled(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, identity: NodeIdentity

@@ -13,11 +13,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..errors import Code, RemoteProtocolError
 from ..wire.control import Beat, DesiredState, RosterEntry
 from .beliefs import NOBODY, Beliefs, Claim, Roster, newer, stronger
 from .decisions import Action, Plan, Running, View, Wait, decide
 from .membership import Membership
 from .standing import Change, Duplicate, Standing, State, Why
+
+LEAP = 1 << 32
+"""What is counted grows by ones. Who is so far ahead is broken, and nobody could count on from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +133,11 @@ class Coordination:
 
     def heard(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
         """A member's beat, over a link that counts. True when this node follows another claim now."""
+        _check_leaps(
+            (beat.term, max(self.claim.term, self._floor)),
+            (beat.epoch, self.epoch),
+            (beat.pulse, self._following.pulse),
+        )
         self._told[sender] = boot_id
         self.epoch = max(self.epoch, beat.epoch)
         claim, following = Claim(beat.term, beat.coordinator), self._following
@@ -145,17 +154,21 @@ class Coordination:
 
     def desires(self, desired: DesiredState) -> bool:
         """A member's desired state. True when it replaces this node's: keep it, and send it on."""
+        _check_leaps((desired.version, self.desired.version))
         before, self.desired = self.desired, newer(self.desired, desired)
         return self.desired != before
 
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
         """A member's roster. True when it changes this node's: keep it, and send it on."""
-        before = self.roster
+        before, entries = self.roster, tuple(entries)
+        youngest = max((entry.version for entry in before.entries), default=0)
+        _check_leaps(*((entry.version, youngest) for entry in entries))
         self._hold(before.merged(entries))
         return self.roster != before
 
     def saw_epoch(self, number: int) -> None:
         """An epoch of this number exists."""
+        _check_leaps((number, self.epoch))
         self.epoch = max(self.epoch, number)
 
     # --- what is said here
@@ -302,3 +315,10 @@ class Coordination:
         missing = any(standing.state is State.AWAY for standing in standings.values())
         missing |= not self._founder and len(standings) == 1  # somebody let it in whom it has yet to meet
         return not missing or now - self._started >= self.calm.start_s
+
+
+def _check_leaps(*counts: tuple[int, int]) -> None:
+    """Pairs (told, held). Raises RemoteProtocolError when the first cannot have come about by counting."""
+    for told, held in counts:
+        if told > held + LEAP:
+            raise RemoteProtocolError(f"{told} is told where {held} was the last", Code.FIELD_INVALID)

@@ -32,6 +32,8 @@ from .surroundings import Surroundings
 log = logging.getLogger(__name__)
 
 MEMORY_STEP_BYTES = 1 << 30
+KEY_NUMBERS = 2
+"""Of what plans are compared by, see `_key`."""
 TELL_S = 3.0
 """How long a member that has just come may take to say whether it has the model."""
 
@@ -219,8 +221,10 @@ class Conductor:
         )
 
     def _as_running(self, told: tuple[str, Serving]) -> Running | None:
-        _, serving = told
-        if not serving.participants or serving.state not in (State.READY, State.LOADING):
+        teller, serving = told
+        if serving.participants[:1] != (teller,) or len(serving.key) != KEY_NUMBERS:
+            return None  # only who has rank 0 speaks of a group
+        if serving.state not in (State.READY, State.LOADING):
             return None
         return Running(
             serving.epoch,

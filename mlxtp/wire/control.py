@@ -25,6 +25,7 @@ _epoch = integer(1, U63)
 _rank = integer(0, MAX_RANKS - 1)
 _id = text(32)
 _detail = text(1000, cut=True)
+_state = choice("starting", "forming", "loading", "idle", "ready", "restarting", "failed", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ class Serving(Message):
 
     TYPE: ClassVar[int] = 0x45
     epoch: int = _f(_count)
-    state: str = _f(text(20))
+    state: str = _f(_state)
     reason: str = _f(_detail)
     backend: str = _f(text(20))
     kind: str = _f(text(60))

@@ -421,17 +421,11 @@ class Conductor:
     # --- what is told --------------------------------------------------------------------------------
 
     def serving(self) -> Serving | None:
-        """The group of this node, for all others; None when it has none."""
+        """The group of this node, for all others; None when it has none and somebody else coordinates."""
         cluster, mine = self._cluster, self._mine
         supervisor = cluster.supervisor
         if mine is None:
-            if supervisor.state is not State.FAILED or not cluster.coordination.leading:
-                return None
-            reason = supervisor.reason.detail if supervisor.reason is not None else ""
-            version = cluster.model.version
-            return Serving(
-                supervisor.epoch, str(State.FAILED), reason, "none", "", (), (), 0, "", version, 0, 0, ()
-            )
+            return self._nothing() if cluster.coordination.leading else None
         if supervisor.in_epoch:
             state, requests = supervisor.state, supervisor.gateway.open_requests
             info = next(iter(supervisor.gateway.models()), None)
@@ -453,6 +447,15 @@ class Conductor:
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
         )
+
+    def _nothing(self) -> Serving:
+        """The word of a coordinator without a group: why there is none."""
+        supervisor, why = self._cluster.supervisor, self._cluster.waiting
+        state = State.IDLE
+        if supervisor.state is State.FAILED:
+            state, why = State.FAILED, supervisor.reason.detail if supervisor.reason is not None else ""
+        version = self._cluster.model.version
+        return Serving(supervisor.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
 
 
 def _steps(size: int) -> int:

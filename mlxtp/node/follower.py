@@ -52,7 +52,8 @@ class Follower:
         if serving.state != State.READY or cluster.model.version != serving.desired:
             self._let_go(serving.reason or f"the group is {serving.state}", suspend=True)
             state = State.LOADING if serving.state == State.READY else State(serving.state)
-            self._show(state, serving.epoch, serving.reason, serving)
+            nothing = "nobody serves a model yet" if state is State.IDLE else ""
+            self._show(state, serving.epoch, serving.reason or nothing, serving)
             return
         if cluster.model.source is None:
             self._let_go("the model is not here", suspend=True)
@@ -70,7 +71,7 @@ class Follower:
             self._show(State.READY, serving.epoch, serving.reason, serving)
 
     def _whom(self) -> tuple[str, Serving] | None:
-        """The node whose group counts: the coordinator's, else one that is ready."""
+        """The node whose group counts: the coordinator's, else one that is ready, else who says why not."""
         cluster = self._cluster
         servings = {
             node: serving
@@ -78,10 +79,13 @@ class Follower:
             if cluster.membership.standing(node).present
         }
         coordinator = cluster.coordination.claim.node_id
-        if coordinator in servings:
-            return coordinator, servings[coordinator]
+        leading = servings.get(coordinator)
+        if leading is not None and leading.participants:
+            return coordinator, leading
         ready = [node for node, serving in servings.items() if serving.state == State.READY]
-        return (min(ready), servings[min(ready)]) if ready else None
+        if ready:
+            return min(ready), servings[min(ready)]
+        return (coordinator, leading) if leading is not None else None
 
     def _show(self, state: State, epoch: int, reason: str, serving: Serving | None) -> None:
         size = len(serving.participants) if serving is not None else 0

@@ -1,0 +1,93 @@
+"""Several agents on one machine, over its loopback and without multicast: no root, no second host."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .agents import SECRET, Agent, serving, wait
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Agent]]:
+    folder = tmp_path_factory.mktemp("one-machine")
+    ports = [free_port(), free_port()]
+    a, b = (
+        Agent(
+            folder, name, None, "--http", "127.0.0.1:0", "--control", f"127.0.0.1:{port}",
+            "--interface", "127.0.0.1", "--no-discovery",
+        )
+        for name, port in zip(("anna", "ben"), ports, strict=True)
+    )  # fmt: skip
+    try:
+        a.start()
+        b.start("--join", a.first_token(), "--peer", f"127.0.0.1:{ports[0]}")
+        serving(a, b)
+        yield a, b
+    finally:
+        a.close()
+        b.close()
+
+
+def test_two_agents_serve_together_and_any_of_them_is_asked(pair: tuple[Agent, Agent]) -> None:
+    for agent in pair:
+        shown = agent.command("status")
+        assert shown.returncode == 0, shown.stderr
+        for words in ("ready tiny on 2 Macs", "ring within one machine", "anna", "ben"):
+            assert words in shown.stdout
+        assert (agent.home / "agent.json").stat().st_mode & 0o77 == 0
+
+
+def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_path: Path) -> None:
+    a, b = pair
+    epoch = a.status()["epoch"]
+    unloaded = b.command("unload")
+    assert unloaded.returncode == 0, unloaded.stderr
+    wait(lambda: [agent.status()["state"] for agent in pair] == ["idle", "idle"], "nobody serves", *pair)
+    assert not a.chat()
+    missing = a.command("serve", str(tmp_path / "nothing"))
+    assert missing.returncode == 0, missing.stderr
+    wait(
+        lambda: all("nothing" in each.status()["reason"] for each in pair), "both say what is missing", *pair
+    )
+    assert b.command("serve", "tiny", "--nodes", "1").returncode == 0
+    serving(*pair, ranks=1)
+    assert a.command("serve", "tiny", "--nodes", "auto").returncode == 0
+    serving(*pair)
+    assert a.status()["epoch"] > epoch
+    assert {agent.chat() for agent in pair} == {SECRET}
+
+
+def test_who_belongs_is_said_at_any_member(pair: tuple[Agent, Agent]) -> None:
+    a, b = pair
+    shown = [agent.command("cluster", "members") for agent in pair]
+    assert all("anna" in each.stdout and "ben" in each.stdout for each in shown)
+    tokens = {agent.command("token").stdout.strip() for agent in pair}
+    assert {len(token) for token in tokens} == {72}
+    assert len(tokens) == 2
+    nobody = b.command("cluster", "remove", "carl")
+    assert nobody.returncode == 1
+    assert "no member is called 'carl'; there are" in nobody.stderr
+    itself = a.command("cluster", "remove", "anna")
+    assert "leaves with `mlxtp cluster leave`" in itself.stderr
+
+
+def test_an_agent_that_was_told_to_end_leaves_nothing(pair: tuple[Agent, Agent]) -> None:
+    a, b = pair
+    b.stop()
+    serving(a)
+    gone = b.command("status")
+    assert gone.returncode == 1
+    assert f"no mlxtp node runs with home {b.home}" in gone.stderr
+    assert not list((b.home / "run").iterdir())
+    assert not (b.home / "agent.json").exists()
+    b.start()  # it remembers where the other one is
+    serving(a, b)

@@ -318,6 +318,8 @@ class Cluster:
             case Serving():
                 self.knowledge.servings[node_id] = message
                 self.coordination.saw_epoch(message.epoch)
+                if node_id == self.guest.host and message.epoch > self.guest.epoch:
+                    self.guest.clear(f"its host is at epoch {message.epoch}")
         self.changed()
 
     def _beat(self, link: ControlLink, beat: Beat) -> None:

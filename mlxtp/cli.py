@@ -193,6 +193,8 @@ def node(
     several = settings.ranks > 1
     if several and join is not None:
         raise typer.BadParameter("in a cluster each Mac has one rank; leave --ranks away")
+    if settings.alone and join is not None:
+        raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
     _log_to_terminal()
     _run(_node(settings))
@@ -240,7 +242,7 @@ async def _node(settings: Settings) -> None:
             if agent.cluster is None and not isinstance(error, GroupError):
                 raise
             log.error("%s; %s/health tells more", error.detail, agent.url)
-        if agent.supervisor.state is State.READY:
+        if agent.supervisor.state is State.READY and agent.cluster is None:
             group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
             size = group.world_size if group is not None else 0
             log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
@@ -311,6 +313,6 @@ def main() -> None:
 def _with_join_value(arguments: list[str]) -> list[str]:
     """`--join` may stand alone; click wants each option to have a value always, or never."""
     given = []
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=False):
         given.append("--join=" if argument == "--join" and following.startswith("-") else argument)
     return given

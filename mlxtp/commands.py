@@ -58,7 +58,7 @@ def serve(
 ) -> None:
     """Serve a model on the whole cluster; from any member."""
     with _refusing():
-        answer = _agent(home).post("serve", model=lasting_name(model), nodes=nodes)
+        answer = _agent(home).post("serve", model=lasting_name(model) if model else "", nodes=nodes)
         _print(answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is")
 
 
@@ -92,18 +92,29 @@ def remove(
         _print(answer, as_json, lambda a: f"{a['removed']} is no member any more")
 
 
-def leave(home: Home = None, as_json: AsJson = False) -> None:
+def leave(
+    force: Annotated[
+        bool, typer.Option("--force", help="Also when this Mac founded the cluster, which ends joining it.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
     """Have this Mac forget its cluster. A running agent tells the others, and ends."""
     with _refusing():
         folder = _home(home)
         try:
-            answer = AgentClient(folder).post("leave")
+            answer = AgentClient(folder).post("leave", force="yes" if force else "")
         except UserError as error:
             if error.code != "not_ready":
                 raise
             identity = Store(folder).load_or_create()
             if identity.membership is None:
                 raise UserError(f"{folder} belongs to no cluster") from None
+            if identity.authority is not None and not force:
+                raise UserError(
+                    "this Mac founded its cluster, and only it can let others in; `mlxtp cluster leave --force` "
+                    "leaves all the same"
+                ) from None
             Store(folder).leave()
             answer = {"left": identity.cluster_id, "members": None}
         _print(answer, as_json, _farewell)
@@ -212,6 +223,10 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(
             f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'nobody yet')}"
         )
+        wanted = answer["desired"]
+        if wanted["model"]:
+            spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
+            lines.append(f"wanted: {escape(wanted['model'])}{spread}")
         lines.append(_members_table(answer))
         for member in answer["members"]:
             lines += [f"[dim]{escape(member['name'])}: {escape(note)}[/]" for note in member["notes"]]

@@ -176,10 +176,23 @@ def _read_file(path: Path) -> _Chosen:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    table = _with_fabric(table, path)
     unknown = sorted(set(table) - set(_PARSERS))
     if unknown:
         raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(_PARSERS)}")
     return {key: (value, f"{key} in {path}") for key, value in table.items()}
+
+
+def _with_fabric(table: dict[str, Any], path: Path) -> dict[str, Any]:
+    """`[fabric.rdma]` means the same as `rdma`."""
+    fabric = table.pop("fabric", {})
+    if not isinstance(fabric, dict) or fabric.keys() - {"rdma"}:
+        raise ConfigError(f"{path}: [fabric] has a table rdma, NODE = DEVICE, and nothing else")
+    if "rdma" in fabric and "rdma" in table:
+        raise ConfigError(
+            f"{path}: RDMA devices stand both in rdma and in [fabric.rdma]; one of them is enough"
+        )
+    return table | fabric
 
 
 def _parse_ranks(value: object, where: str) -> int:
@@ -257,12 +270,17 @@ def _parse_list(value: object, where: str) -> tuple[str, ...]:
 
 
 def _parse_rdma(value: object, where: str) -> tuple[str, ...]:
-    items = [f"{k}={v}" for k, v in value.items()] if isinstance(value, dict) else _parse_list(value, where)
+    """NODE=DEVICE or NODE/PEER=DEVICE: a table, a list, or one string with commas."""
+    if isinstance(value, dict):
+        items = tuple(f"{node}={device if isinstance(device, str) else ''}" for node, device in value.items())
+    else:
+        items = _parse_list(value, where)
     for item in items:
-        node, equals, device = item.partition("=")
-        if not (node and equals and device):
+        who, equals, device = item.partition("=")
+        node, slash, peer = who.partition("/")
+        if not (node and equals and device) or bool(slash) != bool(peer) or "=" in device:
             raise ConfigError(f"{where}: {item!r} is not NODE=DEVICE, such as studio-1=rdma_en5")
-    return tuple(items)
+    return items
 
 
 def _parse_fabric(value: object, where: str) -> str:

@@ -61,6 +61,16 @@ def test_defaults(tmp_path: Path) -> None:
         ("kv_bits", "4", "8", "kv_bits", (4, 8)),
         ("kv_bytes", "1GB", "2GiB", "kv_bytes", (10**9, 2 << 30)),
         ("draft_model", "small", "smaller", "draft_model", ("small", "smaller")),
+        ("name", "studio", "mini", "name", ("studio", "mini")),
+        ("control", "10.0.0.1:1000", "10.0.0.2:2000", "control_port", (1000, 2000)),
+        ("interface", "10.0.0.1", "10.0.0.2", "control_host", ("10.0.0.1", "10.0.0.2")),
+        ("peers", "a:1, b", "c:2", "peers", (("a:1", "b:52414"), ("c:2",))),
+        ("discovery", "no", "yes", "discovery", (False, True)),
+        ("alone", "no", "yes", "alone", (False, True)),
+        ("nodes", "all", "02", "nodes", ("all", "2")),
+        ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
+        ("fast_fences", "no", "yes", "fast_fences", (False, True)),
+        ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
     ],
 )
 def test_flag_over_variable_over_file(
@@ -158,6 +168,42 @@ def test_amounts_of_memory(tmp_path: Path, value: str, expected: int) -> None:
     assert resolve(tmp_path, kv_bytes=value).kv_bytes == expected
 
 
+@pytest.mark.parametrize(
+    "file",
+    [
+        'rdma = ["studio=rdma_en5", "mini/studio=rdma_en2"]',
+        'rdma = "studio=rdma_en5,mini/studio=rdma_en2"',
+        '[rdma]\nstudio = "rdma_en5"\n"mini/studio" = "rdma_en2"',
+        '[fabric.rdma]\nstudio = "rdma_en5"\n"mini/studio" = "rdma_en2"',
+        '[fabric]\nrdma = {studio = "rdma_en5", "mini/studio" = "rdma_en2"}',
+    ],
+)
+def test_rdma_devices_by_hand(tmp_path: Path, file: str) -> None:
+    settings = resolve(tmp_path, f'nodes = "all"\n{file}')
+    assert (settings.rdma, settings.nodes) == (("studio=rdma_en5", "mini/studio=rdma_en2"), "all")
+    assert resolve(tmp_path, file, rdma="a=b").rdma == ("a=b",)
+
+
+def test_an_address_for_everything_is_that_of_the_control_port_too(tmp_path: Path) -> None:
+    settings = resolve(tmp_path, interface="10.0.0.1")
+    assert (settings.interface, settings.control_host, settings.control_port) == (
+        "10.0.0.1",
+        "10.0.0.1",
+        52414,
+    )
+    settings = resolve(tmp_path, interface="10.0.0.1", control="0.0.0.0:7")
+    assert (settings.interface, settings.control_host, settings.control_port) == ("10.0.0.1", "0.0.0.0", 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, False), ({"model": "m"}, True), ({"MLXTP_MODEL": "m"}, True), ({"file": 'model = "m"'}, True)],
+)
+def test_whether_a_model_was_asked_for(tmp_path: Path, given: dict[str, str], expected: bool) -> None:
+    """Else the embedded one is for a new cluster only, and not for one that serves another already."""
+    assert resolve(tmp_path, **given).model_given is expected
+
+
 # --- what is wrong, and where -----------------------------------------------------------------------------
 
 
@@ -203,13 +249,52 @@ def test_beyond_this_machine_nothing_is_served(tmp_path: Path, host: str) -> Non
         ("kv_bytes", "lots"),
         ("kv_bytes", "1TB"),
         ("kv_bytes", "1.GB"),
+        ("name", "x" * 81),
+        ("name", "two\nlines"),
+        ("control", "52414"),
+        ("control", "studio.local:52414"),
+        ("control", "10.0.0.1:65536"),
+        ("control", "[::1]:52414"),
+        ("interface", "en0"),
+        ("discovery", "perhaps"),
+        ("peers", "10.0.0.2:0"),
+        ("peers", "a:1,:2"),
+        ("nodes", "0"),
+        ("nodes", "9"),
+        ("nodes", "both"),
+        ("backend", "mpi"),
+        ("rdma", "rdma_en5"),
+        ("rdma", "=rdma_en5"),
+        ("rdma", "studio="),
+        ("rdma", "/mini=rdma_en5"),
+        ("rdma", "studio/=rdma_en5"),
+        ("rdma", "a=b=c"),
     ],
 )
-def test_an_engine_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
-    flag = f"--{key.replace('_', '-')}"
-    assert refusal(tmp_path, **{key: value}).startswith(f"{flag}: {value!r} is n")
-    variable = f"MLXTP_{key.upper()}"
-    assert refusal(tmp_path, **{variable: value}).startswith(f"{variable}: {value!r} is n")
+def test_a_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
+    flag, variable = f"--{key.replace('_', '-')}".replace("peers", "peer"), f"MLXTP_{key.upper()}"
+    for name, where in ((key, flag), (variable, variable)):
+        place, _, what = refusal(tmp_path, **{name: value}).partition(": ")
+        assert place == where
+        assert what.partition("' ")[2].startswith(("is n", "is more"))
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("fabric = 3", "[fabric] has a table rdma"),
+        ('[fabric]\nring = "x"', "[fabric] has a table rdma"),
+        ('rdma = "a=b"\n[fabric.rdma]\na = "b"', "both in rdma and in [fabric.rdma]"),
+        ("[fabric.rdma]\nstudio = 5", "'studio=' is not NODE=DEVICE"),
+        ('[fabric.rdma.studio]\nmini = "rdma_en5"', "'studio=' is not NODE=DEVICE"),
+        ('[fabric]\nrdma = [["studio", "rdma_en5"]]', "is no list of strings"),
+        ("peers = [1]", "is no list of strings"),
+    ],
+)
+def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> None:
+    detail = refusal(tmp_path, file)
+    assert str(tmp_path / "config.toml") in detail
+    assert words in detail
 
 
 def test_a_key_that_nobody_knows(tmp_path: Path) -> None:

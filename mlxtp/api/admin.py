@@ -39,7 +39,7 @@ class Administration(Protocol):
 
     def remove(self, node: str) -> Json: ...
 
-    def leave(self) -> Json: ...
+    def leave(self, force: str) -> Json: ...
 
 
 def routes(admin: Administration) -> list[Route]:
@@ -65,7 +65,7 @@ def routes(admin: Administration) -> list[Route]:
         route("serve", "POST", lambda body: admin.serve(_text(body, "model"), _text(body, "nodes", ""))),
         route("unload", "POST", lambda _: admin.unload()),
         route("remove", "POST", lambda body: admin.remove(_text(body, "node"))),
-        route("leave", "POST", lambda _: admin.leave()),
+        route("leave", "POST", lambda body: admin.leave(_text(body, "force", ""))),
     ]
 
 

@@ -17,6 +17,7 @@ from ..errors import Code, UserError
 from .build import versions_here
 from .cluster import Cluster
 from .epoch import State
+from .models import check_name
 from .supervisor import Supervisor
 
 FILE = "agent.json"
@@ -80,7 +81,7 @@ class Alone:
     def remove(self, node: str) -> Json:
         raise self._alone()
 
-    def leave(self) -> Json:
+    def leave(self, force: str) -> Json:
         raise self._alone()
 
     def _alone(self) -> UserError:
@@ -140,6 +141,7 @@ class Member(Alone):
         """What the cluster should serve from now on."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
+        check_name(model)
         present = self._cluster.coordination.desired
         nodes = parse_nodes(nodes, "--nodes") if nodes else present.nodes
         desired = present
@@ -171,10 +173,15 @@ class Member(Alone):
         cluster.remove(found[0])
         return {"removed": name, "node_id": found[0]}
 
-    def leave(self) -> Json:
-        """This Mac belongs to no cluster any more. Its agent ends."""
+    def leave(self, force: str) -> Json:
+        """This Mac belongs to no cluster any more. Its agent ends. The founder's leaving takes `force`."""
         cluster = self._cluster
         others = [each for each in cluster.coordination.roster.members() if each != cluster.node_id]
+        if others and cluster.identity.authority is not None and not force:
+            raise UserError(
+                "this Mac founded the cluster, and only it can let others in: when it leaves, nobody can join "
+                "any more. `mlxtp cluster leave --force` leaves all the same"
+            )
         if others:
             cluster.remove(cluster.node_id)
         self._store.leave()

@@ -50,6 +50,7 @@ from ..wire.machine import Machine
 from ..wire.messages import PROTOCOL_VERSION, Error
 from .build import flags_of, versions_here
 from .conductor import Conductor
+from .epoch import State as Serves
 from .follower import Follower
 from .guest import Guest
 from .model_here import ModelHere
@@ -120,6 +121,7 @@ class Cluster:
         self._saved: Kept | None = None
         self._wake = asyncio.Event()
         self._until = 0.0
+        self._announced = (0, False)
         self._rewired = False
         self._probe_at = now + PROBE_S
         self._looking: asyncio.Task[None] | None = None
@@ -187,6 +189,10 @@ class Cluster:
         if self._token_desk is not None:
             return self._token_desk()
         founder = self.knowledge.authority
+        if founder and founder not in self.coordination.roster.members():
+            raise UserError(
+                "the Mac that founded this cluster has left it, so nobody can join any more; found a new one"
+            )
         if founder not in self.neighbours.nodes():
             who = self.name_of(founder) if founder else "the Mac that founded this cluster"
             raise UserError(f"only {who} can issue join tokens, and it is away; start it, or ask there")
@@ -318,6 +324,8 @@ class Cluster:
             case Serving():
                 self.knowledge.servings[node_id] = message
                 self.coordination.saw_epoch(message.epoch)
+                if node_id == self.guest.host and message.epoch > self.guest.epoch:
+                    self.guest.clear(f"its host is at epoch {message.epoch}")
         self.changed()
 
     def _beat(self, link: ControlLink, beat: Beat) -> None:
@@ -438,6 +446,7 @@ class Cluster:
             if now >= report_at or self._rewired:
                 report_at = now + REPORT_S
                 self._look_again()
+                self.model.look_again()
             self._tick(now)
             self._save()
             self._wake.clear()
@@ -459,6 +468,7 @@ class Cluster:
             self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
         self._decide(now)
         self.follower.look()
+        self._announce()
 
     def _tell(self, event: Change | Duplicate) -> None:
         if isinstance(event, Change):
@@ -473,11 +483,21 @@ class Cluster:
             if link.node_id == event.node_id:
                 link.refuse(ProtocolError(self.problem, Code.DUPLICATE_NODE))
 
+    def _announce(self) -> None:
+        """One line for each group that answers here."""
+        supervisor = self.supervisor
+        ready = (supervisor.epoch, supervisor.state is Serves.READY)
+        if ready != self._announced and ready[1]:
+            model = next(iter(supervisor.gateway.models()), None)
+            size = supervisor.group.world_size if supervisor.group is not None else 0
+            log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, self.http)
+        self._announced = ready
+
     def _decide(self, now: float) -> None:
         situation = self.conductor.situation()
         action = self.coordination.decide(self.membership, situation, now)
         self._until = now + BEAT_S
-        self.waiting = ""
+        self.waiting = "" if self.coordination.desired.model else "nothing shall be served"
         match action:
             case FormEpoch():
                 self.conductor.form(action)

@@ -19,7 +19,7 @@ from ..cluster.preflight import preflight
 from ..cluster.shapes import ModelShape, shape_of
 from ..cluster.topology import Member
 from ..config import EMBEDDED_MODEL, Settings
-from ..errors import Code, GroupError, MlxtpError
+from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..wire.control import Prepare, Serving
 from ..wire.rdma import Matrix, flat
 from .epoch import State
@@ -295,13 +295,17 @@ class Conductor:
         if source is None:
             return None, cluster.model.problem or f"{desired.model} is still being looked for"
         members = self.members()
-        options = self._options(desired.nodes, source)
+        try:
+            options = self._options(desired.nodes, source)
+        except MlxtpError as error:  # by the word of a member with another version
+            return None, error.detail
         asked = (members, desired, source.id, options)
         if self._known is None or self._known[0] != asked:
             try:
                 placement = plan(members, self._shape_of(source), cluster.node_id, options)
                 placement = self._checked(placement, members, options)
-                self._known = (asked, placement, placement.reason)
+                left_out = "" if placement.chosen is not None else "; ".join(["", *placement.notes])
+                self._known = (asked, placement, placement.reason + left_out)
             except MlxtpError as error:
                 self._known = (asked, None, error.detail)
         return self._known[1], self._known[2]
@@ -367,8 +371,11 @@ class Conductor:
 
     def _shape_of(self, source: ModelSource) -> ModelShape:
         if self._shape is None or self._shape[0] is not source:
-            config = json.loads((source.path / "config.json").read_text())
-            weights = sum(path.stat().st_size for path in Path(source.path).glob("*.safetensors"))
+            try:
+                config = json.loads((source.path / "config.json").read_text())
+                weights = sum(path.stat().st_size for path in Path(source.path).glob("*.safetensors"))
+            except (OSError, ValueError) as error:  # its disk may be gone meanwhile
+                raise ModelError(f"{source.path} cannot be read any more: {error}") from None
             kv_bits = self._cluster.settings.kv_bits
             shape = shape_of(config, name=source.id, weight_bytes=weights, kv_bits=kv_bits)
             self._shape = (source, shape)
@@ -452,7 +459,7 @@ class Conductor:
         """The word of a coordinator without a group: why there is none."""
         supervisor, why = self._cluster.supervisor, self._cluster.waiting
         state = State.IDLE
-        if supervisor.state is State.FAILED:
+        if supervisor.resting and supervisor.state is State.FAILED:
             state, why = State.FAILED, supervisor.reason.detail if supervisor.reason is not None else ""
         version = self._cluster.model.version
         return Serving(supervisor.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())

@@ -40,12 +40,12 @@ class Follower:
         """Follow what is served elsewhere, unless this node has an epoch of its own."""
         cluster = self._cluster
         if cluster.supervisor.in_epoch:
-            self._let_go("this Mac serves by itself now", suspend=True)
+            self._let_go("this Mac serves by itself now", suspend=False)
             return
         found = self._whom()
         if found is None:
             self._let_go("the group is being formed", suspend=True)
-            if cluster.supervisor.state is not State.FAILED:
+            if not cluster.supervisor.resting:
                 self._show(State.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
             return
         node_id, serving = found
@@ -95,27 +95,26 @@ class Follower:
         self._cluster.supervisor.follow(state, epoch, reason, Group(0, size, backend, kind=kind))
 
     async def _open(self, node_id: str, serving: Serving) -> None:
-        cluster = self._cluster
-        link, source = cluster.neighbours.to(node_id), cluster.model.source
-        port = next((int(a.rpartition(":")[2]) for a in cluster.knowledge.addresses.get(node_id, ())), 0)
+        cluster, source = self._cluster, self._cluster.model.source
+        gateway = cluster.supervisor.gateway
         try:
-            if link is None or source is None or self.credentials is None:
-                raise GroupError("the link to it is gone", Code.LINK_LOST)
-            context = member_context_client(self.credentials, ALPN_REQUESTS)
+            if source is None:
+                raise GroupError("the model is gone", Code.MODEL_NOT_FOUND)
             defaults = await asyncio.to_thread(load_defaults, source.path)
-            reader, writer = await open_tls(link.remote, port, context, ALPN_REQUESTS, CONNECT_S)
+            reader, writer = await self._connect(node_id)
             try:
                 async with asyncio.timeout(CONNECT_S):
-                    desk = await RemoteDesk.open(
-                        reader, writer, cluster.supervisor.gateway.on_event, self._lost
-                    )
+                    desk = await RemoteDesk.open(reader, writer, gateway.on_event, self._lost)
             except BaseException:
-                writer.transport.abort()  # nobody else knows of it
+                writer.transport.abort()
                 raise
-        except (MlxtpError, TimeoutError, OSError, ValueError) as error:
+        except (MlxtpError, TimeoutError, OSError) as error:
             log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
             self._retry_at = time.monotonic() + RETRY_S
             self._served = None
+            return
+        if cluster.supervisor.in_epoch:  # it began while this link was being opened
+            desk.drop()
             return
         self._desk = desk
         info = ModelInfo(
@@ -128,8 +127,21 @@ class Follower:
             vocabulary=serving.vocabulary,
             defaults=defaults,
         )
-        cluster.supervisor.gateway.serve(desk, info, source.text, here=False)
+        gateway.serve(desk, info, source.text, here=False)
         cluster.changed()
+
+    async def _connect(self, node_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Where its control link leads, at the port that it named. Raises MlxtpError."""
+        cluster = self._cluster
+        link = cluster.neighbours.to(node_id)
+        if link is None or self.credentials is None:
+            raise GroupError("the link to it is gone", Code.LINK_LOST)
+        ports = (address.rpartition(":")[2] for address in cluster.knowledge.addresses.get(node_id, ()))
+        port = next((int(text) for text in ports if text.isdecimal() and 0 < int(text) < 65536), 0)
+        if not port:
+            raise GroupError("it has not said at which port it listens", Code.LINK_LOST)
+        context = member_context_client(self.credentials, ALPN_REQUESTS)
+        return await open_tls(link.remote, port, context, ALPN_REQUESTS, CONNECT_S)
 
     def _lost(self, error: MlxtpError) -> None:
         self._desk = self._served = None

@@ -28,7 +28,7 @@ from ..wire.control import (
 )
 from ..wire.messages import Pong, SideChannel
 from .epoch import Report
-from .rank_process import WORKER, RankProcess, RequestEvent, free_port, new_folder
+from .rank_process import WORKER, RankProcess, RequestEvent, epoch_folder, free_port
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,8 @@ class Guest:
     async def _spawn(self, stay: _Stay) -> None:
         order, home = stay.order, self._settings.home
         self._alive.add(stay)
-        stay.folder = new_folder(home, order.epoch)
+        stay.folder = epoch_folder(home, order.epoch)
+        stay.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stay.process = process = RankProcess(
             order.rank,
             order.epoch,

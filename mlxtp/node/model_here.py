@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.control import DesiredState, ModelStatus
 from . import golden
-from .models import find_model, open_model
+from .models import find_model, is_hub_id, open_model
 from .supervisor import ModelSource
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,12 @@ class ModelHere:
             self._task = asyncio.ensure_future(self._find(desired.model))
             self._task.add_done_callback(self._ended)
 
+    def look_again(self) -> None:
+        """Somebody may have put there what was missing; what failed on the Hub is left to people."""
+        if self.problem and not is_hub_id(self._model):
+            self._task = asyncio.ensure_future(self._find(self._model))
+            self._task.add_done_callback(self._ended)
+
     def folder(self, version: int) -> Path:
         """Where it is. Raises ModelError when it is not, or not yet, or not of this version."""
         if version != self.version:
@@ -61,11 +67,13 @@ class ModelHere:
         try:
             self._path = await find_model(model)
             self.fingerprint = await asyncio.to_thread(golden.fingerprint, self._path)
+            self.problem = ""
             self._on_change()  # a rank needs no more; the tokenizer takes another second
             self.source = await open_model(model, self._draft)
         except MlxtpError as error:
+            if error.detail != self.problem:
+                log.warning("%s: %s", model, error.detail)
             self.fingerprint, self.problem = "", error.detail
-            log.warning("%s: %s", model, error.detail)
         except OSError as error:
             self.problem = f"{model}: {error}"
         self._on_change()

@@ -67,6 +67,12 @@ def _find(name: str) -> Path:
     return _download(name)
 
 
+def check_name(name: str) -> None:
+    """Raises ModelError for what is neither a model folder of this machine nor an id on the Hub."""
+    if not is_hub_id(name):
+        _check(_find(name))
+
+
 def lasting_name(name: str) -> str:
     """What a model is called wherever one stands: a folder by its whole path."""
     folder = Path(name).expanduser()

@@ -239,8 +239,6 @@ def free_port(host: str) -> int:
         return port
 
 
-def new_folder(home: Path, epoch: int) -> Path:
+def epoch_folder(home: Path, epoch: int) -> Path:
     """The folder of an epoch's files; the agent removes it, since a killed rank cleans up nothing."""
-    folder = home / "run" / f"epoch-{epoch}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+    return home / "run" / f"epoch-{epoch}"

@@ -32,7 +32,7 @@ from ..wire.messages import (
     SideChannel,
 )
 from .epoch import Report, Watch, is_consequence, pick_cause
-from .rank_process import WORKER, RankProcess, RequestEvent, free_port, new_folder
+from .rank_process import WORKER, RankProcess, RequestEvent, epoch_folder, free_port
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Ranks:
         self._limits = settings.limits
         self.emitted = on_event
         self._on_stage = on_stage
-        self._folder = new_folder(settings.home, epoch)
+        self._folder = epoch_folder(settings.home, epoch)
         self.processes = [
             RankProcess(rank, epoch, self._folder, self, self._limits, worker=worker)
             for rank in range(self.group.local)
@@ -140,10 +140,10 @@ class Ranks:
     async def start(self) -> None:
         """Spawn the ranks and bring them to a proven group. When it raises MlxtpError, call `kill`."""
         try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             addresses = await self._spawn()
-        except OSError as error:  # an address of a cable that was pulled, say
-            why = f"rank processes cannot be started here: {error.strerror or error}"
-            raise GroupError(f"{why} ({self.group.fabric})", Code.FORM_FAILED) from None
+        except OSError as error:  # a disk that is full, say, or an address of a cable that was pulled
+            raise GroupError(f"ranks cannot be started on this Mac: {error}", Code.FORM_FAILED) from None
         self._on_stage("spawned")
         await self._bootstrap(addresses)
         self._on_stage("linked")

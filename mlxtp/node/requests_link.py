@@ -127,6 +127,6 @@ async def serve_requests(
     except MlxtpError as error:
         log.debug("a requests link ended: %s", error.detail)
     finally:
+        connection.close()  # first: what is cut off must not look like what its client cancelled
         for cancel in list(cancels.values()):
             cancel()
-        connection.close()

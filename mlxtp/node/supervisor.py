@@ -78,6 +78,8 @@ class Supervisor:
         self.epoch = 0
         self.reason: MlxtpError | None = None
         """Why it is not ready, or why the last epoch ended."""
+        self.resting = False
+        """Whether an epoch failed and the next one has to wait: then the state is about that one."""
         self.ranks: Ranks | None = None
         self._current: Ranks | None = None
         self.group: Group | None = None
@@ -98,23 +100,34 @@ class Supervisor:
         Cancelling ends the ranks in order; no process is left when this returns.
         """
         self._desired = model
+        try:
+            await self._keep_up(plans)
+        except asyncio.CancelledError:
+            if self.state is not State.STOPPED:
+                self._enter(State.STOPPED)
+                self.gateway.suspend(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+            raise
+
+    async def _keep_up(self, plans: Plans | None) -> None:
         while True:
             error = await self._one_epoch(plans)
             if error.code is Code.REPLANNED:
                 log.info("epoch %d ended: %s", self.epoch, error.detail)
                 continue
+            self.resting = True
             delay_s = self._policy.delay_s(time.monotonic(), error)
-            if delay_s is None:
+            if delay_s is not None:
+                log.warning("epoch %d ended: %s; next one in %g s", self.epoch, error.detail, delay_s)
+                self._enter(State.RESTARTING)
+                await asyncio.sleep(delay_s)
+            else:
                 log.error("epoch %d: %s; giving up", self.epoch, error.detail)
                 self._enter(State.FAILED)
                 if plans is None:
                     return
                 await plans.changed()
                 self._policy = RestartPolicy()
-                continue
-            log.warning("epoch %d ended: %s; next one in %g s", self.epoch, error.detail, delay_s)
-            self._enter(State.RESTARTING)
-            await asyncio.sleep(delay_s)
+            self.resting = False
 
     async def wait_until(self, *states: State) -> State:
         """Wait until the state is one of `states`; returns it."""
@@ -231,6 +244,8 @@ class Supervisor:
             plan = Plan(self.epoch + 1, self._desired, group)
         else:
             plan = await plans.next()
+            # Whoever was answered by another Mac until now is not any more.
+            self.gateway.suspend(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
         self._enter(State.STARTING)
         self._began = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from ..cluster import WAIT_S
 
@@ -16,3 +16,9 @@ async def sees(condition: Callable[[], object], what: str = "") -> None:
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"not within {WAIT_S:g} s: {what or condition}") from None
+
+
+async def within(story: Awaitable[None]) -> None:
+    """A story that hangs fails."""
+    async with asyncio.timeout(WAIT_S):
+        await story

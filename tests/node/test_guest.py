@@ -32,7 +32,7 @@ from mlxtp.wire.messages import Bootstrap, Gathered, SideChannel
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
-from .scenes import sees
+from .scenes import sees, within
 
 HOST, OTHER = "a" * 32, "b" * 32
 M = TypeVar("M", bound=Message)
@@ -105,7 +105,7 @@ def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: fl
     async def run() -> None:
         stage = Story(tmp_path / "home", **limits)
         try:
-            await story(stage)
+            await within(story(stage))
         finally:
             await stage.guest.close()
         assert stage.pids() == []

@@ -33,7 +33,7 @@ from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
-from .scenes import sees
+from .scenes import sees, within
 
 EPOCH = 7
 PREPARED, STARTED = Prepared(EPOCH, "127.0.0.1:4711", "/there"), RankStarted(EPOCH, True)
@@ -137,7 +137,7 @@ def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], peers: int =
     async def run() -> None:
         stage = Story(tmp_path, peers, **group)
         try:
-            await story(stage)
+            await within(story(stage))
         finally:
             async with asyncio.timeout(WAIT_S):
                 await stage.ranks.kill()

@@ -1,0 +1,303 @@
+"""An agent whose rank 0 is elsewhere: a real TLS port with a gateway behind it, and a node that believes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import End, Health, Request, Tokens
+from mlxtp.config import Settings, embedded_model_path
+from mlxtp.errors import Code, MlxtpError
+from mlxtp.node import follower as follower_module
+from mlxtp.node.epoch import State
+from mlxtp.node.follower import Follower
+from mlxtp.node.gateway import Gateway
+from mlxtp.node.requests_link import serve_requests
+from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.node.surroundings import Knowledge
+from mlxtp.wire.control import Serving
+from mlxtp.wire.doorman import Doorman
+from mlxtp.wire.link import listen
+from mlxtp.wire.messages import Cancel, Delta, Finished, Generate
+from mlxtp.wire.tls import Peer, member_context_server
+
+from ..wire.members import founder, member_of
+from .scenes import sees, within
+from .test_gateway import MODEL, TEXT, FakeRanks, everything
+
+HOST, OTHER = "a" * 32, "b" * 32
+READY = Serving(
+    7, "ready", "", "ring", "ring over Ethernet", (HOST, OTHER), (1.0, 5.0), 0, "tiny", 3, 4096, 512, (1,)
+)
+
+
+class Stage:
+    """`follower` of one node, and the port of the other, whose rank 0 remembers what it is asked."""
+
+    def __init__(self, folder: Path) -> None:
+        first = founder(folder)
+        self.ranks = FakeRanks()
+        self.host = Gateway(lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), 8)
+        self.host.serve(cast(Any, self.ranks), MODEL, TEXT)
+        self.connections = 0
+        self.silent = False
+        sock = listen("127.0.0.1")
+        self.port = sock.getsockname()[1]
+        self._doorman = Doorman(sock, member_context_server(first.credentials), self._serve)
+        self.knowledge = Knowledge()
+        self.knowledge.addresses[HOST] = (f"10.0.0.9:{self.port}",)
+        self.supervisor = Supervisor(Settings(folder, "", 0, 1, "tiny"))
+        self.present = True
+        self.node = SimpleNamespace(
+            supervisor=self.supervisor,
+            knowledge=self.knowledge,
+            waiting="members come and go",
+            membership=SimpleNamespace(standing=lambda _: SimpleNamespace(present=self.present)),
+            coordination=SimpleNamespace(claim=SimpleNamespace(node_id=HOST)),
+            neighbours=SimpleNamespace(to=lambda _: SimpleNamespace(remote="127.0.0.1")),
+            model=SimpleNamespace(
+                version=3, problem="", source=ModelSource("tiny", embedded_model_path(), TEXT)
+            ),
+            name_of=lambda node_id: f"mac-{node_id[:1]}",
+            changed=lambda: None,
+        )
+        self.follower = Follower(cast(Any, self.node))
+        self.follower.credentials = member_of(first, folder).credentials
+
+    async def _serve(self, reader: Any, writer: Any, _peer: Peer) -> None:
+        self.connections += 1
+        try:
+            if self.silent:
+                await reader.read()
+            else:
+                await serve_requests(reader, writer, self.host)
+        finally:
+            self.connections -= 1
+
+    def hears(self, serving: Serving | None) -> None:
+        self.knowledge.servings.clear()
+        if serving is not None:
+            self.knowledge.servings[HOST] = serving
+        self.follower.look()
+
+    async def follows(self) -> None:
+        self.hears(READY)
+        await sees(self.shows(State.READY))
+
+    def shows(self, state: State) -> Callable[[], bool]:
+        def look() -> bool:
+            self.follower.look()
+            return self.supervisor.state is state
+
+        return look
+
+    def ask(self) -> Any:
+        return self.supervisor.gateway.generate(Request((1, 2), 9))
+
+    async def error_of(self, answer: Any) -> MlxtpError:
+        with pytest.raises(MlxtpError) as raised:
+            await everything(answer)
+        return raised.value
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "RETRY_S", 0.05)
+
+
+def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def run() -> None:
+        stage = Stage(tmp_path)
+        door = asyncio.ensure_future(stage._doorman.run())
+        try:
+            await within(story(stage))
+        finally:
+            await stage.follower.close()
+            await sees(lambda: stage.connections == 0)
+            door.cancel()
+            await asyncio.gather(door, return_exceptions=True)
+        assert stage.host.open_requests == 0
+        await sees(lambda: asyncio.all_tasks() == {asyncio.current_task()})
+
+    asyncio.run(run())
+
+
+def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        health = stage.supervisor.gateway.health()
+        assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 2, "ring")
+        [model] = stage.supervisor.gateway.models()
+        assert (model.id, model.context, model.vocabulary, model.eos) == ("tiny", 4096, 512, (1,))
+        answer = stage.ask()
+        await sees(lambda: stage.ranks.sent_of(Generate))
+        stage.host.on_event(Delta((1,), (0,), (50,)))
+        stage.host.on_event(Finished(1, "stop", 1, 1))
+        assert await everything(answer) == [Tokens((50,)), End("stop", 1)]
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("serving", [None, replace(READY, state="restarting"), replace(READY, desired=4)])
+def test_what_ends_elsewhere_ends_here(tmp_path: Path, serving: Serving | None) -> None:
+    """The group's end, another model, or the host's silence: nobody waits for tokens that will not come."""
+
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        answer = stage.ask()
+        await sees(lambda: stage.ranks.sent_of(Generate))
+        stage.hears(serving)
+        assert (await stage.error_of(answer)).code is Code.NOT_READY
+        assert stage.supervisor.gateway.models() == ()
+        await sees(lambda: stage.ranks.sent_of(Cancel))
+        stage.follower.look()
+        assert stage.follower._served is None
+
+    play(tmp_path, story)
+
+
+def test_a_link_that_breaks_is_opened_again(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        answer = stage.ask()
+        await sees(lambda: stage.ranks.sent_of(Generate))
+        for task in stage._doorman._tasks:
+            task.cancel()
+        assert (await stage.error_of(answer)).code is Code.LINK_LOST
+        assert stage.supervisor.gateway.models() == ()
+        await sees(stage.shows(State.READY))
+        again = stage.ask()
+        await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
+        stage.host.on_event(Finished(2, "stop", 0, 0))
+        assert await everything(again) == [End("stop", 0)]
+
+    play(tmp_path, story)
+
+
+def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        mine = FakeRanks()
+        stage.supervisor._current = cast(Any, object())
+        stage.supervisor.gateway.suspend(MlxtpError("another group is formed"))
+        stage.supervisor.gateway.serve(cast(Any, mine), MODEL, TEXT)
+        answer = stage.ask()
+        stage.follower.look()
+        await sees(lambda: stage.connections == 0)
+        stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
+        assert await everything(answer) == [End("stop", 0)]
+        stage.supervisor._current = None
+
+    play(tmp_path, story)
+
+
+def test_a_group_of_its_own_that_begins_while_the_link_is_opened(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(READY)
+        stage.supervisor._current = cast(Any, object())
+        await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
+        assert stage.supervisor.gateway.models() == ()
+        stage.supervisor._current = None
+        await sees(lambda: stage.connections == 0)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    "addresses", [(), ("nonsense",), ("1.2.3.4:http", "[::1]:99999", "x:-1", "y:0"), ("1.2.3.4:1",)]
+)
+def test_an_address_that_makes_no_sense_is_said_and_tried_again(
+    tmp_path: Path, addresses: tuple[str, ...]
+) -> None:
+    async def story(stage: Stage) -> None:
+        right, stage.knowledge.addresses[HOST] = stage.knowledge.addresses[HOST], addresses
+        stage.hears(READY)
+        await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
+        assert stage.supervisor.gateway.health().reason == "connecting to rank 0"
+        stage.knowledge.addresses[HOST] = (*addresses[:0], *right)
+        await sees(stage.shows(State.READY))
+
+    play(tmp_path, story)
+
+
+def test_a_host_that_says_nothing_is_let_go_with_its_connection(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.silent = True
+        stage.hears(READY)
+        await sees(lambda: stage.connections == 1)
+        stage.hears(None)
+        await sees(lambda: stage.connections == 0)
+        stage.silent = False
+        await stage.follows()
+        assert stage.connections == 1
+
+    play(tmp_path, story)
+
+
+def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        source, stage.node.model.source = stage.node.model.source, None
+        stage.node.model.problem = "/models/x is not here"
+        stage.hears(READY)
+        assert stage.supervisor.state is State.LOADING
+        assert stage.supervisor.gateway.health().reason == "/models/x is not here"
+        stage.node.model.source = source
+        await sees(stage.shows(State.READY))
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("starting", State.FORMING),
+        ("loading", State.LOADING),
+        ("stopped", State.FORMING),
+        ("failed", State.FAILED),
+    ],
+)
+def test_the_state_of_the_group_is_shown(tmp_path: Path, said: str, shown: State) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, state=said, reason="rank 1 is gone"))
+        assert (stage.supervisor.state, stage.supervisor.gateway.health().reason) == (shown, "rank 1 is gone")
+
+    play(tmp_path, story)
+
+
+def test_a_failure_elsewhere_is_not_kept_as_one_s_own(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, state="failed", reason="it is broken"))
+        stage.hears(None)
+        assert stage.supervisor.state is State.IDLE
+        assert stage.supervisor.gateway.health().reason == "members come and go"
+
+    play(tmp_path, story)
+
+
+def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.supervisor.resting = True
+        stage.supervisor._enter(State.FAILED)
+        stage.hears(None)
+        assert stage.supervisor.state is State.FAILED
+
+    play(tmp_path, story)
+
+
+def test_of_several_groups_the_coordinators_counts(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.knowledge.servings[OTHER] = replace(READY, epoch=9)
+        stage.knowledge.servings[HOST] = replace(READY, state="loading")
+        stage.follower.look()
+        assert (stage.supervisor.state, stage.supervisor.epoch) == (State.LOADING, 7)
+        stage.present = False
+        stage.follower.look()
+        assert stage.supervisor.state is State.IDLE
+
+    play(tmp_path, story)

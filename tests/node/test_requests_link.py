@@ -1,0 +1,343 @@
+"""Requests of one agent's clients, answered by another's rank 0: two gateways, a real link between them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import End, Health, Request, Score, Tokens
+from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
+from mlxtp.node import requests_link
+from mlxtp.node.gateway import Gateway
+from mlxtp.node.requests_link import RemoteDesk, serve_requests
+from mlxtp.wire.connection import Connection
+from mlxtp.wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    Delta,
+    Error,
+    Finished,
+    Generate,
+    Message,
+    ScoredDelta,
+    Shaping,
+    Welcome,
+)
+from mlxtp.wire.protocol import LinkKind, Protocol, Side
+
+from .scenes import sees, within
+from .test_gateway import MODEL, TEXT, FakeRanks, everything
+
+MAX_OPEN = 4
+
+
+def gateway() -> Gateway:
+    return Gateway(lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), MAX_OPEN)
+
+
+class Stage:
+    """`ours` has the client, `theirs` has rank 0; between them is a link."""
+
+    def __init__(self) -> None:
+        self.ranks = FakeRanks()
+        self.ours, self.theirs = gateway(), gateway()
+        self.theirs.serve(cast(Any, self.ranks), MODEL, TEXT)
+        self.lost: list[MlxtpError] = []
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Our end of a new link; theirs is served until it ends."""
+        one, other = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=one)
+        self.serving = asyncio.ensure_future(
+            serve_requests(*await asyncio.open_connection(sock=other), self.theirs)
+        )
+        return reader, writer
+
+    async def open(self) -> None:
+        reader, self.writer = await self.connect()
+        self.desk = await RemoteDesk.open(reader, self.writer, self.ours.on_event, self.lost.append)
+        self.ours.serve(self.desk, MODEL, TEXT, here=False)
+
+    async def asked(self, count: int = 1) -> list[Generate]:
+        """What has reached rank 0."""
+        await sees(lambda: len(self.ranks.sent_of(Generate)) >= count)
+        return self.ranks.sent_of(Generate)
+
+    def say(self, *events: Any) -> None:
+        for event in events:
+            self.theirs.on_event(event)
+
+    async def read(self, answer: Any) -> list[Any]:
+        """What the client gets; the error that ended it comes last."""
+        found = []
+        try:
+            async for event in answer:
+                found.append(event)
+        except MlxtpError as error:
+            found.append(error)
+        return found
+
+    @property
+    def open_requests(self) -> tuple[int, int]:
+        return self.ours.open_requests, self.theirs.open_requests
+
+
+def play(story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def run() -> None:
+        stage = Stage()
+        await stage.open()
+        try:
+            await within(story(stage))
+        finally:
+            await stage.desk.close()
+            await stage.serving
+        assert stage.theirs.open_requests == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+def test_an_answer_is_the_same_here_as_there() -> None:
+    """Whatever rank 0 says, in whatever portions, reaches the client as if it were on this Mac."""
+
+    async def story(stage: Stage) -> None:
+        request = Request((1, 2, 3), 9, shaping=Shaping(min_tokens=2))
+        here = stage.theirs.generate(request)
+        answers = [stage.ours.generate(request), stage.ours.generate(Request((1,), 9, logprobs=2))]
+        generates = await stage.asked(3)
+        assert generates[0].tokens == generates[1].tokens == (1, 2, 3)
+        assert generates[0].shaping == generates[1].shaping
+        assert [generate.uid for generate in generates] == [1, 2, 3]
+        for uid in (1, 2):
+            stage.say(
+                Accepted(uid),
+                Delta((uid, uid), (0, 1), (50, 51)),
+                Delta((uid,), (2,), (52,)),
+                Finished(uid, "length", 3, 3, cached=7, drafted=2, accepted=1),
+            )
+        await answers[0].accepted()
+        assert await everything(answers[0]) == await everything(here)
+        stage.say(
+            ScoredDelta(3, 0, (60, 61), (-1.0, -2.0), 2, (5, 6, 7, 8), (-0.5, -1.5, -2.5, -3.5)),
+            ScoredDelta(3, 2, (62,), (-0.25,), 2, (9, 10), (-4.0, -5.0)),
+            Finished(3, "stop", 3, 3),
+        )
+        assert await everything(answers[1]) == [
+            Tokens((60, 61), (Score(-1.0, ((5, -0.5), (6, -1.5))), Score(-2.0, ((7, -2.5), (8, -3.5))))),
+            Tokens((62,), (Score(-0.25, ((9, -4.0), (10, -5.0))),)),
+            End("stop", 3),
+        ]
+        assert stage.open_requests == (0, 0)
+
+    play(story)
+
+
+def test_a_refusal_of_rank_0_is_the_clients_own() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ours.generate(Request((1,), 9))
+        await stage.asked()
+        stage.say(Error(Code.BAD_REQUEST, "no such grammar", 1))
+        with pytest.raises(RequestError, match="no such grammar"):
+            await answer.accepted()
+
+    play(story)
+
+
+def test_a_client_that_leaves_stops_the_work_over_there() -> None:
+    async def story(stage: Stage) -> None:
+        answer: Any = stage.ours.generate(Request((1,), 9))
+        await stage.asked()
+        stage.say(Delta((1,), (0,), (50,)))
+        assert await anext(answer) == Tokens((50,))
+        await answer.aclose()
+        await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
+        stage.say(Delta((1,), (1,), (51,)), Finished(1, "cancel", 2, 2))  # had been on their way
+        again = stage.ours.generate(Request((2,), 9))
+        await stage.asked(2)
+        stage.say(Finished(2, "stop", 0, 0))
+        assert await everything(again) == [End("stop", 0)]
+        ledger: Any = stage.desk._connection.protocol.ledger
+        assert ledger.tokens == {}, "a request that was cancelled is over on the link, too"
+        assert stage.lost == []
+
+    play(story)
+
+
+def test_a_cancel_that_crosses_the_end_is_no_error() -> None:
+    async def story(stage: Stage) -> None:
+        answer: Any = stage.ours.generate(Request((1,), 9))
+        await stage.asked()
+        stage.say(Finished(1, "stop", 0, 0))
+        await answer.aclose()  # before it could be heard here
+        again = stage.ours.generate(Request((2,), 9))
+        await stage.asked(2)
+        stage.say(Finished(2, "stop", 0, 0))
+        assert await everything(again) == [End("stop", 0)]
+        assert stage.ranks.sent_of(Cancel) == []
+
+    play(story)
+
+
+def test_when_the_client_s_agent_is_gone_all_of_its_requests_are_cancelled() -> None:
+    async def story(stage: Stage) -> None:
+        own = stage.theirs.generate(Request((9,), 9))
+        for _ in range(3):
+            stage.ours.generate(Request((1,), 9))
+        await stage.asked(4)
+        stage.writer.transport.abort()
+        await stage.serving
+        assert stage.ranks.sent_of(Cancel) == [Cancel(2), Cancel(3), Cancel(4)]
+        assert stage.theirs.open_requests == 1
+        stage.say(Finished(1, "stop", 0, 0))
+        assert await everything(own) == [End("stop", 0)]
+
+    play(story)
+
+
+def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ours.generate(Request((1,), 9))
+        await stage.asked()
+        stage.serving.cancel()
+        await asyncio.wait({stage.serving})
+        await sees(lambda: stage.lost)
+        stage.ours.suspend(stage.lost[0])  # as the follower does; nothing looked like an end before
+        assert await stage.read(answer) == stage.lost
+        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+        stage.ours.serve(stage.desk, MODEL, TEXT, here=False)
+        assert isinstance(stage.lost[0], LinkError)
+        with pytest.raises(RequestError, match="rank 0 is gone"):
+            stage.ours.generate(Request((1,), 9))
+        stage.serving = asyncio.ensure_future(asyncio.sleep(0))
+
+    play(story)
+
+
+def test_when_the_group_ends_its_error_travels_and_later_requests_are_refused() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.ours.generate(Request((1,), 9)) for _ in range(2)]
+        await stage.asked(2)
+        stage.say(Delta((1,), (0,), (50,)))
+        stage.theirs.suspend(GroupError("rank 1 is gone", Code.RANK_LOST))
+        late = stage.ours.generate(Request((1,), 9))
+        for answer, before in ((answers[0], [Tokens((50,))]), (answers[1], [])):
+            *tokens, error = await stage.read(answer)
+            assert tokens == before
+            assert (error.code, error.detail) == (Code.RANK_LOST, "rank 1 is gone")
+        [refused] = await stage.read(late)
+        assert (refused.code, refused.status) == (Code.NOT_READY, 503)
+        assert stage.open_requests == (0, 0)
+
+    play(story)
+
+
+def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -> None:
+    """Not the other gateway's own limit holds it back, but the one of the agent with rank 0."""
+
+    async def story(stage: Stage) -> None:
+        flood = Connection(*await stage.connect(), Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        serving = stage.serving
+        await flood.receive()
+        flood.send(Welcome(PROTOCOL_VERSION, b""))
+        for uid in range(1, 1001):
+            flood.send(Generate(uid, (1,), 9))
+        heard: list[Message] = []
+        while len(heard) < 1000 - MAX_OPEN:
+            heard += [received.message for received in await flood.receive()]
+        assert {each.code for each in heard if isinstance(each, Error)} == {Code.OVERLOADED}
+        assert len(stage.ranks.sent) == MAX_OPEN
+        stage.say(Finished(1, "stop", 0, 0))
+        answer = stage.ours.generate(Request((2,), 9))  # a place is free, and nobody was cut off
+        generates = await stage.asked(MAX_OPEN + 1)
+        stage.say(Finished(generates[-1].uid, "stop", 0, 0))
+        assert await everything(answer) == [End("stop", 0)]
+        flood.close()
+        await serving
+        assert len(stage.ranks.sent_of(Cancel)) == MAX_OPEN - 1
+
+    async def first_link(stage: Stage) -> None:
+        mine = stage.serving
+        await story(stage)
+        stage.serving = mine
+
+    play(first_link)
+
+
+def test_an_agent_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests_link, "MAX_UNSENT_BYTES", 100_000)
+
+    async def story(stage: Stage) -> None:
+        mine = stage.serving
+        reader, writer = await stage.connect()
+        serving, stage.serving = stage.serving, mine
+        idle = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        await idle.receive()
+        idle.send(Welcome(PROTOCOL_VERSION, b""))
+        idle.send(Generate(1, (1,), 9))
+        await stage.asked()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        index = 0
+        while not serving.done():
+            count = 1000
+            indices = tuple(range(index, index + count))
+            stage.say(Delta((1,) * count, indices, (5,) * count))
+            index += count
+            await asyncio.sleep(0)
+        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+        writer.transport.abort()
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [Generate(1, (1,), 9), Cancel(77), Delta((1,), (0,), (5,)), Accepted(1)],
+    ids=["a uid again", "a cancel of nothing", "tokens", "an acceptance"],
+)
+def test_who_breaks_the_rules_loses_the_link_and_what_it_had_asked_for(
+    tmp_path: Path, wrong: Message
+) -> None:
+    from mlxtp.wire.frames import encode
+
+    async def story(stage: Stage) -> None:
+        mine = stage.serving
+        reader, writer = await stage.connect()
+        serving, stage.serving = stage.serving, mine
+        peer = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        await peer.receive()
+        peer.send(Welcome(PROTOCOL_VERSION, b""))
+        peer.send(Generate(1, (1,), 9))
+        await stage.asked()
+        writer.write(encode(wrong, 0, 3))
+        await serving
+        assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
+        writer.close()
+
+    play(story)
+
+
+def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
+    """Else two agents that take each other for it would pass a request to and fro."""
+
+    async def story(stage: Stage) -> None:
+        one, other = socket.socketpair()
+        serving = asyncio.ensure_future(
+            serve_requests(*await asyncio.open_connection(sock=other), stage.ours)
+        )
+        reader, writer = await asyncio.open_connection(sock=one)
+        third = gateway()
+        desk = await RemoteDesk.open(reader, writer, third.on_event, stage.lost.append)
+        third.serve(desk, MODEL, TEXT, here=False)
+        [refused] = await stage.read(third.generate(Request((1,), 9)))
+        assert (refused.code, refused.status) == (Code.NOT_READY, 503)
+        assert stage.ranks.sent == []
+        await desk.close()
+        await serving
+
+    play(story)

@@ -1,0 +1,233 @@
+"""Epochs as somebody else plans them, one after the other: real processes that compute nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import End, Request, Tokens
+from mlxtp.config import Settings
+from mlxtp.errors import Code, GroupError, MlxtpError
+from mlxtp.node.epoch import RestartPolicy, State
+from mlxtp.node.models import open_model
+from mlxtp.node.ranks import Group
+from mlxtp.node.supervisor import ModelSource, Plan, Supervisor
+
+from ..cluster import LIMITS, WAIT_S, rank_processes
+from .fake_rank import ENDLESS, Orders
+from .scenes import sees, within
+from .test_gateway import MODEL, TEXT, FakeRanks, everything
+
+
+class Stage:
+    """A supervisor, and the one who plans: it stands where the conductor does."""
+
+    def __init__(self, tmp_path: Path, source: ModelSource) -> None:
+        self.orders = Orders(tmp_path / "orders")
+        self.home = tmp_path / "home"
+        self.home.mkdir()
+        self.source = source
+        self.supervisor = Supervisor(
+            Settings(self.home, "", 0, 1, "tiny", limits=LIMITS), worker=self.orders.worker
+        )
+        self.gateway = self.supervisor.gateway
+        self._plans: asyncio.Queue[Plan] = asyncio.Queue()
+        self._changes: asyncio.Queue[None] = asyncio.Queue()
+        self.asked = 0
+        self.running: asyncio.Future[None]
+        self.states: list[State] = []
+        enter = self.supervisor._enter
+        self.supervisor._enter = lambda state: (self.states.append(state), enter(state))[1]  # type: ignore[method-assign, func-returns-value]
+
+    async def next(self) -> Plan:
+        self.asked += 1
+        return await self._plans.get()
+
+    async def changed(self) -> None:
+        await self._changes.get()
+
+    def plan(self, epoch: int) -> None:
+        self._plans.put_nowait(Plan(epoch, self.source, Group(1, 1, "none", kind="one Mac alone")))
+
+    def change(self) -> None:
+        self._changes.put_nowait(None)
+
+    async def serves(self, epoch: int) -> None:
+        self.plan(epoch)
+        await self.until(State.READY, epoch)
+
+    async def until(self, state: State, epoch: int | None = None) -> None:
+        await sees(
+            lambda: self.supervisor.state is state and epoch in (None, self.supervisor.epoch), f"{state}"
+        )
+
+    async def error_of(self, answer: Any) -> MlxtpError:
+        with pytest.raises(MlxtpError) as raised:
+            await everything(answer)
+        return raised.value
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return asyncio.run(open_model("tiny"))
+
+
+def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def run() -> None:
+        stage = Stage(tmp_path, source)
+        stage.running = asyncio.ensure_future(stage.supervisor.run(None, stage))
+        try:
+            await within(story(stage))
+        finally:
+            stage.running.cancel()
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.wait({stage.running})
+        assert stage.running.cancelled(), stage.running.exception()
+        assert (stage.supervisor.state, stage.gateway.open_requests) == (State.STOPPED, 0)
+        assert stage.gateway.models() == ()
+        assert rank_processes(stage.home) == []
+        assert list(stage.home.glob("run/*/*")) == []
+
+    asyncio.run(run())
+
+
+def test_each_epoch_has_the_number_and_the_group_that_were_planned(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.serves(41)
+        answer = stage.gateway.generate(Request((5, 6, 7), 2))
+        assert await everything(answer) == [Tokens((5,)), Tokens((6,)), End("length", 2)]
+        stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
+        await sees(lambda: stage.asked == 2)
+        assert stage.orders.notes("shut down"), "it was to end in order"
+        assert not stage.supervisor.in_epoch
+        await stage.serves(50)
+        assert [note["epoch"] for note in stage.orders.notes("started")] == [41, 50]
+        assert State.FAILED not in stage.states
+
+    play(tmp_path, source, story)
+
+
+def test_whoever_another_mac_answered_is_not_left_waiting_when_a_group_forms_here(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        elsewhere = FakeRanks()
+        stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.plan(1)
+        assert (await stage.error_of(answer)).code is Code.REPLANNED
+        await stage.until(State.READY)
+
+    play(tmp_path, source, story)
+
+
+def test_the_end_of_an_epoch_by_order_ends_its_requests_with_the_reason(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.serves(1)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        stage.supervisor.end_epoch(GroupError("epoch 1 lost mini (rank 1): it is dead", Code.RANK_LOST))
+        error = await stage.error_of(answer)
+        assert (error.code, error.detail) == (Code.RANK_LOST, "epoch 1 lost mini (rank 1): it is dead")
+        stage.supervisor.end_epoch(GroupError("again"))  # there is none now
+        await stage.serves(2)
+
+    play(tmp_path, source, story)
+
+
+def test_an_end_is_taken_at_any_time_on_the_way_up(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        stage.orders.give(0, deaf=True)
+        stage.plan(1)
+        await sees(lambda: stage.supervisor.in_epoch)
+        stage.supervisor.end_epoch(GroupError("members come and go", Code.REPLANNED))
+        await sees(lambda: stage.asked == 2)
+        stage.plan(2)
+        await sees(lambda: any(note["epoch"] == 2 for note in stage.orders.notes("started")))
+        await sees(lambda: stage.orders.notes("bootstrap"))
+        stage.supervisor.end_epoch(GroupError("members come and go", Code.REPLANNED))
+        await sees(lambda: stage.asked == 3)
+        stage.orders.give(0)
+        await stage.serves(3)
+
+    play(tmp_path, source, story)
+
+
+def test_after_too_many_failures_it_waits_for_something_to_change(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        RestartPolicy, "delay_s", lambda _, __, error: None if "memory" in str(error) else 0.0
+    )
+
+    async def story(stage: Stage) -> None:
+        stage.orders.give(0, die_on="Init", code="forward_failed")
+        stage.plan(1)
+        await sees(lambda: stage.asked == 2)
+        assert not stage.supervisor.resting
+        stage.orders.give(0, die_on="Init", code="out_of_memory")
+        stage.plan(2)
+        await stage.until(State.FAILED)
+        assert stage.supervisor.resting
+        assert stage.gateway.health().reason == "rank 0 ended with out_of_memory"
+        assert not stage.supervisor.in_epoch
+        stage.orders.give(0)
+        stage.change()
+        await sees(lambda: stage.asked == 3)
+        assert not stage.supervisor.resting
+        await stage.serves(3)
+
+    play(tmp_path, source, story)
+
+
+def test_a_home_that_takes_no_files_fails_the_epoch_and_not_the_agent(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RestartPolicy, "delay_s", lambda *_: 0.0)
+
+    async def story(stage: Stage) -> None:
+        (stage.home / "run").write_text("in the way")
+        stage.plan(1)
+        await sees(lambda: stage.asked == 2)
+        assert stage.supervisor.reason is not None
+        assert stage.supervisor.reason.code is Code.FORM_FAILED
+        assert str(stage.home) in stage.supervisor.reason.detail
+        (stage.home / "run").unlink()
+        await stage.serves(2)
+
+    play(tmp_path, source, story)
+
+
+def test_stopping_ends_requests_that_are_answered_elsewhere(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        elsewhere = FakeRanks()
+        await sees(lambda: stage.asked == 1)
+        stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.running.cancel()
+        assert (await stage.error_of(answer)).code is Code.SHUTTING_DOWN
+
+    play(tmp_path, source, story)
+
+
+def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
+    tmp_path: Path, source: ModelSource
+) -> None:
+    async def story(stage: Stage) -> None:
+        stage.supervisor.follow(State.READY, 7, "", Group(0, 3, "jaccl", kind="JACCL mesh"))
+        health = stage.gateway.health()
+        assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 3, "jaccl")
+        assert not stage.supervisor.in_epoch
+        await stage.serves(8)
+        health = stage.gateway.health()
+        assert (health.state, health.epoch, health.world_size) == ("ready", 8, 1)
+
+    play(tmp_path, source, story)

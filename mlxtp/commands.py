@@ -112,7 +112,7 @@ def leave(
                 raise UserError(f"{folder} belongs to no cluster") from None
             if identity.authority is not None and not force:
                 raise UserError(
-                    "this Mac founded its cluster, and only it can let others in; `mlxtp cluster leave --force` "
+                    "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "
                     "leaves all the same"
                 ) from None
             Store(folder).leave()

@@ -179,7 +179,7 @@ class Member(Alone):
         others = [each for each in cluster.coordination.roster.members() if each != cluster.node_id]
         if others and cluster.identity.authority is not None and not force:
             raise UserError(
-                "this Mac founded the cluster, and only it can let others in: when it leaves, nobody can join "
+                "this Mac founded the cluster and alone can let others in: when it leaves, nobody can join "
                 "any more. `mlxtp cluster leave --force` leaves all the same"
             )
         if others:

@@ -118,7 +118,7 @@ async def _among_others(
         supervisor = Supervisor(settings, on_stage, worker)
         cluster = Cluster(settings, entered.identity, supervisor, machine, worker=worker)
         port: int = control.getsockname()[1]
-        cluster.addresses = _control_addresses(settings, machine, port)
+        cluster.listens_at = partial(_control_addresses, settings, port)
         cluster.http = _url(sock)
         cluster.follower.credentials = store.credentials
         door = Door(control, store, entered.identity, cluster)
@@ -149,11 +149,12 @@ async def _among_others(
             await serving
 
 
-def _control_addresses(settings: Settings, machine: Machine, port: int) -> tuple[str, ...]:
-    """Where other agents find this one."""
+def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:
+    """Where other agents find this one. Never empty: others take the port from it, whatever comes up."""
     if settings.control_host != "0.0.0.0":
         return (f"{settings.control_host}:{port}",)
-    return tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]
+    found = tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]
+    return found or (f"127.0.0.1:{port}",)
 
 
 def _report_bug(cluster: Cluster, task: asyncio.Task[None]) -> None:

@@ -93,7 +93,7 @@ class Cluster:
         self._versions, self._flags = versions_here(), flags_of(settings)
         self.knowledge = Knowledge()
         self.knowledge.machines[self.node_id] = machine
-        self.addresses: tuple[str, ...] = ()
+        self.listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: ()
         self.http = ""
         self.problem = ""
         """What a person has to mend, such as a copied home folder."""
@@ -132,6 +132,11 @@ class Cluster:
         self.model.want(self.coordination.desired)
 
     # --- what is asked ------------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others find this agent now: interfaces come and go."""
+        return self.listens_at(self.knowledge.machines[self.node_id])
 
     def hello(self) -> AgentHello:
         """How this node introduces itself."""

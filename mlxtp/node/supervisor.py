@@ -249,14 +249,18 @@ class Supervisor:
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
         self._enter(State.STARTING)
         self._began = time.monotonic()
-        ranks = Ranks(
-            self._settings,
-            self.epoch,
-            self.gateway.on_event,
-            self._reached,
-            worker=self._worker,
-            group=plan.group,
-        )
+        try:
+            ranks = Ranks(
+                self._settings,
+                self.epoch,
+                self.gateway.on_event,
+                self._reached,
+                worker=self._worker,
+                group=plan.group,
+            )
+        except OSError as error:  # a disk that is full
+            self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
+            return self.reason
         self._current = ranks
         try:
             return await self._through(ranks)

@@ -19,8 +19,8 @@ from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire import doorman as module
 from mlxtp.wire.connection import Connection
 from mlxtp.wire.doorman import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Doorman, Handler, open_tls
-from mlxtp.wire.messages import Delta, Generate
-from mlxtp.wire.protocol import LinkKind, State
+from mlxtp.wire.messages import Delta, Generate, SessionEnd
+from mlxtp.wire.protocol import LinkKind, Protocol, Side, State
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_DECODE,
@@ -177,6 +177,32 @@ def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_path: Pa
             await here.turned_away("no handshake", 1)
             assert here.peers == []
             await here.strangers(0)
+
+    play(story)
+
+
+def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: Members) -> None:
+    """TLS would wait half a minute for the last word of a peer whose cable is out."""
+
+    async def never_reads(_r: asyncio.StreamReader, writer: asyncio.StreamWriter, _p: Peer) -> None:
+        writer.get_extra_info("ssl_object")  # the handshake is over
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        async with house(members, never_reads) as at:
+            reader, writer = await at.member()
+            link = Connection(reader, writer, Protocol(LinkKind.CONTROL, Side.LOWER, 0))
+            reading = asyncio.create_task(link.receive())
+            await asyncio.sleep(0)
+            link.close()
+            assert await reading == []
+            for _ in range(2):  # a transport that is closed twice has forgotten what it was
+                link.close()
+                assert link.unsent_bytes == 0
+                with pytest.raises(LinkError, match="closed"):
+                    link.send(SessionEnd())
+            writer.transport.abort()
 
     play(story)
 

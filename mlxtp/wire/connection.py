@@ -76,8 +76,7 @@ class Connection:
     def close(self) -> None:
         """Ends the link; what was sent still goes out. May be repeated.
 
-        Whoever waits in `receive` is told at once: a peer that is out of reach would not answer TLS's last
-        word for half a minute.
+        Whoever waits in `receive` is told at once: a peer out of reach never answers TLS's last word.
         """
         if self._closed:
             return

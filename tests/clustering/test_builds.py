@@ -56,6 +56,8 @@ def test_what_does_not_fit_is_named_with_both_values_and_a_remedy(
     assert "studio" in reason
     for part in said:
         assert part in reason
+    # Where the other Mac's person reads it, "this Mac" would be the wrong one.
+    assert compare(OURS, theirs, "studio", "mini") == reason.replace("this Mac", "mini")
 
 
 def test_the_order_of_flags_means_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 from mlxtp.cluster.beliefs import Beliefs, Claim, Roster
 from mlxtp.errors import UserError
 from mlxtp.node import state
-from mlxtp.node.state import FILE, Kept, from_text, load, save, to_text
+from mlxtp.node.state import FILE, Kept, forget, from_text, load, save, to_text
 from mlxtp.wire.control import DesiredState
 
 KEPT = Kept(
@@ -34,6 +34,16 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:
     assert load(tmp_path) == (Kept(), "")
     assert load(tmp_path / "no such folder") == (Kept(), "")
+
+
+def test_who_begins_anew_remembers_nothing(tmp_path: Path) -> None:
+    save(tmp_path, KEPT)
+    for _ in range(2):
+        forget(tmp_path)
+        assert load(tmp_path) == (Kept(), "")
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(UserError, match="of an earlier cluster cannot be removed"):
+        forget(tmp_path)
 
 
 def test_nobody_else_can_read_the_file(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire import doorman as module
 from mlxtp.wire.connection import Connection
 from mlxtp.wire.doorman import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Doorman, Handler, open_tls
-from mlxtp.wire.messages import Delta, Generate
-from mlxtp.wire.protocol import LinkKind, State
+from mlxtp.wire.messages import Delta, Generate, SessionEnd
+from mlxtp.wire.protocol import LinkKind, Protocol, Side, State
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_DECODE,
@@ -179,6 +179,41 @@ def test_a_member_of_another_cluster_is_not_heard(members: Members, tmp_path: Pa
             await here.strangers(0)
 
     play(story)
+
+
+def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: Members) -> None:
+    """Nobody waits for the last word of a peer whose cable is out."""
+    first, second = members
+    context = member_context_server(first.credentials)
+    context.num_tickets = 0
+
+    async def story() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            shaken = asyncio.create_task(asyncio.to_thread(lambda: shake(listener, context)))
+            port = listener.getsockname()[1]
+            to_member = member_context_client(second.credentials, ALPN_CONTROL)
+            reader, writer = await open_tls("127.0.0.1", port, to_member, ALPN_CONTROL, TIMEOUT_S)
+            with await shaken:  # it reads nothing from here on
+                link = Connection(reader, writer, Protocol(LinkKind.CONTROL, Side.LOWER, 0))
+                reading = asyncio.create_task(link.receive())
+                await asyncio.sleep(0)
+                for _ in range(2):
+                    link.close()
+                    assert link.unsent_bytes == 0
+                    for _ in range(5):
+                        await asyncio.sleep(0)
+                    assert reading.done()
+                    assert reading.result() == []
+                    with pytest.raises(LinkError, match="closed"):
+                        link.send(SessionEnd())
+                writer.transport.abort()
+
+    play(story)
+
+
+def shake(listener: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+    plain, _ = listener.accept()
+    return context.wrap_socket(plain, server_side=True)
 
 
 def test_frames_between_members(members: Members) -> None:

@@ -7,11 +7,13 @@ rank's agent pinned. Either way both ends prove that they hold the epoch's key.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import queue
 import socket
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,8 @@ SEND_TIMEOUT_S = 5.0
 HANDSHAKE_S = 3.0
 MAX_STRANGERS = 32
 """Connections that may be judged at one time; more are closed at once."""
+MAX_STRANGERS_PER_SOURCE = 2
+"""Of these, how many from one address other than this machine's own."""
 _ACCEPT_TICK_S = 0.05
 
 Socket = socket.socket | TlsSocket
@@ -91,8 +95,8 @@ class _Reception:
         if epoch.credentials is not None:
             self._context = member_context_server(epoch.credentials, (ALPN_DECODE,))
         self._welcome: queue.SimpleQueue[tuple[int, Link]] = queue.SimpleQueue()
-        self._judging = threading.BoundedSemaphore(MAX_STRANGERS)
         self._taking = threading.Lock()
+        self._strangers: Counter[str] = Counter()
         self._taken: set[int] = set()
 
     def accept_all(self, listener: socket.socket) -> dict[int, Link]:
@@ -108,37 +112,44 @@ class _Reception:
                         f"ranks {missing} did not connect within {bootstrap.deadline_s:g} s",
                         Code.LINK_TIMEOUT,
                     )
-                with contextlib.suppress(TimeoutError):
-                    self._begin(listener.accept()[0])
+                with contextlib.suppress(TimeoutError, ConnectionError):  # it may be gone again
+                    sock, address = listener.accept()
+                    self._begin(sock, str(address[0]))
                 while not self._welcome.empty():
                     links.update([self._welcome.get()])
         return links
 
-    def _begin(self, sock: socket.socket) -> None:
-        if self._judging.acquire(blocking=False):
-            threading.Thread(target=self._judge, args=(sock,), daemon=True).start()
-        else:
-            sock.close()
+    def _begin(self, sock: socket.socket, source: str) -> None:
+        with self._taking:
+            here = self._strangers[source]
+            crowded = here >= MAX_STRANGERS_PER_SOURCE and not _is_here(source)
+            if crowded or self._strangers.total() >= MAX_STRANGERS:
+                sock.close()
+                return
+            self._strangers[source] += 1
+        threading.Thread(target=self._judge, args=(sock, source), daemon=True).start()
 
-    def _judge(self, sock: socket.socket) -> None:
-        with contextlib.ExitStack() as undo:
-            undo.callback(sock.close)
-            # Whoever fails is a stranger; the ranks that belong here are still expected.
-            with contextlib.suppress(MlxtpError, OSError):
-                secured: Socket = sock
-                if self._context is not None:
-                    secured = wrap_blocking(sock, self._context, server_side=True, handshake_s=HANDSHAKE_S)
-                protocol = Protocol(LinkKind.DECODE, Side.UPPER, self._epoch.number)
-                link = Link(secured, protocol, SEND_TIMEOUT_S)
-                hello = self._checked(_first(link, HANDSHAKE_S), secured)
-                with self._taking:
-                    if hello.rank in self._taken:
-                        raise ProtocolError(f"rank {hello.rank} is here already", Code.NOT_AUTHENTIC)
-                    link.send(self._epoch.welcome(hello))
-                    self._taken.add(hello.rank)
-                self._welcome.put((hello.rank, link))
-                undo.pop_all()
-        self._judging.release()
+    def _judge(self, sock: socket.socket, source: str) -> None:
+        try:
+            self._let_in(sock)
+        except (MlxtpError, OSError):
+            sock.close()  # whoever fails is a stranger; the ranks that belong here are still expected
+        finally:
+            with self._taking:
+                self._strangers[source] -= 1
+
+    def _let_in(self, sock: socket.socket) -> None:
+        secured: Socket = sock
+        if self._context is not None:
+            secured = wrap_blocking(sock, self._context, server_side=True, handshake_s=HANDSHAKE_S)
+        link = Link(secured, Protocol(LinkKind.DECODE, Side.UPPER, self._epoch.number), SEND_TIMEOUT_S)
+        hello = self._checked(_first(link, HANDSHAKE_S), secured)
+        with self._taking:
+            if hello.rank in self._taken:
+                raise ProtocolError(f"rank {hello.rank} is here already", Code.NOT_AUTHENTIC)
+            link.send(self._epoch.welcome(hello))
+            self._taken.add(hello.rank)
+        self._welcome.put((hello.rank, link))
 
     def _checked(self, hello: object, sock: Socket) -> Hello:
         epoch = self._epoch
@@ -151,13 +162,27 @@ class _Reception:
         return hello
 
 
+def _is_here(address: str) -> bool:
+    """Whether it is this machine's own: ranks of one agent come from there, strangers of a network do not."""
+    return ipaddress.ip_address(address).is_loopback
+
+
 def _connect(epoch: Epoch) -> Link:
     bootstrap = epoch.bootstrap
     sock: Socket = connect(bootstrap.decode_address, bootstrap.deadline_s)
-    if epoch.credentials is not None:
-        assert isinstance(sock, socket.socket)
-        context = member_context_client(epoch.credentials, ALPN_DECODE)
-        sock = wrap_blocking(sock, context, server_side=False, handshake_s=bootstrap.deadline_s)
+    try:
+        if epoch.credentials is not None:
+            assert isinstance(sock, socket.socket)
+            context = member_context_client(epoch.credentials, ALPN_DECODE)
+            sock = wrap_blocking(sock, context, server_side=False, handshake_s=bootstrap.deadline_s)
+        return _greeted(sock, epoch)
+    except BaseException:
+        sock.close()  # whoever is there instead of rank 0 need not be kept waiting
+        raise
+
+
+def _greeted(sock: Socket, epoch: Epoch) -> Link:
+    bootstrap = epoch.bootstrap
     epoch.check_pin(sock, 0)
     link = Link(sock, Protocol(LinkKind.DECODE, Side.LOWER, epoch.number), SEND_TIMEOUT_S)
     hello = epoch.hello()

@@ -1,0 +1,327 @@
+"""Decode links as rank 0 opens them while strangers are about: real sockets, real TLS, ranks in threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtp.engine import decode_links
+from mlxtp.engine.decode_links import MAX_STRANGERS, open_links
+from mlxtp.errors import Code, LinkError, ProtocolError
+from mlxtp.wire.frames import encode
+from mlxtp.wire.identity import hello_proof, welcome_proof
+from mlxtp.wire.link import Link, listen
+from mlxtp.wire.messages import PROTOCOL_VERSION, Ack, Bootstrap, Hello, Init, InitDone, Message, Welcome
+from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_server
+
+from ..cluster import WAIT_S
+from ..wire.members import Member, founder, member_of
+
+EPOCH = 7
+KEY = b"k" * 32
+Links = dict[int, Link]
+
+
+class Group:
+    """The Macs of a group in rank order, and one more that is a member of the cluster and of no rank."""
+
+    def __init__(self, folder: Path, size: int = 2, *, pinned: bool = True) -> None:
+        self.listener = listen("127.0.0.1")
+        self.port = self.listener.getsockname()[1]
+        self.macs: list[Member] = []
+        if pinned:
+            first = founder(folder)
+            self.macs = [first, *(member_of(first, folder) for _ in range(size - 1))]
+            self.outsider = member_of(first, folder)
+        self.bootstrap = Bootstrap(
+            rank=0,
+            world_size=size,
+            backend="ring",
+            hosts=("",) * size,
+            decode_address=f"127.0.0.1:{self.port}",
+            epoch_key=KEY,
+            deadline_s=WAIT_S,
+            ack_deadline_s=1.0,
+            run_ahead=1,
+            pins=tuple(mac.identity.fingerprint for mac in self.macs),
+        )
+        self._threads = ThreadPoolExecutor()
+        self._links: list[Future[Links]] = []
+
+    def rank(
+        self, rank: int, *, mac: Member | None = None, epoch: int = EPOCH, **changes: object
+    ) -> Future[Links]:
+        """A rank opens its links as `engine/worker.py` has it do, on its own Mac or another."""
+        bootstrap = replace(self.bootstrap, rank=rank, **changes)  # type: ignore[arg-type]
+        mac = mac or (self.macs[rank] if self.macs else None)
+        identity = mac.store.folder if mac is not None else None
+        listener = self.listener if rank == 0 else None
+        links = self._threads.submit(open_links, epoch, bootstrap, listener, identity)
+        self._links.append(links)
+        return links
+
+    def knock(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for links in self._links:
+            if links.exception() is None:
+                for link in links.result().values():
+                    link.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    with contextlib.closing(Group(tmp_path)) as made:
+        yield made
+
+
+def joined(zero: Future[Links], *others: Future[Links]) -> None:
+    """All are there, and what rank 0 sends to each arrives at that one."""
+    links = zero.result(WAIT_S)
+    assert sorted(links) == list(range(1, len(others) + 1))
+    for rank, other in enumerate(others, 1):
+        [theirs] = other.result(WAIT_S).values()
+        links[rank].send(Init())
+        [received] = theirs.receive(WAIT_S)
+        assert received.message == Init()
+        theirs.send(InitDone(rank, len(others) + 1))
+        [answer] = links[rank].receive(WAIT_S)
+        assert answer.message == InitDone(rank, len(others) + 1)
+
+
+def hello(rank: int = 1, key: bytes = KEY, epoch: int = EPOCH) -> Hello:
+    nonce = os.urandom(16)
+    return Hello(PROTOCOL_VERSION, rank, 1, nonce, hello_proof(key, epoch, rank, nonce))
+
+
+def closed(sock: socket.socket) -> bool:
+    """Whether the other end hangs up, without a word before."""
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+# --- those that belong here -------------------------------------------------------------------------------
+
+
+def test_ranks_of_several_macs_find_each_other(tmp_path: Path) -> None:
+    with contextlib.closing(Group(tmp_path, 4)) as group:
+        others = [group.rank(rank) for rank in (3, 1, 2)]
+        joined(group.rank(0), others[1], others[2], others[0])
+
+
+def test_ranks_of_one_agent_need_no_certificates(tmp_path: Path) -> None:
+    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
+        joined(group.rank(0), group.rank(1))
+
+
+def test_what_passes_between_macs_cannot_be_read(group: Group) -> None:
+    """A tap on the wire between them sees neither the greeting nor what follows."""
+    tap = listen("127.0.0.1")
+    seen = bytearray()
+
+    def pass_on() -> None:
+        with tap, tap.accept()[0] as one, group.knock() as other:
+            ways = [threading.Thread(target=copy, args=pair) for pair in ((one, other), (other, one))]
+            for way in ways:
+                way.start()
+            for way in ways:
+                way.join(WAIT_S)
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                seen.extend(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    tapping = threading.Thread(target=pass_on)
+    tapping.start()
+    zero = group.rank(0)
+    one = group.rank(1, decode_address="127.0.0.1:{}".format(*tap.getsockname()[1:]))
+    joined(zero, one)
+    for links in (zero, one):
+        for link in links.result().values():
+            link.close()
+    tapping.join(WAIT_S)
+    assert len(seen) > 1000
+    assert b"proof" not in seen
+    assert b"world_size" not in seen
+
+
+# --- those that do not ------------------------------------------------------------------------------------
+
+
+def test_another_member_of_the_cluster_is_no_rank_though_it_knows_everything(group: Group) -> None:
+    """Its certificate is good and it has the epoch's key, but the agent of rank 1 has another one."""
+    zero = group.rank(0)
+    impostor = group.rank(1, mac=group.outsider)
+    with pytest.raises(LinkError):
+        impostor.result(WAIT_S)
+    joined(zero, group.rank(1))
+
+
+def test_a_rank_gives_its_proof_to_nobody_but_rank_0(group: Group) -> None:
+    """Who listens in rank 0's place is a member, too; it hears not one frame."""
+    outsider = group.outsider
+    context = member_context_server(outsider.credentials, (ALPN_DECODE,))
+    one = group.rank(1)
+    with group.listener.accept()[0] as sock:
+        sock.settimeout(WAIT_S)
+        with context.wrap_socket(sock, server_side=True) as secured:
+            assert closed(secured)
+        with pytest.raises(ProtocolError, match="what says it is rank 0 has another key") as refused:
+            one.result(WAIT_S)
+        assert refused.value.code is Code.NOT_AUTHENTIC
+
+
+def test_pins_are_never_left_aside(group: Group) -> None:
+    """Without its certificate a rank does not fall back to what anybody could read."""
+    bootstrap = replace(group.bootstrap, rank=1)
+    accepted: list[bytes] = []
+
+    def plain() -> None:
+        sock, _ = group.listener.accept()
+        with sock:
+            accepted.append(sock.recv(1))
+
+    server = threading.Thread(target=plain)
+    server.start()
+    with pytest.raises(ProtocolError, match="has another key"):
+        open_links(EPOCH, bootstrap, None, None)
+    server.join(WAIT_S)
+    assert accepted == [b""]
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        hello(key=b"x" * 32),
+        hello(epoch=EPOCH + 1),
+        hello(rank=0),
+        hello(rank=2),
+        replace(hello(), rank=7),
+        replace(hello(), proof=b""),
+        Ack(1, 1, 1, 0),
+    ],
+    ids=["another key", "another epoch's", "rank 0", "rank 2 of 2", "rank 7", "no proof", "no hello"],
+)
+def test_a_greeting_that_proves_nothing(tmp_path: Path, greeting: Message) -> None:
+    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
+        zero = group.rank(0)
+        with group.knock() as sock:
+            sock.sendall(encode(greeting, EPOCH, 1))
+            assert closed(sock)
+        joined(zero, group.rank(1))
+
+
+def test_a_second_rank_1_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+    with contextlib.closing(Group(tmp_path, 3, pinned=False)) as group:
+        zero, one = group.rank(0), group.rank(1)
+        one.result(WAIT_S)
+        with group.knock() as sock:
+            sock.sendall(encode(hello(), EPOCH, 1))
+            assert closed(sock)
+        joined(zero, one, group.rank(2))
+
+
+def test_who_answers_without_the_epoch_s_key_is_not_rank_0(tmp_path: Path) -> None:
+    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
+        one = group.rank(1)
+        with group.listener.accept()[0] as sock:
+            sock.recv(65536)
+            sock.sendall(
+                encode(Welcome(PROTOCOL_VERSION, welcome_proof(b"x" * 32, EPOCH, 1, bytes(16))), EPOCH, 1)
+            )
+            with pytest.raises(ProtocolError, match="does not know this epoch's key"):
+                one.result(WAIT_S)
+
+
+def test_strangers_hold_up_nobody(group: Group) -> None:
+    """As many as may be judged at one time, minus one: some silent, some loud, some without TLS."""
+    zero = group.rank(0)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(group.knock()) for _ in range(MAX_STRANGERS - 1)]
+        for sock in strangers[::3]:
+            sock.sendall(os.urandom(2000))
+        for sock in strangers[1::3]:
+            sock.sendall(encode(hello(), EPOCH, 1))
+        joined(zero, group.rank(1))
+
+
+def test_a_member_of_another_cluster_gets_no_word_in(group: Group, tmp_path: Path) -> None:
+    zero = group.rank(0)
+    context = member_context_client(founder(tmp_path).credentials, ALPN_DECODE)
+    context.verify_mode = ssl.CERT_NONE
+    with group.knock() as sock, contextlib.suppress(OSError), context.wrap_socket(sock) as secured:
+        secured.sendall(encode(hello(), EPOCH, 1))
+        assert closed(secured)
+    joined(zero, group.rank(1))
+
+
+def test_too_many_strangers_are_closed_unheard_and_their_places_come_back(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_links, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(decode_links, "HANDSHAKE_S", 2 * WAIT_S)
+    zero = group.rank(0)
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(group.knock()) for _ in range(3)]
+        extra = stack.enter_context(group.knock())
+        assert closed(extra)
+        for sock in held:
+            sock.close()
+    while True:  # until the threads have noticed
+        with group.knock() as sock:
+            sock.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                assert sock.recv(1) == b""
+                continue
+            break
+    joined(zero, group.rank(1))
+
+
+def test_one_address_of_the_network_may_not_fill_all_places(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_links, "_is_here", lambda _: False)
+    monkeypatch.setattr(decode_links, "HANDSHAKE_S", 2 * WAIT_S)
+    zero = group.rank(0)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(group.knock())
+        for _ in range(5):
+            assert closed(stack.enter_context(group.knock()))
+        monkeypatch.setattr(decode_links, "_is_here", lambda _: True)  # the rank comes from another one
+        joined(zero, group.rank(1))
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    with contextlib.closing(Group(tmp_path, 4, pinned=False)) as group:
+        zero = group.rank(0, deadline_s=0.5)
+        group.rank(2)
+        with pytest.raises(LinkError, match=r"ranks \[1, 3\] did not connect within 0\.5 s") as late:
+            zero.result(WAIT_S)
+        assert late.value.code is Code.LINK_TIMEOUT
+        with pytest.raises(ConnectionRefusedError):
+            group.knock()
+
+
+def test_a_group_of_one_needs_no_links() -> None:
+    alone = Bootstrap(0, 1, "none", (), "", KEY, 1.0, 1.0, 1)
+    assert open_links(EPOCH, alone, None, None) == {}

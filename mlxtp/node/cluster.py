@@ -97,6 +97,8 @@ class Cluster:
         self.http = ""
         self.problem = ""
         """What a person has to mend, such as a copied home folder."""
+        self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
+        """By node id: the boot ids of two machines that had it at once, and what was said about it."""
         self.waiting = ""
         """Why there is no group yet."""
         self.supervisor = supervisor
@@ -233,11 +235,18 @@ class Cluster:
         known = roster.members().get(hello.node_id)
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
-        ours, theirs = self.hello(), hello
+        boots, what = self._doubles.get(hello.node_id, ((), ""))
+        if hello.boot_id in boots:
+            return ProtocolError(f"{what}. Then start mlxtp anew", Code.DUPLICATE_NODE)
+        return self._unlike(hello)
+
+    def _unlike(self, theirs: AgentHello) -> MlxtpError | None:
+        """Why ranks of a node that says this could not compute with ours."""
+        ours = self.hello()
         difference = compare(
             Build(ours.version, ours.versions, ours.flags),
             Build(theirs.version, theirs.versions, theirs.flags),
-            hello.name or hello.node_id[:8],
+            theirs.name or theirs.node_id[:8],
             self.name,
         )
         return ProtocolError(difference, Code.MISMATCH) if difference else None
@@ -257,6 +266,9 @@ class Cluster:
                 what = f"another agent has the identity of {hello.name}, or this one was given up"
                 link.refuse(ProtocolError(f"{what}; if it persists, restart it", Code.DUPLICATE_NODE))
             return False
+        _, what = self._doubles.pop(link.node_id, ((), ""))  # this start of it counts
+        if what and self.problem == what:
+            self.problem = ""
         knowledge = self.knowledge
         knowledge.names[link.node_id] = hello.name
         knowledge.met_at.setdefault(link.node_id, now)
@@ -316,7 +328,7 @@ class Cluster:
                 self.conductor.received(node_id, message)
             case TokenWanted() | TokenIssued():
                 self._about_tokens(node_id, message)
-            case Error() if message.code == Code.DUPLICATE_NODE:
+            case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
 
@@ -484,6 +496,8 @@ class Cluster:
             f"two agents, at {' and '.join(event.addresses)}, have the identity of "
             f"{self.name_of(event.node_id)}"
         )
+        if event.node_id != self.node_id:
+            self._doubles[event.node_id] = (event.boot_ids, self.problem)
         for link in self.neighbours.links():
             if link.node_id == event.node_id:
                 link.refuse(ProtocolError(self.problem, Code.DUPLICATE_NODE))

@@ -18,6 +18,7 @@ from ..wire.doorman import open_tls
 from ..wire.messages import PROTOCOL_VERSION
 from ..wire.tls import ALPN_CONTROL, Credentials, member_context_client, peer_identity
 from .cluster import Cluster
+from .neighbours import Unwelcome
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ INTERFACES_S = 2.0
 """How often this machine's addresses are looked at."""
 TOLD_S = 60.0
 """How long the same refusal of the same address is not repeated in the log."""
+_OURS_TO_MEND = (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH)
+"""Refusals by another Mac that this one's person has to know of."""
 
 
 class Dialer:
@@ -148,7 +151,5 @@ class Dialer:
             log.warning("%s: %s", address, explain(65, error.detail))
             return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)
-        if error.code in (Code.DUPLICATE_NODE, Code.REMOVED_NODE, Code.MISMATCH):
-            self._cluster.problem = error.detail
-        if error.code in (Code.REMOVED_NODE, Code.MISMATCH):
-            self._refusal = error.detail
+        if isinstance(error, Unwelcome) and error.code in _OURS_TO_MEND:
+            self._cluster.problem = self._refusal = error.detail

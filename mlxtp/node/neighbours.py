@@ -31,6 +31,10 @@ Judge = Callable[[NodeIdentity, AgentHello], MlxtpError | None]
 """Why a peer that showed this identity and said this is refused; None when it is welcome."""
 
 
+class Unwelcome(ProtocolError):
+    """The other end does not want this node, and said why."""
+
+
 class ControlLink:
     """One open control link. `local` and `remote` are its ends' addresses ("ip"), as seen from here."""
 
@@ -93,7 +97,7 @@ class _End:
             batch = await self.connection.receive()
         received, self.rest = batch[0].message, [each.message for each in batch[1:]]
         if isinstance(received, Error):
-            raise ProtocolError(received.detail, Code(received.code))
+            raise Unwelcome(received.detail, Code(received.code))
         if not isinstance(received, AgentHello):
             raise ProtocolError(f"{type(received).__name__} where a hello was expected", Code.OUT_OF_ORDER)
         return received

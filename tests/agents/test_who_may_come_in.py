@@ -202,6 +202,7 @@ def test_a_copied_home_is_told_to_both(lan: Lan) -> None:
     lan.ben.stop()
     lan.ben.start()
     serving(lan.anna, lan.ben)
+    assert lan.anna.status()["problem"] == ""
     shutil.rmtree(copy.home / FOLDER)
     copy.start("--join", lan.anna.token())
     serving(lan.anna, lan.ben, copy, ranks=2)

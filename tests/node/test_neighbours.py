@@ -37,15 +37,12 @@ class Events:
     """What one agent was told, in order."""
 
     welcome: bool = True
-    first_words: tuple[Message, ...] = ()
     links: list[ControlLink] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     ends: list[tuple[str, bool]] = field(default_factory=list)
 
     def opened(self, link: ControlLink) -> bool:
         self.links.append(link)
-        for message in self.first_words:
-            link.send(message)
         return self.welcome
 
     def received(self, link: ControlLink, message: Message) -> None:
@@ -66,6 +63,8 @@ class Agent:
         )
         self.events = Events()
         self.refusal: MlxtpError | None = None
+        self.in_one_breath = b""
+        """What is said to whoever calls, instead of what should be."""
         self.neighbours = Neighbours(self.node_id, lambda: self.hello, self._judge, self.events)
         sock = listen("127.0.0.1")
         self.port = sock.getsockname()[1]
@@ -78,6 +77,11 @@ class Agent:
 
     async def _welcome(self, reader: Any, writer: Any, peer: Peer) -> None:
         assert peer.identity is not None
+        if self.in_one_breath:
+            await reader.read(65536)
+            writer.write(self.in_one_breath)
+            await reader.read(65536)
+            return
         await self.neighbours.called(reader, writer, peer.identity)
 
     async def streams(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -334,7 +338,8 @@ def test_a_link_that_breaks_and_one_that_ends_with_an_error(tmp_path: Path) -> N
 def test_what_is_said_together_with_the_hello_is_heard_after_it(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         a, b = stage.a, stage.b
-        b.events.first_words = (BEAT, DESIRED)
+        words = (b.hello, BEAT, DESIRED)
+        b.in_one_breath = b"".join(encode(each, 0, number) for number, each in enumerate(words, 1))
         await a.dial(b)
         await sees(lambda: a.events.messages == [BEAT, DESIRED])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import http.client
 import json
 from pathlib import Path
@@ -11,6 +13,7 @@ from urllib.parse import urlsplit
 from .errors import Code, UserError
 
 FILE = "agent.json"
+LOCK = "lock"
 TIMEOUT_S = 15.0
 
 
@@ -37,19 +40,33 @@ class AgentClient:
         return self._ask("POST", what, body)
 
     def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=TIMEOUT_S)
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         try:
-            connection.request(method, f"/admin/{what}", json.dumps(body) if body else None, headers)
-            response = connection.getresponse()
-            answer = json.loads(response.read())
+            connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=TIMEOUT_S)
+            with contextlib.closing(connection):
+                connection.request(method, f"/admin/{what}", json.dumps(body) if body else None, headers)
+                response = connection.getresponse()
+                answer = json.loads(response.read())
+            if not isinstance(answer, dict) or response.status == http.client.UNAUTHORIZED:
+                raise ValueError("somebody else answers there")
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise UserError(
                 f"the agent of {self._home} does not answer at {self.url} ({error}); is it still running?",
                 Code.NOT_READY,
             ) from None
-        finally:
-            connection.close()
         if response.status != http.client.OK:
-            raise UserError(str(answer.get("error", {}).get("message", answer)))
-        return dict(answer)
+            said = answer.get("error")
+            raise UserError(str(said.get("message") if isinstance(said, dict) else answer))
+        return answer
+
+
+def agent_runs(home: Path) -> bool:
+    """Whether an agent holds this home, even if it does not answer."""
+    try:
+        with (home / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

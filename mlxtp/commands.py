@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import plan as planning
-from .client import AgentClient
+from .client import AgentClient, agent_runs
 from .cluster import hardware
 from .cluster.identity import Store
 from .cluster.known import KNOWN
@@ -105,10 +105,10 @@ def leave(
         try:
             answer = AgentClient(folder).post("leave", force="yes" if force else "")
         except UserError as error:
-            if error.code != "not_ready":
+            if error.code != "not_ready" or agent_runs(folder):
                 raise
-            identity = Store(folder).load_or_create()
-            if identity.membership is None:
+            identity = Store(folder).load() if Store(folder).folder.exists() else None
+            if identity is None or identity.membership is None:
                 raise UserError(f"{folder} belongs to no cluster") from None
             if identity.authority is not None and not force:
                 raise UserError(

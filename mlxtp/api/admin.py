@@ -87,7 +87,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
             raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
     try:
         body = json.loads(data or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise RequestError("the body is no JSON object")

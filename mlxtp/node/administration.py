@@ -6,14 +6,14 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..cluster.identity import Store
 from ..config import parse_nodes
-from ..errors import Code, UserError
+from ..errors import Code, ConfigError, UserError
 from .build import versions_here
 from .cluster import Cluster
 from .epoch import State
@@ -162,7 +162,8 @@ class Member(Alone):
         """Take a member out, by name, or by the start of its id."""
         cluster = self._cluster
         members = cluster.coordination.roster.members()
-        found = [each for each in members if each.startswith(node) or cluster.name_of(each) == node]
+        found = [each for each in members if cluster.name_of(each) == node]
+        found = found or [each for each in members if each.startswith(node)]
         if not node or len(found) != 1:
             known = ", ".join(f"{cluster.name_of(each)} ({each[:8]})" for each in members)
             what = "more than one member is" if found else "no member is"
@@ -227,15 +228,19 @@ class Member(Alone):
 
 @contextmanager
 def announced(home: Path, url: str, key: str) -> Iterator[None]:
-    """Meanwhile commands of this user find the agent. Raises OSError."""
+    """Meanwhile commands of this user find the agent. Raises ConfigError when the home takes no files."""
     path = home / FILE
     draft = path.with_suffix(".draft")
-    draft.unlink(missing_ok=True)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump({"url": url, "key": key, "pid": os.getpid()}, file)
-    draft.replace(path)
+    try:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"url": url, "key": key, "pid": os.getpid()}, file)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--home {home}: {path.name} cannot be written: {error.strerror}") from None
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()

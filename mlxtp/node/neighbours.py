@@ -16,6 +16,7 @@ from ..wire.certificates import NodeIdentity
 from ..wire.connection import Connection
 from ..wire.control import AgentHello
 from ..wire.messages import Error, SessionEnd
+from ..wire.order import TERMINAL
 from ..wire.protocol import LinkKind, Protocol, Side
 
 log = logging.getLogger(__name__)
@@ -222,6 +223,8 @@ class Neighbours:
                     else:
                         why = message.detail if isinstance(message, Error) else why
                         self._events.received(link, message)
+                if end.connection.protocol.state in TERMINAL:
+                    break  # that was its last word, whether it hangs up or not
                 if not (batch := await end.connection.receive()):
                     break
                 messages = [each.message for each in batch]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gc
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from ..cluster import WAIT_S
 
@@ -22,3 +24,17 @@ async def within(story: Awaitable[None]) -> None:
     """A story that hangs fails."""
     async with asyncio.timeout(WAIT_S):
         await story
+
+
+def run(story: Coroutine[Any, Any, None]) -> None:
+    """Run it in an event loop of its own. Fails when a task ended by an error that nobody looked at."""
+    silent: list[dict[str, Any]] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: silent.append(context))
+        await story
+        gc.collect()
+
+    asyncio.run(watched())
+    gc.collect()
+    assert silent == []

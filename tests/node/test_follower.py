@@ -28,7 +28,7 @@ from mlxtp.wire.messages import Cancel, Delta, Finished, Generate
 from mlxtp.wire.tls import Peer, member_context_server
 
 from ..wire.members import founder, member_of
-from .scenes import sees, within
+from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
 
 HOST, OTHER = "a" * 32, "b" * 32
@@ -112,7 +112,7 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
-    async def run() -> None:
+    async def scene() -> None:
         stage = Stage(tmp_path)
         door = asyncio.ensure_future(stage._doorman.run())
         try:
@@ -125,7 +125,7 @@ def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
         assert stage.host.open_requests == 0
         await sees(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
-    asyncio.run(run())
+    run(scene())
 
 
 def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from mlxtp.wire.messages import Bootstrap, Gathered, SideChannel
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
-from .scenes import sees, within
+from .scenes import run, sees, within
 
 HOST, OTHER = "a" * 32, "b" * 32
 M = TypeVar("M", bound=Message)
@@ -102,7 +102,7 @@ class Story:
 def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: float) -> None:
     """Whatever happens in it, in the end nothing of it is left."""
 
-    async def run() -> None:
+    async def scene() -> None:
         stage = Story(tmp_path / "home", **limits)
         try:
             await within(story(stage))
@@ -112,7 +112,7 @@ def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], **limits: fl
         assert list(stage.home.glob("run/*")) == []
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(run())
+    run(scene())
 
 
 def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from mlxtp.wire.messages import Gathered, Generate, Pong, SideChannel
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import Orders
-from .scenes import sees, within
+from .scenes import run, sees, within
 
 EPOCH = 7
 PREPARED, STARTED = Prepared(EPOCH, "127.0.0.1:4711", "/there"), RankStarted(EPOCH, True)
@@ -134,7 +134,7 @@ class Story:
 
 
 def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], peers: int = 1, **group: Any) -> None:
-    async def run() -> None:
+    async def scene() -> None:
         stage = Story(tmp_path, peers, **group)
         try:
             await within(story(stage))
@@ -146,7 +146,7 @@ def play(tmp_path: Path, story: Callable[[Story], Awaitable[None]], peers: int =
         await asyncio.sleep(0)  # who was cancelled ends in this turn
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(run())
+    run(scene())
 
 
 def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from mlxtp.wire.messages import (
 )
 from mlxtp.wire.protocol import LinkKind, Protocol, Side
 
-from .scenes import sees, within
+from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
 
 MAX_OPEN = 4
@@ -89,7 +89,7 @@ class Stage:
 
 
 def play(story: Callable[[Stage], Awaitable[None]]) -> None:
-    async def run() -> None:
+    async def scene() -> None:
         stage = Stage()
         await stage.open()
         try:
@@ -100,7 +100,7 @@ def play(story: Callable[[Stage], Awaitable[None]]) -> None:
         assert stage.theirs.open_requests == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(run())
+    run(scene())
 
 
 def test_an_answer_is_the_same_here_as_there() -> None:

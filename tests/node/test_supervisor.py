@@ -19,7 +19,7 @@ from mlxtp.node.supervisor import ModelSource, Plan, Supervisor
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import ENDLESS, Orders
-from .scenes import sees, within
+from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
 
 
@@ -77,7 +77,7 @@ def source() -> ModelSource:
 
 
 def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable[None]]) -> None:
-    async def run() -> None:
+    async def scene() -> None:
         stage = Stage(tmp_path, source)
         stage.running = asyncio.ensure_future(stage.supervisor.run(None, stage))
         try:
@@ -92,7 +92,7 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
         assert rank_processes(stage.home) == []
         assert list(stage.home.glob("run/*/*")) == []
 
-    asyncio.run(run())
+    run(scene())
 
 
 def test_each_epoch_has_the_number_and_the_group_that_were_planned(

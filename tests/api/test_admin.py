@@ -1,0 +1,176 @@
+"""What commands may ask of an agent, and who else may not: the real application, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from mlxtp.api.admin import MAX_BODY_BYTES
+from mlxtp.api.app import create_app
+from mlxtp.errors import Code, LinkError, UserError
+
+KEY = "the key in the home"
+ROUTES = {
+    "status": "GET",
+    "plan": "GET",
+    "members": "GET",
+    "token": "POST",
+    "serve": "POST",
+    "unload": "POST",
+    "remove": "POST",
+    "leave": "POST",
+}
+
+
+class FakeAdmin:
+    """Keeps what it was asked; `error` is raised instead of an answer."""
+
+    key = KEY
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.error: Exception | None = None
+
+    def _do(self, *what: str) -> dict[str, object]:
+        self.asked.append(what)
+        if self.error is not None:
+            raise self.error
+        return {"did": what[0]}
+
+    def status(self) -> Any:
+        return self._do("status")
+
+    def plan(self) -> Any:
+        return self._do("plan")
+
+    def members(self) -> Any:
+        return self._do("members")
+
+    async def token(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("token")
+
+    def serve(self, model: str, nodes: str) -> Any:
+        return self._do("serve", model, nodes)
+
+    def unload(self) -> Any:
+        return self._do("unload")
+
+    def remove(self, node: str) -> Any:
+        return self._do("remove", node)
+
+    def leave(self, force: str) -> Any:
+        return self._do("leave", force)
+
+
+@pytest.fixture
+def admin() -> FakeAdmin:
+    return FakeAdmin()
+
+
+def ask(
+    admin: FakeAdmin | None,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    key: str | None = f"Bearer {KEY}",
+    **headers: str,
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(cast(Any, None), admin=admin))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:52415") as client:
+            sent = headers | ({"authorization": key} if key is not None else {})
+            raw = {name.encode(): value.encode() for name, value in sent.items()}
+            return await client.request(method, path, content=body, headers=raw)
+
+    return asyncio.run(run())
+
+
+def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
+    for what, method in ROUTES.items():
+        body = b'{"model": "tiny", "nodes": "2", "node": "mini", "force": "yes"}' if method == "POST" else b""
+        response = ask(admin, method, f"/admin/{what}", body)
+        assert (response.status_code, response.json()) == (200, {"did": what})
+    assert admin.asked == [
+        ("status",), ("plan",), ("members",), ("token",), ("serve", "tiny", "2"), ("unload",),
+        ("remove", "mini"), ("leave", "yes"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key", [None, "", "Bearer ", "Bearer wrong", f"Bearer {KEY} ", f"Basic {KEY}", "Bearer ké"]
+)
+def test_without_the_key_nothing_is_told_and_nothing_done(admin: FakeAdmin, key: str | None) -> None:
+    for what, method in ROUTES.items():
+        response = ask(admin, method, f"/admin/{what}", b'{"model": "tiny", "node": "x"}', key)
+        assert response.status_code == 401
+        assert "read the key in the home folder" in response.json()["error"]["message"]
+    assert admin.asked == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "https://example.com"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1.example.com"}, 403),
+        ({"host": "example.com"}, 421),
+    ],
+)
+def test_a_web_page_may_nothing_not_even_with_the_key(
+    admin: FakeAdmin, headers: dict[str, str], status: int
+) -> None:
+    for what, method in ROUTES.items():
+        assert ask(admin, method, f"/admin/{what}", b"{}", **headers).status_code == status
+    assert admin.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"not json", 400, "no JSON object"),
+        (b"\xff\xfe", 400, "no JSON object"),
+        (b"[]", 400, "no JSON object"),
+        (b'"tiny"', 400, "no JSON object"),
+        (b"[" * 10_000, 400, "no JSON object"),
+        (b"{}", 400, "model: a string is expected"),
+        (b'{"model": 5}', 400, "model: a string is expected"),
+        (b'{"model": "tiny", "nodes": 2}', 400, "nodes: a string is expected"),
+        (b'{"model": "' + b"x" * MAX_BODY_BYTES + b'"}', 413, f"larger than {MAX_BODY_BYTES} bytes"),
+    ],
+)
+def test_a_body_that_makes_no_sense(admin: FakeAdmin, body: bytes, status: int, words: str) -> None:
+    response = ask(admin, "POST", "/admin/serve", body)
+    assert response.status_code == status
+    assert words in response.json()["error"]["message"]
+    assert admin.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (UserError("no member is called 'x'"), 400, Code.CONFIG),
+        (UserError("only studio can issue tokens", Code.NOT_READY), 400, Code.NOT_READY),
+        (LinkError("the link is gone"), 500, Code.LINK_LOST),
+    ],
+)
+def test_what_the_agent_refuses_is_told_in_its_words(
+    admin: FakeAdmin, error: Any, status: int, code: Code
+) -> None:
+    admin.error = error
+    for what in ("status", "token", "remove"):
+        response = ask(admin, ROUTES[what], f"/admin/{what}", b'{"node": "x"}' if what == "remove" else b"")
+        assert response.json()["error"]["message"] == error.detail
+        assert response.json()["error"]["code"] == code
+        assert response.status_code >= status
+
+
+def test_what_is_not_there(admin: FakeAdmin) -> None:
+    assert ask(admin, "POST", "/admin/status").status_code == 405
+    assert ask(admin, "GET", "/admin/leave").status_code == 405
+    assert ask(admin, "POST", "/admin/shutdown").status_code == 404
+    assert ask(None, "GET", "/admin/status").status_code == 404
+    assert admin.asked == []

@@ -54,10 +54,9 @@ def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_pat
     wait(lambda: [agent.status()["state"] for agent in pair] == ["idle", "idle"], "nobody serves", *pair)
     assert not a.chat()
     missing = a.command("serve", str(tmp_path / "nothing"))
-    assert missing.returncode == 0, missing.stderr
-    wait(
-        lambda: all("nothing" in each.status()["reason"] for each in pair), "both say what is missing", *pair
-    )
+    assert missing.returncode == 1
+    assert "neither a folder nor an id on the Hub" in missing.stderr
+    wait(lambda: all("nothing" in each.status()["reason"] for each in pair), "both say what is served", *pair)
     assert b.command("serve", "tiny", "--nodes", "1").returncode == 0
     serving(*pair, ranks=1)
     assert a.command("serve", "tiny", "--nodes", "auto").returncode == 0

@@ -221,10 +221,7 @@ class Cluster:
         if (identity.node_id, identity.cluster_id) != (hello.node_id, hello.cluster_id):
             return ProtocolError("its certificate names another node than it does", Code.NOT_AUTHENTIC)
         if hello.node_id == self.node_id:
-            if hello.boot_id == self.boot_id:
-                return ProtocolError("this is the same node", Code.SAME_NODE)
-            self._twins(f"another agent at this moment has the identity of {self.name}")
-            return ProtocolError(self.problem, Code.DUPLICATE_NODE)
+            return self._our_own(hello)
         roster = self.coordination.roster
         if roster.removed(identity.fingerprint):
             return ProtocolError(
@@ -239,6 +236,13 @@ class Cluster:
         if hello.boot_id in boots:
             return ProtocolError(f"{what}. Then start mlxtp anew", Code.DUPLICATE_NODE)
         return self._unlike(hello)
+
+    def _our_own(self, hello: AgentHello) -> MlxtpError:
+        """Who has our identity is this agent itself, or a copy of it."""
+        if hello.boot_id == self.boot_id:
+            return ProtocolError("this is the same node", Code.SAME_NODE)
+        self._twins(f"another agent at this moment has the identity of {self.name}")
+        return ProtocolError(self.problem, Code.DUPLICATE_NODE)
 
     def _unlike(self, theirs: AgentHello) -> MlxtpError | None:
         """Why ranks of a node that says this could not compute with ours."""

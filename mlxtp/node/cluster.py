@@ -218,6 +218,9 @@ class Cluster:
     # --- neighbours ----------------------------------------------------------------------------------
 
     def _judge(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
+        return self._not_a_member(identity, hello) or self._given_up(hello) or self._unlike(hello)
+
+    def _not_a_member(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
         if (identity.node_id, identity.cluster_id) != (hello.node_id, hello.cluster_id):
             return ProtocolError("its certificate names another node than it does", Code.NOT_AUTHENTIC)
         if hello.node_id == self.node_id:
@@ -232,10 +235,13 @@ class Cluster:
         known = roster.members().get(hello.node_id)
         if known is not None and known.fingerprint != identity.fingerprint:
             return ProtocolError(f"{hello.node_id[:8]} is known by another key", Code.NOT_AUTHENTIC)
+        return None
+
+    def _given_up(self, hello: AgentHello) -> MlxtpError | None:
         boots, what = self._doubles.get(hello.node_id, ((), ""))
-        if hello.boot_id in boots:
-            return ProtocolError(f"{what}. Then start mlxtp anew", Code.DUPLICATE_NODE)
-        return self._unlike(hello)
+        if hello.boot_id not in boots:
+            return None
+        return ProtocolError(f"{what}. Then start mlxtp anew", Code.DUPLICATE_NODE)
 
     def _our_own(self, hello: AgentHello) -> MlxtpError:
         """Who has our identity is this agent itself, or a copy of it."""

@@ -158,12 +158,3 @@ def test_everything_is_started_again_at_once(pair: Pair) -> None:
     assert after["epoch"] > before["epoch"]
     assert after["term"] > before["term"]
     assert after["desired"] == before["desired"]
-
-
-def test_an_agent_that_is_told_to_end_says_goodbye(pair: Pair) -> None:
-    first, other = pair.whole()
-    other.stop()
-    wait(lambda: first.member(other)["state"] == "left", f"{first.name} heard the goodbye", first)
-    serving(first)
-    other.start()
-    serving(first, other)

@@ -53,10 +53,11 @@ def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_pat
     assert unloaded.returncode == 0, unloaded.stderr
     wait(lambda: [agent.status()["state"] for agent in pair] == ["idle", "idle"], "nobody serves", *pair)
     assert not a.chat()
+    why = "nothing shall be served"
+    wait(lambda: all(agent.status()["reason"] == why for agent in pair), "both say why", *pair)
     missing = a.command("serve", str(tmp_path / "nothing"))
     assert missing.returncode == 1
     assert "neither a folder nor an id on the Hub" in missing.stderr
-    wait(lambda: all("nothing" in each.status()["reason"] for each in pair), "both say what is served", *pair)
     assert b.command("serve", "tiny", "--nodes", "1").returncode == 0
     serving(*pair, ranks=1)
     assert a.command("serve", "tiny", "--nodes", "auto").returncode == 0
@@ -79,9 +80,10 @@ def test_who_belongs_is_said_at_any_member(pair: tuple[Agent, Agent]) -> None:
     assert "leaves with `mlxtp cluster leave`" in itself.stderr
 
 
-def test_an_agent_that_was_told_to_end_leaves_nothing(pair: tuple[Agent, Agent]) -> None:
+def test_an_agent_that_is_told_to_end_says_goodbye_and_leaves_nothing(pair: tuple[Agent, Agent]) -> None:
     a, b = pair
     b.stop()
+    wait(lambda: a.member(b)["state"] == "left", "the other one heard the goodbye", a)
     serving(a)
     gone = b.command("status")
     assert gone.returncode == 1

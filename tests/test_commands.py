@@ -318,7 +318,7 @@ def test_an_error_in_a_form_of_its_own(tmp_path: Path) -> None:
 def test_leaving_while_no_agent_runs(tmp_path: Path) -> None:
     store = Store(tmp_path / "home")
     store.found_cluster()
-    assert "only it can let others in" in refusal(tmp_path / "home", "cluster", "leave")
+    assert "alone can let others in" in refusal(tmp_path / "home", "cluster", "leave")
     assert store.load().membership is not None
     left = mlxtp(tmp_path / "home", "cluster", "leave", "--force")
     assert "run `mlxtp cluster remove`" in " ".join(left.output.split())

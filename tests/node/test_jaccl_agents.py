@@ -59,7 +59,9 @@ def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
         async with asyncio.timeout(START_S), two_agents(tmp_path, worker, fabric="jaccl") as (first, second):
             await first.wait_ready()
             await second.wait_ready()
-            group = first.supervisor.group
+            assert first.cluster is not None
+            leader = first if first.cluster.coordination.leading else second
+            group = leader.supervisor.group
             assert group is not None
             assert (group.backend, group.world_size) == ("jaccl", 2)
             assert group.rdma[0] == group.rdma[3] == ""

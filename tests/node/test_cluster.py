@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from mlxtp.api.text import Text
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, MlxtpError, ModelError, UserError
+from mlxtp.node import cluster as cluster_module
 from mlxtp.node import model_here
 from mlxtp.node.cluster import Cluster
 from mlxtp.node.supervisor import ModelSource, Supervisor
@@ -86,11 +86,23 @@ class FakeLink:
         return [message for message in self.sent if isinstance(message, kind)]
 
 
+class Clock:
+    """The time of the node under test goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
 class Node:
-    """The node under test. `now` goes on only when it is told to."""
+    """The node under test."""
 
     def __init__(self, member: Member, home: Path, **changes: Any) -> None:
-        self.now = time.monotonic()
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
         self.cluster = Cluster(chosen, member.identity, Supervisor(chosen), MACHINE)
         self.orders: list[tuple[str, Message]] = []
@@ -115,12 +127,19 @@ class Node:
 
     def tick(self, seconds: float = 0.5) -> None:
         """What `live` does, twice a second."""
-        self.now += seconds
+        CLOCK.now += seconds
         self.cluster.neighbours.tell_all(self.cluster.coordination.beat(healthy=True))
         if (serving := self.cluster.conductor.serving()) is not None:
             self.cluster.neighbours.tell_all(serving)
-        self.cluster._tick(self.now)
+        self.cluster._tick(CLOCK.now)
         self.cluster._save()
+
+    def live(self, *links: FakeLink) -> None:
+        """Some seconds in which all of them beat."""
+        for _ in range(8):
+            for link in links:
+                self.hear(link, Beat(0, "", 0, 0, 0, True, 0))
+            self.tick()
 
     def follow(self, link: FakeLink, term: int = 5) -> None:
         """From now on the other end of this link coordinates."""
@@ -136,7 +155,7 @@ class Node:
         for link in cast(list[Any], list(self.cluster.neighbours.links())):
             self.hear(link, Beat(0, "", 0, 0, 0, True, 0), _report(8, 64 << 30, list(MACHINE.interfaces)))
             self.hear(link, ModelStatus(1, FINGERPRINT, ""))
-        self.cluster.coordination.hand_over(self.cluster.node_id, self.now)
+        self.cluster.coordination.hand_over(self.cluster.node_id, CLOCK.now)
         self.tick()
         assert self.cluster.coordination.leading
 
@@ -153,11 +172,12 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Member:
 
 
 @pytest.fixture(autouse=True)
-def _no_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def find(name: str) -> Path:
         raise ModelError(f"{name} is not here", Code.MODEL_NOT_FOUND)
 
     monkeypatch.setattr(model_here, "find_model", find)
+    monkeypatch.setattr(cluster_module, "time", CLOCK)
 
 
 def play(tmp_path: Path, member: Member, story: Callable[[Node], Awaitable[None]], **changes: Any) -> None:
@@ -261,16 +281,13 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
         node.lead(source)
-        for _ in range(8):  # until members count as calm
-            node.hear(a, Beat(0, "", 0, 0, 0, True, 0))
-            node.hear(b, Beat(0, "", 0, 0, 0, True, 0))
-            node.tick()
+        node.live(a, b)
         group = Serving(9, "ready", "", "ring", "", (A, B), (9.0, 1e9), 0, "tiny", 1, 0, 0, ())
         node.hear(b, group)
-        node.tick()
+        node.live(a, b)
         assert node.cluster.coordination.leading
         node.hear(a, group)
-        node.tick()
+        node.live(a, b)
         assert node.cluster.coordination.claim.node_id == A
 
     play(tmp_path, member, story)

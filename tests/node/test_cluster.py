@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,16 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.api.text import Text
-from mlxtp.config import Settings, embedded_model_path
-from mlxtp.errors import Code, MlxtpError, ModelError, UserError
-from mlxtp.node import cluster as cluster_module
-from mlxtp.node import model_here
-from mlxtp.node.cluster import Cluster
-from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.errors import Code, MlxtpError, UserError
+from mlxtp.node.supervisor import ModelSource
 from mlxtp.wire.base import U63, Message
 from mlxtp.wire.control import (
-    AgentHello,
     Beat,
     DesiredState,
     EndEpoch,
@@ -39,157 +32,11 @@ from mlxtp.wire.control import (
     TokenIssued,
     TokenWanted,
 )
-from mlxtp.wire.frames import encode
-from mlxtp.wire.machine import Interface, Machine
-from mlxtp.wire.messages import Error, Pong
+from mlxtp.wire.machine import Interface
+from mlxtp.wire.messages import Pong
 
-from ..wire.members import Member, founder, member_of
-from .scenes import run, within
-
-MACHINE = Machine(
-    "linux", "", "", "", "a chip", 8, 0, 64 << 30, 32 << 30, 0, 0, "ac", "unsupported", False,
-    (Interface("lo", "127.0.0.1", 8, "loopback", 0, True),),
-)  # fmt: skip
-A, B = "a" * 32, "f" * 32
-"""Two other members: the smallest id of all, and the largest."""
-FINGERPRINT = "5" * 64
-
-
-class FakeLink:
-    """A control link as `Cluster` sees it."""
-
-    def __init__(self, number: int, node_id: str, boot_id: str, cluster_id: str, node: Node) -> None:
-        self.number = number
-        self.node_id = node_id
-        self.hello = AgentHello(
-            1, node_id, cluster_id, boot_id, f"mac-{node_id[0]}", (), (), ("10.0.0.9:4711",), "", node_id == A
-        )
-        self.fingerprint = node_id * 2
-        self.dialled, self.local, self.remote = False, "127.0.0.1", "127.0.0.1"
-        self.sent: list[Message] = []
-        self._node = node
-
-    def send(self, message: Message) -> None:
-        encode(message, 0, 1)
-        self.sent.append(message)
-
-    def refuse(self, error: MlxtpError) -> None:
-        self.sent.append(Error(error.code, error.detail, 0))
-        self.close()
-
-    def close(self, goodbye: bool = False) -> None:
-        links = self._node.cluster.neighbours._links
-        if links.pop(self.number, None) is not None:
-            self._node.cluster.closed(cast(Any, self), "closed here", False)
-
-    def heard(self, kind: type[Message]) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
-
-
-class Clock:
-    """The time of the node under test goes on only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-CLOCK = Clock()
-
-
-class Node:
-    """The node under test."""
-
-    def __init__(self, member: Member, home: Path, **changes: Any) -> None:
-        chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
-        self.cluster = Cluster(chosen, member.identity, Supervisor(chosen), MACHINE)
-        self.orders: list[tuple[str, Message]] = []
-        self.cluster.guest.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
-        self._numbers = iter(range(1, 10_000))
-
-    def meet(self, node_id: str, boot_id: str = "boot") -> FakeLink:
-        link = FakeLink(next(self._numbers), node_id, boot_id, self.cluster.identity.cluster_id, self)
-        self.cluster.neighbours._links[link.number] = cast(Any, link)
-        if not self.cluster.opened(cast(Any, link)):
-            self.cluster.neighbours._links.pop(link.number, None)
-        return link
-
-    def hear(self, link: FakeLink, *messages: Message) -> None:
-        """As `Neighbours` does: whoever breaks a rule loses the link."""
-        for message in messages:
-            encode(message, 0, 1)
-            try:
-                self.cluster.received(cast(Any, link), message)
-            except MlxtpError:
-                link.close()
-
-    def tick(self, seconds: float = 0.5) -> None:
-        """What `live` does, twice a second."""
-        CLOCK.now += seconds
-        self.cluster.neighbours.tell_all(self.cluster.coordination.beat(healthy=True))
-        if (serving := self.cluster.conductor.serving()) is not None:
-            self.cluster.neighbours.tell_all(serving)
-        self.cluster._tick(CLOCK.now)
-        self.cluster._save()
-
-    def live(self, *links: FakeLink) -> None:
-        """Some seconds in which all of them beat."""
-        for _ in range(8):
-            for link in links:
-                self.hear(link, Beat(0, "", 0, 0, 0, True, 0))
-            self.tick()
-
-    def follow(self, link: FakeLink, term: int = 5) -> None:
-        """From now on the other end of this link coordinates."""
-        self.hear(link, Beat(term, link.node_id, 0, 0, 0, True, 1))
-        assert self.cluster.coordination.claim.node_id == link.node_id
-
-    def lead(self, source: ModelSource) -> None:
-        """From now on this node coordinates, and has the model that is wanted, as all others have."""
-        model = self.cluster.model
-        model.want = lambda desired: setattr(model, "version", desired.version)  # type: ignore[method-assign]
-        model.source, model.fingerprint = source, FINGERPRINT
-        self.cluster.want("tiny")
-        for link in cast(list[Any], list(self.cluster.neighbours.links())):
-            self.hear(link, Beat(0, "", 0, 0, 0, True, 0), _report(8, 64 << 30, list(MACHINE.interfaces)))
-            self.hear(link, ModelStatus(1, FINGERPRINT, ""))
-        self.cluster.coordination.hand_over(self.cluster.node_id, CLOCK.now)
-        self.tick()
-        assert self.cluster.coordination.leading
-
-
-@pytest.fixture(scope="module")
-def source() -> ModelSource:
-    return ModelSource("tiny", embedded_model_path(), cast(Text, None))
-
-
-@pytest.fixture(scope="module")
-def member(tmp_path_factory: pytest.TempPathFactory) -> Member:
-    folder = tmp_path_factory.mktemp("cluster")
-    return member_of(founder(folder), folder)
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def find(name: str) -> Path:
-        raise ModelError(f"{name} is not here", Code.MODEL_NOT_FOUND)
-
-    monkeypatch.setattr(model_here, "find_model", find)
-    monkeypatch.setattr(cluster_module, "time", CLOCK)
-
-
-def play(tmp_path: Path, member: Member, story: Callable[[Node], Awaitable[None]], **changes: Any) -> None:
-    async def scene() -> None:
-        node = Node(member, tmp_path, **changes)
-        try:
-            await within(story(node))
-        finally:
-            await node.cluster.close()
-
-    run(scene())
-
+from ..wire.members import Member
+from .one_node import FINGERPRINT, MACHINE, A, B, Node, by_hand, play, report
 
 # --- orders -----------------------------------------------------------------------------------------------
 
@@ -277,10 +124,10 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
     play(tmp_path, member, story)
 
 
-def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, source: ModelSource) -> None:
+def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, weights: ModelSource) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        node.lead(source)
+        node.lead(weights)
         node.live(a, b)
         group = Serving(9, "ready", "", "ring", "", (A, B), (9.0, 1e9), 0, "tiny", 1, 0, 0, ())
         node.hear(b, group)
@@ -417,8 +264,7 @@ _interfaces = st.builds(
 
 
 def _report(cores: int, size: int, interfaces: list[Interface]) -> MachineReport:
-    changed = replace(MACHINE, cpu_cores=cores, memory_bytes=size, interfaces=tuple(interfaces))
-    return MachineReport(*(getattr(changed, name) for name in Machine.__match_args__))
+    return report(replace(MACHINE, cpu_cores=cores, memory_bytes=size, interfaces=tuple(interfaces)))
 
 
 _MESSAGES: st.SearchStrategy[Message] = st.one_of(
@@ -457,14 +303,14 @@ def _ours(message: Message, node_id: str) -> Message:
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(_STEPS, min_size=3, max_size=12))
 def test_whatever_members_say_the_node_goes_on(
-    tmp_path_factory: pytest.TempPathFactory, member: Member, source: ModelSource, steps: list[Any]
+    tmp_path_factory: pytest.TempPathFactory, member: Member, weights: ModelSource, steps: list[Any]
 ) -> None:
     """A member that lies may be believed or lose its link; it ends nobody's agent."""
 
     async def scene() -> None:
         node = Node(member, tmp_path_factory.mktemp("home"))
         links = {"a": node.meet(A), "b": node.meet(B)}
-        node.lead(source)
+        node.lead(weights)
         for what, then in steps:
             if what == "tick" or what == "wait":
                 node.tick(0.5 if what == "tick" else 4.0)
@@ -480,4 +326,5 @@ def test_whatever_members_say_the_node_goes_on(
             await asyncio.sleep(0)
         await node.cluster.close()
 
-    asyncio.run(scene())
+    with by_hand():
+        asyncio.run(scene())

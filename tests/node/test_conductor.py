@@ -230,6 +230,16 @@ def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
     jaccl(tmp_path, member, story, rdma=(f"{name}=rdma_en7", f"studio/{name}=rdma_en9"))
 
 
+def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        for node_id in (A, B):
+            node.hear(node.meet(node_id), report(desk()[A]))
+        found = node.cluster.conductor._overrides(node.cluster.settings)
+        assert found == {node.cluster.node_id: {A: "en3"}, A: {node.cluster.node_id: "en5", B: "en5"}}
+
+    jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
+
+
 # --- what others are told ---------------------------------------------------------------------------------
 
 
@@ -244,7 +254,9 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
         first = next(serving for serving in a.heard(Serving) if serving.participants)
         assert first.participants == (node.cluster.node_id, A)
         assert first.state != "ready"
+        told = len(a.heard(Serving))
         cast(Any, node.cluster.conductor)._let_go()
+        assert len(a.heard(Serving)) == told + 1
         last = a.heard(Serving)[-1]
         assert (last.epoch, last.state) == (first.epoch, "restarting")
 

@@ -27,8 +27,18 @@ STEADY_S = 10.0
 DIAL_S = 30.0
 """A dial of which nothing was heard for so long has failed."""
 MAX_ADDRESSES = 2048
+MAX_LENGTH = 300
+"""Characters of one address; the name of a host has up to 253."""
 _MAX_KEPT = 256
 _MAX_MARKED = 64
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """The two parts of "host:port"; None for what is no address, whoever said it."""
+    host, _, port = address.rpartition(":")
+    if not host or len(address) > MAX_LENGTH or not port.isascii() or not port.isdecimal():
+        return None
+    return (host, int(port)) if 0 < int(port) < 1 << 16 else None
 
 
 @dataclass(slots=True)

@@ -374,6 +374,8 @@ class Conductor:
             try:
                 config = json.loads((source.path / "config.json").read_text())
                 weights = sum(path.stat().st_size for path in Path(source.path).glob("*.safetensors"))
+                if not isinstance(config, dict):
+                    raise ValueError("config.json holds no table")
             except (OSError, ValueError) as error:  # its disk may be gone meanwhile
                 raise ModelError(f"{source.path} cannot be read any more: {error}") from None
             kv_bits = self._cluster.settings.kv_bits

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 
-from ..cluster.dialing import Dialing
+from ..cluster.dialing import MAX_ADDRESSES, Dialing
 from ..cluster.discovery import Discovery
 from ..cluster.identity import Identity
 from ..cluster.multicast import Addresses, addresses_up
@@ -145,6 +145,8 @@ class Dialer:
         if error.detail == said and time.monotonic() - at < TOLD_S:
             return
         self._told[address] = (error.detail, time.monotonic())
+        if len(self._told) > MAX_ADDRESSES:  # somebody announces ever new ones
+            del self._told[next(iter(self._told))]
         if (
             "Errno 65" in error.detail
         ):  # macOS keeps this process from the local network, mostly without a word

@@ -10,13 +10,14 @@ import socket
 import time
 
 from ..cluster.admission import answer_joiner
+from ..cluster.dialing import host_and_port
 from ..cluster.identity import Identity, Store
 from ..cluster.joining import Host, redirect
 from ..cluster.tokens import Desk
 from ..errors import ConfigError, MlxtpError
 from ..wire.certificates import authority_hash
 from ..wire.doorman import Doorman
-from ..wire.joining import NONCE_BYTES, JoinOffer
+from ..wire.joining import MAX_ADDRESS, MAX_ADDRESSES, MAX_PEERS, NONCE_BYTES, JoinOffer
 from ..wire.link import listen
 from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Peer, member_context_server
 from .cluster import Cluster
@@ -101,18 +102,26 @@ class Door:
         authority = self._identity.authority
         if authority is None or self._desk is None:
             founder = cluster.knowledge.authority
-            at = cluster.knowledge.addresses.get(founder, ())
+            link = cluster.neighbours.to(founder)
+            near = link.remote if link is not None else ""
+            at = sorted(_sendable(cluster, founder), key=lambda address: not address.startswith(f"{near}:"))
             name = cluster.name_of(founder) if founder else "the Mac that founded this cluster"
-            return redirect(self._membership.authority, nonce, name, at)
+            return redirect(self._membership.authority, nonce, name, tuple(at[:MAX_ADDRESSES]))
         members = {
             node_id: entry.fingerprint for node_id, entry in cluster.coordination.roster.members().items()
         }
-        peers = tuple(address for node in members for address in cluster.knowledge.addresses.get(node, ()))
+        peers = tuple(address for node in members for address in _sendable(cluster, node))
         return Host(
             authority,
             self._membership.certificate,
             self._desk,
             nonce,
             members=members,
-            peers=(*cluster.addresses, *peers)[:16],
+            peers=(*cluster.addresses, *peers)[:MAX_PEERS],
         )
+
+
+def _sendable(cluster: Cluster, node_id: str) -> tuple[str, ...]:
+    """Where a node is, as far as a joiner may be told: whoever said nonsense must not keep others out."""
+    addresses = cluster.knowledge.addresses.get(node_id, ())
+    return tuple(each for each in addresses if len(each) <= MAX_ADDRESS and host_and_port(each))

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 
 from ..cluster.admission import ask_to_join
+from ..cluster.dialing import host_and_port
 from ..cluster.discovery import Discovery
 from ..cluster.identity import Identity, Store
 from ..cluster.joining import AskElsewhere, Denied, Joiner
@@ -82,11 +83,13 @@ async def _ask_around(
     until, problem = time.monotonic() + FIND_S, ""
     while time.monotonic() < until:
         for address in list(seen):
-            host, _, port = address.rpartition(":")
+            where = host_and_port(address)
+            if where is None:
+                continue  # by the word of whoever was asked before
             nonce = secrets.token_bytes(NONCE_BYTES)
             joiner = Joiner(token, identity.node_id, identity.key, settings.name, nonce)
             try:
-                granted = await ask_to_join(host, int(port), joiner)
+                granted = await ask_to_join(*where, joiner)
             except Denied:
                 raise
             except AskElsewhere as elsewhere:
@@ -102,7 +105,7 @@ async def _ask_around(
             else:
                 forget(settings.home)
                 joined = store.save_membership(granted.membership)
-                return Entered(joined, joined=True, peers=granted.peers)
+                return Entered(joined, joined=True, peers=tuple(filter(host_and_port, granted.peers)))
         await asyncio.sleep(ASK_AGAIN_S)
     if not seen:
         raise ConfigError(

@@ -9,6 +9,7 @@ import time
 
 from ..api.backend import ModelInfo
 from ..api.defaults import load_defaults
+from ..cluster.dialing import host_and_port
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.control import Serving
 from ..wire.doorman import open_tls
@@ -136,12 +137,11 @@ class Follower:
         link = cluster.neighbours.to(node_id)
         if link is None or self.credentials is None:
             raise GroupError("the link to it is gone", Code.LINK_LOST)
-        ports = (address.rpartition(":")[2] for address in cluster.knowledge.addresses.get(node_id, ()))
-        port = next((int(text) for text in ports if text.isdecimal() and 0 < int(text) < 65536), 0)
-        if not port:
+        found = next(filter(None, map(host_and_port, cluster.knowledge.addresses.get(node_id, ()))), None)
+        if found is None:
             raise GroupError("it has not said at which port it listens", Code.LINK_LOST)
         context = member_context_client(self.credentials, ALPN_REQUESTS)
-        return await open_tls(link.remote, port, context, ALPN_REQUESTS, CONNECT_S)
+        return await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
 
     def _lost(self, error: MlxtpError) -> None:
         self._desk = self._served = None

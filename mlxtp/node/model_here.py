@@ -51,7 +51,8 @@ class ModelHere:
 
     def look_again(self) -> None:
         """Somebody may have put there what was missing; what failed on the Hub is left to people."""
-        if self.problem and not is_hub_id(self._model):
+        looks = self._task is not None and not self._task.done()
+        if self.problem and not looks and not is_hub_id(self._model):
             self._task = asyncio.ensure_future(self._find(self._model))
             self._task.add_done_callback(self._ended)
 

@@ -23,6 +23,7 @@ PROOF_BYTES = 32
 TOKEN_ID_BYTES = 8
 MAX_NAME = 64
 MAX_ADDRESSES = 4
+MAX_ADDRESS = 60
 MAX_PEERS = 16
 
 _certificate = binary(1, MAX_CERTIFICATE_BYTES)
@@ -42,7 +43,7 @@ class JoinOffer(Message):
     authority: bytes = _f(_certificate)
     nonce: bytes = _f(_nonce)
     ask: str = _f(text(MAX_NAME), default="")
-    at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, 60), default=())
+    at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, MAX_ADDRESS), default=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class JoinGrant(Message):
     certificate: bytes = _f(_certificate)
     proof: bytes = _f(_proof)
     cluster: str = _f(text(MAX_NAME), default="")
-    peers: tuple[str, ...] = _f(texts(MAX_PEERS, 60), default=())
+    peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())
 
 
 JOIN_MESSAGES: tuple[type[Message], ...] = (JoinOffer, JoinRequest, JoinGrant)

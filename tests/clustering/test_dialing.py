@@ -20,6 +20,7 @@ from mlxtp.cluster.dialing import (
     MAX_BACKOFF_S,
     STEADY_S,
     Dialing,
+    host_and_port,
 )
 from mlxtp.cluster.sightings import Sighting
 
@@ -441,3 +442,24 @@ AnyOrder.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
 )
 TestAnyOrder = AnyOrder.TestCase
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("10.0.0.1:52414", ("10.0.0.1", 52414)),
+        ("studio.local:1", ("studio.local", 1)),
+        ("::1:65535", ("::1", 65535)),
+        ("10.0.0.1", None),
+        ("10.0.0.1:0", None),
+        ("10.0.0.1:65536", None),
+        ("10.0.0.1:-1", None),
+        ("10.0.0.1:ssh", None),
+        ("10.0.0.1:²", None),
+        (":52414", None),
+        ("", None),
+        ("x" * 300 + ":1", None),
+    ],
+)
+def test_what_is_an_address(said: str, meant: tuple[str, int] | None) -> None:
+    assert host_and_port(said) == meant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.node.epoch import State
+from mlxtp.wire.messages import Loaded, LoadShard, Unload
 
 from ..cluster import Cluster, until
 from ..reference import TINY, answer, endless_prompt, prompt_ids, reference
@@ -105,6 +107,29 @@ def assert_the_group_works(group: Group) -> None:
     group.mislead()
     group.cluster.load("tiny")
     assert group.cluster.content(QUESTION) == ANSWER
+
+
+# --- folders ----------------------------------------------------------------------------------------------
+
+
+def test_each_rank_loads_from_the_folder_of_its_own_mac(group: Group, small: Path, lacking: Path) -> None:
+    cluster = group.cluster
+    ranks = cluster.supervisor.ranks
+    assert ranks is not None
+    elsewhere = small.with_name("elsewhere")
+    shutil.copytree(small, elsewhere)
+
+    def load(*paths: Path) -> Loaded:
+        command = LoadShard("/nowhere", 512, (), paths=tuple(map(str, paths)))
+        return cluster.call(ranks._ask(command, Loaded, None))
+
+    cluster.unload()
+    assert load(small, elsewhere).vocabulary == 512
+    cluster.call(ranks.do(Unload()))
+    for paths, words in (((small, lacking), "rank 1: lacking: "), ((lacking, small), "rank 0: lacking: ")):
+        with pytest.raises(ModelError, match=words) as refused:
+            load(*paths)
+        assert refused.value.detail.count("lacking: ") == 1
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

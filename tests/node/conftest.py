@@ -1,0 +1,25 @@
+"""A member of a cluster, and the model that it has."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from mlxtp.api.text import Text
+from mlxtp.config import embedded_model_path
+from mlxtp.node.supervisor import ModelSource
+
+from ..wire.members import Member, founder, member_of
+
+
+@pytest.fixture(scope="session")
+def member(tmp_path_factory: pytest.TempPathFactory) -> Member:
+    folder = tmp_path_factory.mktemp("member")
+    return member_of(founder(folder), folder)
+
+
+@pytest.fixture(scope="session")
+def weights() -> ModelSource:
+    """The embedded model without its tokenizer, which takes a second to open."""
+    return ModelSource("tiny", embedded_model_path(), cast(Text, None))

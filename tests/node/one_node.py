@@ -1,0 +1,171 @@
+"""One node of a cluster whose other members are played by hand: no links, no processes, time by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.config import Settings
+from mlxtp.errors import Code, MlxtpError, ModelError
+from mlxtp.node import cluster as cluster_module
+from mlxtp.node import model_here
+from mlxtp.node.cluster import Cluster
+from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.wire.base import Message
+from mlxtp.wire.control import AgentHello, Beat, MachineReport, ModelStatus
+from mlxtp.wire.frames import encode
+from mlxtp.wire.machine import Interface, Machine
+from mlxtp.wire.messages import Error
+
+from ..wire.members import Member
+from .scenes import run, within
+
+MACHINE = Machine(
+    "linux", "", "", "", "a chip", 8, 0, 64 << 30, 32 << 30, 0, 0, "ac", "unsupported", False,
+    (Interface("lo", "127.0.0.1", 8, "loopback", 0, True),),
+)  # fmt: skip
+A, B = "a" * 32, "f" * 32
+"""Two other members: the smallest id of all, and the largest."""
+FINGERPRINT = "5" * 64
+
+
+def report(machine: Machine) -> MachineReport:
+    return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
+
+
+class FakeLink:
+    """A control link as `Cluster` sees it."""
+
+    def __init__(self, number: int, node_id: str, boot_id: str, cluster_id: str, node: Node) -> None:
+        self.number = number
+        self.node_id = node_id
+        self.hello = AgentHello(
+            1, node_id, cluster_id, boot_id, f"mac-{node_id[0]}", (), (), ("10.0.0.9:4711",), "", node_id == A
+        )
+        self.fingerprint = node_id * 2
+        self.dialled, self.local, self.remote = False, "127.0.0.1", "127.0.0.1"
+        self.sent: list[Message] = []
+        self._node = node
+
+    def send(self, message: Message) -> None:
+        encode(message, 0, 1)
+        self.sent.append(message)
+
+    def refuse(self, error: MlxtpError) -> None:
+        self.sent.append(Error(error.code, error.detail, 0))
+        self.close()
+
+    def close(self, goodbye: bool = False) -> None:
+        links = self._node.cluster.neighbours._links
+        if links.pop(self.number, None) is not None:
+            self._node.cluster.closed(cast(Any, self), "closed here", False)
+
+    def heard(self, kind: type[Message]) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+class Clock:
+    """The time of the node under test goes on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class Node:
+    """The node under test."""
+
+    def __init__(self, member: Member, home: Path, machine: Machine | None = None, **changes: Any) -> None:
+        chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
+        self.cluster = Cluster(chosen, member.identity, Supervisor(chosen), machine or MACHINE)
+        self.orders: list[tuple[str, Message]] = []
+        self.cluster.guest.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
+        self._numbers = iter(range(1, 10_000))
+
+    def meet(self, node_id: str, boot_id: str = "boot") -> FakeLink:
+        link = FakeLink(next(self._numbers), node_id, boot_id, self.cluster.identity.cluster_id, self)
+        self.cluster.neighbours._links[link.number] = cast(Any, link)
+        if not self.cluster.opened(cast(Any, link)):
+            self.cluster.neighbours._links.pop(link.number, None)
+        return link
+
+    def hear(self, link: FakeLink, *messages: Message) -> None:
+        """As `Neighbours` does: whoever breaks a rule loses the link."""
+        for message in messages:
+            encode(message, 0, 1)
+            try:
+                self.cluster.received(cast(Any, link), message)
+            except MlxtpError:
+                link.close()
+
+    def tick(self, seconds: float = 0.5) -> None:
+        """What `live` does, twice a second."""
+        CLOCK.now += seconds
+        self.cluster.neighbours.tell_all(self.cluster.coordination.beat(healthy=True))
+        if (serving := self.cluster.conductor.serving()) is not None:
+            self.cluster.neighbours.tell_all(serving)
+        self.cluster._tick(CLOCK.now)
+        self.cluster._save()
+
+    def live(self, *links: FakeLink) -> None:
+        """Some seconds in which all of them beat."""
+        for _ in range(8):
+            self.live_once(*links)
+
+    def live_once(self, *links: FakeLink) -> None:
+        """Half a second of that."""
+        for link in links:
+            self.hear(link, Beat(0, "", 0, 0, 0, True, 0))
+        self.tick()
+
+    def follow(self, link: FakeLink, term: int = 5) -> None:
+        """From now on the other end of this link coordinates."""
+        self.hear(link, Beat(term, link.node_id, 0, 0, 0, True, 1))
+        assert self.cluster.coordination.claim.node_id == link.node_id
+
+    def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
+        """From now on this node coordinates, and has the model that is wanted, as all others have."""
+        model = self.cluster.model
+        model.want = lambda desired: setattr(model, "version", desired.version)  # type: ignore[method-assign]
+        model.source, model.fingerprint = source, FINGERPRINT
+        self.cluster.want("tiny", self.cluster.settings.nodes)
+        for link in cast(list[Any], list(self.cluster.neighbours.links())):
+            self.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(machines.get(link.node_id, MACHINE)))
+            self.hear(link, ModelStatus(1, FINGERPRINT, ""))
+        self.cluster.coordination.hand_over(self.cluster.node_id, CLOCK.now)
+        self.tick()
+        assert self.cluster.coordination.leading
+
+
+@contextmanager
+def by_hand() -> Iterator[None]:
+    """Meanwhile time is `CLOCK`'s, and no model is looked for."""
+
+    async def find(name: str) -> Path:
+        raise ModelError(f"{name} is not here", Code.MODEL_NOT_FOUND)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_here, "find_model", find)
+        patch.setattr(cluster_module, "time", CLOCK)
+        yield
+
+
+def play(home: Path, member: Member, story: Callable[[Node], Awaitable[None]], **changes: Any) -> None:
+    async def scene() -> None:
+        node = Node(member, home, **changes)
+        try:
+            await within(story(node))
+        finally:
+            await node.cluster.close()
+
+    with by_hand():
+        run(scene())

@@ -1,0 +1,330 @@
+"""One node among others that say whatever the wire lets them say: no links, no processes, time by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlxtp.errors import Code, MlxtpError, UserError
+from mlxtp.node.supervisor import ModelSource
+from mlxtp.wire.base import U63, Message
+from mlxtp.wire.control import (
+    Beat,
+    DesiredState,
+    EndEpoch,
+    EpochEnded,
+    MachineReport,
+    Members,
+    ModelStatus,
+    Prepare,
+    Prepared,
+    RankPong,
+    RankStarted,
+    RankTrouble,
+    RosterEntry,
+    Serving,
+    TokenIssued,
+    TokenWanted,
+)
+from mlxtp.wire.machine import Interface
+from mlxtp.wire.messages import Pong
+
+from ..wire.members import Member
+from .one_node import FINGERPRINT, MACHINE, A, B, Node, by_hand, play, report
+
+# --- orders -----------------------------------------------------------------------------------------------
+
+
+def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.hear(b, Prepare(7, 1, "", 1))
+        [refused] = b.heard(RankTrouble)
+        assert (refused.epoch, refused.rank, refused.code) == (7, 1, Code.NOT_READY)
+        assert "nobody coordinates yet" in refused.detail
+        node.follow(a)
+        node.hear(b, Prepare(7, 1, "", 1))
+        assert "but aaaaaaaa coordinates (term 5)" in b.heard(RankTrouble)[1].detail
+        assert node.orders == []
+        node.hear(a, Prepare(7, 1, "", 1))
+        assert node.orders == [(A, Prepare(7, 1, "", 1))]
+        assert a.heard(RankTrouble) == []
+        assert node.cluster.coordination.epoch == 7
+
+    play(tmp_path, member, story)
+
+
+def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.follow(a)
+        node.cluster.guest.last_epoch = 7
+        for epoch in (6, 7):
+            node.hear(a, Prepare(epoch, 1, "", 1))
+            assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
+        ended: list[MlxtpError] = []
+        node.cluster.supervisor._current = cast(
+            Any, type("Ranks", (), {"give_up": lambda _, why: ended.append(why)})()
+        )
+        node.hear(a, Prepare(8, 1, "", 1))
+        assert "still ends an epoch of its own" in a.heard(RankTrouble)[-1].detail
+        assert [error.code for error in ended] == [Code.REPLANNED]
+        node.cluster.supervisor._current = None
+        node.hear(a, Prepare(9, 1, "", 1))
+        assert [order.epoch for _, order in cast(Any, node.orders)] == [9]
+
+    play(tmp_path, member, story)
+
+
+def test_words_about_ranks_that_nobody_asked_for_change_nothing(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        pong = Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")
+        node.hear(
+            a,
+            Prepared(3, "127.0.0.1:1", "/x"),
+            RankStarted(3, True),
+            RankPong(3, 1, pong),
+            RankTrouble(3, 1, Code.RANK_LOST, "gone", True),
+            EpochEnded(3),
+            TokenIssued(bytes(16), "TOKEN", ""),
+        )
+        node.tick()
+        assert node.cluster.neighbours.nodes() == {A}
+        node.hear(a, EndEpoch(3, True))
+        assert node.orders == [(A, EndEpoch(3, True))]  # whose it is, the guest knows
+
+    play(tmp_path, member, story)
+
+
+def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        cleared: list[str] = []
+        guest = node.cluster.guest
+        guest.clear = cleared.append  # type: ignore[method-assign]
+        stay = cast(Any, type("Stay", (), {"order": Prepare(7, 1, "", 1), "host": A, "process": None})())
+        guest._stay = stay
+        a, b = node.meet(A), node.meet(B)
+        serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, ())
+        node.hear(b, serving)
+        node.hear(a, replace(serving, epoch=7))
+        assert cleared == []
+        node.hear(a, serving)
+        assert cleared == ["its host is at epoch 8"]
+        guest._stay = None
+
+    play(tmp_path, member, story)
+
+
+def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.lead(weights)
+        node.live(a, b)
+        group = Serving(9, "ready", "", "ring", "", (A, B), (9.0, 1e9), 0, "tiny", 1, 0, 0, ())
+        node.hear(b, group)
+        node.live(a, b)
+        assert node.cluster.coordination.leading
+        node.hear(a, group)
+        node.live(a, b)
+        assert node.cluster.coordination.claim.node_id == A
+
+    play(tmp_path, member, story)
+
+
+def test_who_was_removed_is_heard_no_more(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.follow(a)
+        told: list[None] = []
+        node.cluster.on_roster = lambda: told.append(None)
+        node.cluster.remove(A)
+        assert told
+        node.hear(a, Prepare(7, 1, "", 1), DesiredState(99, A, "org/model", "auto"))
+        assert node.orders == []
+        assert node.cluster.coordination.desired.version == 0
+        node.tick()
+        assert node.cluster.neighbours.nodes() == {B}
+        assert any(entry.removed for members in b.heard(Members) for entry in members.entries)
+        assert not node.cluster.over.done()
+        node.meet(A, "another start")
+        assert node.cluster.neighbours.nodes() == {B}
+
+    play(tmp_path, member, story)
+
+
+def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, me = node.meet(A), node.cluster
+        own = RosterEntry(me.node_id, "studio", me.identity.fingerprint, True, 50)
+        node.hear(a, Members((own,)))
+        assert me.over.done()
+        assert "mlxtp node --join TOKEN" in me.problem
+        node.tick()
+
+    play(tmp_path, member, story)
+
+
+# --- tokens -----------------------------------------------------------------------------------------------
+
+
+def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        me = node.cluster
+        with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
+            await me.token()
+        a, b = node.meet(A), node.meet(B)
+        asking = asyncio.ensure_future(me.token())
+        await asyncio.sleep(0)
+        [wanted] = a.heard(TokenWanted)
+        assert b.heard(TokenWanted) == []
+        node.hear(b, TokenIssued(bytes(16), "FORGED", ""), TokenWanted(wanted.nonce))
+        assert b.heard(TokenIssued)[0].problem == "this Mac cannot issue join tokens"
+        await asyncio.sleep(0)
+        assert not asking.done()
+        node.hear(a, TokenIssued(wanted.nonce, "TOKEN", ""), TokenIssued(wanted.nonce, "SECOND", ""))
+        assert await asking == "TOKEN"
+        refused = asyncio.ensure_future(me.token())
+        await asyncio.sleep(0)
+        node.hear(a, TokenIssued(a.heard(TokenWanted)[1].nonce, "", "16 tokens are open"))
+        with pytest.raises(UserError, match="16 tokens are open"):
+            await refused
+        a.close()
+        with pytest.raises(UserError, match=r"only mac-a can issue join tokens, and it is away"):
+            await me.token()
+        assert me._token_answers == {}
+
+    play(tmp_path, member, story)
+
+
+# --- what people want -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["x" * 1001, "a\nb", "\ud800", "nul\0"])
+def test_a_name_that_no_message_could_carry_is_refused_where_it_is_typed(
+    tmp_path: Path, member: Member, model: str
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        with pytest.raises(UserError):
+            node.cluster.want(model)
+        node.tick()
+        assert {desired.version for desired in a.heard(DesiredState)} == {0}
+
+    play(tmp_path, member, story)
+
+
+def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
+    tmp_path: Path, member: Member, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(node: Node) -> None:
+        (tmp_path / "state.json.draft").mkdir()
+        node.cluster.want("org/model")
+        node.tick()
+        node.tick()
+        assert "state.json cannot be written" in caplog.text
+        (tmp_path / "state.json.draft").rmdir()
+        node.cluster.want("org/other")
+        node.tick()
+        assert "org/other" in (tmp_path / "state.json").read_text()
+
+    play(tmp_path, member, story)
+
+
+# --- anything ---------------------------------------------------------------------------------------------
+
+_ids = st.sampled_from((A, B, "", "0" * 32, "us"))
+_numbers = st.one_of(st.integers(0, 9), st.just(U63), st.integers(0, U63))
+_epochs, _ranks, _u32 = st.integers(1, 9), st.integers(0, 7), st.integers(0, 2**32 - 1)
+_texts = st.sampled_from(("", "tiny", "org/model", "../x", "a\0b", "\x1b[31mred", "nonsense"))
+_nodes = st.sampled_from(("auto", "all", "2", "0", "99", "x", "²"))
+_states = st.sampled_from(("ready", "loading", "failed"))
+_keys = st.lists(st.floats(-(2.0**30), 2.0**30, width=32), max_size=3).map(tuple)
+_groups = st.sampled_from(((A,), (B,), (A, "us"), ("us", A), ("", ""), ()))
+_entries = st.builds(
+    RosterEntry, _ids, _texts, st.sampled_from((A * 2, B * 2, FINGERPRINT)), st.booleans(), _numbers
+)
+_interfaces = st.builds(
+    Interface,
+    _texts,
+    st.sampled_from(("127.0.0.1", "10.0.0.1", "x", "")),
+    st.integers(0, 32),
+    st.sampled_from(("ethernet", "thunderbolt", "loopback")),
+    st.integers(0, 10**6),
+    st.booleans(),
+)
+
+
+def _report(cores: int, size: int, interfaces: list[Interface]) -> MachineReport:
+    return report(replace(MACHINE, cpu_cores=cores, memory_bytes=size, interfaces=tuple(interfaces)))
+
+
+_MESSAGES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Beat, _numbers, _ids, _numbers, _numbers, _numbers, st.booleans(), _numbers),
+    st.builds(DesiredState, st.one_of(_epochs, _numbers), _ids, _texts, _nodes),
+    st.builds(Members, st.lists(_entries, max_size=4).map(tuple)),
+    st.builds(ModelStatus, _numbers, st.sampled_from(("", FINGERPRINT, "other")), _texts),
+    st.builds(
+        Serving, _numbers, _states, _texts, _texts, _texts, _groups, _keys, _numbers, st.just("tiny"),
+        st.integers(1, 2), _u32, _u32, st.just((1,)),
+    ),
+    st.builds(Prepare, st.integers(1, U63), _ranks, _texts, _numbers),
+    st.builds(EndEpoch, _epochs, st.booleans()),
+    st.builds(EpochEnded, _epochs),
+    st.builds(Prepared, _epochs, _texts, _texts),
+    st.builds(RankTrouble, _epochs, _ranks, st.sampled_from(Code), _texts, st.booleans()),
+    st.builds(_report, st.integers(0, 4096), _numbers, st.lists(_interfaces, max_size=2)),
+)  # fmt: skip
+_STEPS = st.one_of(
+    st.tuples(st.sampled_from("ab"), _MESSAGES),
+    st.tuples(st.sampled_from("ab"), _MESSAGES),
+    st.tuples(st.sampled_from(("down", "up", "tick", "wait")), st.sampled_from("ab")),
+)
+
+
+def _ours(message: Message, node_id: str) -> Message:
+    """The same with this node's id where "us" stands."""
+    changed = {
+        name: node_id if value == "us" else tuple(node_id if each == "us" else each for each in value)
+        for name in message.__match_args__
+        if (value := getattr(message, name)) == "us" or (isinstance(value, tuple) and "us" in value)
+    }
+    return replace(message, **changed)  # type: ignore[type-var]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(_STEPS, min_size=3, max_size=12))
+def test_whatever_members_say_the_node_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, member: Member, weights: ModelSource, steps: list[Any]
+) -> None:
+    """A member that lies may be believed or lose its link; it ends nobody's agent."""
+
+    async def scene() -> None:
+        node = Node(member, tmp_path_factory.mktemp("home"))
+        links = {"a": node.meet(A), "b": node.meet(B)}
+        node.lead(weights)
+        for what, then in steps:
+            if what == "tick" or what == "wait":
+                node.tick(0.5 if what == "tick" else 4.0)
+            elif what == "down":
+                links[then].close()
+            elif what == "up":
+                links[then] = node.meet(links[then].node_id, f"boot{len(steps)}")
+            elif links[what].number in node.cluster.neighbours._links:
+                node.hear(links[what], _ours(then, node.cluster.node_id))
+            await asyncio.sleep(0)
+        for _ in range(3):
+            node.tick()
+            await asyncio.sleep(0)
+        await node.cluster.close()
+
+    with by_hand():
+        asyncio.run(scene())

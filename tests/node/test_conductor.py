@@ -1,0 +1,286 @@
+"""Which group a coordinator plans, with members that lack something: the model, JACCL, a cable."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.config import embedded_model_path
+from mlxtp.errors import Code, GroupError
+from mlxtp.node.conductor import TELL_S
+from mlxtp.node.ranks import Group
+from mlxtp.node.supervisor import ModelSource
+from mlxtp.wire.control import ModelStatus, RankTrouble, Serving
+from mlxtp.wire.machine import Machine
+
+from ..clustering.desks import cabled, mac, on_lan
+from ..wire.members import Member
+from .one_node import FINGERPRINT, A, B, FakeLink, Node, play, report
+
+
+def desk(cables: bool = True) -> dict[str, Machine]:
+    """Two Macs with RDMA on one network: this one ("") and A's."""
+    here, there = on_lan([mac(0), mac(1)])
+    if cables:
+        here, there = cabled([here, there], [(0, 1)])
+    return {"": here.machine, A: there.machine}
+
+
+def ready(node: Node) -> None:
+    """As if the supervisor waited for a plan."""
+    node.cluster.conductor._ready_for = asyncio.get_running_loop().create_future()
+
+
+def formed(node: Node, *links: FakeLink) -> Group:
+    """The next group that is formed, and nothing more becomes of it."""
+    ready(node)
+    node.live(*links)
+    future = node.cluster.conductor._ready_for
+    assert future is not None
+    assert future.done(), node.cluster.waiting
+    node.cluster.conductor._mine = None
+    group: Group = future.result().group
+    return group
+
+
+def test_a_group_of_two_and_where_its_ranks_find_each_other(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk(cables=False)
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        a.local = "192.168.7.1"
+        node.lead(weights, machines)
+        group = formed(node, a)
+        assert (group.local, group.world_size, group.backend) == (1, 2, "ring")
+        assert group.decode_hosts == ("127.0.0.1", "192.168.7.1")
+        assert group.pins == (node.cluster.identity.fingerprint, a.fingerprint)
+        assert group.fabric == "192.168.7.1"
+
+    play(tmp_path, member, story, machine=machines[""], nodes="2")
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (ModelStatus(1, "", "/models/x is not here"), "/models/x is not here"),
+        (
+            ModelStatus(1, "6" * 64, ""),
+            "its files of the model differ: 666666666666 there, 555555555555 on studio",
+        ),
+        (ModelStatus(1, "", ""), "it is still getting the model"),
+        (ModelStatus(7, FINGERPRINT, ""), "it has not said yet whether it has the model"),
+    ],
+)
+def test_who_lacks_the_model_is_left_out_and_named(
+    tmp_path: Path, member: Member, weights: ModelSource, status: ModelStatus, words: str
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, machines)
+        node.hear(a, status)
+        placement, _ = node.cluster.conductor.placement()
+        assert placement is not None
+        assert placement.ranks == (node.cluster.node_id,)
+        assert placement.notes[0] == f"mac-a is left out: {words}"
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
+def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_model(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        node.lead(weights, machines)
+        a = node.meet(A)
+        node.hear(a, report(machines[A]))
+        ready(node)
+        for _ in range(int(TELL_S / 0.5) - 2):
+            node.live_once(a)
+        assert not cast(Any, node.cluster.conductor._ready_for).done()
+        assert node.cluster.waiting == "mac-a has not said yet whether it has the model"
+        for _ in range(4):
+            node.live_once(a)
+        assert cast(Any, node.cluster.conductor._ready_for).result().group.world_size == 1
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
+def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_model_path(), folder)
+    source = ModelSource("tiny", folder, cast(Any, None))
+
+    async def story(node: Node) -> None:
+        shutil.rmtree(folder)
+        node.lead(source)
+        placement, why = node.cluster.conductor.placement()
+        assert placement is None
+        assert f"{folder} cannot be read any more" in why
+        node.live()
+        assert node.cluster.waiting == why
+
+    play(tmp_path / "home", member, story)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "\0"])
+def test_a_configuration_that_makes_no_sense_ends_nobody(tmp_path: Path, member: Member, text: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    source = ModelSource("odd", folder, cast(Any, None))
+
+    async def story(node: Node) -> None:
+        node.lead(source)
+        assert node.cluster.conductor.placement()[0] is None
+        node.live()
+        assert node.cluster.waiting
+
+    play(tmp_path / "home", member, story)
+
+
+# --- JACCL ------------------------------------------------------------------------------------------------
+
+
+def jaccl(tmp_path: Path, member: Member, story: Callable[[Node], Awaitable[None]], **changes: Any) -> None:
+    play(tmp_path, member, story, machine=desk()[""], nodes="2", **changes)
+
+
+def test_two_macs_on_a_cable_use_it(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        group = formed(node, a)
+        assert (group.backend, group.rdma) == ("jaccl", ("", "rdma_en2", "rdma_en2", ""))
+
+    jaccl(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("lacking", [[0], [1], [0, 1]])
+def test_without_jaccl_on_one_mac_auto_takes_the_ring_and_says_so(
+    tmp_path: Path, member: Member, weights: ModelSource, lacking: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        error = formed(node, a).without_jaccl(lacking)
+        assert error.code is Code.REPLANNED
+        who = " and ".join(("studio", "mac-a")[rank] for rank in lacking)
+        assert f"MLX on {who} has no JACCL" in error.detail
+        assert f"{error.detail}, so the ring is used" in caplog.text
+        assert formed(node, a).backend == "ring"
+
+    jaccl(tmp_path, member, story)
+
+
+def test_an_explicit_backend_never_falls_back(tmp_path: Path, member: Member, weights: ModelSource) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        error = formed(node, a).without_jaccl([1])
+        assert (error.code, type(error)) == (Code.FORM_FAILED, GroupError)
+        assert formed(node, a).backend == "jaccl"
+
+    jaccl(tmp_path, member, story, fabric="jaccl")
+
+
+@pytest.mark.parametrize(("fabric", "backend"), [("auto", "ring"), ("jaccl", None)])
+def test_what_would_keep_jaccl_from_forming_is_said_before(
+    tmp_path: Path, member: Member, weights: ModelSource, fabric: str, backend: str | None
+) -> None:
+    """A device that was named by hand for one end, and is missing at the other one."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        machines = desk()
+        there = machines[A]
+        machines[A] = replace(there, bridge_up=True)
+        node.lead(weights, machines)
+        if backend is None:
+            ready(node)
+            node.live(a)
+            assert not cast(Any, node.cluster.conductor._ready_for).done()
+            assert "bridge0" in node.cluster.waiting
+        else:
+            assert formed(node, a).backend == backend
+
+    jaccl(tmp_path, member, story, fabric=fabric)
+
+
+@pytest.mark.parametrize("name", ["mac-a", "aaaa", A])
+def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
+    tmp_path: Path, member: Member, weights: ModelSource, name: str
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        assert formed(node, a).rdma == ("", "rdma_en9", "rdma_en7", "")
+
+    jaccl(tmp_path, member, story, rdma=(f"{name}=rdma_en7", f"studio/{name}=rdma_en9"))
+
+
+def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        for node_id in (A, B):
+            node.hear(node.meet(node_id), report(desk()[A]))
+        found = node.cluster.conductor._overrides(node.cluster.settings)
+        assert found == {node.cluster.node_id: {A: "en3"}, A: {node.cluster.node_id: "en5", B: "en5"}}
+
+    jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
+
+
+# --- what others are told ---------------------------------------------------------------------------------
+
+
+def test_what_is_told_of_a_group_from_its_forming_to_its_end(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        ready(node)
+        node.live(a)
+        first = next(serving for serving in a.heard(Serving) if serving.participants)
+        assert first.participants == (node.cluster.node_id, A)
+        assert first.state != "ready"
+        told = len(a.heard(Serving))
+        cast(Any, node.cluster.conductor)._let_go()
+        assert len(a.heard(Serving)) == told + 1
+        last = a.heard(Serving)[-1]
+        assert (last.epoch, last.state) == (first.epoch, "restarting")
+
+    jaccl(tmp_path, member, story)
+
+
+def test_words_about_another_epoch_reach_no_seat(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        group = formed(node, a)
+        reports: list[Any] = []
+        watcher = cast(Any, type("Ranks", (), {"report": lambda _, each: reports.append(each)})())
+        [seat] = group.seats(watcher)
+        node.hear(a, RankTrouble(cast(Any, seat).epoch + 1, 1, Code.RANK_LOST, "not this one", True))
+        b = node.meet(B)
+        node.hear(b, RankTrouble(cast(Any, seat).epoch, 1, Code.RANK_LOST, "not its rank", True))
+        b.close()
+        assert reports == []
+        node.hear(a, RankTrouble(cast(Any, seat).epoch, 1, Code.OUT_OF_MEMORY, "no room", False))
+        assert [each.error.code for each in reports] == [Code.OUT_OF_MEMORY]
+        a.close()
+        assert [each.error.code for each in reports][1:] == [Code.RANK_LOST]
+
+    jaccl(tmp_path, member, story)

@@ -1,0 +1,169 @@
+"""The desired model on one machine: found, not there, there later, or another one by the time it is found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.text import Text
+from mlxtp.errors import Code, ModelError
+from mlxtp.node import model_here
+from mlxtp.node.model_here import ModelHere
+from mlxtp.node.supervisor import ModelSource
+from mlxtp.wire.control import DesiredState, ModelStatus
+
+from .scenes import run, sees, within
+
+
+class Stage:
+    """A disk whose folders are found when the test lets them be."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, home: Path) -> None:
+        self.home = home
+        self.changes: list[ModelStatus] = []
+        self.errors: dict[str, Exception] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.finding = 0
+        self.opened: list[tuple[str, str]] = []
+        self.model = ModelHere("draft", lambda: self.changes.append(self.model.status))
+        patch.setattr(model_here, "find_model", self._find)
+        patch.setattr(model_here, "open_model", self._open)
+        patch.setattr(model_here.golden, "fingerprint", lambda path: f"{path.name:0>64}")
+
+    async def _find(self, name: str) -> Path:
+        self.finding += 1
+        try:
+            if name in self.gates:
+                await self.gates[name].wait()
+            if name in self.errors:
+                raise self.errors[name]
+            return self.home / name
+        finally:
+            self.finding -= 1
+
+    async def _open(self, name: str, draft: str) -> ModelSource:
+        self.opened.append((name, draft))
+        await asyncio.sleep(0)
+        return ModelSource(name, self.home / name, cast(Text, None))
+
+    def want(self, name: str, version: int) -> None:
+        self.model.want(DesiredState(version, "", name, "auto"))
+
+    async def has(self, name: str) -> None:
+        await sees(lambda: self.model.source is not None and self.model.source.id == name)
+
+
+def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def scene() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            stage = Stage(patch, tmp_path)
+            try:
+                await within(story(stage))
+            finally:
+                await stage.model.close()
+            assert stage.finding == 0
+
+    run(scene())
+
+
+def print_of(name: str) -> str:
+    return f"{name:0>64}"
+
+
+def test_a_model_is_there_for_a_rank_before_it_is_there_for_people(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        with pytest.raises(ModelError, match="version 3 of what should run is not known here"):
+            stage.model.folder(3)
+        stage.want("one", 3)
+        with pytest.raises(ModelError, match="one is still being looked for") as early:
+            stage.model.folder(3)
+        assert early.value.code is Code.MODEL_NOT_FOUND
+        await stage.has("one")
+        assert stage.changes == [ModelStatus(3, print_of("one"), "")] * 2
+        assert stage.model.folder(3) == tmp_path / "one"
+        assert stage.opened == [("one", "draft")]
+        for version in (2, 4):
+            with pytest.raises(ModelError):
+                stage.model.folder(version)
+
+    play(tmp_path, story)
+
+
+def test_a_newer_wish_for_the_same_model_finds_it_there(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.want("one", 3)
+        await stage.has("one")
+        stage.want("one", 4)
+        assert stage.model.status == stage.changes[-1] == ModelStatus(4, print_of("one"), "")
+        assert stage.model.folder(4) == tmp_path / "one"
+        assert len(stage.opened) == 1
+
+    play(tmp_path, story)
+
+
+def test_what_is_found_too_late_is_not_taken_for_what_is_wanted_now(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.gates = {name: asyncio.Event() for name in ("one", "two")}
+        stage.want("one", 1)
+        await sees(lambda: stage.finding)
+        stage.want("two", 2)
+        stage.gates["one"].set()
+        await sees(lambda: stage.finding == 1)
+        assert stage.model.status == ModelStatus(2, "", "")
+        stage.gates["two"].set()
+        await stage.has("two")
+        stage.want("", 3)
+        assert (stage.model.source, stage.model.status) == (None, ModelStatus(3, "", ""))
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (ModelError("one holds no config.json", Code.MODEL_NOT_FOUND), "one holds no config.json"),
+        (OSError(5, "the disk is gone"), "one: [Errno 5] the disk is gone"),
+        (ValueError("embedded null byte"), "one: ValueError: embedded null byte"),
+    ],
+)
+def test_why_it_is_not_there_is_told_and_it_may_come_later(
+    tmp_path: Path, error: Exception, problem: str
+) -> None:
+    async def story(stage: Stage) -> None:
+        stage.errors["one"] = error
+        stage.want("one", 3)
+        await sees(lambda: stage.changes)
+        assert stage.changes == [ModelStatus(3, "", problem)]
+        with pytest.raises(ModelError) as refused:
+            stage.model.folder(3)
+        assert refused.value.detail == problem
+        stage.gates["one"] = asyncio.Event()
+        for _ in range(3):
+            stage.model.look_again()
+        await sees(lambda: stage.finding)
+        assert stage.finding == 1, "one search at a time"
+        del stage.errors["one"]
+        stage.gates["one"].set()
+        await stage.has("one")
+        assert stage.model.status == ModelStatus(3, print_of("one"), "")
+
+    play(tmp_path, story)
+
+
+def test_nobody_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.want("one", 1)
+        await stage.has("one")
+        stage.model.look_again()
+        stage.errors["org/two"] = ModelError("the Hub knows no such model")
+        stage.want("org/two", 2)
+        await sees(lambda: stage.model.problem)
+        before: Any = stage.model._task
+        stage.model.look_again()
+        assert stage.model._task is before
+
+    play(tmp_path, story)

@@ -51,8 +51,8 @@ def _check(path: Path) -> Path:
 def _find(name: str) -> Path:
     if name == EMBEDDED_MODEL:
         return embedded_model_path()
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = _as_path(name)
+    if _is_folder(folder):
         return folder
     if folder.exists():
         raise ModelError(
@@ -75,8 +75,8 @@ def check_name(name: str) -> None:
 
 def lasting_name(name: str) -> str:
     """What a model is called wherever one stands: a folder by its whole path."""
-    folder = Path(name).expanduser()
-    return str(folder.resolve()) if name != EMBEDDED_MODEL and folder.is_dir() else name
+    folder = _as_path(name)
+    return str(folder.resolve()) if name != EMBEDDED_MODEL and _is_folder(folder) else name
 
 
 def is_hub_id(name: str) -> bool:
@@ -86,8 +86,26 @@ def is_hub_id(name: str) -> bool:
         bool(owner and model)
         and "/" not in model
         and not name.startswith((".", "~"))
-        and not Path(name).is_dir()
+        and not _is_folder(Path(name))
     )
+
+
+def _as_path(name: str) -> Path:
+    """Raises ModelError for what no folder can be called."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, or the home of a user who is none
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"{name[:200]} is no folder: {why}", Code.MODEL_NOT_FOUND) from None
+    return path
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _download(name: str, wanted: tuple[str, ...] = _WANTED_FILES) -> Path:

@@ -15,7 +15,7 @@ import pytest
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, ModelError
-from mlxtp.node.models import open_model
+from mlxtp.node.models import lasting_name, open_model
 
 REPO = "somebody/tiny-llama"
 GATED = "somebody/gated-llama"
@@ -160,10 +160,26 @@ def test_names_that_cannot_be_a_model(tmp_path: Path) -> None:
         (str(tmp_path / "nowhere"), "neither a folder nor an id on the Hub"),
         (str(file), "is a file; a model is a folder"),
         (str(tmp_path / "empty"), "holds no config.json"),
+        ("x" * 5000, "x is no folder: File name too long"),
+        ("~nobody-here/model", "~nobody-here/model is no folder: Could not determine home directory"),
     ):
         error = asyncio.run(_refusal(name))
         assert error.code is Code.MODEL_NOT_FOUND
         assert words in error.detail
+        assert len(error.detail) < 400
+
+
+def test_what_a_model_is_called_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "./model", str(tmp_path / "model")):
+        assert lasting_name(name) == str(tmp_path / "model")
+    for name in ("tiny", "org/model", "nowhere"):
+        assert lasting_name(name) == name
+    for name in ("~nobody-here/model", "x" * 300):
+        with pytest.raises(ModelError, match="is no folder"):
+            lasting_name(name)
 
 
 def test_the_embedded_model_and_its_folder_are_the_same_model() -> None:

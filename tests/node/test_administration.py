@@ -1,0 +1,184 @@
+"""What people ask of one member of a cluster, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxtp.config import Settings
+from mlxtp.errors import Code, UserError
+from mlxtp.node.administration import Alone, Member
+from mlxtp.node.build import flags_of, versions_here
+from mlxtp.node.epoch import State
+from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.wire.control import DesiredState, Members, RosterEntry
+
+from ..wire import members
+from .one_node import A, B, Node, play
+from .scenes import run
+
+
+def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
+    async def story(node: Node) -> None:
+        admin, a = Member(node.cluster, member.store), node.meet(A)
+        assert admin.serve("tiny", "2") == {"model": "tiny", "nodes": "2", "version": 1}
+        assert admin.serve("tiny", "02")["version"] == 1
+        assert admin.serve("tiny", "")["version"] == 1
+        node.cluster.supervisor.state = State.FAILED
+        assert admin.serve("tiny", "")["version"] == 2  # asking again is how a failed group is tried again
+        assert admin.unload() == {"model": "", "nodes": "2", "version": 3}
+        told = [(desired.version, desired.model) for desired in a.heard(DesiredState)]
+        assert told == [(0, ""), (1, "tiny"), (2, "tiny"), (3, "")]
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes"),
+    [
+        ("", ""),
+        ("x" * 1001, ""),
+        ("a\nb", ""),
+        ("\ud800", ""),
+        ("tiny", "0"),
+        ("tiny", "9"),
+        ("tiny", "both"),
+    ],
+    ids=["nothing", "long", "two lines", "half a letter", "no Mac", "nine Macs", "a word"],
+)
+def test_a_wish_that_makes_no_sense_changes_nothing(
+    tmp_path: Path, member: members.Member, model: str, nodes: str
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        with pytest.raises(UserError):
+            Member(node.cluster, member.store).serve(model, nodes)
+        node.tick()
+        assert node.cluster.coordination.desired.version == 0
+        assert node.cluster.neighbours.nodes() == {A}
+        assert {desired.version for desired in a.heard(DesiredState)} == {0}
+
+    play(tmp_path, member, story)
+
+
+def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
+    tmp_path: Path, member: members.Member
+) -> None:
+    async def story(node: Node) -> None:
+        admin, cluster = Member(node.cluster, member.store), node.cluster
+        a, _ = node.meet(A), node.meet(B)
+        twins = [
+            RosterEntry(f"{i}" * 32, name, f"{i}" * 64, False, 9) for i, name in ((1, "mini"), (2, "mini"))
+        ]
+        odd = RosterEntry("3" * 32, "ff", "3" * 64, False, 9)
+        node.hear(a, Members((*twins, odd)))
+        for wrong, words in (
+            ("", "more than one member is called ''; there are "),
+            ("nobody", "no member is called 'nobody'; there are "),
+            ("mini", "more than one member is called 'mini'"),
+            ("studio", "this Mac itself leaves with `mlxtp cluster leave`"),
+        ):
+            with pytest.raises(UserError, match=words):
+                admin.remove(wrong)
+        assert len(cluster.coordination.roster.members()) == 6
+        assert admin.remove("ff") == {"removed": "ff", "node_id": "3" * 32}  # its name, not mac-f's id
+        assert admin.remove("ff") == {"removed": "mac-f", "node_id": B}
+        assert admin.remove("1111")["node_id"] == "1" * 32
+        assert admin.remove("mini")["node_id"] == "2" * 32
+        assert set(cluster.coordination.roster.members()) == {cluster.node_id, A}
+
+    play(tmp_path, member, story)
+
+
+def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> None:
+    first = members.founder(tmp_path)
+    second = members.member_of(first, tmp_path)
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        assert Member(node.cluster, second.store).leave("") == {
+            "left": second.identity.cluster_id,
+            "members": 1,
+        }
+        assert node.cluster.over.done()
+        assert second.store.load().membership is None
+        entries = {entry.node_id: entry for each in a.heard(Members) for entry in each.entries}
+        assert entries[node.cluster.node_id].removed
+
+    play(tmp_path, second, story)
+
+
+def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> None:
+    first = members.founder(tmp_path)
+
+    async def story(node: Node) -> None:
+        admin = Member(node.cluster, first.store)
+        node.meet(A)
+        with pytest.raises(UserError, match="founded the cluster and alone can let others in"):
+            admin.leave("")
+        assert not node.cluster.over.done()
+        assert first.store.load().authority is not None
+        assert admin.leave("yes")["members"] == 1
+        assert first.store.load().authority is None
+
+    play(tmp_path, first, story)
+
+
+def test_what_is_told_about_the_cluster_can_be_told_as_json(
+    tmp_path: Path, member: members.Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        admin = Member(node.cluster, member.store)
+        node.meet(A)
+        node.lead(weights)
+        status = json.loads(json.dumps(admin.status()))
+        assert status["coordinator"] == "studio"
+        assert (status["desired"]["model"], status["desired"]["version"]) == ("tiny", 1)
+        rows = {row["name"]: row for row in status["members"]}
+        assert (rows["studio"]["self"], rows["studio"]["coordinator"], rows["mac-a"]["self"]) == (
+            True,
+            True,
+            False,
+        )
+        assert rows["mac-a"]["address"] == "127.0.0.1"
+        assert json.loads(json.dumps(admin.members()))["members"] == status["members"]
+        plan = json.loads(json.dumps(admin.plan()))
+        assert plan["coordinator"] == node.cluster.node_id
+        assert sorted(each["name"] for each in plan["nodes"]) == ["mac-a", "studio"]
+
+    play(tmp_path, member, story)
+
+
+def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
+    async def scene() -> None:
+        admin = Alone(Supervisor(Settings(tmp_path, "", 0, 1, "tiny")), "studio")
+        assert json.loads(json.dumps(admin.status()))["state"] == "starting"
+        for ask in (
+            admin.plan,
+            admin.unload,
+            admin.members,
+            lambda: admin.serve("tiny", ""),
+            lambda: admin.remove("x"),
+            lambda: admin.leave(""),
+        ):
+            with pytest.raises(UserError, match="keeps to this Mac") as refused:
+                ask()
+            assert refused.value.code is Code.NOT_SUPPORTED
+        with pytest.raises(UserError):
+            await admin.token()
+
+    run(scene())
+
+
+def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Path) -> None:
+    plain = Settings(tmp_path, "127.0.0.1", 52415, 1, "tiny")
+    own = replace(
+        plain, home=tmp_path / "x", http_port=1, name="studio", interface="10.0.0.1", nodes="2", model="m"
+    )
+    assert flags_of(plain) == flags_of(own) == ()
+    assert flags_of(replace(plain, kv_bits=8, compiled=False)) == ("compiled=False", "kv_bits=8")
+    assert [each.partition("=")[0] for each in versions_here()] == ["mlxtp", "mlx", "mlx-lm"]
+    assert "none" not in " ".join(versions_here())

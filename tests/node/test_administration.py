@@ -47,7 +47,7 @@ def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: me
         ("tiny", "9"),
         ("tiny", "both"),
     ],
-    ids=["nothing", "long", "two lines", "half a letter", "no Mac", "nine Macs", "a word"],
+    ids=["nothing", "long", "two lines", "half a letter", "a typo", "no Mac", "nine Macs", "a word"],
 )
 def test_a_wish_that_makes_no_sense_changes_nothing(
     tmp_path: Path, member: members.Member, model: str, nodes: str
@@ -123,6 +123,16 @@ def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> No
         assert first.store.load().authority is not None
         assert admin.leave("yes")["members"] == 1
         assert first.store.load().authority is None
+
+    play(tmp_path, first, story)
+
+
+def test_whoever_is_alone_may_always_leave(tmp_path: Path) -> None:
+    first = members.founder(tmp_path)
+
+    async def story(node: Node) -> None:
+        assert Member(node.cluster, first.store).leave("")["members"] == 0
+        assert node.cluster.over.done()
 
     play(tmp_path, first, story)
 

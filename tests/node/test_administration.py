@@ -43,6 +43,7 @@ def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: me
         ("x" * 1001, ""),
         ("a\nb", ""),
         ("\ud800", ""),
+        ("tinny", ""),
         ("tiny", "0"),
         ("tiny", "9"),
         ("tiny", "both"),

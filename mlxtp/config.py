@@ -32,7 +32,8 @@ MAX_BYTES = 1 << 50
 class Limits:
     """How long each thing may take, in seconds, and how many requests may be open.
 
-    `queue_s`: a request's wait for its first forward. `canary_s`: how long a group idles between two proofs.
+    `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group when its own
+    has ended. `canary_s`: how long a group idles between two proofs.
     """
 
     spawn_s: float = 60.0
@@ -45,6 +46,7 @@ class Limits:
     silence_s: float = 3.0
     ack_s: float = 8.0
     queue_s: float = 300.0
+    recovery_s: float = 60.0
     canary_s: float = 60.0
     shutdown_s: float = 10.0
     max_open_requests: int = 256

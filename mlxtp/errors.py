@@ -60,6 +60,7 @@ class Code(StrEnum):
     RANK_LOST = "rank_lost"
     RANK_STALLED = "rank_stalled"
     OUT_OF_MEMORY = "out_of_memory"
+    REQUEST_FATAL = "request_fatal"
     SHUTTING_DOWN = "shutting_down"
     REPLANNED = "group_replanned"
     INTERNAL = "internal"

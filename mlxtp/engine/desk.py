@@ -70,13 +70,17 @@ class RequestDesk(Desk):
         self._sequences.clear()
 
     def enter(self, request: Generate, guide: Guided | None) -> None:
-        """A request was admitted."""
+        """A request was admitted. `guide` stands behind what the request has of its answer."""
         shaped = request.shaping != PLAIN or guide is not None
         if not shaped and request.logprobs < 0:
             return
         eos = () if request.ignore_eos else self._eos
-        shaper = Shaper(request.shaping, request.tokens, self._vocabulary, eos) if shaped else None
-        self._orders[request.uid] = _Order(shaper, guide, request.logprobs)
+        shaper = None
+        if shaped:
+            begun = len(request.tokens) - request.answered
+            prompt, answer = request.tokens[:begun], request.tokens[begun:]
+            shaper = Shaper(request.shaping, prompt, self._vocabulary, eos, answer)
+        self._orders[request.uid] = _Order(shaper, guide, request.logprobs, request.answered)
 
     def leave(self, request: int) -> None:
         """It has ended."""

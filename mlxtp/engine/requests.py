@@ -139,9 +139,9 @@ class Requests:
         if largest >= size:
             detail = f"token {largest} is not in the model's vocabulary of {size}"
             self._emitter.fail(request.uid, Code.BAD_REQUEST, detail)
-        elif len(request.tokens) + request.max_tokens > context:
+        elif (prompt := len(request.tokens) - request.answered) + request.max_tokens > context:
             detail = (
-                f"{len(request.tokens)} prompt tokens and {request.max_tokens} new ones exceed "
+                f"{prompt} prompt tokens and {request.max_tokens} new ones exceed "
                 f"the model's context of {context}"
             )
             self._emitter.fail(request.uid, Code.CONTEXT_OVERFLOW, detail)
@@ -187,11 +187,19 @@ class Requests:
         assert self.scheduler is not None
         loaded = self._rank.loaded
         assert loaded is not None
-        try:
-            guide = None if grammar is None else Guided(grammar.matcher(), loaded.vocabulary.size)
-        except MlxtpError as error:
-            self._emitter.fail(request.uid, error.code, error.detail)
-            return
+        guide: Guided | None = None
+        if grammar is not None:
+            matcher = grammar.matcher()
+            try:
+                for token in request.tokens[len(request.tokens) - request.answered :]:
+                    matcher.accept(token)
+                if matcher.finished:  # all was said but that it is the end
+                    self.emit((End(request.uid, "stop", request.answered, 0),))
+                    return
+                guide = Guided(matcher, loaded.vocabulary.size)
+            except MlxtpError as error:
+                self._emitter.fail(request.uid, error.code, error.detail)
+                return
         wants = Wants(
             request.max_tokens,
             request.sampling,
@@ -201,7 +209,7 @@ class Requests:
             guide=guide,
         )
         try:
-            self.scheduler.add(request.uid, request.tokens, wants)
+            self.scheduler.add(request.uid, request.tokens, wants, request.answered)
         except MlxtpError as error:
             self._emitter.fail(request.uid, error.code, error.detail)
             return

@@ -217,7 +217,7 @@ def _first_past(weights: mx.array, ends: mx.array, target: mx.array) -> mx.array
 
 
 class Shaper:
-    """Changes one row's logits as its request asks, knowing its prompt and what has been chosen so far.
+    """Changes one row's logits as its request asks, knowing its prompt and its answer so far.
 
     In this order: logit bias is added; tokens of prompt and answer have positive logits divided and negative
     ones multiplied by the repetition penalty; each token of the answer loses the presence penalty once and
@@ -225,7 +225,12 @@ class Shaper:
     """
 
     def __init__(
-        self, shaping: Shaping, prompt_tokens: Sequence[int], vocabulary: int, eos: Sequence[int]
+        self,
+        shaping: Shaping,
+        prompt_tokens: Sequence[int],
+        vocabulary: int,
+        eos: Sequence[int],
+        answer_tokens: Sequence[int] = (),
     ) -> None:
         self._shaping = shaping
         self._ids = mx.arange(vocabulary, dtype=mx.int32)
@@ -241,10 +246,11 @@ class Shaper:
         """How often each token came in the answer, float32 [V]; None where no penalty asks."""
         if shaping.repetition_penalty != 1.0:
             seen = np.zeros(vocabulary, dtype=bool)
-            seen[np.array(prompt_tokens, dtype=np.int64)] = True
+            seen[np.array([*prompt_tokens, *answer_tokens], dtype=np.int64)] = True
             self._seen = mx.array(seen)
         if shaping.presence_penalty or shaping.frequency_penalty:
-            self._counts = mx.zeros((vocabulary,))
+            came = np.bincount(np.array(answer_tokens, dtype=np.int64), minlength=vocabulary)
+            self._counts = mx.array(came.astype(np.float32))
 
     def advance(self, token: mx.array | int) -> None:
         """A token was chosen; it may still be being computed."""

@@ -5,7 +5,8 @@ what a forward chose. With run-ahead, `next` is called before the results of the
 Where a row's next move depends on them (a grammar, drafts on their way), `next` returns None until they are.
 
 A request may run as several sequences, one after the other: when the KV caches outgrow their budget, the
-youngest sequence is taken out and later prefilled again, with the tokens it has by then.
+youngest sequence is taken out and later prefilled again, with the tokens it has by then. A request that an
+earlier group left unfinished comes with the tokens it has, too.
 """
 
 from __future__ import annotations
@@ -133,19 +134,23 @@ class Scheduler:
         """Positions that the KV caches occupy, by these books."""
         return self._occupied()
 
-    def add(self, request: int, prompt: tuple[int, ...], wants: Wants) -> None:
+    def add(self, request: int, tokens: tuple[int, ...], wants: Wants, answered: int = 0) -> None:
         """Admit a request; it waits behind those that came before.
 
-        Raises MlxtpError (CONTEXT_OVERFLOW) when it could not run even alone.
+        The last `answered` of `tokens` are the beginning of its answer. Raises MlxtpError (CONTEXT_OVERFLOW)
+        when it could not run even alone.
         """
-        needed = kv.capacity(len(prompt) + wants.max_tokens)
+        prompt = len(tokens) - answered
+        needed = kv.capacity(prompt + wants.max_tokens)
         if needed > self._policy.kv_tokens:
             raise MlxtpError(
-                f"{len(prompt)} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "
+                f"{prompt} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "
                 f"KV cache, and {self._policy.kv_tokens} fit the rank with the least memory",
                 Code.CONTEXT_OVERFLOW,
             )
-        sequence = _Sequence(request, wants, list(prompt), len(prompt))
+        sequence = _Sequence(
+            request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered
+        )
         self._requests[request] = sequence
         self._waiting.append(sequence)
 

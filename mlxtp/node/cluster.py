@@ -170,10 +170,9 @@ class Cluster:
             raise UserError(
                 f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
             )
+        before = self.coordination.desired.model
         desired = self.coordination.want(model, nodes or self.coordination.desired.nodes)
-        self.model.want(desired)
-        self.neighbours.tell_all(desired)
-        self.changed()
+        self._desire(before, desired)
         return desired
 
     def remove(self, node_id: str) -> None:
@@ -321,10 +320,9 @@ class Cluster:
             case Beat():
                 self._beat(link, message)
             case DesiredState():
+                before = self.coordination.desired.model
                 if self.coordination.desires(message):
-                    self.model.want(message)
-                    self.neighbours.tell_all(message)
-                    self.changed()
+                    self._desire(before, message)
             case Members():
                 if self.coordination.enrols(message.entries):
                     self._roster_changed()
@@ -341,6 +339,14 @@ class Cluster:
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
+
+    def _desire(self, before: str, desired: DesiredState) -> None:
+        if desired.model != before:
+            why = f"{desired.model} is wanted now" if desired.model else f"{before} was unloaded"
+            self.supervisor.gateway.suspend(GroupError(why, Code.SHUTTING_DOWN))
+        self.model.want(desired)
+        self.neighbours.tell_all(desired)
+        self.changed()
 
     def _learn(self, node_id: str, message: MachineReport | ModelStatus | Serving) -> None:
         match message:

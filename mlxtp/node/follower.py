@@ -32,8 +32,12 @@ class Follower:
         self._cluster = cluster
         self.credentials: Credentials | None = None
         self._served: tuple[str, int, int] | None = None
-        """Node, epoch and version of the model whose requests link is open or being opened."""
+        """Node, epoch and version of the model that is served, or about to be."""
+        self._ready = False
+        """Whether it is."""
         self._desk: RemoteDesk | None = None
+        self._desk_at = ""
+        """The node that the requests link leads to. It outlives that node's epochs."""
         self._opening: asyncio.Task[None] | None = None
         self._retry_at = 0.0
 
@@ -41,32 +45,34 @@ class Follower:
         """Follow what is served elsewhere, unless this node has an epoch of its own."""
         cluster = self._cluster
         if cluster.supervisor.in_epoch:
-            self._let_go("this Mac serves by itself now", suspend=False)
+            self._leave()
             return
         found = self._whom()
         if found is None:
-            self._let_go("the group is being formed", suspend=True)
+            self._drop("the group is being formed")
             if not cluster.supervisor.resting:
                 self._show(State.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
             return
         node_id, serving = found
+        if self._desk is not None and self._desk_at != node_id:
+            self._drop(f"{cluster.name_of(node_id)} serves now")
         if serving.state != State.READY or cluster.model.version != serving.desired:
-            self._let_go(serving.reason or f"the group is {serving.state}", suspend=True)
+            self._rest()
             state = State.LOADING if serving.state == State.READY else State(serving.state)
             nothing = "nobody serves a model yet" if state is State.IDLE else ""
             self._show(state, serving.epoch, serving.reason or nothing, serving)
             return
         if cluster.model.source is None:
-            self._let_go("the model is not here", suspend=True)
+            self._rest()
             why = cluster.model.problem or "the model is looked for"
             self._show(State.LOADING, serving.epoch, why, serving)
             return
         wanted = (node_id, serving.epoch, serving.desired)
         if wanted != self._served and time.monotonic() >= self._retry_at:
-            self._let_go("another group serves now", suspend=True)
+            self._rest()
             self._served = wanted
             self._opening = asyncio.ensure_future(self._open(node_id, serving))
-        if self._desk is None:
+        if not self._ready:
             self._show(State.LOADING, serving.epoch, "connecting to rank 0", serving)
         else:
             self._show(State.READY, serving.epoch, serving.reason, serving)
@@ -102,22 +108,17 @@ class Follower:
             if source is None:
                 raise GroupError("the model is gone", Code.MODEL_NOT_FOUND)
             defaults = await asyncio.to_thread(load_defaults, source.path)
-            reader, writer = await self._connect(node_id)
-            try:
-                async with asyncio.timeout(CONNECT_S):
-                    desk = await RemoteDesk.open(reader, writer, gateway.on_event, self._lost)
-            except BaseException:
-                writer.transport.abort()
-                raise
+            if self._desk is None:
+                await self._reach(node_id)
         except (MlxtpError, TimeoutError, OSError) as error:
             log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
             self._retry_at = time.monotonic() + RETRY_S
             self._served = None
             return
         if cluster.supervisor.in_epoch:  # it began while this link was being opened
-            desk.drop()
+            self._leave()
             return
-        self._desk = desk
+        assert self._desk is not None
         info = ModelInfo(
             id=source.id,
             aliases=("default",) if source.id != "default" else (),
@@ -128,8 +129,21 @@ class Follower:
             vocabulary=serving.vocabulary,
             defaults=defaults,
         )
-        gateway.serve(desk, info, source.text, here=False)
+        self._ready = True
+        gateway.serve(self._desk, info, source.text, here=False)
         cluster.changed()
+
+    async def _reach(self, node_id: str) -> None:
+        """Open the requests link. Raises MlxtpError, TimeoutError or OSError."""
+        gateway = self._cluster.supervisor.gateway
+        reader, writer = await self._connect(node_id)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                self._desk = await RemoteDesk.open(reader, writer, gateway.on_event, self._lost)
+                self._desk_at = node_id
+        except BaseException:
+            writer.transport.abort()
+            raise
 
     async def _connect(self, node_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Where its control link leads, at the port that it named. Raises MlxtpError."""
@@ -144,20 +158,35 @@ class Follower:
         return await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
 
     def _lost(self, error: MlxtpError) -> None:
-        self._desk = self._served = None
+        self._desk, self._desk_at = None, ""
         self._retry_at = time.monotonic() + RETRY_S
-        self._cluster.supervisor.gateway.suspend(GroupError(error.detail, Code.LINK_LOST))
+        self._rest()
+        self._cluster.supervisor.gateway.pause(GroupError(error.detail, Code.LINK_LOST))
         self._cluster.changed()
 
-    def _let_go(self, why: str, *, suspend: bool) -> None:
+    def _drop(self, why: str) -> None:
+        """Nobody there answers any more: end the link. What was open on it waits for another group."""
+        if self._leave():
+            self._cluster.supervisor.gateway.pause(GroupError(why, Code.NOT_READY))
+
+    def _leave(self) -> bool:
+        """End the link, and say nothing about it to anybody here. Returns whether there was one."""
+        self._forget()
+        desk, self._desk, self._desk_at = self._desk, None, ""
+        if desk is not None:
+            desk.drop()
+        return desk is not None
+
+    def _rest(self) -> None:
+        """Nothing new for now. What was open is the other agent's until it says otherwise."""
+        self._forget()
+        self._cluster.supervisor.gateway.rest()
+
+    def _forget(self) -> None:
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
-        desk, self._desk, self._served = self._desk, None, None
-        if desk is not None:
-            desk.drop()
-            if suspend:
-                self._cluster.supervisor.gateway.suspend(GroupError(why, Code.NOT_READY))
+        self._served, self._ready = None, False
 
     async def close(self) -> None:
         """End the requests link."""

@@ -1,15 +1,20 @@
-"""Between HTTP and rank 0: requests in, confirmed tokens out. What `api/` sees of the cluster."""
+"""Between HTTP and rank 0: requests in, confirmed tokens out. What `api/` sees of the cluster.
+
+A group may end under open requests. Those whose clients are here then wait for the next group, which is asked
+for what is missing (`Asked.again`). Those of other agents are given back to them: each agent looks after its
+own clients, so that no answer depends on a Mac that died.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
 
-from ..api.backend import Answer, End, Event, Health, ModelInfo, Request, Score, Tokens
+from ..api.backend import Answer, End, Health, ModelInfo, Request, Score, Tokens
 from ..api.text import Text
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..wire.base import Message
@@ -25,63 +30,105 @@ from ..wire.messages import (
     ScoredDelta,
 )
 from . import golden
+from .asked import Asked
+from .blame import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
 from .rank_process import RequestEvent
-from .relayed import Item, Relayed
+from .relayed import Desk, Relayed
 
-
-class Desk(Protocol):
-    """Where requests go: rank 0, or the agent that has it."""
-
-    def send(self, message: Message) -> None:
-        """Generate or Cancel. Raises MlxtpError when nobody takes them any more."""
-
+log = logging.getLogger(__name__)
 
 WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
+ASK_AGAIN_S = 0.5
+"""When the agent with rank 0 is asked again, if it was not ready after all."""
 
 
 class Gateway:
-    """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error."""
+    """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error.
 
-    def __init__(self, health: Callable[[int], Health], max_open: int) -> None:
+    `recovery_s`: how long a request waits for another group before it ends with an error.
+    """
+
+    def __init__(self, health: Callable[[int], Health], max_open: int, recovery_s: float = 60.0) -> None:
         self._health = health
         self._max_open = max_open
+        self._recovery_s = recovery_s
         self._uids = itertools.count(1)
-        self._open: dict[int, _Answer | Relayed] = {}
+        self._open: dict[int, Asked | Relayed] = {}
+        """By uid: what a desk works on."""
+        self._paused: dict[Asked, None] = {}
+        """In order: what waits for a group."""
+        self._suspects: deque[Asked | Relayed] = deque()
+        """What waits until the suspect before it has proven harmless."""
+        self._suspect: Asked | Relayed | None = None
         self._desk: Desk | None = None
         self._here = False
         self._model: ModelInfo | None = None
+        self._served: ModelInfo | None = None
+        """The model that open requests are for."""
         self._text: Text | None = None
 
     # --- what the agent tells ------------------------------------------------------------------------
 
     def serve(self, desk: Desk, model: ModelInfo, text: Text, *, here: bool = True) -> None:
         """From now on requests go to `desk`. `here`: that is rank 0, and requests of others may go there."""
+        if self._served is not None and (self._served.id, self._served.path) != (model.id, model.path):
+            self._end_all(GroupError(f"{model.id} is served now", Code.SHUTTING_DOWN))
         self._desk, self._model, self._text, self._here = desk, model, text, here
+        self._served = model
+        self._take_up()
+
+    def rest(self) -> None:
+        """Nothing new for now; what is open stays with its desk."""
+        self._desk = self._model = self._text = None
+
+    def pause(self, error: MlxtpError) -> None:
+        """The group, or the way to it, has ended because of `error`: open requests wait for another one."""
+        self.rest()
+        requests = [*self._open.values(), *self._suspects]
+        strikes = strikes_after([request.footing for request in requests], error.code)
+        self._open.clear()
+        self._suspects.clear()
+        self._suspect = None
+        for request, count in zip(requests, strikes, strict=True):
+            if count is None:
+                log.error("a request is not asked again: %s", error.detail)
+                request.put(ended(error.code, error.detail))
+            elif isinstance(request, Relayed):
+                request.give_back(error, struck=count != request.strikes)
+            else:
+                request.strikes = count
+                self._park(request, error)
 
     def suspend(self, error: MlxtpError) -> None:
         """No requests from now on; those that are open end with `error`."""
-        self._desk = self._model = self._text = None
-        for answer in self._open.values():
-            answer.put(error)
-        self._open.clear()
+        self.rest()
+        self._end_all(error)
+
+    def close(self, error: MlxtpError) -> None:
+        """This Mac serves no more; requests of other agents may go on elsewhere."""
+        for uid, request in list(self._open.items()):
+            if isinstance(request, Relayed):
+                del self._open[uid]
+                request.give_back(error, struck=False)
+        self.suspend(error)
 
     def on_event(self, event: RequestEvent) -> None:
         """What rank 0 emitted."""
         match event:
             case Delta():
                 for uid, token in zip(event.uids, event.tokens, strict=True):
-                    if answer := self._open.get(uid):
-                        answer.put(Tokens((token,)))
+                    if request := self._open.get(uid):
+                        request.put(Tokens((token,)))
             case ScoredDelta():
-                if answer := self._open.get(event.uid):
-                    answer.put(Tokens(event.tokens, _scores(event)))
+                if request := self._open.get(event.uid):
+                    request.put(Tokens(event.tokens, _scores(event)))
             case Accepted():
-                if answer := self._open.get(event.uid):
-                    answer.accept()
+                if request := self._open.get(event.uid):
+                    request.accept()
             case Finished():
-                if answer := self._open.pop(event.uid, None):
-                    answer.put(
+                if request := self._open.pop(event.uid, None):
+                    request.put(
                         End(
                             event.reason,  # type: ignore[arg-type]
                             event.generated,
@@ -91,18 +138,20 @@ class Gateway:
                         )
                     )
             case Error():
-                if answer := self._open.pop(event.uid, None):
-                    answer.put(_refusal(Code(event.code), event.detail))
+                if request := self._open.pop(event.uid, None):
+                    self._refused(request, _refusal(Code(event.code), event.detail))
+        if self._suspect is not None:
+            self._next_suspect()
 
     @property
     def open_requests(self) -> int:
         """Requests that wait for more tokens, other agents' included."""
-        return len(self._open)
+        return len(self._open) + len(self._paused) + len(self._suspects)
 
     # --- what HTTP asks ------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        return self._health(len(self._open))
+        return self._health(self.open_requests)
 
     def models(self) -> tuple[ModelInfo, ...]:
         return () if self._model is None else (self._model,)
@@ -122,13 +171,11 @@ class Gateway:
         desk = self._free_desk()
         if not self._here:  # two agents that each take the other for rank 0's would pass it on for ever
             raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
-        uid = next(self._uids)
-        self._send(desk, replace(generate, uid=uid))
-        relayed = Relayed(generate.uid, tell)
-        self._open[uid] = relayed
+        relayed = Relayed(generate, tell)
+        self._admit(relayed, desk)
 
         def cancel() -> None:
-            self._abandon(uid, desk)
+            self._abandon(relayed)
             relayed.cancelled()
 
         return cancel
@@ -136,9 +183,9 @@ class Gateway:
     def _free_desk(self) -> Desk:
         if self._desk is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
-        if len(self._open) >= self._max_open:
+        if self.open_requests >= self._max_open:
             raise RequestError(
-                f"{len(self._open)} requests are open, the most this server takes",
+                f"{self.open_requests} requests are open, the most this server takes",
                 Code.OVERLOADED,
                 status=429,
             )
@@ -169,94 +216,131 @@ class Gateway:
         )
         return tuple([token for answer in answers for token in answer])
 
-    def _start(self, desk: Desk, request: Request) -> _Answer:
+    # --- one request ---------------------------------------------------------------------------------
+
+    def _start(self, desk: Desk, request: Request) -> Asked:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
                 Code.CONTEXT_OVERFLOW,
             )
-        uid = next(self._uids)
-        self._send(
-            desk,
-            Generate(
-                uid,
-                request.prompt,
-                request.max_tokens,
-                request.sampling,
-                request.shaping,
-                request.logprobs,
-                request.ignore_eos,
-            ),
+        generate = Generate(
+            1,
+            request.prompt,
+            request.max_tokens,
+            request.sampling,
+            request.shaping,
+            request.logprobs,
+            request.ignore_eos,
         )
-        answer = _Answer(lambda: self._abandon(uid, desk))
-        self._open[uid] = answer
-        return answer
+        asked = Asked(generate, self._abandon)
+        self._admit(asked, desk)
+        return asked
 
-    def _send(self, desk: Desk, generate: Generate) -> None:
+    def _admit(self, request: Asked | Relayed, desk: Desk) -> None:
+        """To the desk, or behind the suspects that wait. Raises RequestError when nobody takes it."""
+        if self._here and request.strikes >= SUSPECT:
+            if self._suspect is not None:
+                self._suspects.append(request)
+                return
+            self._suspect = request
+        uid = next(self._uids)
         try:
-            desk.send(generate)
+            desk.send(request.again(uid))
         except MlxtpError as error:
+            if self._suspect is request:
+                self._suspect = None
             raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
+        request.uid, request.desk, request.elsewhere = uid, desk, desk is self._desk and not self._here
+        self._open[uid] = request
 
-    def _abandon(self, uid: int, desk: Desk) -> None:
+    def _abandon(self, request: Asked | Relayed) -> None:
         """Nobody waits for this answer any more; unless it is complete, every rank stops working on it."""
-        if self._open.pop(uid, None) is not None:
+        if isinstance(request, Asked):
+            self._paused.pop(request, None)
+            request.wait_no_more()
+        if request in self._suspects:
+            self._suspects.remove(request)
+        if self._open.get(request.uid) is request:
+            del self._open[request.uid]
+            assert request.desk is not None
             with contextlib.suppress(MlxtpError):  # rank 0 is gone: nothing decodes any more
-                desk.send(Cancel(uid))
+                request.desk.send(Cancel(request.uid))
+        if self._suspect is request:
+            self._next_suspect()
+
+    # --- from one group to the next ------------------------------------------------------------------
+
+    def _park(self, asked: Asked, error: MlxtpError) -> None:
+        asked.uid = 0
+        self._paused[asked] = None
+        if asked.pending is None:
+            loop = asyncio.get_running_loop()
+            asked.pending = loop.call_later(self._recovery_s, self._give_up, asked, error)
+
+    def _give_up(self, asked: Asked, error: MlxtpError) -> None:
+        self._abandon(asked)
+        detail = f"no group took this request up again within {self._recovery_s:g} s: {error.detail}"
+        asked.put(GroupError(detail, error.code))
+
+    def _take_up(self) -> None:
+        """Ask this group for what is missing."""
+        paused, self._paused, desk = self._paused, {}, self._desk
+        assert desk is not None
+        for asked in paused:
+            if asked.got >= asked.generate.max_tokens:  # only the word that this was the last is missing
+                asked.put(End("length", asked.got))
+                continue
+            try:
+                self._admit(asked, desk)
+            except RequestError as error:
+                self._park(asked, error)
+
+    def _refused(self, request: Asked | Relayed, error: MlxtpError) -> None:
+        """An Error came for it: from rank 0 itself it is the last word, from another agent perhaps not."""
+        if isinstance(request, Relayed) or not request.elsewhere or not _another_group_may(request, error):
+            request.put(error)
+            return
+        if error.code is Code.RANK_LOST:
+            request.strikes = struck(request.footing)
+        self._park(request, error)
+        asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again)
+
+    def _ask_again(self) -> None:
+        if self._desk is not None:
+            self._take_up()
+
+    def _next_suspect(self) -> None:
+        suspect = self._suspect
+        assert suspect is not None
+        if self._open.get(suspect.uid) is suspect and suspect.footing.progress < PROVEN_TOKENS:
+            return
+        self._suspect = None
+        while self._suspects and self._suspect is None and self._desk is not None:
+            waiting = self._suspects.popleft()
+            try:
+                self._admit(waiting, self._desk)
+            except RequestError as error:
+                if isinstance(waiting, Asked):
+                    self._park(waiting, error)
+                else:
+                    waiting.put(error)
+
+    def _end_all(self, error: MlxtpError) -> None:
+        requests: Sequence[Asked | Relayed] = [*self._open.values(), *self._paused, *self._suspects]
+        self._open.clear()
+        self._paused.clear()
+        self._suspects.clear()
+        self._suspect = self._served = None
+        for request in requests:
+            request.put(error)
 
 
-class _Answer:
-    """The events of one request. Closing it before its end cancels the request, even if never iterated."""
-
-    def __init__(self, abandon: Callable[[], None]) -> None:
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
-        self._abandon = abandon
-        self._judged = asyncio.Event()
-        self._refusal: MlxtpError | None = None
-        self._ended = False
-
-    # --- what the gateway puts in --------------------------------------------------------------------
-
-    def accept(self) -> None:
-        self._judged.set()
-
-    def put(self, item: Item) -> None:
-        if isinstance(item, MlxtpError) and not self._judged.is_set():
-            self._refusal = item
-        self._judged.set()
-        self._items.put_nowait(item)
-
-    # --- what HTTP takes out -------------------------------------------------------------------------
-
-    async def accepted(self) -> None:
-        try:
-            await self._judged.wait()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if self._refusal is not None:
-            self._ended = True
-            raise self._refusal
-
-    def __aiter__(self) -> Answer:
-        return self
-
-    async def __anext__(self) -> Event:
-        if self._ended:
-            raise StopAsyncIteration
-        try:
-            item = await self._items.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        self._ended = not isinstance(item, Tokens)
-        if isinstance(item, MlxtpError):
-            raise item
-        return item
-
-    async def aclose(self) -> None:
-        self._ended = True
-        self._abandon()
+def _another_group_may(asked: Asked, error: MlxtpError) -> bool:
+    """Whether a request that another agent has given back can go on in the next group."""
+    if isinstance(error, RequestError):
+        return asked.times > 1 and error.code in (Code.NOT_READY, Code.OVERLOADED)
+    return error.code not in (Code.SHUTTING_DOWN, Code.OUT_OF_MEMORY, Code.REQUEST_FATAL)
 
 
 def _scores(event: ScoredDelta) -> tuple[Score, ...]:

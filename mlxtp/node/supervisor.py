@@ -73,7 +73,8 @@ class Supervisor:
         on_stage: StageListener = lambda _stage, _seconds: None,
         worker: Sequence[str] = WORKER,
     ) -> None:
-        self.gateway = Gateway(self._health, settings.limits.max_open_requests)
+        limits = settings.limits
+        self.gateway = Gateway(self._health, limits.max_open_requests, limits.recovery_s)
         self.state = State.STARTING
         self.epoch = 0
         self.reason: MlxtpError | None = None
@@ -105,7 +106,7 @@ class Supervisor:
         except asyncio.CancelledError:
             if self.state is not State.STOPPED:
                 self._enter(State.STOPPED)
-                self.gateway.suspend(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+                self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             raise
 
     async def _keep_up(self, plans: Plans | None) -> None:
@@ -123,6 +124,7 @@ class Supervisor:
             else:
                 log.error("epoch %d: %s; giving up", self.epoch, error.detail)
                 self._enter(State.FAILED)
+                self.gateway.suspend(error)
                 if plans is None:
                     return
                 await plans.changed()
@@ -244,8 +246,8 @@ class Supervisor:
             plan = Plan(self.epoch + 1, self._desired, group)
         else:
             plan = await plans.next()
-            # Whoever was answered by another Mac until now is not any more.
-            self.gateway.suspend(GroupError("another group is formed", Code.REPLANNED))
+            # Whoever was answered by another Mac until now will be by this one.
+            self.gateway.pause(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
         self._enter(State.STARTING)
         self._began = time.monotonic()
@@ -285,12 +287,12 @@ class Supervisor:
         except asyncio.CancelledError:
             self.ranks = None
             self._enter(State.STOPPED)
-            self.gateway.suspend(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+            self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             await _to_its_end(ranks.stop())
             raise
         self.ranks, self.reason = None, error
         self._enter(State.RESTARTING)
-        self.gateway.suspend(error)
+        self.gateway.pause(error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill())
         return error
 

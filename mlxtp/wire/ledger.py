@@ -130,8 +130,14 @@ class RequestLedger(PipeLedger):
     def _generate(self, generate: Generate, seq: int) -> None:
         if generate.uid <= self.last_uid:
             raise Violation(Code.WRONG_UID, f"Generate for uid {generate.uid} after uid {self.last_uid}")
+        if generate.answered >= min(len(generate.tokens), generate.max_tokens):
+            raise Violation(
+                Code.FIELD_INVALID,
+                f"Generate with {generate.answered} tokens of answer, {len(generate.tokens)} in all and "
+                f"{generate.max_tokens} at most",
+            )
         self.last_uid = generate.uid
-        self.tokens[generate.uid] = 0
+        self.tokens[generate.uid] = generate.answered
 
     def _cancel(self, cancel: Cancel, seq: int) -> None:
         # The request may have ended while this was on its way.

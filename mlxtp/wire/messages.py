@@ -45,6 +45,7 @@ MAX_WIDTH = 64
 """Tokens one row may feed in one step."""
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20
+MAX_STRIKES = 9
 """Tokens one frame may carry: half of what the largest frame would hold."""
 
 MAX_BIASES = 1024
@@ -474,7 +475,9 @@ class Generate(Message):
     """Agent to rank 0: decode after this prompt until an end token or `max_tokens`.
 
     `logprobs` -1 wants none, 0 those of the chosen tokens, more the most probable alternatives as well.
-    `ignore_eos` goes on after an end token. Answered by Accepted or by an Error with the uid.
+    `ignore_eos` goes on after an end token. The last `answered` of `tokens` are the beginning of the answer,
+    given by an earlier group; `max_tokens` counts them, and the next token has their number as its index.
+    `strikes` groups failed under this request. Answered by Accepted or by an Error with the uid.
     """
 
     TYPE: ClassVar[int] = 0x20
@@ -485,6 +488,8 @@ class Generate(Message):
     shaping: Shaping = _f(_shaping, default=PLAIN)  # noqa: RUF009 - a field
     logprobs: int = _f(integer(-1, MAX_TOP_LOGPROBS), default=-1)
     ignore_eos: bool = _f(boolean(), default=False)
+    answered: int = _f(integer(0, MAX_FRAME_TOKENS), default=0)
+    strikes: int = _f(integer(0, MAX_STRIKES), default=0)
 
 
 @dataclass(frozen=True, slots=True)

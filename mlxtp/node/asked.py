@@ -1,0 +1,111 @@
+"""A request whose client is connected to this agent: what it has got, and what its client has yet to read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..api.backend import Answer, Event, Tokens
+from ..errors import MlxtpError
+from ..wire.messages import Generate
+from .blame import Footing
+from .relayed import Desk, Item
+
+
+class Asked:
+    """Implements `api.backend.Answer`. Closing it before its end cancels the request, even if never iterated.
+
+    It outlives the group that works on it: `again` is what the next group is asked.
+    """
+
+    def __init__(self, generate: Generate, abandon: Callable[[Asked], None]) -> None:
+        self.generate = generate
+        self.uid = 0
+        """Under which the desk knows it; 0 while none does."""
+        self.desk: Desk | None = None
+        self.elsewhere = False
+        """Whether that desk is on another Mac."""
+        self.strikes = 0
+        self.times = 0
+        """How often it was asked."""
+        self.pending: asyncio.TimerHandle | None = None
+        """Ends it, unless a group takes it before."""
+        self._got: list[int] = []
+        self._got_before = 0
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
+        self._abandon = abandon
+        self._judged = asyncio.Event()
+        self._refusal: MlxtpError | None = None
+        self._ended = False
+
+    # --- what the gateway does -----------------------------------------------------------------------
+
+    def again(self, uid: int) -> Generate:
+        """The message that asks for what is missing, under a new uid."""
+        self._got_before = len(self._got)
+        self.times += 1
+        tokens = (*self.generate.tokens, *self._got) if self._got else self.generate.tokens
+        return replace(self.generate, uid=uid, tokens=tokens, answered=len(self._got), strikes=self.strikes)
+
+    @property
+    def got(self) -> int:
+        """Tokens that it has."""
+        return len(self._got)
+
+    @property
+    def footing(self) -> Footing:
+        """How it stands should the group fail now."""
+        length = len(self.generate.tokens) + len(self._got)
+        return Footing(self.strikes, len(self._got) - self._got_before, length, running=self.uid != 0)
+
+    def accept(self) -> None:
+        self._judged.set()
+        self.wait_no_more()
+
+    def wait_no_more(self) -> None:
+        """A group has taken it up, or none has to."""
+        if self.pending is not None:
+            self.pending.cancel()
+            self.pending = None
+
+    def put(self, item: Item) -> None:
+        if isinstance(item, Tokens):
+            self._got += item.tokens
+        elif isinstance(item, MlxtpError) and not self._judged.is_set():
+            self._refusal = item
+        if self.pending is not None or not self._judged.is_set():
+            self.accept()
+        self._items.put_nowait(item)
+
+    # --- what HTTP takes out -------------------------------------------------------------------------
+
+    async def accepted(self) -> None:
+        try:
+            await self._judged.wait()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if self._refusal is not None:
+            self._ended = True
+            raise self._refusal
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            item = await self._items.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self._ended = not isinstance(item, Tokens)
+        if isinstance(item, MlxtpError):
+            raise item
+        return item
+
+    async def aclose(self) -> None:
+        self._ended = True
+        self._abandon(self)

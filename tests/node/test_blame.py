@@ -1,0 +1,93 @@
+"""Who is asked again after a group has failed, and who is not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.errors import Code
+from mlxtp.node.blame import PROVEN_TOKENS, SUSPECT, Footing, ended, strikes_after
+
+NEW = Footing(0, 0, 10)
+ONCE = Footing(1, 3, 10)
+SUSPECTED = Footing(2, 0, 10)
+WAITS = Footing(2, 0, 10, running=False)
+AT_WORK = Footing(1, PROVEN_TOKENS, 500)
+
+
+@pytest.mark.parametrize(
+    ("requests", "strikes"),
+    [
+        ([NEW, NEW, NEW], [1, 1, 1]),
+        ([ONCE], [None]),
+        ([ONCE, NEW], [None, 1]),
+        ([ONCE, ONCE], [2, 2]),
+        ([SUSPECTED, WAITS, WAITS], [None, 2, 2]),
+        ([SUSPECTED, WAITS, NEW], [None, 2, 1]),
+        ([SUSPECTED, ONCE], [None, 2]),
+        ([AT_WORK, NEW], [0, 1]),
+        ([AT_WORK], [0]),
+        ([Footing(2, PROVEN_TOKENS, 10), WAITS], [0, 2]),
+        ([], []),
+    ],
+)
+def test_after_a_failure(requests: list[Footing], strikes: list[int | None]) -> None:
+    assert strikes_after(requests, Code.RANK_LOST) == strikes
+
+
+@pytest.mark.parametrize("code", [Code.REPLANNED, Code.LINK_LOST, Code.NOT_READY, Code.SHUTTING_DOWN])
+def test_what_is_no_requests_doing_counts_against_none(code: Code) -> None:
+    assert strikes_after([ONCE, SUSPECTED, NEW], code) == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("requests", "strikes"),
+    [
+        ([Footing(0, 50, 900), Footing(0, 0, 40), Footing(0, 0, 70), NEW], [0, 0, None, 0]),
+        ([Footing(0, 50, 900), Footing(1, 9, 901)], [0, None]),
+        ([Footing(2, 0, 9999, running=False), Footing(0, 1, 5)], [2, None]),
+        ([], []),
+    ],
+)
+def test_when_memory_runs_out_the_longest_of_those_that_begin_is_ended(
+    requests: list[Footing], strikes: list[int | None]
+) -> None:
+    assert strikes_after(requests, Code.OUT_OF_MEMORY) == strikes
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(0, 7))
+def test_one_that_kills_is_found_and_no_other_is_ended(others: list[bool], at: int) -> None:
+    """Each round the killer is among those that run, and the group fails at once."""
+    killer = at % (len(others) + 1)
+    strikes: list[int | None] = [0] * (len(others) + 1)
+    for _ in range(SUSPECT + len(strikes)):
+        running = _round(strikes, killer)
+        footings = [
+            Footing(count if count is not None else 0, 0, 10, running=i in running)
+            for i, count in enumerate(strikes)
+        ]
+        alive = [i for i, count in enumerate(strikes) if count is not None]
+        after = strikes_after([footings[i] for i in alive], Code.RANK_LOST)
+        for i, count in zip(alive, after, strict=True):
+            strikes[i] = count
+        if strikes[killer] is None:
+            break
+    assert strikes[killer] is None
+    assert all(count is not None for i, count in enumerate(strikes) if i != killer)
+
+
+def _round(strikes: list[int | None], killer: int) -> set[int]:
+    """Who runs when the killer does: no suspect beside another; those before it have proven harmless."""
+    plain = {i for i, count in enumerate(strikes) if count is not None and count < SUSPECT}
+    if killer in plain:
+        return plain
+    for i, count in enumerate(strikes):
+        if count is not None and count >= SUSPECT and i != killer:
+            strikes[i] = 0  # it came before the killer, or will after it
+    return {killer}
+
+
+def test_the_error_says_why() -> None:
+    assert ended(Code.OUT_OF_MEMORY, "rank 1").code is Code.OUT_OF_MEMORY
+    assert ended(Code.RANK_LOST, "rank 1 was ended by signal 9").code is Code.REQUEST_FATAL

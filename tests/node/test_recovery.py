@@ -1,0 +1,436 @@
+"""Requests whose group ends under them, before ranks that only remember what they were sent."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import End, Request, Tokens
+from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
+from mlxtp.node import gateway as gateway_module
+from mlxtp.node.blame import PROVEN_TOKENS
+from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
+
+from .test_gateway import MODEL, TEXT, FakeRanks, Stage, everything, play
+
+LOST = GroupError("rank 1 is gone", Code.RANK_LOST)
+REPLANNED = GroupError("a better group is there", Code.REPLANNED)
+
+
+def next_group(stage: Stage, *, here: bool = True) -> FakeRanks:
+    ranks = FakeRanks()
+    stage.gateway.serve(cast(Any, ranks), MODEL, TEXT, here=here)
+    return ranks
+
+
+def asked(ranks: FakeRanks) -> list[Generate]:
+    found: list[Generate] = ranks.sent_of(Generate)
+    return found
+
+
+def say(stage: Stage, uid: int, tokens: list[int], start: int) -> None:
+    stage.say(uid, *tokens, start=start)
+
+
+async def error_of(answer: Any) -> MlxtpError:
+    with pytest.raises(MlxtpError) as raised:
+        await everything(answer)
+    return raised.value
+
+
+@pytest.mark.parametrize("why", [LOST, REPLANNED])
+def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
+    """With everything that decides which token comes next, and under a uid that was never used."""
+
+    async def story(stage: Stage) -> None:
+        wanted = Request((1, 2, 3), 9, Sampling(0.7, seed=5), Shaping(min_tokens=2), 3, ignore_eos=True)
+        answer = stage.gateway.generate(wanted)
+        stage.gateway.on_event(Accepted(1))
+        stage.say(1, 50, 51)
+        stage.gateway.pause(why)
+        stage.say(1, 52, start=2)  # from ranks that are being ended
+        ranks = next_group(stage)
+        [again] = asked(ranks)
+        [first] = asked(stage.ranks)
+        strikes = 1 if why is LOST else 0
+        assert again == replace(first, uid=2, tokens=(1, 2, 3, 50, 51), answered=2, strikes=strikes)
+        stage.say(2, 60, start=2)
+        stage.finish(2, "stop", 4)
+        assert await everything(answer) == [Tokens((50,)), Tokens((51,)), Tokens((60,)), End("stop", 4)]
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_a_request_that_was_not_even_accepted_is_asked_again() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1, 2), 9))
+        stage.gateway.pause(LOST)
+        accepted = asyncio.ensure_future(answer.accepted())
+        await asyncio.sleep(0)
+        assert not accepted.done()
+        assert asked(next_group(stage)) == [Generate(2, (1, 2), 9, strikes=1)]
+        stage.gateway.on_event(Accepted(2))
+        await accepted
+        stage.finish(2)
+        await everything(answer)
+
+    play(story)
+
+
+def test_it_survives_several_groups() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        for uid in range(1, 6):
+            stage.say(uid, 50 + uid, start=uid - 1)
+            stage.gateway.pause(REPLANNED)
+            [again] = asked(next_group(stage))
+            assert (again.uid, again.answered) == (uid + 1, uid)
+        stage.finish(6, "length", 5)
+        assert [e.tokens[0] for e in await everything(answer) if isinstance(e, Tokens)] == [
+            51,
+            52,
+            53,
+            54,
+            55,
+        ]
+
+    play(story)
+
+
+def test_an_answer_that_lacks_only_its_end_is_not_asked_again() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 2))
+        stage.say(1, 50, 51)
+        stage.gateway.pause(LOST)
+        assert asked(next_group(stage)) == []
+        assert (await everything(answer))[-1] == End("length", 2)
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_meanwhile_new_requests_are_refused_and_old_ones_count() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(2)]
+        stage.gateway.pause(LOST)
+        assert stage.open == 2
+        with pytest.raises(MlxtpError) as refused:
+            stage.gateway.generate(Request((1,), 9))
+        assert refused.value.code is Code.NOT_READY
+        next_group(stage)
+        assert stage.open == 2
+        for answer in answers:
+            await answer.aclose()
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.pause(LOST)
+        await answer.aclose()
+        assert stage.open == 0
+        assert stage.ranks.sent_of(Cancel) == []  # those ranks are gone
+        assert next_group(stage).sent == []
+
+    play(story)
+
+
+def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.pause(LOST)
+        ranks = next_group(stage)
+        await answer.aclose()
+        assert ranks.sent_of(Cancel) == [Cancel(2)]
+        assert stage.ranks.sent_of(Cancel) == []
+
+    play(story)
+
+
+def test_nobody_waits_longer_than_the_limit() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway._recovery_s = 0.05
+        open_one = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Accepted(1))
+        never_accepted = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.pause(LOST)
+        error = await error_of(open_one)
+        assert (error.code, "rank 1 is gone" in error.detail) == (Code.RANK_LOST, True)
+        with pytest.raises(GroupError):
+            await never_accepted.accepted()
+        assert stage.open == 0
+        assert next_group(stage).sent == []
+
+    play(story)
+
+
+def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway._recovery_s = 0.05
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Accepted(1))
+        stage.gateway.pause(LOST)
+        ranks = next_group(stage)
+        await error_of(answer)
+        assert ranks.sent_of(Cancel) == [Cancel(2)]
+
+    play(story)
+
+
+def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway._recovery_s = 0.05
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.pause(LOST)
+        next_group(stage)
+        stage.gateway.on_event(Accepted(2))
+        await asyncio.sleep(0.1)
+        stage.finish(2)
+        assert await everything(answer) == [End("stop", 1)]
+
+    play(story)
+
+
+def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.pause(REPLANNED)
+        ranks = FakeRanks()
+        stage.gateway.serve(cast(Any, ranks), replace(MODEL, id="other", path=Path("/other")), TEXT)
+        assert (await error_of(answer)).code is Code.SHUTTING_DOWN
+        assert ranks.sent == []
+
+    play(story)
+
+
+def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.pause(LOST)
+        broken = FakeRanks()
+        broken.broken = LinkError("gone", Code.LINK_LOST)
+        stage.gateway.serve(cast(Any, broken), MODEL, TEXT)
+        assert stage.open == 1
+        stage.gateway.pause(LOST)
+        [again] = asked(next_group(stage))
+        stage.finish(again.uid)
+        assert await everything(answer) == [End("stop", 1)]
+
+    play(story)
+
+
+# --- requests that kill -----------------------------------------------------------------------------------
+
+
+def test_a_request_alone_under_two_failures_is_ended() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1,), 99))
+        stage.gateway.pause(LOST)
+        next_group(stage)
+        stage.gateway.pause(LOST)
+        assert (await error_of(answer)).code is Code.REQUEST_FATAL
+        assert asked(next_group(stage)) == []
+
+    play(story)
+
+
+def test_who_gets_on_between_two_failures_goes_on() -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway.generate(Request((1,), 99))
+        stage.gateway.pause(LOST)
+        next_group(stage)
+        say(stage, 2, [5] * PROVEN_TOKENS, 0)
+        stage.gateway.pause(LOST)
+        [again] = asked(next_group(stage))
+        assert (again.strikes, again.answered) == (0, PROVEN_TOKENS)
+        stage.gateway.suspend(LOST)
+
+    play(story)
+
+
+def test_of_several_suspects_one_goes_at_a_time() -> None:
+    """The second of three kills; the others get their answers."""
+
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
+        for _ in range(2):
+            stage.gateway.pause(LOST)
+            ranks = next_group(stage)
+        [first] = asked(ranks)
+        assert (first.tokens, first.strikes) == ((1,), 2)
+        say(stage, first.uid, [5] * PROVEN_TOKENS, 0)
+        second = asked(ranks)[1]
+        assert (second.tokens, len(asked(ranks))) == ((2,), 2)
+        stage.gateway.pause(LOST)
+        assert (await error_of(answers[1])).code is Code.REQUEST_FATAL
+        ranks = next_group(stage)
+        again = {each.tokens[0]: each for each in asked(ranks)}
+        assert (again[1].strikes, again[1].answered, again[3].strikes) == (0, PROVEN_TOKENS, 2)
+        for each in again.values():
+            stage.finish(each.uid)
+        for answer in (answers[0], answers[2]):
+            assert (await everything(answer))[-1] == End("stop", 1)
+        assert stage.open == 0
+
+    play(story)
+
+
+@pytest.mark.parametrize("how", ["finishes", "leaves", "fails"])
+def test_the_next_suspect_goes_when_the_one_before_it_is_over(how: str) -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2)]
+        for _ in range(2):
+            stage.gateway.pause(LOST)
+            ranks = next_group(stage)
+        [first] = asked(ranks)
+        if how == "finishes":
+            stage.finish(first.uid)
+        elif how == "fails":
+            stage.gateway.on_event(Error(Code.BAD_REQUEST, "no", first.uid))
+        else:
+            await answers[0].aclose()
+        assert [each.tokens for each in asked(ranks)] == [(1,), (2,)]
+        await answers[1].aclose()
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_a_suspect_that_waits_can_be_cancelled_and_ended() -> None:
+    async def story(stage: Stage) -> None:
+        answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
+        for _ in range(2):
+            stage.gateway.pause(LOST)
+            next_group(stage)
+        await answers[1].aclose()
+        assert stage.open == 2
+        stage.gateway.suspend(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        assert (await error_of(answers[2])).code is Code.SHUTTING_DOWN
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on() -> None:
+    async def story(stage: Stage) -> None:
+        small, large = (stage.gateway.generate(Request((1,) * size, 9)) for size in (5, 500))
+        stage.gateway.pause(GroupError("rank 1 ran out of memory", Code.OUT_OF_MEMORY))
+        assert (await error_of(large)).code is Code.OUT_OF_MEMORY
+        [again] = asked(next_group(stage))
+        assert (len(again.tokens), again.strikes) == (5, 0)
+        stage.finish(again.uid)
+        await everything(small)
+
+    play(story)
+
+
+# --- requests of other agents -----------------------------------------------------------------------------
+
+
+def test_requests_of_other_agents_are_given_back_to_them() -> None:
+    async def story(stage: Stage) -> None:
+        told: list[Message] = []
+        stage.gateway.relay(Generate(70, (1, 2, 3), 9, answered=1), told.append)
+        assert asked(stage.ranks) == [Generate(1, (1, 2, 3), 9, answered=1)]
+        stage.say(1, 50, start=1)
+        assert told == [Delta((70,), (1,), (50,))]
+        stage.gateway.pause(LOST)
+        assert told[1:] == [Error(Code.RANK_LOST, "rank 1 is gone", 70)]
+        assert asked(next_group(stage)) == []
+        stage.gateway.relay(Generate(71, (1,), 9), told.append)
+        stage.gateway.pause(REPLANNED)
+        assert told[2:] == [Error(Code.REPLANNED, "a better group is there", 71)]
+        stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT)
+        stage.gateway.relay(Generate(72, (1,), 9), told.append)
+        stage.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
+        assert told[3:] == [Error(Code.REPLANNED, "the server is shutting down", 72)]
+
+    play(story)
+
+
+def test_a_suspect_of_another_agent_waits_its_turn_too() -> None:
+    async def story(stage: Stage) -> None:
+        told: list[Message] = []
+        for uid in (70, 71):
+            stage.gateway.relay(Generate(uid, (uid,), 9, strikes=2), told.append)
+        [first] = asked(stage.ranks)
+        stage.gateway.pause(LOST)
+        assert [(each.code, each.uid) for each in told if isinstance(each, Error)] == [
+            (Code.REQUEST_FATAL, 70),
+            (Code.REPLANNED, 71),
+        ]
+        assert first.tokens == (70,)
+
+    play(story)
+
+
+@pytest.mark.parametrize(("code", "strikes"), [(Code.RANK_LOST, 1), (Code.REPLANNED, 0)])
+def test_what_another_agent_gives_back_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, code: Code, strikes: int
+) -> None:
+    """Of the same agent: its group is another one by then, or it says that it is not ready."""
+    monkeypatch.setattr(gateway_module, "ASK_AGAIN_S", 0.01)
+
+    async def story(stage: Stage) -> None:
+        ranks = next_group(stage, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.say(1, 50)
+        stage.gateway.on_event(Error(code, "rank 1 is gone", 1))
+        assert stage.open == 1
+        await asyncio.sleep(0.05)
+        assert asked(ranks)[1:] == [Generate(2, (1, 50), 9, answered=1, strikes=strikes)]
+        stage.gateway.on_event(Error(Code.NOT_READY, "no model is loaded", 2))
+        await asyncio.sleep(0.05)
+        assert asked(ranks)[2:] == [Generate(3, (1, 50), 9, answered=1, strikes=strikes)]
+        stage.finish(3, "stop", 2)
+        assert await everything(answer) == [Tokens((50,)), End("stop", 2)]
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "code", [Code.SHUTTING_DOWN, Code.REQUEST_FATAL, Code.OUT_OF_MEMORY, Code.BAD_REQUEST]
+)
+def test_some_words_of_another_agent_are_the_last(code: Code) -> None:
+    async def story(stage: Stage) -> None:
+        next_group(stage, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Error(code, "no", 1))
+        assert (await error_of(answer)).code is code
+        assert stage.open == 0
+
+    play(story)
+
+
+def test_the_first_refusal_of_another_agent_is_the_clients() -> None:
+    async def story(stage: Stage) -> None:
+        next_group(stage, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.on_event(Error(Code.OVERLOADED, "full", 1))
+        with pytest.raises(MlxtpError, match="full"):
+            await answer.accepted()
+
+    play(story)
+
+
+def test_while_it_rests_open_requests_stay_where_they_are() -> None:
+    async def story(stage: Stage) -> None:
+        ranks = next_group(stage, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.rest()
+        with pytest.raises(MlxtpError):
+            stage.gateway.generate(Request((1,), 9))
+        stage.say(1, 50)
+        stage.gateway.on_event(Finished(1, "stop", 1, 1))
+        assert await everything(answer) == [Tokens((50,)), End("stop", 1)]
+        assert len(ranks.sent) == 1
+
+    play(story)

@@ -161,12 +161,14 @@ class FakeRank:
 
     def _generate(self, generate: Generate) -> None:
         self._say(Accepted(generate.uid))
+        self._orders.note(self._rank, "generate", tokens=generate.tokens, answered=generate.answered)
         endless = generate.max_tokens >= ENDLESS
-        tokens = generate.tokens[: 1 if endless else generate.max_tokens]
-        for index, token in enumerate(tokens):
+        begun = generate.answered
+        answer = generate.tokens[: len(generate.tokens) - begun][: 1 if endless else generate.max_tokens]
+        for index, token in enumerate(answer[begun:], begun):
             self._say(Delta((generate.uid,), (index,), (token,)))
         if not endless:
-            self._say(Finished(generate.uid, "length", len(tokens), len(tokens)))
+            self._say(Finished(generate.uid, "length", len(answer), len(answer)))
 
     def _shut_down(self) -> None:
         self._orders.note(self._rank, "shut down")

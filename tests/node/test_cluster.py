@@ -82,6 +82,36 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
     play(tmp_path, member, story)
 
 
+@pytest.mark.parametrize("heard", [False, True], ids=["said here", "heard"])
+def test_requests_outlive_a_wish_for_the_same_model_and_no_other(
+    tmp_path: Path, member: Member, heard: bool
+) -> None:
+    async def story(node: Node) -> None:
+        cluster, a = node.cluster, node.meet(A)
+        ended: list[MlxtpError] = []
+        cluster.supervisor.gateway.suspend = ended.append  # type: ignore[method-assign]
+
+        def want(model: str) -> None:
+            if heard:
+                now = cluster.coordination.desired
+                node.hear(a, replace(now, version=now.version + 1, model=model))
+            else:
+                cluster.want(model)
+
+        want("tiny")
+        ended.clear()
+        want("tiny")
+        assert ended == []
+        want("org/other")
+        want("")
+        assert [(error.code, error.detail) for error in ended] == [
+            (Code.SHUTTING_DOWN, "org/other is wanted now"),
+            (Code.SHUTTING_DOWN, "org/other was unloaded"),
+        ]
+
+    play(tmp_path, member, story)
+
+
 def test_words_about_ranks_that_nobody_asked_for_change_nothing(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)

@@ -13,7 +13,7 @@ import pytest
 
 from mlxtp.api.backend import End, Health, Request, Tokens
 from mlxtp.config import Settings, embedded_model_path
-from mlxtp.errors import Code, MlxtpError
+from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.node import follower as follower_module
 from mlxtp.node.epoch import State
 from mlxtp.node.follower import Follower
@@ -100,10 +100,10 @@ class Stage:
     def ask(self) -> Any:
         return self.supervisor.gateway.generate(Request((1, 2), 9))
 
-    async def error_of(self, answer: Any) -> MlxtpError:
-        with pytest.raises(MlxtpError) as raised:
-            await everything(answer)
-        return raised.value
+    @property
+    def model_here(self) -> tuple[Any, Any]:
+        """The same model, as this node's own ranks serve it."""
+        return replace(MODEL, path=embedded_model_path()), TEXT
 
 
 @pytest.fixture(autouse=True)
@@ -144,20 +144,49 @@ def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-@pytest.mark.parametrize("serving", [None, replace(READY, state="restarting"), replace(READY, desired=4)])
-def test_what_ends_elsewhere_ends_here(tmp_path: Path, serving: Serving | None) -> None:
-    """The group's end, another model, or the host's silence: nobody waits for tokens that will not come."""
-
+def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         await stage.follows()
         answer = stage.ask()
         await sees(lambda: stage.ranks.sent_of(Generate))
-        stage.hears(serving)
-        assert (await stage.error_of(answer)).code is Code.NOT_READY
+        stage.host.on_event(Delta((1,), (0,), (50,)))
+        assert await anext(answer) == Tokens((50,))
+        stage.hears(None)
         assert stage.supervisor.gateway.models() == ()
         await sees(lambda: stage.ranks.sent_of(Cancel))
         stage.follower.look()
         assert stage.follower._served is None
+        mine = FakeRanks()
+        stage.supervisor.gateway.serve(cast(Any, mine), *stage.model_here)
+        assert mine.sent == [Generate(2, (1, 2, 50), 9, answered=1)]
+        await answer.aclose()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("serving", [replace(READY, state="restarting"), replace(READY, desired=4)])
+def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, serving: Serving) -> None:
+    """Its word about each request is waited for: it alone knows under which its group failed."""
+
+    async def story(stage: Stage) -> None:
+        await stage.follows()
+        kept, lost = stage.ask(), stage.ask()
+        await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
+        stage.hears(serving)
+        with pytest.raises(RequestError):
+            stage.ask()
+        stage.host.on_event(Finished(1, "stop", 0, 0))
+        assert await everything(kept) == [End("stop", 0)]
+        stage.host.pause(GroupError("rank 1 is gone", Code.RANK_LOST))
+        await sees(lambda: stage.host.open_requests == 0)
+        again = FakeRanks()
+        stage.host.serve(cast(Any, again), MODEL, TEXT)
+        stage.hears(replace(READY, epoch=8))
+        await sees(lambda: again.sent_of(Generate))
+        assert again.sent == [Generate(3, (1, 2), 9, strikes=1)]
+        assert stage.connections == 1
+        stage.host.on_event(Finished(3, "stop", 0, 0))
+        assert await everything(lost) == [End("stop", 0)]
 
     play(tmp_path, story)
 
@@ -169,13 +198,11 @@ def test_a_link_that_breaks_is_opened_again(tmp_path: Path) -> None:
         await sees(lambda: stage.ranks.sent_of(Generate))
         for task in stage._doorman._tasks:
             task.cancel()
-        assert (await stage.error_of(answer)).code is Code.LINK_LOST
-        assert stage.supervisor.gateway.models() == ()
+        await sees(lambda: stage.supervisor.gateway.models() == ())
         await sees(stage.shows(State.READY))
-        again = stage.ask()
         await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
         stage.host.on_event(Finished(2, "stop", 0, 0))
-        assert await everything(again) == [End("stop", 0)]
+        assert await everything(answer) == [End("stop", 0)]
 
     play(tmp_path, story)
 

@@ -219,19 +219,36 @@ def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
     play(story)
 
 
-def test_when_the_group_ends_its_error_travels_and_later_requests_are_refused() -> None:
+def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.ours.generate(Request((1,), 9)) for _ in range(2)]
         await stage.asked(2)
         stage.say(Delta((1,), (0,), (50,)))
-        stage.theirs.suspend(GroupError("rank 1 is gone", Code.RANK_LOST))
+        stage.theirs.pause(GroupError("rank 1 is gone", Code.RANK_LOST))
         late = stage.ours.generate(Request((1,), 9))
-        for answer, before in ((answers[0], [Tokens((50,))]), (answers[1], [])):
-            *tokens, error = await stage.read(answer)
-            assert tokens == before
-            assert (error.code, error.detail) == (Code.RANK_LOST, "rank 1 is gone")
         [refused] = await stage.read(late)
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)
+        assert stage.open_requests == (2, 0)
+        stage.theirs.serve(cast(Any, stage.ranks), MODEL, TEXT)
+        first, second = (await stage.asked(4))[2:]
+        assert (first.tokens, first.answered, first.strikes) == ((1, 50), 1, 1)
+        assert (second.tokens, second.answered, second.strikes) == ((1,), 0, 1)
+        stage.say(Delta((first.uid,), (1,), (51,)))
+        stage.say(*(Finished(each.uid, "stop", 0, 0) for each in (first, second)))
+        assert await stage.read(answers[0]) == [Tokens((50,)), Tokens((51,)), End("stop", 0)]
+        assert await stage.read(answers[1]) == [End("stop", 0)]
+        assert stage.open_requests == (0, 0)
+
+    play(story)
+
+
+def test_a_model_that_is_taken_away_ends_its_requests_everywhere() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ours.generate(Request((1,), 9))
+        await stage.asked()
+        stage.theirs.suspend(GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
+        [error] = await stage.read(answer)
+        assert (error.code, error.detail) == (Code.SHUTTING_DOWN, "tiny was unloaded")
         assert stage.open_requests == (0, 0)
 
     play(story)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from mlxtp.node.epoch import RestartPolicy, State
 from mlxtp.node.models import open_model
 from mlxtp.node.ranks import Group
 from mlxtp.node.supervisor import ModelSource, Plan, Supervisor
+from mlxtp.wire.messages import Delta
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import ENDLESS, Orders
@@ -113,32 +115,37 @@ def test_each_epoch_has_the_number_and_the_group_that_were_planned(
     play(tmp_path, source, story)
 
 
-def test_whoever_another_mac_answered_is_not_left_waiting_when_a_group_forms_here(
+def test_whoever_another_mac_answered_is_answered_here_when_a_group_forms_here(
     tmp_path: Path, source: ModelSource
 ) -> None:
     async def story(stage: Stage) -> None:
-        elsewhere = FakeRanks()
-        stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
-        answer = stage.gateway.generate(Request((1,), 9))
+        elsewhere, model = FakeRanks(), replace(MODEL, path=source.path)
+        stage.gateway.serve(cast(Any, elsewhere), model, TEXT, here=False)
+        answer = stage.gateway.generate(Request((5, 6, 7), 3))
+        stage.gateway.on_event(Delta((1,), (0,), (5,)))
         stage.plan(1)
-        assert (await stage.error_of(answer)).code is Code.REPLANNED
-        await stage.until(State.READY)
+        expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), End("length", 3)]
+        assert await everything(answer) == expected
 
     play(tmp_path, source, story)
 
 
-def test_the_end_of_an_epoch_by_order_ends_its_requests_with_the_reason(
-    tmp_path: Path, source: ModelSource
-) -> None:
+@pytest.mark.parametrize("code", [Code.RANK_LOST, Code.REPLANNED])
+def test_requests_go_on_in_the_next_epoch(tmp_path: Path, source: ModelSource, code: Code) -> None:
     async def story(stage: Stage) -> None:
         await stage.serves(1)
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
-        stage.supervisor.end_epoch(GroupError("epoch 1 lost mini (rank 1): it is dead", Code.RANK_LOST))
-        error = await stage.error_of(answer)
-        assert (error.code, error.detail) == (Code.RANK_LOST, "epoch 1 lost mini (rank 1): it is dead")
+        first = await anext(answer)
+        stage.supervisor.end_epoch(GroupError("epoch 1 lost mini (rank 1): it is dead", code))
         stage.supervisor.end_epoch(GroupError("again"))  # there is none now
+        await sees(lambda: not stage.supervisor.in_epoch)
+        assert (stage.gateway.open_requests, stage.gateway.models()) == (1, ())
         await stage.serves(2)
+        await sees(lambda: any(note["answered"] for note in stage.orders.notes("generate")))
+        assert first == Tokens((5,))
+        assert stage.orders.notes("generate")[-1]["tokens"] == [5, 5]
+        await answer.aclose()
 
     play(tmp_path, source, story)
 
@@ -173,9 +180,12 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
         stage.plan(1)
         await sees(lambda: stage.asked == 2)
         assert not stage.supervisor.resting
+        stage.gateway.serve(cast(Any, FakeRanks()), MODEL, TEXT, here=False)
+        answer = stage.gateway.generate(Request((1,), 9))
         stage.orders.give(0, die_on="Init", code="out_of_memory")
         stage.plan(2)
         await stage.until(State.FAILED)
+        assert (await stage.error_of(answer)).code is Code.OUT_OF_MEMORY
         assert stage.supervisor.resting
         assert stage.gateway.health().reason == "rank 0 ended with out_of_memory"
         assert not stage.supervisor.in_epoch

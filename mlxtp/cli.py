@@ -149,6 +149,10 @@ FastFences = Annotated[
         rich_help_panel=CLUSTER,
     ),
 ]
+KeepAwake = Annotated[
+    bool | None,
+    typer.Option("--keep-awake/--no-keep-awake", help="Keep this Mac from falling asleep while it serves."),
+]
 Rdma = Annotated[
     list[str] | None,
     typer.Option(
@@ -172,6 +176,7 @@ def node(
     backend: Backend = None,
     fast_fences: FastFences = None,
     rdma: Rdma = None,
+    keep_awake: KeepAwake = None,
     ranks: Ranks = None,
     model: Model = None,
     http: Http = None,

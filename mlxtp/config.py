@@ -75,6 +75,7 @@ class Settings:
     nodes         how many Macs one model is spread over: auto, all, or a number
     fabric        how ranks of several Macs talk: auto, jaccl or ring
     fast_fences   MLX_METAL_FAST_SYNCH, which is fast and can hang a GPU until it is restarted
+    keep_awake    whether this Mac is kept from sleeping while it serves
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     """
 
@@ -106,6 +107,7 @@ class Settings:
     nodes: str = "auto"
     fabric: str = "auto"
     fast_fences: bool = False
+    keep_awake: bool = True
     rdma: tuple[str, ...] = ()
     limits: Limits = Limits()
 
@@ -375,6 +377,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "nodes": parse_nodes,
     "backend": _parse_fabric,
     "fast_fences": _parse_switch,
+    "keep_awake": _parse_switch,
     "rdma": _parse_rdma,
 }
 """What flags, variables and the file may set. The file is in the home, so it cannot name that."""

@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from .entering import enter
 from .epoch import State
 from .models import find_model, is_hub_id, lasting_name, open_model
 from .rank_process import WORKER
+from .sleep import KeepAwake, watch_sleep
 from .supervisor import ModelSource, StageListener, Supervisor
 
 log = logging.getLogger(__name__)
@@ -90,11 +92,16 @@ async def _running(
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
     serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))
     supervising = asyncio.create_task(supervisor.run(model))
+    sleeping = asyncio.create_task(
+        watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
+    )
     try:
         with announced(settings.home, _url(sock), admin.key):
             yield Agent(supervisor, _url(sock))
     finally:
         supervising.cancel()
+        sleeping.cancel()
+        await asyncio.gather(sleeping, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
             await supervising
         stop.set()
@@ -131,7 +138,15 @@ async def _among_others(
         stop = asyncio.Event()
         admin = Member(cluster, store)
         serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))
-        tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live())]
+
+        def woke(slept_s: float) -> None:
+            cluster.woke(slept_s)
+            dialer.woke()
+
+        sleep = watch_sleep(
+            woke, lambda: supervisor.in_epoch or cluster.guest.epoch > 0, _keep_awake(settings)
+        )
+        tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live(), sleep)]
         supervising = asyncio.create_task(supervisor.run(None, cluster.conductor))
         for task in (*tasks, supervising):
             task.add_done_callback(partial(_report_bug, cluster))
@@ -155,6 +170,10 @@ def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple
         return (f"{settings.control_host}:{port}",)
     found = tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]
     return found or (f"127.0.0.1:{port}",)
+
+
+def _keep_awake(settings: Settings) -> KeepAwake | None:
+    return KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
 
 
 def _report_bug(cluster: Cluster, task: asyncio.Task[None]) -> None:

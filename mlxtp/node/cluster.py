@@ -560,6 +560,15 @@ class Cluster:
         except UserError as error:
             log.error("%s", error.detail)
 
+    def woke(self, slept_s: float) -> None:
+        """This machine slept: the others have given it up meanwhile, and their links say so only later."""
+        self.supervisor.woke(slept_s)
+        self.guest.clear(f"{self.name} slept for {slept_s:.0f} s")
+        for link in self.neighbours.links():
+            link.close()
+        self._rewired = True
+        self.changed()
+
     def rewired(self) -> None:
         """This machine's addresses changed: its cables may have, too."""
         self._rewired = True

@@ -82,6 +82,12 @@ class Dialer:
                 with contextlib.suppress(OSError):
                     await self._discovery.close()
 
+    def woke(self) -> None:
+        """This machine slept: whoever could not be reached before may be here by now."""
+        self._dialing.interfaces_changed(time.monotonic())
+        if self._settings.discovery:
+            self._discovery.refresh()
+
     def _notice_interfaces(self, now: float) -> None:
         """Cables come and go; what is behind an address may have changed as well."""
         if now < self._look_at:

@@ -306,6 +306,11 @@ class Supervisor:
         if self._current is not None:
             self._current.give_up(error)
 
+    def woke(self, slept_s: float) -> None:
+        """This machine slept, so the ranks of others have gone on, or given up, without its own."""
+        if self.group is not None and self.group.world_size > self.group.local:
+            self.end_epoch(GroupError(f"this Mac slept for {slept_s:.0f} s", Code.REPLANNED))
+
     def follow(self, state: State, epoch: int, reason: str, group: Group) -> None:
         """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
         self.epoch, self.group = epoch, group

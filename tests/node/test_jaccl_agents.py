@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.config import Settings
-from mlxtp.node.agent import Agent, running_agent
+from mlxtp.node.agent import Agent
 from mlxtp.node.epoch import State
 
-from ..cluster import LIMITS, START_S, WAIT_S
+from ..cluster import START_S, WAIT_S
+from .two_agents import two_agents
 
 DEVICES = ("a=rdma_en5", "b=rdma_en4")
 
@@ -29,25 +28,6 @@ def pretending(folder: Path, *scripts: dict[str, Any]) -> Sequence[str]:
     return (sys.executable, "-m", "tests.engine.jaccl_worker", str(folder))
 
 
-@asynccontextmanager
-async def two_agents(
-    folder: Path, worker: Sequence[str], **settings: Any
-) -> AsyncIterator[tuple[Agent, Agent]]:
-    """The founder and the one that joined it, both on loopback."""
-
-    def of(name: str, **more: Any) -> Settings:
-        home = folder / name
-        fields = {"cluster": True, "name": name, "interface": "127.0.0.1", "control_host": "127.0.0.1"}
-        fields |= {"control_port": 0, "discovery": False, "limits": LIMITS, "nodes": "2", "rdma": DEVICES}
-        return Settings(home, "127.0.0.1", 0, 1, "tiny", **{**fields, **settings, **more})
-
-    async with running_agent(of("a"), worker=worker) as first:
-        assert first.cluster is not None
-        token = await first.cluster.token()
-        async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:
-            yield first, second
-
-
 async def say(agent: Agent) -> tuple[int, ...]:
     answer = agent.supervisor.gateway.generate(Request((5, 6, 7, 8), 4, ignore_eos=True))
     return tuple([token async for event in answer if isinstance(event, Tokens) for token in event.tokens])
@@ -56,7 +36,10 @@ async def say(agent: Agent) -> tuple[int, ...]:
 def test_a_group_over_two_agents_forms_and_answers(tmp_path: Path) -> None:
     async def story() -> None:
         worker = pretending(tmp_path, {"whole": True}, {"whole": True})
-        async with asyncio.timeout(START_S), two_agents(tmp_path, worker, fabric="jaccl") as (first, second):
+        async with (
+            asyncio.timeout(START_S),
+            two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
+        ):
             await first.wait_ready()
             await second.wait_ready()
             assert first.cluster is not None
@@ -85,7 +68,10 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
 
     async def story() -> None:
         worker = pretending(tmp_path, {"whole": True}, script)
-        async with asyncio.timeout(WAIT_S), two_agents(tmp_path, worker, fabric="jaccl") as (first, second):
+        async with (
+            asyncio.timeout(WAIT_S),
+            two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
+        ):
             leader = first if first.cluster and first.cluster.coordination.leading else second
             await leader.supervisor.wait_until(State.RESTARTING)
             reason = leader.supervisor.reason
@@ -102,7 +88,10 @@ def test_without_jaccl_anywhere_the_ring_is_used_and_a_line_says_so(
 
     async def story() -> None:
         worker = (sys.executable, "-m", "mlxtp.engine.worker")
-        async with asyncio.timeout(START_S), two_agents(tmp_path, worker, fabric="auto") as (first, second):
+        async with (
+            asyncio.timeout(START_S),
+            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second),
+        ):
             await first.wait_ready()
             await second.wait_ready()
             group = first.supervisor.group

@@ -1,0 +1,137 @@
+"""Answers of two agents' clients, while the group that gives them ends, one way and another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlxtp.api.backend import End, Request, Sampling, Tokens
+from mlxtp.errors import Code, GroupError
+from mlxtp.node.agent import Agent
+
+from ..cluster import START_S
+from ..reference import prompt_ids
+from .scenes import sees
+from .two_agents import two_agents
+
+COUNT = prompt_ids("Count from 1 to 60.")
+GREEDY = Request(COUNT, 300)
+DRAWN = Request(COUNT, 120, Sampling(temperature=1.2, seed=11), ignore_eos=True)
+
+
+@dataclass
+class Client:
+    """Reads one answer."""
+
+    agent: Agent
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    end: End | None = None
+
+    async def read(self) -> tuple[list[int], End | None]:
+        async for event in self.agent.supervisor.gateway.generate(self.request):
+            if isinstance(event, Tokens):
+                self.tokens += event.tokens
+            else:
+                self.end = event
+        return self.tokens, self.end
+
+
+@dataclass
+class Pair:
+    """`leader` has rank 0, `other` rank 1."""
+
+    leader: Agent
+    other: Agent
+
+    def epoch(self) -> int:
+        return self.leader.supervisor.epoch
+
+    def kill_rank(self, agent: Agent) -> None:
+        """Of the two that are of this process: the rank whose pipe this agent holds."""
+        supervisor, cluster = agent.supervisor, agent.cluster
+        assert cluster is not None
+        if supervisor.ranks is not None:
+            pid = supervisor.ranks.leader.pid
+        else:
+            assert cluster.guest._stay is not None
+            assert cluster.guest._stay.process is not None
+            pid = cluster.guest._stay.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+
+Fault = Callable[[Pair], None]
+
+
+def replanned(pair: Pair) -> None:
+    pair.leader.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
+
+
+def slept(agent: Agent) -> None:
+    assert agent.cluster is not None
+    agent.cluster.woke(300.0)
+
+
+FAULTS: dict[str, Fault] = {
+    "rank 1 killed": lambda pair: pair.kill_rank(pair.other),
+    "rank 0 killed": lambda pair: pair.kill_rank(pair.leader),
+    "replanned": replanned,
+    "the Mac of rank 1 slept": lambda pair: slept(pair.other),
+    "the Mac of rank 0 slept": lambda pair: slept(pair.leader),
+}
+
+
+def test_answers_go_on_whatever_ends_their_group(tmp_path: Path) -> None:
+    """At either agent, greedy and drawn, begun and only just asked: as they are without any fault."""
+
+    async def story() -> None:
+        async with two_agents(tmp_path) as (first, second):
+            for agent in (first, second):
+                await agent.wait_ready()
+            assert first.cluster is not None
+            pair = Pair(first, second) if first.cluster.coordination.leading else Pair(second, first)
+            clients = [(agent, request) for agent in (first, second) for request in (GREEDY, DRAWN)]
+            right = [await Client(*client).read() for client in clients]
+            assert right[:2] == right[2:]
+            assert min(len(tokens) for tokens, _ in right) > 100
+            for name, fault in FAULTS.items():
+                await interrupted(pair, fault, clients, right, name)
+
+    async def timed() -> None:
+        async with asyncio.timeout(START_S * 3):
+            await story()
+
+    asyncio.run(timed())
+
+
+async def interrupted(
+    pair: Pair,
+    fault: Fault,
+    clients: list[tuple[Agent, Request]],
+    right: list[tuple[list[int], End | None]],
+    name: str,
+) -> None:
+    epoch = pair.epoch()
+    begun = [Client(*client) for client in clients]
+    reading = [asyncio.ensure_future(client.read()) for client in begun]
+    await sees(lambda: all(len(client.tokens) > 5 for client in begun))
+    late = Client(*clients[-1])
+    reading.append(asyncio.ensure_future(late.read()))
+    await asyncio.sleep(0)
+    fault(pair)
+    answers = await asyncio.gather(*reading)
+    assert not any(client.end is None for client in begun), name
+    for (tokens, end), (expected, expected_end) in zip(answers, [*right, right[-1]], strict=True):
+        assert tokens == expected, name
+        assert (end and end.reason, end and end.generated) == (
+            expected_end and expected_end.reason,
+            expected_end and expected_end.generated,
+        ), name
+    assert pair.epoch() > epoch, f"{name}: nothing happened"
+    for agent in (pair.leader, pair.other):
+        await sees(lambda agent=agent: agent.supervisor.gateway.open_requests == 0)  # type: ignore[misc]

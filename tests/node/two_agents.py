@@ -1,0 +1,33 @@
+"""Two whole agents in the test's own process, with ranks in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from mlxtp.config import Settings
+from mlxtp.node.agent import Agent, running_agent
+from mlxtp.node.rank_process import WORKER
+
+from ..cluster import LIMITS
+
+
+@asynccontextmanager
+async def two_agents(
+    folder: Path, worker: Sequence[str] = WORKER, **settings: Any
+) -> AsyncIterator[tuple[Agent, Agent]]:
+    """The founder and the one that joined it, both on loopback."""
+
+    def of(name: str, **more: Any) -> Settings:
+        home = folder / name
+        fields = {"cluster": True, "name": name, "interface": "127.0.0.1", "control_host": "127.0.0.1"}
+        fields |= {"control_port": 0, "discovery": False, "limits": LIMITS, "nodes": "2"}
+        return Settings(home, "127.0.0.1", 0, 1, "tiny", **{**fields, **settings, **more})
+
+    async with running_agent(of("a"), worker=worker) as first:
+        assert first.cluster is not None
+        token = await first.cluster.token()
+        async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:
+            yield first, second

@@ -15,7 +15,7 @@ from ..config import Limits
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..wire.messages import Pong
 
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 MAX_FAILURES = 5
 FAILURE_WINDOW_S = 120.0
 
@@ -35,7 +35,7 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Backoff 0.5, 1, 2, 4, 8 s; the fifth failed epoch within 120 s is the last."""
+    """Backoff 0.5, 1, 2, 4 s; the fifth failed epoch within 120 s is the last."""
 
     failures: list[float] = field(default_factory=list)
 

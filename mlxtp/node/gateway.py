@@ -107,10 +107,11 @@ class Gateway:
 
     def close(self, error: MlxtpError) -> None:
         """This Mac serves no more; requests of other agents may go on elsewhere."""
-        for uid, request in list(self._open.items()):
+        for request in [*self._open.values(), *self._suspects]:
             if isinstance(request, Relayed):
-                del self._open[uid]
                 request.give_back(error, struck=False)
+        self._open = {uid: request for uid, request in self._open.items() if isinstance(request, Asked)}
+        self._suspects = deque(request for request in self._suspects if isinstance(request, Asked))
         self.suspend(error)
 
     def on_event(self, event: RequestEvent) -> None:

@@ -349,9 +349,11 @@ def test_requests_of_other_agents_are_given_back_to_them() -> None:
         stage.gateway.pause(REPLANNED)
         assert told[2:] == [Error(Code.REPLANNED, "a better group is there", 71)]
         stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT)
-        stage.gateway.relay(Generate(72, (1,), 9), told.append)
+        for uid in (72, 73):
+            stage.gateway.relay(Generate(uid, (1,), 9, strikes=2), told.append)
         stage.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
-        assert told[3:] == [Error(Code.REPLANNED, "the server is shutting down", 72)]
+        assert told[3:] == [Error(Code.REPLANNED, "the server is shutting down", uid) for uid in (72, 73)]
+        assert stage.open == 0
 
     play(story)
 

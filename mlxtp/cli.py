@@ -15,22 +15,27 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
 
 from . import __version__, commands, demo
+from .cluster.identity import Store
 from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL, Settings, resolve_settings
 from .errors import GroupError, MlxtpError
 from .node.agent import Agent, running_agent, stopped_by_signal
 from .node.epoch import State
+from .terminal import Commands
 
 INTERRUPTED = 130
 TUNING = "Engine"
+REMOVED = (
+    "another member removed this Mac from its cluster. To bring it back, here: `mlxtp cluster leave`, then "
+    "`mlxtp node --join TOKEN`, with a new token from `mlxtp token` on a member"
+)
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint.",
 )
 
 Ranks = Annotated[int | None, typer.Option(help="Rank processes on this machine: 1, 2 or 4.")]
@@ -224,9 +229,24 @@ def demo_command(
 
 
 @app.command()
-def version() -> None:
+def version(as_json: commands.AsJson = False) -> None:
     """Print the version."""
-    print(__version__)
+    print(json.dumps({"version": __version__}) if as_json else __version__)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint."""
 
 
 async def _node(settings: Settings) -> None:
@@ -250,6 +270,8 @@ async def _node(settings: Settings) -> None:
             await asyncio.Event().wait()
         else:
             await asyncio.shield(agent.cluster.over)
+        if Store(settings.home).load().membership is not None:
+            log.error(REMOVED)
         log.info("this Mac belongs to no cluster any more; the agent ends")
 
 
@@ -266,10 +288,7 @@ async def _ready_or_over(agent: Agent) -> None:
 
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
-    try:
-        settings = resolve_settings(flags, defaults=defaults)
-    except MlxtpError as error:
-        _refuse(error)
+    settings = resolve_settings(flags, defaults=defaults)
     return replace(settings, home=settings.home.resolve())
 
 
@@ -277,19 +296,12 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
     try:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))
-    except MlxtpError as error:
-        _refuse(error)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     if by_signal and interrupted:
         raise typer.Exit(interrupted)
     return outcome
-
-
-def _refuse(error: MlxtpError) -> Any:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]mlxtp:[/] {escape(error.detail)}")
-    raise typer.Exit(1)
 
 
 def _log_handler() -> logging.Handler:

@@ -130,6 +130,29 @@ def test_names_are_printed_as_they_are(folder: Path) -> None:
     assert text.count("[bold]a") == 2
 
 
+# --- the embedded model -----------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
+    """On as many as can, though one alone is faster: see `Conductor._options`."""
+    tcp = on_lan([mac(i) for i in range(2)])
+    text = printed("tiny", tcp)
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "chosen" in rows["ring over Ethernet of 2"]
+    assert "possible" in rows["one node alone"]
+    assert "Note: the embedded model is there to show that the Macs work together" in text
+    one = printed("tiny", tcp, options=Options(nodes=1))
+    assert "a alone: " in one
+    assert "Note: the embedded" not in one
+    assert "Note: the embedded" not in printed("tiny", tcp[:1])
+
+
+def test_other_models_are_planned_for_speed(folder: Path) -> None:
+    text = printed(folder, on_lan([mac(i) for i in range(2)]))
+    assert "slower than a alone" in text
+    assert "Note: the embedded" not in text
+
+
 # --- JSON -------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from mlxtp import plan
+from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.placement import Options
 from mlxtp.cluster.topology import Member
 from mlxtp.errors import ConfigError, ModelError
@@ -128,6 +130,32 @@ def test_names_are_printed_as_they_are(folder: Path) -> None:
     text = printed(folder / "[red]", [replace(mac(0), name="[bold]a")])
     assert text.startswith("[red]: ")
     assert text.count("[bold]a") == 2
+
+
+# --- what docs/placement.md shows -------------------------------------------------------------------------
+
+DOC = (Path(__file__).parents[1] / "docs" / "placement.md").read_text()
+
+
+def test_the_example_is_what_the_sample_of_a_nodes_file_gives(tmp_path: Path) -> None:
+    (sample,) = re.findall(r"```toml\n(.*?)```", DOC, re.DOTALL)
+    (tmp_path / "desk.toml").write_text(sample)
+    members = list(plan.read_nodes_file(tmp_path / "desk.toml"))
+    ((command, shown),) = re.findall(r"```\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
+    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --nodes desk.toml"
+    real = printed("qwen3-235b-a22b-8bit", members, width=129)
+    said = " ".join(real.split())
+    for line in shown.splitlines():
+        assert " ".join(line.removesuffix("…").split()) in said
+    verdicts = re.findall(r"chosen|possible|refused", shown)
+    assert verdicts == [
+        word for word in re.findall(r"\w+", real) if word in ("chosen", "possible", "refused")
+    ]
+
+
+def test_all_names_are_listed_there() -> None:
+    (names,) = re.findall(r"<!-- names -->(.*?)<!-- end of names -->", DOC, re.DOTALL)
+    assert re.findall(r"`(.*?)`", names) == sorted(KNOWN)
 
 
 # --- the embedded model -----------------------------------------------------------------------------------

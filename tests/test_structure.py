@@ -174,7 +174,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "plan": frozenset({"cluster", "config", "errors"}),
     "client": frozenset({"errors"}),
     "commands": frozenset({"plan", "client", "node", "cluster", "config", "errors", "wire"}),
-    "cli": frozenset({"commands", "demo", "plan", "node", "cluster", "config", "errors", ""}),
+    "terminal": frozenset({"errors"}),
+    "cli": frozenset({"commands", "demo", "terminal", "plan", "node", "cluster", "config", "errors", ""}),
     "__main__": frozenset({"cli"}),
     "": frozenset(),
 }

@@ -98,10 +98,14 @@ sys.argv = ["mlxtp", "version"]
 
 
 def interrupted(module: str, start: str = START, before: str = "") -> subprocess.CompletedProcess[str]:
-    """`mlxtp version` with Ctrl-C pressed just as it begins to import `module`."""
+    """`mlxtp version` with Ctrl-C pressed just as it begins to import `module`; the status is the shell's."""
     code = before + INTERRUPTED_IMPORT.format(module=module, start=start)
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=START_S, check=False
+        ["/bin/sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
     )
 
 

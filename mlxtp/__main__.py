@@ -8,7 +8,7 @@ import signal
 def main() -> None:
     """Entry of the `mlxtp` command. Until that is imported, Ctrl-C ends the process without a word.
 
-    It is the system that ends it: an exception could be caught, or printed, by whatever is just being imported.
+    The system ends it: an exception could be caught, or printed, by whatever is just being imported.
     """
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so in the background
     if heeded:

@@ -28,7 +28,7 @@ from .node.models import find_config, is_hub_id, lasting_name
 from .wire.machine import Interface, Machine, Port
 
 Home = Annotated[
-    Path | None, typer.Option(help="The --home of the agent to ask, if it was started with one.")
+    Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")]
 _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
@@ -36,12 +36,14 @@ _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    app.command()(status)
     app.command()(serve)
     app.command()(unload)
-    app.command()(token)
+    app.command()(status)
     app.command()(plan)
-    cluster = typer.Typer(no_args_is_help=True, help="List, remove and leave: who belongs to the cluster.")
+    app.command()(token)
+    cluster = typer.Typer(
+        no_args_is_help=True, help="Who belongs to the cluster: list members, remove one, or leave."
+    )
     cluster.command()(members)
     cluster.command()(remove)
     cluster.command()(leave)
@@ -139,7 +141,7 @@ def plan(
         typer.Option(
             metavar="M",
             help="A model folder, its config.json, an id on the Hugging Face Hub, or a name that is known "
-            "here, such as llama-3.3-70b-4bit; a wrong one lists them.",
+            "here, such as llama-3.3-70b-4bit; any other word lists them.",
         ),
     ],
     nodes: Annotated[
@@ -162,7 +164,7 @@ def plan(
         typer.Option(
             metavar="TOKENS",
             help="Most tokens of prompt and answer.",
-            show_default=str(DEFAULT_CONTEXT),
+            show_default=f"{DEFAULT_CONTEXT}, or the model's own if that is less",
         ),
     ] = 0,
     fast_fences: Annotated[

@@ -59,17 +59,19 @@ def run(
 def _plan(
     model: str, members: Sequence[Member], shape: ModelShape, coordinator: str, options: Options
 ) -> Plan:
-    """As a cluster places it: the embedded model over as many Macs as can, unless a number was asked for."""
-    if model != EMBEDDED_MODEL or options.nodes != "auto":
-        return plan(members, shape, coordinator, options)
-    made = plan(members, shape, coordinator, replace(options, nodes="all"))
-    if len(made.ranks) < 2:
+    made = plan(members, shape, coordinator, as_served(model, options))
+    if model != EMBEDDED_MODEL or options.nodes != "auto" or len(made.ranks) < 2:
         return made
     why = (
         "the embedded model is there to show that the Macs work together, so it runs on as many as can, even "
         "where one alone is faster"
     )
     return replace(made, notes=(why, *made.notes))
+
+
+def as_served(model: str, options: Options) -> Options:
+    """What a cluster makes of these: it spreads the embedded model, unless a number was asked for."""
+    return replace(options, nodes="all") if model == EMBEDDED_MODEL and options.nodes == "auto" else options
 
 
 def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:

@@ -7,7 +7,8 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,9 @@ from mlxtp import plan
 from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.placement import Options
 from mlxtp.cluster.topology import Member
+from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
+from mlxtp.node.conductor import Conductor
 
 from .clustering.desks import LLAMA, all_pairs, cabled, mac, on_lan
 
@@ -162,7 +165,7 @@ def test_all_names_are_listed_there() -> None:
 
 
 def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
-    """On as many as can, though one alone is faster: see `Conductor._options`."""
+    """On as many as can, though one alone is faster."""
     tcp = on_lan([mac(i) for i in range(2)])
     text = printed("tiny", tcp)
     rows = {line.split("  ")[0]: line for line in text.splitlines()}
@@ -173,6 +176,16 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
     assert "a alone: " in one
     assert "Note: the embedded" not in one
     assert "Note: the embedded" not in printed("tiny", tcp[:1])
+
+
+@pytest.mark.parametrize("model", ["tiny", "org/model"])
+@pytest.mark.parametrize("nodes", ["auto", "all", 1, 2])
+def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: str, nodes: str | int) -> None:
+    settings = resolve_settings({"home": tmp_path}, {})
+    nobody = SimpleNamespace(machines={})
+    conductor = Conductor(cast(Any, SimpleNamespace(settings=settings, node_id="", knowledge=nobody)))
+    served = conductor._options(str(nodes), cast(Any, SimpleNamespace(id=model)))
+    assert plan.as_served(model, Options(nodes=nodes)).nodes == served.nodes
 
 
 def test_other_models_are_planned_for_speed(folder: Path) -> None:

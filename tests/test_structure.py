@@ -175,7 +175,10 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "client": frozenset({"errors"}),
     "commands": frozenset({"plan", "client", "node", "cluster", "config", "errors", "wire"}),
     "terminal": frozenset({"errors"}),
-    "cli": frozenset({"commands", "demo", "terminal", "plan", "node", "cluster", "config", "errors", ""}),
+    "options": frozenset({"config"}),
+    "cli": frozenset(
+        {"commands", "demo", "options", "terminal", "plan", "node", "cluster", "config", "errors", ""}
+    ),
     "__main__": frozenset({"cli"}),
     "": frozenset(),
 }

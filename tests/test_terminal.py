@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlxtp.cli import app
@@ -67,6 +70,33 @@ def test_without_json_an_error_is_words_on_stderr(tmp_path: Path) -> None:
     refused = mlxtp("status", tmp_path)
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr.startswith("mlxtp: no mlxtp node runs with home")
+
+
+# --- help -------------------------------------------------------------------------------------------------
+
+
+def every_command(command: Any, words: str = "") -> Iterator[tuple[str, Any]]:
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, f"{words} {name}".strip())
+
+
+COMMANDS = dict(every_command(get_command(app)))
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_explains_every_word_that_can_be_typed(words: str) -> None:
+    shown = mlxtp(f"{words} --help")
+    assert shown.exit_code == 0
+    assert COMMANDS[words].help
+    for parameter in COMMANDS[words].params:
+        assert parameter.help, parameter.name
+        assert parameter.help.endswith(".") or parameter.help.startswith("Show"), parameter.name
+
+
+def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None:
+    names = [words for words in COMMANDS if words and " " not in words]
+    assert names[:5] == ["node", "demo", "serve", "unload", "status"]
 
 
 # --- version ----------------------------------------------------------------------------------------------

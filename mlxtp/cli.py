@@ -9,158 +9,58 @@ import os
 import sys
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
 
 from . import __version__, commands, demo
-from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL, Settings, resolve_settings
+from .cluster.identity import Store
+from .config import Settings, resolve_settings
 from .errors import GroupError, MlxtpError
 from .node.agent import Agent, running_agent, stopped_by_signal
 from .node.epoch import State
+from .options import (
+    Agreement,
+    Alone,
+    Backend,
+    Bonjour,
+    Compiled,
+    Control,
+    DraftModel,
+    FastFences,
+    Home,
+    Http,
+    Interface,
+    Join,
+    KeepAwake,
+    KvBits,
+    KvBytes,
+    MaxContext,
+    Model,
+    Name,
+    Nodes,
+    Peer,
+    PrefixCache,
+    Ranks,
+    Rdma,
+    Speculation,
+)
+from .terminal import Commands
 
 INTERRUPTED = 130
-TUNING = "Engine"
+REMOVED = (
+    "another member removed this Mac from its cluster. To bring it back, here: `mlxtp cluster leave`, then "
+    "`mlxtp node --join TOKEN`, with a new token from `mlxtp token` on a member"
+)
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint.",
 )
-
-Ranks = Annotated[int | None, typer.Option(help="Rank processes on this machine: 1, 2 or 4.")]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help=f"A model folder or an id on the Hugging Face Hub. Default: {EMBEDDED_MODEL}, embedded."
-    ),
-]
-Http = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help=f"The endpoint. Default: {DEFAULT_HTTP}.")
-]
-Home = Annotated[
-    Path | None, typer.Option(help="Folder of this node's state; also MLXTP_HOME. One node, one home.")
-]
-
-
-Agreement = Annotated[
-    str | None,
-    typer.Option(
-        help="How ranks come to hold the same token: auto, broadcast or verify.", rich_help_panel=TUNING
-    ),
-]
-MaxContext = Annotated[
-    str | None,
-    typer.Option(metavar="TOKENS", help="Most tokens of prompt and answer.", rich_help_panel=TUNING),
-]
-KvBits = Annotated[
-    str | None,
-    typer.Option(
-        metavar="0|4|8", help="Quantize the KV cache; one request at a time.", rich_help_panel=TUNING
-    ),
-]
-KvBytes = Annotated[
-    str | None,
-    typer.Option(metavar="AMOUNT", help="Memory for KV caches on each rank: 500MB.", rich_help_panel=TUNING),
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(help="A small model with the same vocabulary, to propose tokens.", rich_help_panel=TUNING),
-]
-Speculation = Annotated[
-    bool | None,
-    typer.Option(
-        "--speculation/--no-speculation", help="Check several likely tokens at once.", rich_help_panel=TUNING
-    ),
-]
-PrefixCache = Annotated[
-    bool | None,
-    typer.Option(
-        "--prefix-cache/--no-prefix-cache", help="Keep the caches of prompts.", rich_help_panel=TUNING
-    ),
-]
-Compiled = Annotated[
-    bool | None,
-    typer.Option(
-        "--compiled/--no-compiled", help="Trace decode graphs once and replay them.", rich_help_panel=TUNING
-    ),
-]
-
-
-commands.register(app)
-
-CLUSTER = "Cluster"
-Join = Annotated[
-    str | None,
-    typer.Option(
-        "--join",
-        metavar="[TOKEN]",
-        help="Join a cluster with a token from `mlxtp token`; without one, as the member this Mac is.",
-        rich_help_panel=CLUSTER,
-    ),
-]
-Alone = Annotated[
-    bool | None,
-    typer.Option("--alone", help="Keep to this Mac: no control port, no Bonjour.", rich_help_panel=CLUSTER),
-]
-Name = Annotated[
-    str | None, typer.Option(help="What to call this Mac. Default: its host name.", rich_help_panel=CLUSTER)
-]
-Control = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS:PORT",
-        help=f"Where other agents reach this one. Default: port {DEFAULT_CONTROL_PORT} of every address.",
-        rich_help_panel=CLUSTER,
-    ),
-]
-Interface = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Use only this IPv4 address of this Mac.", rich_help_panel=CLUSTER),
-]
-Peer = Annotated[
-    list[str] | None,
-    typer.Option("--peer", metavar="HOST:PORT", help="Where another agent is.", rich_help_panel=CLUSTER),
-]
-Bonjour = Annotated[
-    bool | None,
-    typer.Option("--discovery/--no-discovery", help="Look for others by Bonjour.", rich_help_panel=CLUSTER),
-]
-Nodes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|all|N", help="How many Macs one model is spread over.", rich_help_panel=CLUSTER
-    ),
-]
-Backend = Annotated[
-    str | None,
-    typer.Option(metavar="auto|jaccl|ring", help="How ranks of several Macs talk.", rich_help_panel=CLUSTER),
-]
-FastFences = Annotated[
-    bool | None,
-    typer.Option(
-        "--fast-fences/--no-fast-fences",
-        help="MLX_METAL_FAST_SYNCH: faster, and can hang a GPU until the Mac is restarted.",
-        rich_help_panel=CLUSTER,
-    ),
-]
-KeepAwake = Annotated[
-    bool | None,
-    typer.Option("--keep-awake/--no-keep-awake", help="Keep this Mac from falling asleep while it serves."),
-]
-Rdma = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NODE=DEVICE",
-        help="RDMA device of a node, by hand: studio=rdma_en5.",
-        rich_help_panel=CLUSTER,
-    ),
-]
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
@@ -190,7 +90,10 @@ def node(
     prefix_cache: PrefixCache = None,
     compiled: Compiled = None,
 ) -> None:
-    """Run this Mac's agent: it finds the others, keeps ranks alive and serves until it is told to stop."""
+    """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
+
+    On the first Mac `mlxtp node` founds a cluster, and prints the command for the next one.
+    """
     flags = dict(locals())
     del flags["join"]
     flags["peers"] = flags.pop("peer") or None
@@ -211,11 +114,13 @@ def demo_command(
     model: Model = None,
     http: Http = None,
     home: Home = None,
-    prompt: Annotated[str | None, typer.Option(help="What to ask.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Exit after the answer.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --once: print one JSON object.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: print one JSON object, also for an error.")
+    ] = False,
 ) -> None:
-    """Start two ranks, ask one question, show every stage with its time, then serve until Ctrl-C."""
+    """Try it on this machine alone: start, ask one question, show what took how long, serve until Ctrl-C."""
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
     with demo.temporary_home() as folder:
@@ -228,10 +133,28 @@ def demo_command(
         print(json.dumps(outcome, ensure_ascii=False))
 
 
+commands.register(app)
+
+
 @app.command()
-def version() -> None:
+def version(as_json: commands.AsJson = False) -> None:
     """Print the version."""
-    print(__version__)
+    print(json.dumps({"version": __version__}) if as_json else __version__)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint."""
 
 
 async def _node(settings: Settings) -> None:
@@ -255,6 +178,8 @@ async def _node(settings: Settings) -> None:
             await asyncio.Event().wait()
         else:
             await asyncio.shield(agent.cluster.over)
+        if Store(settings.home).load().membership is not None:
+            log.error(REMOVED)
         log.info("this Mac belongs to no cluster any more; the agent ends")
 
 
@@ -271,10 +196,7 @@ async def _ready_or_over(agent: Agent) -> None:
 
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
-    try:
-        settings = resolve_settings(flags, defaults=defaults)
-    except MlxtpError as error:
-        _refuse(error)
+    settings = resolve_settings(flags, defaults=defaults)
     return replace(settings, home=settings.home.resolve())
 
 
@@ -282,19 +204,12 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
     try:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))
-    except MlxtpError as error:
-        _refuse(error)
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     if by_signal and interrupted:
         raise typer.Exit(interrupted)
     return outcome
-
-
-def _refuse(error: MlxtpError) -> Any:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]mlxtp:[/] {escape(error.detail)}")
-    raise typer.Exit(1)
 
 
 def _log_handler() -> logging.Handler:

@@ -15,6 +15,7 @@ from .errors import Code, UserError
 FILE = "agent.json"
 LOCK = "lock"
 TIMEOUT_S = 15.0
+_CODES = frozenset(map(str, Code))
 
 
 class AgentClient:
@@ -56,7 +57,9 @@ class AgentClient:
             ) from None
         if response.status != http.client.OK:
             said = answer.get("error")
-            raise UserError(str(said.get("message") if isinstance(said, dict) else answer))
+            said = said if isinstance(said, dict) else {"message": answer}
+            code = said.get("code")
+            raise UserError(str(said.get("message")), Code(code) if code in _CODES else None)
         return answer
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,32 +13,37 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from . import plan as planning
 from .client import AgentClient, agent_runs
 from .cluster import hardware
 from .cluster.identity import Store
 from .cluster.known import KNOWN
-from .cluster.placement import Options
+from .cluster.placement import DEFAULT_CONTEXT, Options
 from .cluster.topology import Member
-from .config import resolve_settings
-from .errors import MlxtpError, UserError
+from .config import parse_nodes, resolve_settings
+from .errors import Code, UserError
 from .node.models import find_config, is_hub_id, lasting_name
 from .wire.machine import Interface, Machine, Port
 
-Home = Annotated[Path | None, typer.Option(help="Folder of the node's state; also MLXTP_HOME.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Home = Annotated[
+    Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")]
 _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
-    app.command()(status)
     app.command()(serve)
     app.command()(unload)
-    app.command()(token)
+    app.command()(status)
     app.command()(plan)
-    cluster = typer.Typer(no_args_is_help=True, help="Who belongs to the cluster.")
+    app.command()(token)
+    cluster = typer.Typer(
+        no_args_is_help=True, help="Who belongs to the cluster: list members, remove one, or leave."
+    )
     cluster.command()(members)
     cluster.command()(remove)
     cluster.command()(leave)
@@ -45,107 +51,142 @@ def register(app: typer.Typer) -> None:
 
 
 def status(home: Home = None, as_json: AsJson = False) -> None:
-    """What runs now: the group, its model, and every member."""
-    with _refusing():
-        _print(_agent(home).get("status"), as_json, _show_status)
+    """Show what runs now: the model, on which Macs, and every member of the cluster."""
+    _print(_agent(home).get("status"), as_json, _show_status)
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="A model folder, or an id on the Hub.")],
-    nodes: Annotated[str, typer.Option(metavar="auto|all|N", help="How many Macs to spread it over.")] = "",
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A model folder that every Mac has, or an id on the Hugging Face Hub (OWNER/NAME)."
+        ),
+    ],
+    nodes: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|all|N",
+            help="How many Macs to spread it over; auto: as many as are fastest. Default: as said last.",
+        ),
+    ] = "",
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a model on the whole cluster; from any member."""
-    with _refusing():
-        answer = _agent(home).post("serve", model=lasting_name(model) if model else "", nodes=nodes)
-        _print(answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is")
+    """Say which model the cluster shall serve from now on. Works on any Mac of it."""
+    answer = _agent(home).post("serve", model=lasting_name(model) if model else "", nodes=nodes)
+    _print(answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is")
 
 
 def unload(home: Home = None, as_json: AsJson = False) -> None:
-    """Serve nothing; from any member."""
-    with _refusing():
-        _print(_agent(home).post("unload"), as_json, lambda _: "nothing shall be served")
+    """Have the cluster serve no model any more. Works on any Mac of it."""
+    _print(_agent(home).post("unload"), as_json, lambda _: "nothing shall be served")
 
 
 def token(home: Home = None, as_json: AsJson = False) -> None:
-    """A join token for one more Mac, valid for 15 minutes."""
-    with _refusing():
-        answer = _agent(home).post("token")
-        _print(answer, as_json, lambda a: str(a["token"]))
+    """Print a join token: it lets one more Mac in, within 15 minutes, by `mlxtp node --join TOKEN` there."""
+    answer = _agent(home).post("token")
+    _print(answer, as_json, lambda a: str(a["token"]))
 
 
 def members(home: Home = None, as_json: AsJson = False) -> None:
-    """Everybody that belongs to the cluster, present or not."""
-    with _refusing():
-        _print(_agent(home).get("members"), as_json, _members_table)
+    """List every Mac that belongs to the cluster, present or not."""
+    _print(_agent(home).get("members"), as_json, _show_members)
 
 
 def remove(
-    node: Annotated[str, typer.Argument(help="Its name, or the beginning of its id.")],
+    node: Annotated[
+        str, typer.Argument(help="Its name, or the beginning of its node id: see `mlxtp cluster members`.")
+    ],
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take a member out of the cluster: its links are cut, its key counts no more."""
-    with _refusing():
-        answer = _agent(home).post("remove", node=node)
-        _print(answer, as_json, lambda a: f"{a['removed']} is no member any more")
+    """Take another Mac out of the cluster, here or away. It comes back only with a new join token."""
+    if not node.strip():
+        raise UserError("which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
+    answer = _agent(home).post("remove", node=node)
+    _print(answer, as_json, lambda a: f"{a['removed']} is no member any more")
 
 
 def leave(
     force: Annotated[
-        bool, typer.Option("--force", help="Also when this Mac founded the cluster, which ends joining it.")
+        bool,
+        typer.Option("--force", help="Also if this Mac founded the cluster: nobody can join it afterwards."),
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have this Mac forget its cluster. A running agent tells the others, and ends."""
-    with _refusing():
-        folder = _home(home)
-        try:
-            answer = AgentClient(folder).post("leave", force="yes" if force else "")
-        except UserError as error:
-            if error.code != "not_ready" or agent_runs(folder):
-                raise
-            identity = Store(folder).load() if Store(folder).folder.exists() else None
-            if identity is None or identity.membership is None:
-                raise UserError(f"{folder} belongs to no cluster") from None
-            if identity.authority is not None and not force:
-                raise UserError(
-                    "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "
-                    "leaves all the same"
-                ) from None
-            Store(folder).leave()
-            answer = {"left": identity.cluster_id, "members": None}
-        _print(answer, as_json, _farewell)
+    """Take this Mac out of its cluster. A running agent tells the others, and ends."""
+    folder = _home(home)
+    try:
+        answer = AgentClient(folder).post("leave", force="yes" if force else "")
+    except UserError as error:
+        if error.code is not Code.NOT_READY or agent_runs(folder):
+            raise
+        identity = Store(folder).load() if Store(folder).folder.exists() else None
+        if identity is None or identity.membership is None:
+            raise UserError(f"{folder} belongs to no cluster") from None
+        if identity.authority is not None and not force:
+            raise UserError(
+                "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "
+                "leaves all the same"
+            ) from None
+        Store(folder).leave()
+        answer = {"left": identity.cluster_id, "members": None}
+    _print(answer, as_json, _farewell)
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A model folder, its config.json, or a model known by name.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="M",
+            help="A model folder, its config.json, an id on the Hugging Face Hub, or a name that is known "
+            "here, such as llama-3.3-70b-4bit; any other word lists them.",
+        ),
+    ],
     nodes: Annotated[
-        Path | None, typer.Option(help="A file of machines one could have; default: those of the cluster.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."
+        ),
     ] = None,
     spread: Annotated[
-        str, typer.Option(metavar="auto|all|N", help="How many Macs to spread it over.")
+        str,
+        typer.Option(
+            metavar="auto|all|N", help="How many Macs to spread it over; auto: as many as are fastest."
+        ),
     ] = "auto",
-    backend: Annotated[str, typer.Option(metavar="auto|jaccl|ring")] = "auto",
-    max_context: Annotated[int, typer.Option(help="Tokens whose KV cache must have room.")] = 0,
-    fast_fences: Annotated[bool, typer.Option(help="As if MLX_METAL_FAST_SYNCH=1 were set.")] = False,
+    backend: Annotated[
+        str, typer.Option(metavar="auto|jaccl|ring", help="How ranks of several Macs talk: RDMA or TCP.")
+    ] = "auto",
+    max_context: Annotated[
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Most tokens of prompt and answer.",
+            show_default=f"{DEFAULT_CONTEXT}, or the model's own if that is less",
+        ),
+    ] = 0,
+    fast_fences: Annotated[
+        bool, typer.Option("--fast-fences", help="As if `mlxtp node --fast-fences` ran on each.")
+    ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Who could serve a model, how fast, and why. Nothing is started."""
-    with _refusing():
-        coordinator = ""
-        if nodes is not None:
-            found = planning.read_nodes_file(nodes)
-        else:
-            found, coordinator = _members_here(_home(home))
-        wanted: str | int = int(spread) if spread.isdecimal() else spread
-        options = Options(backend=backend, nodes=wanted, max_context=max_context, fast_fences=fast_fences)
-        known = model in KNOWN or not is_hub_id(model)
-        shaped = model if known else find_config(model)
-        made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
+    """Show which Macs could serve a model, how fast, and why. Nothing is started."""
+    if not model.strip():
+        raise UserError("which model? A folder, an id on the Hub, or a known name: `mlxtp plan --help`")
+    number = parse_nodes(spread, "--spread")
+    wanted: str | int = int(number) if number.isdecimal() else number
+    options = Options(backend=backend, nodes=wanted, max_context=max_context, fast_fences=fast_fences)
+    coordinator = ""
+    if nodes is not None:
+        found = planning.read_nodes_file(nodes)
+    else:
+        found, coordinator = _members_here(_home(home))
+    known = model in KNOWN or not is_hub_id(model)
+    shaped = model if known else find_config(model)
+    made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
     if made.chosen is None:
         raise typer.Exit(1)
 
@@ -172,19 +213,6 @@ def _machine(fields: Mapping[str, Any]) -> Machine:
 
 
 # --- printing ---------------------------------------------------------------------------------------
-
-
-class _refusing:
-    """An error is one red line on stderr, and exit status 1."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, MlxtpError):
-            console = Console(stderr=True, highlight=False, soft_wrap=True)
-            console.print(f"[bold red]mlxtp:[/] {escape(error.detail)}")
-            raise typer.Exit(1)
 
 
 def _home(home: Path | None) -> Path:
@@ -216,9 +244,9 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
     kind = f", {escape(answer['kind'])}" if answer["kind"] and model else ""
     lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}   epoch {answer['epoch']}"]
     if answer["reason"] and state != "ready":
-        lines.append(f"  {escape(answer['reason'])}")
+        lines.append(_indented(answer["reason"]))
     if answer.get("problem"):
-        lines.append(f"  [red]{escape(answer['problem'])}[/]")
+        lines.append(_indented(answer["problem"], "red"))
     if "members" in answer:
         lines.append(
             f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'nobody yet')}"
@@ -227,10 +255,36 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
         if wanted["model"]:
             spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
             lines.append(f"wanted: {escape(wanted['model'])}{spread}")
-        lines.append(_members_table(answer))
+        lines += _show_members(answer)
         for member in answer["members"]:
-            lines += [f"[dim]{escape(member['name'])}: {escape(note)}[/]" for note in member["notes"]]
+            lines += _about(member["name"], member["notes"], "yellow")
     return lines
+
+
+def _show_members(answer: Mapping[str, Any]) -> list[Any]:
+    """The table, and below it what keeps members from serving the model."""
+    lines: list[Any] = [_members_table(answer)]
+    for member in answer["members"]:
+        lines += _about(member["name"], filter(None, [member["model_problem"]]), "red")
+    return lines
+
+
+def _about(name: str, sentences: Iterable[str], colour: str) -> list[Any]:
+    """Who it is about, and below each sentence as a paragraph of its own."""
+    said = [_indented(f"- {sentence}", colour) for sentence in sentences]
+    return [f"{escape(name)}:", *said] if said else []
+
+
+def _indented(text: str, colour: str = "") -> Text:
+    lines = textwrap.wrap(
+        text,
+        Console().width,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return Text("\n".join(lines), colour)
 
 
 def _members_table(answer: Mapping[str, Any]) -> Table:
@@ -239,12 +293,7 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
         table.add_column(column, justify="right" if column in ("rank", "memory") else "left")
     for member in answer["members"]:
         memory = f"{member['memory_bytes'] / 1e9:.0f} GB" if member["memory_bytes"] else ""
-        remarks = [
-            word
-            for word, is_so in (("this Mac", member["self"]), ("coordinator", member["coordinator"]))
-            if is_so
-        ]
-        remarks += [member["model_problem"]] if member["model_problem"] else []
+        roles = {"this Mac": member["self"], "coordinator": member["coordinator"]}
         table.add_row(
             escape(member["name"]),
             f"[{_STATES.get(member['state'], 'dim')}]{member['state']}[/]",
@@ -253,7 +302,7 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
             escape(member["chip"]),
             memory,
             member["node_id"][:8],
-            escape(", ".join(remarks)),
+            ", ".join(role for role, is_so in roles.items() if is_so),
         )
     return table
 

@@ -184,7 +184,18 @@ def _read_file(path: Path) -> _Chosen:
     unknown = sorted(set(table) - set(_PARSERS))
     if unknown:
         raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(_PARSERS)}")
+    for key, value in table.items():
+        _check_type(key, value, path)
     return {key: (value, f"{key} in {path}") for key, value in table.items()}
+
+
+def _check_type(key: str, value: object, path: Path) -> None:
+    """TOML says what is a number and what a string. Raises ConfigError where the file says something else."""
+    kinds, expected = _FILE_TYPES[key]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if type(value) not in kinds or not all(isinstance(item, str) for item in items):
+        shown = repr(value) if isinstance(value, (str, list, dict)) else str(value).lower()
+        raise ConfigError(f"{key} in {path}: {shown} is of the wrong type; it has to be {expected}")
 
 
 def _with_fabric(table: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -256,7 +267,7 @@ def _parse_ipv4(value: object, where: str) -> str:
 def _parse_peers(value: object, where: str) -> tuple[str, ...]:
     """Addresses of agents: a list, or one string with commas. Names are looked up when they are dialled."""
     peers = []
-    for peer in _parse_list(value, where):
+    for peer in _parse_list(value):
         host, colon, port = peer.rpartition(":")
         if not colon:
             host, port = peer, str(DEFAULT_CONTROL_PORT)
@@ -266,19 +277,17 @@ def _parse_peers(value: object, where: str) -> tuple[str, ...]:
     return tuple(peers)
 
 
-def _parse_list(value: object, where: str) -> tuple[str, ...]:
+def _parse_list(value: object) -> tuple[str, ...]:
     items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    if not all(isinstance(item, str) for item in items):
-        raise ConfigError(f"{where}: {value!r} is no list of strings")
     return tuple(item.strip() for item in items if item.strip())
 
 
 def _parse_rdma(value: object, where: str) -> tuple[str, ...]:
     """NODE=DEVICE or NODE/PEER=DEVICE: a table, a list, or one string with commas."""
     if isinstance(value, dict):
-        items = tuple(f"{node}={device if isinstance(device, str) else ''}" for node, device in value.items())
+        items = tuple(f"{node}={device}" for node, device in value.items())
     else:
-        items = _parse_list(value, where)
+        items = _parse_list(value)
     for item in items:
         who, equals, device = item.partition("=")
         node, slash, peer = who.partition("/")
@@ -355,6 +364,35 @@ def _parse_bytes(value: object, where: str) -> int:
         raise ConfigError(f"{where}: {value!r} is more than any machine has; 0 is what fits")
     return int(size)
 
+
+_TEXT = ((str,), "a string in quotes")
+_SWITCH = ((bool,), "true or false")
+_NUMBER = ((int,), "a whole number")
+_FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "http": _TEXT,
+    "ranks": _NUMBER,
+    "model": _TEXT,
+    "agreement": _TEXT,
+    "compiled": _SWITCH,
+    "speculation": _SWITCH,
+    "prefix_cache": _SWITCH,
+    "max_context": _NUMBER,
+    "kv_bits": _NUMBER,
+    "kv_bytes": ((int, str), 'a whole number, or a string such as "500MB"'),
+    "draft_model": _TEXT,
+    "alone": _SWITCH,
+    "name": _TEXT,
+    "control": _TEXT,
+    "interface": _TEXT,
+    "peers": ((list,), 'a list of strings, such as ["10.0.0.2:52414"]'),
+    "discovery": _SWITCH,
+    "nodes": ((int, str), '"auto", "all", or a whole number'),
+    "backend": _TEXT,
+    "fast_fences": _SWITCH,
+    "keep_awake": _SWITCH,
+    "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
+}
+"""What each key may be in the file, and how that is called. Flags and variables have strings."""
 
 _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "http": _parse_address,

@@ -143,21 +143,26 @@ def ask(url: str, prompt: str, on_text: Callable[[str], None]) -> Answer:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    with contextlib.closing(connection):
-        sent_at = time.monotonic()
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        text, tokens, arrivals = "", 0, []
-        for chunk in _chunks(connection.getresponse()):
-            if chunk.get("usage"):
-                tokens = chunk["usage"]["completion_tokens"]
-            for choice in chunk["choices"]:
-                if piece := choice["delta"].get("content"):
-                    arrivals.append(time.monotonic())
-                    text += piece
-                    on_text(piece)
-        ended_at = time.monotonic()
+    text, tokens, arrivals = "", 0, []
+    try:
+        with contextlib.closing(connection):
+            sent_at = time.monotonic()
+            connection.request(
+                "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            for chunk in _chunks(connection.getresponse()):
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+                for choice in chunk["choices"]:
+                    if piece := choice["delta"].get("content"):
+                        arrivals.append(time.monotonic())
+                        text += piece
+                        on_text(piece)
+            ended_at = time.monotonic()
+    except BrokenPipeError:  # whoever reads our output has left
+        raise
+    except (OSError, http.client.HTTPException) as error:
+        raise GroupError(f"the answer broke off: {error or type(error).__name__}", Code.LINK_LOST) from None
     first_at = arrivals[0] if arrivals else ended_at
     rate = (tokens - 1) / (ended_at - first_at) if tokens > 1 and ended_at > first_at else 0.0
     return Answer(text, tokens, round(first_at - sent_at, 4), round(rate, 1))

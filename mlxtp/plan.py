@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,31 @@ def run(
     ModelError and ConfigError in the words of whoever made the mistake.
     """
     shape = read_shape(model, kv_bits)
-    made = plan(members, shape, coordinator, options)
+    made = _plan(str(model), members, shape, coordinator, options or Options())
     console = console or Console(highlight=False)
     if as_json:
         console.print(json.dumps(to_json(made, shape), ensure_ascii=False), soft_wrap=True, markup=False)
     else:
         show(made, shape, console)
     return made
+
+
+def _plan(
+    model: str, members: Sequence[Member], shape: ModelShape, coordinator: str, options: Options
+) -> Plan:
+    made = plan(members, shape, coordinator, as_served(model, options))
+    if model != EMBEDDED_MODEL or options.nodes != "auto" or len(made.ranks) < 2:
+        return made
+    why = (
+        "the embedded model is there to show that the Macs work together, so it runs on as many as can, even "
+        "where one alone is faster"
+    )
+    return replace(made, notes=(why, *made.notes))
+
+
+def as_served(model: str, options: Options) -> Options:
+    """What a cluster makes of these: it spreads the embedded model, unless a number was asked for."""
+    return replace(options, nodes="all") if model == EMBEDDED_MODEL and options.nodes == "auto" else options
 
 
 def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:

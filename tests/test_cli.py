@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+
+from mlxtp import cli
+from mlxtp.cluster.identity import Store
+from mlxtp.config import resolve_settings
 
 from .cluster import START_S, WAIT_S, rank_processes, until
 
@@ -84,7 +91,6 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
         (("node", "--http", "52415"), "--http: '52415' is not HOST:PORT"),
         (("node", "--http", "0.0.0.0:52415"), "needs an API key"),
         (("node", "--model", "/no/such/folder"), "neither a folder nor an id on the Hub"),
-        (("demo", "--json"), "--json goes with --once"),
         (("demo", "--model", "[/no]/such"), "[/no]/such is neither a folder"),
         (("node", "--agreement", "perhaps"), "--agreement: 'perhaps' is none of auto, broadcast, verify"),
         (("node", "--max-context", "many"), "--max-context: 'many' is no number of tokens"),
@@ -226,3 +232,32 @@ def test_what_is_set_reaches_the_ranks(tmp_path: Path) -> None:
         assert "200" in refused.json()["error"]["message"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
+
+
+@pytest.mark.parametrize(("left", "says"), [(False, True), (True, False)])
+def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left: bool, says: bool
+) -> None:
+    """One that left by itself knows."""
+    store = Store(tmp_path)
+    store.found_cluster()
+
+    @contextlib.asynccontextmanager
+    async def ended(*_: object) -> AsyncIterator[SimpleNamespace]:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if left:
+            store.leave()
+        over.set_result(None)
+        never = asyncio.Event()
+        supervisor = SimpleNamespace(state=None)
+        yield SimpleNamespace(
+            cluster=SimpleNamespace(over=over), founded=False, supervisor=supervisor, wait_ready=never.wait
+        )
+
+    monkeypatch.setattr(cli, "running_agent", ended)
+    settings = resolve_settings({"home": tmp_path}, {})
+    with caplog.at_level(logging.INFO, logger="mlxtp"):
+        asyncio.run(cli._node(settings))
+    words = ("removed this Mac from its cluster", "`mlxtp cluster leave`", "`mlxtp node --join TOKEN`")
+    assert all((word in caplog.text) is says for word in words)
+    assert "belongs to no cluster any more" in caplog.text

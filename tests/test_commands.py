@@ -21,7 +21,7 @@ from mlxtp.api.server import bind, serve
 from mlxtp.cli import _with_join_value, app
 from mlxtp.client import agent_runs
 from mlxtp.cluster.identity import Store
-from mlxtp.errors import UserError
+from mlxtp.errors import Code, UserError
 from mlxtp.node.administration import FILE, announced
 from mlxtp.node.agent import _own_home
 from mlxtp.wire.machine import Interface, Machine
@@ -131,8 +131,8 @@ def agent(running: Agent, tmp_path: Path) -> Iterator[Agent]:
         yield running
 
 
-def mlxtp(home: Path, *args: str) -> Result:
-    return CliRunner().invoke(app, [*args, "--home", str(home)], env={"COLUMNS": "200"})
+def mlxtp(home: Path, *args: str, width: int = 200) -> Result:
+    return CliRunner().invoke(app, [*args, "--home", str(home)], env={"COLUMNS": str(width)})
 
 
 def refusal(home: Path, *args: str) -> str:
@@ -159,8 +159,29 @@ def test_status_is_one_screen(agent: Agent) -> None:
     assert "512 GB" in table[1]
     assert table[1].rstrip().endswith("this Mac, coordinator")
     assert table[2].split()[:2] == ["mini", "dead"]
-    assert table[2].rstrip().endswith("it is not there")
-    assert table[3:] == ["mini: RDMA is [off]"]
+    assert table[3:] == ["mini:", "  - it is not there", "mini:", "  - RDMA is [off]"]
+
+
+LONG = "the model cannot be read: " + "word " * 40 + "and this is its end"
+
+
+@pytest.mark.parametrize("command", [["status"], ["cluster", "members"]])
+def test_a_long_error_has_lines_of_its_own(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """Below the table, which it would squeeze; indented, and broken between words."""
+    mini = {**STATUS["members"][1], "model_problem": LONG, "notes": []}
+    told = {**STATUS, "members": [MEMBER, mini]}
+    monkeypatch.setattr(agent.admin, command[-1], lambda: told)
+    plain = {**told, "members": [MEMBER, {**mini, "model_problem": ""}]}
+    shown = mlxtp(agent.home, *command, width=80).output.splitlines()
+    monkeypatch.setattr(agent.admin, command[-1], lambda: plain)
+    without = mlxtp(agent.home, *command, width=80).output.splitlines()
+    assert shown[: len(without)] == without
+    who, *below = shown[len(without) :]
+    assert who == "mini:"
+    assert all(line.startswith("  ") for line in below)
+    assert " ".join(" ".join(below).split()) == f"- {LONG}"
 
 
 def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +256,23 @@ def test_what_the_agent_refuses_is_one_line(agent: Agent) -> None:
     agent.admin.error = UserError("no member is called [x]; there are studio (abababab)")
     for args in (["status"], ["cluster", "remove", "[x]"], ["token"]):
         assert refusal(agent.home, *args) == ("mlxtp: no member is called [x]; there are studio (abababab)")
+
+
+def test_what_the_agent_refuses_keeps_its_code(agent: Agent) -> None:
+    agent.admin.error = UserError("anna is away", Code.NOT_READY)
+    refused = mlxtp(agent.home, "token", "--json")
+    assert json.loads(refused.stdout) == {"error": {"code": "not_ready", "message": "anna is away"}}
+
+
+@pytest.mark.parametrize("nobody", ["", " "])
+def test_nobody_is_removed_without_a_name(agent: Agent, nobody: str) -> None:
+    said = refusal(agent.home, "cluster", "remove", nobody)
+    assert said.startswith("mlxtp: which member? Its name, or the beginning of its id: see `mlxtp cluster")
+    assert agent.admin.asked == []
+
+
+def test_no_model_is_planned_without_a_name(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "plan", "--model", "").startswith("mlxtp: which model? A folder, ")
 
 
 COMMANDS = (

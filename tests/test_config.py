@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
 from pathlib import Path
 
 import platformdirs
 import pytest
 
 from mlxtp.config import (
+    _FILE_TYPES,
+    _PARSERS,
     DEFAULT_HTTP,
     Limits,
     Settings,
@@ -32,6 +36,17 @@ def refusal(home: Path, /, file: str = "", **given: str) -> str:
         resolve(home, file, **given)
     assert refused.value.code is Code.CONFIG
     return refused.value.detail
+
+
+def in_toml(key: str, text: str) -> str:
+    """The value of a flag or variable, as the file has it."""
+    if key in ("ranks", "max_context", "kv_bits"):
+        return text
+    if key in ("compiled", "speculation", "prefix_cache", "discovery", "alone", "fast_fences"):
+        return "true" if text == "yes" else "false"
+    if key in ("peers", "rdma"):
+        return json.dumps([item.strip() for item in text.split(",")])
+    return json.dumps(text)
 
 
 # --- who wins ---------------------------------------------------------------------------------------------
@@ -77,7 +92,7 @@ def test_flag_over_variable_over_file(
     tmp_path: Path, key: str, low: str, high: str, attribute: str, expected: tuple[object, object]
 ) -> None:
     variable = f"MLXTP_{key.upper()}"
-    in_file = f'{key} = "{low}"'
+    in_file = f"{key} = {in_toml(key, low)}"
     assert getattr(resolve(tmp_path, in_file), attribute) == expected[0]
     assert getattr(resolve(tmp_path, in_file, **{variable: high}), attribute) == expected[1]
     assert getattr(resolve(tmp_path, in_file, **{variable: low, key: high}), attribute) == expected[1]
@@ -172,7 +187,6 @@ def test_amounts_of_memory(tmp_path: Path, value: str, expected: int) -> None:
     "file",
     [
         'rdma = ["studio=rdma_en5", "mini/studio=rdma_en2"]',
-        'rdma = "studio=rdma_en5,mini/studio=rdma_en2"',
         '[rdma]\nstudio = "rdma_en5"\n"mini/studio" = "rdma_en2"',
         '[fabric.rdma]\nstudio = "rdma_en5"\n"mini/studio" = "rdma_en2"',
         '[fabric]\nrdma = {studio = "rdma_en5", "mini/studio" = "rdma_en2"}',
@@ -211,7 +225,7 @@ def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
     wrong = "3: one machine runs 1, 2 or 4 ranks"
     assert refusal(tmp_path, ranks="3") == f"--ranks {wrong}"
     assert refusal(tmp_path, MLXTP_RANKS="3") == f"MLXTP_RANKS {wrong}"
-    assert refusal(tmp_path, 'ranks = "3"') == f"ranks in {tmp_path / 'config.toml'} {wrong}"
+    assert refusal(tmp_path, "ranks = 3") == f"ranks in {tmp_path / 'config.toml'} {wrong}"
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "8", "two", "2.0"])
@@ -285,16 +299,56 @@ def test_a_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
         ("fabric = 3", "[fabric] has a table rdma"),
         ('[fabric]\nring = "x"', "[fabric] has a table rdma"),
         ('rdma = "a=b"\n[fabric.rdma]\na = "b"', "both in rdma and in [fabric.rdma]"),
-        ("[fabric.rdma]\nstudio = 5", "'studio=' is not NODE=DEVICE"),
-        ('[fabric.rdma.studio]\nmini = "rdma_en5"', "'studio=' is not NODE=DEVICE"),
-        ('[fabric]\nrdma = [["studio", "rdma_en5"]]', "is no list of strings"),
-        ("peers = [1]", "is no list of strings"),
+        ('[fabric.rdma]\nstudio = ""', "'studio=' is not NODE=DEVICE"),
     ],
 )
 def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> None:
     detail = refusal(tmp_path, file)
     assert str(tmp_path / "config.toml") in detail
     assert words in detail
+
+
+STRINGS = ("http", "model", "agreement", "draft_model", "name", "control", "interface", "backend")
+SWITCHES = ("compiled", "speculation", "prefix_cache", "alone", "discovery", "fast_fences")
+WRONG_TYPES = [
+    *(
+        (key, value, "a string in quotes")
+        for key in STRINGS
+        for value in ("5", "true", '["a"]', "1979-05-27")
+    ),
+    *((key, value, "true or false") for key in SWITCHES for value in ('"no"', '"yes"', "0", "1", "[true]")),
+    *(
+        (key, value, "a whole number")
+        for key in ("ranks", "max_context", "kv_bits")
+        for value in ('"4"', "4.0", "true", "[4]")
+    ),
+    *(("kv_bytes", value, 'a whole number, or a string such as "500MB"') for value in ("1.5", "true", "[1]")),
+    *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),
+    *(("peers", value, "a list of strings") for value in ('"a:1"', "5", '["a:1", 5]', '{a = "b"}')),
+    *(
+        ("rdma", value, "a table of strings")
+        for value in ('"a=b"', "true", "[1]", "{a = 5}", "{a = {b = 'c'}}")
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), WRONG_TYPES)
+def test_a_value_of_the_wrong_type(tmp_path: Path, key: str, value: str, expected: str) -> None:
+    """It is refused with the key, the value and what is expected, and never understood as something else."""
+    detail = refusal(tmp_path, f"{key} = {value}")
+    assert detail.startswith(f"{key} in {tmp_path / 'config.toml'}: ")
+    assert f" is of the wrong type; it has to be {expected}" in detail
+    assert str(tomllib.loads(f"x = {value}")["x"]).lower() in detail.lower()
+
+
+def test_every_setting_has_a_type_and_a_test_of_it() -> None:
+    """Whoever adds a key says what it is in the file."""
+    assert {key for key, _, _ in WRONG_TYPES} == _PARSERS.keys() == _FILE_TYPES.keys()
+
+
+def test_numbers_in_the_file(tmp_path: Path) -> None:
+    settings = resolve(tmp_path, "nodes = 2\nkv_bytes = 4_000_000\nranks = 2")
+    assert (settings.nodes, settings.kv_bytes, settings.ranks) == ("2", 4_000_000, 2)
 
 
 def test_a_key_that_nobody_knows(tmp_path: Path) -> None:

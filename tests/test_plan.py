@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
 from mlxtp import plan
+from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.placement import Options
 from mlxtp.cluster.topology import Member
+from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
+from mlxtp.node.conductor import Conductor
 
 from .clustering.desks import LLAMA, all_pairs, cabled, mac, on_lan
 
@@ -128,6 +133,65 @@ def test_names_are_printed_as_they_are(folder: Path) -> None:
     text = printed(folder / "[red]", [replace(mac(0), name="[bold]a")])
     assert text.startswith("[red]: ")
     assert text.count("[bold]a") == 2
+
+
+# --- what docs/placement.md shows -------------------------------------------------------------------------
+
+DOC = (Path(__file__).parents[1] / "docs" / "placement.md").read_text()
+
+
+def test_the_example_is_what_the_sample_of_a_nodes_file_gives(tmp_path: Path) -> None:
+    (sample,) = re.findall(r"```toml\n(.*?)```", DOC, re.DOTALL)
+    (tmp_path / "desk.toml").write_text(sample)
+    members = list(plan.read_nodes_file(tmp_path / "desk.toml"))
+    ((command, shown),) = re.findall(r"```\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
+    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --nodes desk.toml"
+    real = printed("qwen3-235b-a22b-8bit", members, width=129)
+    said = " ".join(real.split())
+    for line in shown.splitlines():
+        assert " ".join(line.removesuffix("…").split()) in said
+    verdicts = re.findall(r"chosen|possible|refused", shown)
+    assert verdicts == [
+        word for word in re.findall(r"\w+", real) if word in ("chosen", "possible", "refused")
+    ]
+
+
+def test_all_names_are_listed_there() -> None:
+    (names,) = re.findall(r"<!-- names -->(.*?)<!-- end of names -->", DOC, re.DOTALL)
+    assert re.findall(r"`(.*?)`", names) == sorted(KNOWN)
+
+
+# --- the embedded model -----------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
+    """On as many as can, though one alone is faster."""
+    tcp = on_lan([mac(i) for i in range(2)])
+    text = printed("tiny", tcp)
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "chosen" in rows["ring over Ethernet of 2"]
+    assert "possible" in rows["one node alone"]
+    assert "Note: the embedded model is there to show that the Macs work together" in text
+    one = printed("tiny", tcp, options=Options(nodes=1))
+    assert "a alone: " in one
+    assert "Note: the embedded" not in one
+    assert "Note: the embedded" not in printed("tiny", tcp[:1])
+
+
+@pytest.mark.parametrize("model", ["tiny", "org/model"])
+@pytest.mark.parametrize("nodes", ["auto", "all", 1, 2])
+def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: str, nodes: str | int) -> None:
+    settings = resolve_settings({"home": tmp_path}, {})
+    nobody = SimpleNamespace(machines={})
+    conductor = Conductor(cast(Any, SimpleNamespace(settings=settings, node_id="", knowledge=nobody)))
+    served = conductor._options(str(nodes), cast(Any, SimpleNamespace(id=model)))
+    assert plan.as_served(model, Options(nodes=nodes)).nodes == served.nodes
+
+
+def test_other_models_are_planned_for_speed(folder: Path) -> None:
+    text = printed(folder, on_lan([mac(i) for i in range(2)]))
+    assert "slower than a alone" in text
+    assert "Note: the embedded" not in text
 
 
 # --- JSON -------------------------------------------------------------------------------------------------

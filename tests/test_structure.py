@@ -174,7 +174,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "plan": frozenset({"cluster", "config", "errors"}),
     "client": frozenset({"errors"}),
     "commands": frozenset({"plan", "client", "node", "cluster", "config", "errors", "wire"}),
-    "cli": frozenset({"commands", "demo", "plan", "node", "cluster", "config", "errors", ""}),
+    "terminal": frozenset({"errors"}),
+    "options": frozenset({"config"}),
+    "cli": frozenset(
+        {"commands", "demo", "options", "terminal", "plan", "node", "cluster", "config", "errors", ""}
+    ),
     "__main__": frozenset({"cli"}),
     "": frozenset(),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 SINGLE = 0.90
 """Share of the specified bandwidth that decoding reaches on a chip of one die."""
@@ -113,6 +114,24 @@ def core_counts(name: str) -> tuple[int, ...]:
 def names() -> tuple[str, ...]:
     """All chips in the table, as Apple calls them."""
     return tuple(f"Apple {key}" for key in _GBPS)
+
+
+def named(text: str) -> str:
+    """What Apple calls the chip that a person means: "Apple M4 Pro" for "m4 pro". Empty if unknown."""
+    return _BY_WORDS.get(_words(text), "")
+
+
+def nearest(text: str) -> str:
+    """The known chip whose name is most like `text`, or an empty string where none is."""
+    found = get_close_matches(_words(text), _BY_WORDS, n=1)
+    return _BY_WORDS[found[0]] if found else ""
+
+
+def _words(text: str) -> str:
+    return " ".join(text.lower().split()).removeprefix("apple ")
+
+
+_BY_WORDS = {_words(name): name for name in names()}
 
 
 def _entry(name: str) -> tuple[str, bool]:

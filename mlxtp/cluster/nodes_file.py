@@ -24,7 +24,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..wire.machine import Interface, Machine, Port
-from .chips import Chip, chip, core_counts, names
+from .chips import Chip, chip, core_counts, named, names, nearest
 from .topology import Member
 
 MAX_NODES = 64
@@ -98,9 +98,7 @@ def _nodes(entry: object, place: int, source: str) -> list[_Node]:
         raise ConfigError(f"{where} is {entry!r}, no table")
     if unknown := sorted(entry.keys() - set(_NODE_FIELDS)):
         raise ConfigError(f"{where}: nothing is called {unknown[0]!r}; there are {', '.join(_NODE_FIELDS)}")
-    kind = entry.get("chip")
-    if not isinstance(kind, str) or not chip(kind).known:
-        raise ConfigError(f"{where}: chip is {kind!r}; it can be {', '.join(names())}")
+    kind = _chip_name(entry.get("chip"), where)
     cores = entry.get("gpu_cores", 0)
     if cores and (isinstance(cores, bool) or cores not in core_counts(kind)):
         counts = " or ".join(map(str, core_counts(kind)))
@@ -121,6 +119,15 @@ def _nodes(entry: object, place: int, source: str) -> list[_Node]:
     ports = _whole(entry, "ports", found.ports, 15, where)
     node = _Node(name, found, memory, free or 0, ports, rdma)
     return [replace(node, name=f"{name}-{i}") for i in range(1, count + 1)] if count > 1 else [node]
+
+
+def _chip_name(value: object, where: str) -> str:
+    kind = named(value) if isinstance(value, str) else ""
+    if not kind:
+        close = nearest(value) if isinstance(value, str) else ""
+        advice = f"the nearest known one is {close}, and all are" if close else "it can be"
+        raise ConfigError(f"{where}: chip is {value!r}; {advice} {', '.join(names())}")
+    return kind
 
 
 def _whole(entry: Mapping[str, Any], field: str, default: int, most: int, where: str) -> int:

@@ -66,7 +66,8 @@ class Plan:
     """Who serves. Where nobody can, `chosen` is None and `reason` says what is missing.
 
     leader        node id of rank 0; where it is not the coordinator, that one hands over
-    reason        why this and nothing else, in one or two sentences
+    reason        why this and nothing else, in one or two sentences; where nobody can serve, it begins with
+                  the nodes that lack the model, which is what people can mend first
     alternatives  all that was considered: the chosen one, then what would work, then what would not
     notes         what people should know besides
     context       tokens whose KV caches have room on every rank
@@ -110,9 +111,10 @@ def plan(
         measured=options.measured,
     )
     must = coordinator if options.keep_coordinator and coordinator in present else ""
-    considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present))
+    considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))
     chosen = _best(considered, options)
-    notes = _left_out(members)
+    left_out = _left_out(members)
+    notes = list(left_out)
     if must and len(present) > 1:
         without = _judged(finder.alternatives("", leave_out=must), options)
         free = _best(without, options)
@@ -130,12 +132,14 @@ def plan(
                 f"without {name}, the coordinator: {free.title}, {_speed(free):.1f} tokens/s "
                 f"instead of {_speed(chosen):.1f}"
             )
+    if chosen is None:
+        notes = []
     considered = _ranked(considered, chosen)
     notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
     return Plan(
         chosen=next((a for a in considered if a.verdict == "chosen"), None),
         leader=chosen.ranks[0] if chosen else "",
-        reason=_reason(considered, chosen, options),
+        reason=_reason(considered, chosen, options, left_out),
         alternatives=tuple(considered),
         notes=tuple(notes),
         context=context,
@@ -152,11 +156,14 @@ def _judged(found: Sequence[Alternative], options: Options) -> list[Alternative]
     return judged
 
 
-def _too_few(options: Options, here: int) -> list[Alternative]:
-    """The group that was asked for, where there are not as many nodes."""
-    if not isinstance(options.nodes, int) or options.nodes <= here:
+def _too_few(options: Options, able: int, here: int) -> list[Alternative]:
+    """The group that was asked for, where not as many nodes can serve the model."""
+    if not isinstance(options.nodes, int) or options.nodes <= able:
         return []
-    why = f"needs {options.nodes} nodes, {here} {'is' if here == 1 else 'are'} here"
+    found = (
+        f"{able} {'is' if able == 1 else 'are'} here" if able == here else f"{able} of the {here} here can"
+    )
+    why = f"needs {options.nodes} nodes, {found}"
     return [Alternative(TENSOR_PARALLEL, options.nodes, reason=why)]
 
 
@@ -210,9 +217,15 @@ def _fallback(considered: Sequence[Alternative], chosen: Alternative | None, fin
     return [f"the {chosen.kind}, not JACCL: {a.reason}" for a in missed if a.verdict == "refused"][:1]
 
 
-def _reason(considered: Sequence[Alternative], chosen: Alternative | None, options: Options) -> str:
+def _reason(
+    considered: Sequence[Alternative],
+    chosen: Alternative | None,
+    options: Options,
+    left_out: Sequence[str],
+) -> str:
     if chosen is None:
-        return _trouble(considered, options) or "0 nodes are here that could serve this model"
+        trouble = _trouble(considered, options) or "0 nodes are here that could serve this model"
+        return "; ".join([*left_out, trouble])
     reason = f"{chosen.title}: {_speed(chosen):.1f} tokens/s"
     others = [a for a in considered if a.verdict == "possible"]
     if options.nodes == "auto" and others:

@@ -109,7 +109,24 @@ def test_json_says_the_same() -> None:
         ('nodes = "x"', "nothing is called 'nodes'"),
         ("node = [3]", "machine 1 is 3, no table"),
         ('[[node]]\nmemory = "8GB"', "machine 1: chip is None"),
-        (NODE.replace("M4 Pro", "M4 Ultra"), "chip is 'Apple M4 Ultra'; it can be Apple M1, "),
+        (
+            NODE.replace("M4 Pro", "M4 Ultra"),
+            "chip is 'Apple M4 Ultra'; the nearest known one is Apple M5 Ultra",
+        ),
+        (
+            NODE.replace("M4 Pro", "M6 Max"),
+            "chip is 'Apple M6 Max'; the nearest known one is Apple M5 Max, and",
+        ),
+        (
+            NODE.replace("M4 Pro", "M4 Prox"),
+            "chip is 'Apple M4 Prox'; the nearest known one is Apple M4 Pro,",
+        ),
+        (
+            NODE.replace("Apple M4 Pro", "M3Ultra"),
+            "chip is 'M3Ultra'; the nearest known one is Apple M3 Ultra,",
+        ),
+        (NODE.replace("Apple M4 Pro", "Xeon"), "chip is 'Xeon'; it can be Apple M1, Apple M1 Pro, "),
+        (NODE.replace('"Apple M4 Pro"', "4"), "chip is 4; it can be Apple M1, "),
         (NODE.replace("chip", "cpu"), "machine 1: nothing is called 'cpu'"),
         (NODE.replace("48GB", "48"), "memory is '48'; it can be \"512GB\""),
         (NODE.replace('"48GB"', "48"), "memory is 48;"),
@@ -145,6 +162,13 @@ def test_mistakes_are_named_with_what_may_stand_there(text: str, says: str) -> N
     with pytest.raises(ConfigError, match=says) as caught:
         read_nodes(text, "desk.toml")
     assert caught.value.detail.startswith("desk.toml")
+
+
+@pytest.mark.parametrize("written", ["M4 Pro", "m4 pro", "Apple  m4 PRO", " apple M4 Pro "])
+def test_a_chip_is_known_however_it_is_written(written: str) -> None:
+    (node,) = read_nodes(NODE.replace("Apple M4 Pro", written))
+    assert node.machine.chip == "Apple M4 Pro"
+    assert node.machine.gpu_cores == 20
 
 
 def test_more_ports_can_be_claimed() -> None:

@@ -262,6 +262,17 @@ def test_a_node_that_cannot_serve_the_model_is_left_out() -> None:
     assert made.notes == ("b is left out: its disk is full",)
 
 
+def test_where_too_few_can_serve_the_one_that_cannot_comes_first() -> None:
+    members = desk(2)
+    members[1] = replace(members[1], model_ok=False, reason="/models/x is not here")
+    made = plan(members, shape(), A, Options(nodes=2))
+    assert made.chosen is None
+    assert made.reason == (
+        "b is left out: /models/x is not here; tensor parallel of 2: needs 2 nodes, 1 of the 2 here can"
+    )
+    assert made.notes == ()  # it is said once
+
+
 # --- who leads --------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,168 @@
+"""How a command ends that cannot go on: in words, as JSON, or by Ctrl-C before it has begun."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from mlxtp.cli import app
+
+from .cluster import START_S
+
+HOME_COMMANDS = ("status", "serve tiny", "unload", "token", "cluster members", "cluster remove x")
+
+
+def mlxtp(words: str, home: Path | None = None) -> Result:
+    where = [] if home is None else ["--home", str(home)]
+    return CliRunner().invoke(app, [*words.split(), *where])
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "code", "message"),
+    [
+        *((words, 1, "not_ready", "no mlxtp node runs with home") for words in HOME_COMMANDS),
+        ("cluster leave", 1, "config_invalid", "belongs to no cluster"),
+        ("plan --model no-such-model", 1, "model_not_found", "no-such-model is no model folder"),
+        ("plan --model tiny --spread 9", 1, "config_invalid", "--spread: '9' is none of auto, all"),
+        ("demo --once --ranks 3", 1, "config_invalid", "--ranks 3: one machine runs 1, 2 or 4 ranks"),
+        ("demo --once --model /no/such", 1, "model_not_found", "neither a folder nor an id on the Hub"),
+        ("demo", 2, "config_invalid", "--json goes with --once"),
+        ("serve", 2, "config_invalid", "Missing argument"),
+        ("status --verbose", 2, "config_invalid", "No such option: --verbose"),
+        ("cluster expel", 2, "config_invalid", "No such command 'expel'"),
+        ("stauts", 2, "config_invalid", "Did you mean 'status'"),
+    ],
+)
+def test_with_json_an_error_is_json_where_the_answer_would_stand(
+    tmp_path: Path, words: str, status: int, code: str, message: str
+) -> None:
+    home = tmp_path / "home"
+    refused = mlxtp(f"{words} --json", home)
+    assert refused.exit_code == status
+    assert isinstance(refused.exception, SystemExit), refused.exception
+    (line,) = refused.stdout.splitlines()
+    error = json.loads(line)["error"]
+    assert error.keys() == {"code", "message"}
+    assert error["code"] == code
+    assert message in error["message"]
+    if not words.startswith("demo"):  # which shows its stages there
+        assert refused.stderr == ""
+
+    in_words = mlxtp(words if words != "demo" else "demo --json", home)
+    assert in_words.exit_code == status
+
+
+def test_without_json_an_error_is_words_on_stderr(tmp_path: Path) -> None:
+    refused = mlxtp("status", tmp_path)
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("mlxtp: no mlxtp node runs with home")
+
+
+# --- help -------------------------------------------------------------------------------------------------
+
+
+def every_command(command: Any, words: str = "") -> Iterator[tuple[str, Any]]:
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, f"{words} {name}".strip())
+
+
+COMMANDS = dict(every_command(get_command(app)))
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_explains_every_word_that_can_be_typed(words: str) -> None:
+    shown = mlxtp(f"{words} --help")
+    assert shown.exit_code == 0
+    assert COMMANDS[words].help
+    for parameter in COMMANDS[words].params:
+        assert parameter.help, parameter.name
+        assert parameter.help.endswith(".") or parameter.help.startswith("Show"), parameter.name
+
+
+def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None:
+    names = [words for words in COMMANDS if words and " " not in words]
+    assert names[:5] == ["node", "demo", "serve", "unload", "status"]
+
+
+# --- version ----------------------------------------------------------------------------------------------
+
+
+def test_the_version_in_three_ways() -> None:
+    version = mlxtp("version").stdout.strip()
+    assert version[:1].isdigit()
+    assert mlxtp("--version").stdout.strip() == version
+    assert json.loads(mlxtp("version --json").stdout) == {"version": version}
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------
+
+START = "from mlxtp.__main__ import main; main()"
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            print("interrupted", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupter())
+sys.argv = ["mlxtp", "version"]
+{start}
+"""
+
+
+def interrupted(module: str, start: str = START, before: str = "") -> subprocess.CompletedProcess[str]:
+    """`mlxtp version` with Ctrl-C pressed just as it begins to import `module`; the status is the shell's."""
+    code = before + INTERRUPTED_IMPORT.format(module=module, start=start)
+    return subprocess.run(
+        ["/bin/sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", ["mlxtp.cli", "typer", "mlxtp.node.agent"])
+@pytest.mark.parametrize(
+    "start", [START, "import runpy; runpy.run_module('mlxtp', run_name='__main__', alter_sys=True)"]
+)
+def test_ctrl_c_before_a_command_has_begun_is_quiet(module: str, start: str) -> None:
+    done = interrupted(module, start)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
+
+
+def test_ctrl_c_is_not_for_who_runs_in_the_background() -> None:
+    """A shell without job control has those ignore it."""
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    done = interrupted("typer", before=ignoring)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_while_a_command_runs_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtp.commands._agent", lambda _: signal.raise_signal(signal.SIGINT))
+    for words in ("status", "status --json"):
+        done = mlxtp(words)
+        assert (done.exit_code, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_installed_command_starts_there_too() -> None:
+    """What it imports first is the only part of the package that Ctrl-C may not meet."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"mlxtp": "mlxtp.__main__:main"}

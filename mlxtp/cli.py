@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 
 from . import __version__, commands, demo
 from .cluster.identity import Store
-from .config import Settings, resolve_settings
+from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
 from .node.agent import Agent, running_agent, stopped_by_signal
 from .node.epoch import State
@@ -98,6 +98,7 @@ def node(
     del flags["join"]
     flags["peers"] = flags.pop("peer") or None
     settings = _settings(flags)
+    join = resolve_join(join, _read_token)
     several = settings.ranks > 1
     if several and join is not None:
         raise typer.BadParameter("in a cluster each Mac has one rank; leave --ranks away")
@@ -195,6 +196,12 @@ async def _ready_or_over(agent: Agent) -> None:
         ready.result()
 
 
+def _read_token() -> str:
+    if sys.stdin.isatty():
+        print("join token: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
+
+
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
     settings = resolve_settings(flags, defaults=defaults)
     return replace(settings, home=settings.home.resolve())
@@ -233,6 +240,7 @@ def main() -> None:
 def _with_join_value(arguments: list[str]) -> list[str]:
     """`--join` may stand alone; click wants each option to have a value always, or never."""
     given = []
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=False):
-        given.append("--join=" if argument == "--join" and following.startswith("-") else argument)
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        alone = following.startswith("-") and following != "-"  # which is standard input
+        given.append("--join=" if argument == "--join" and alone else argument)
     return given

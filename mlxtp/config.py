@@ -71,7 +71,7 @@ class Settings:
     interface     the only address of this Mac that is announced and used; empty for all
     peers         addresses of other agents ("ip:port"), for networks without multicast
     discovery     whether to look for others by Bonjour
-    join          None: not asked for; empty: with the stored identity; else a join token
+    join          None: not asked for; empty: with the stored identity; else a join token (`resolve_join`)
     nodes         how many Macs one model is spread over: auto, all, or a number
     fabric        how ranks of several Macs talk: auto, jaccl or ring
     fast_fences   MLX_METAL_FAST_SYNCH, which is fast and can hang a GPU until it is restarted
@@ -160,6 +160,22 @@ def resolve_settings(
         values["fabric"] = values.pop("backend")
     values["model_given"] = bool(chosen["model"][1])
     return Settings(home=home, http_host=host, http_port=port, **values)
+
+
+def resolve_join(
+    flag: str | None, read_line: Callable[[], str], environment: Mapping[str, str] | None = None
+) -> str | None:
+    """What `Settings.join` shall be, from the value of --join (None = not given) and MLXTP_JOIN.
+
+    "-" is a token on standard input, of which `read_line` gives the first line. Neither can be seen in the
+    list of processes, or stays in a shell's history. Raises ConfigError when there is none on standard input.
+    """
+    environment = os.environ if environment is None else environment
+    if flag == "-":
+        if not (token := read_line().strip()):
+            raise ConfigError("--join -: there is no token on standard input; `mlxtp token` makes one")
+        return token
+    return flag or environment.get("MLXTP_JOIN", "").strip() or flag
 
 
 def _default_home() -> Path:

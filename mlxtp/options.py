@@ -111,7 +111,8 @@ Join = Annotated[
         "--join",
         metavar="[TOKEN]",
         help="Join a cluster with a token that `mlxtp token` prints on a Mac of it. Without a token: go on "
-        "as the member this Mac already is, and never found a cluster.",
+        "as the member this Mac already is, and never found a cluster. With -: read the token from standard "
+        "input. Also MLXTP_JOIN.",
         rich_help_panel=CLUSTER,
     ),
 ]

@@ -105,6 +105,23 @@ class Roster:
             )
         return others.merged([*kept, entry])
 
+    def fitting(self, entries: Iterable[RosterEntry], self_id: str) -> tuple[RosterEntry, ...]:
+        """Those of `entries`, told by another member, for which this roster of node `self_id` has room.
+
+        Without the members that would be too many, the latest first. What concerns a key or a node that is
+        known here, and each removal, has room; the list as a whole is bounded by `merged`.
+        """
+        keys = {entry.fingerprint for entry in self.entries}
+        nodes = {self_id, *(entry.node_id for entry in self.entries if not entry.removed)}
+        fit = []
+        for entry in sorted(entries, key=lambda entry: (entry.version, entry.fingerprint)):
+            if not entry.removed and entry.fingerprint not in keys:
+                if len(nodes | {entry.node_id}) > MAX_MEMBERS:
+                    continue
+                nodes.add(entry.node_id)
+            fit.append(entry)
+        return tuple(fit)
+
     def removing(self, node_id: str) -> Roster:
         """Without this member. Raises UserError when there is none."""
         if node_id not in {entry.node_id for entry in self.entries}:

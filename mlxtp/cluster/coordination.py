@@ -90,6 +90,8 @@ class Coordination:
         self.calm = calm or Calm()
         self.claim = NOBODY
         self.desired = kept.desired
+        self.overfull = False
+        """Whether anybody ever told of more members than a cluster can have."""
         self._hold(kept.roster)
         self.epoch = kept.epoch
         self._floor = kept.claim.term
@@ -159,11 +161,16 @@ class Coordination:
         return self.desired != before
 
     def enrols(self, entries: Iterable[RosterEntry]) -> bool:
-        """A member's roster. True when it changes this node's: keep it, and send it on."""
+        """A member's roster. True when it changes this node's: keep it, and send it on.
+
+        Members for whom there is no room are left out, see `overfull`.
+        """
         before, entries = self.roster, tuple(entries)
         youngest = max((entry.version for entry in before.entries), default=0)
         _check_leaps(*((entry.version, youngest) for entry in entries))
-        self._hold(before.merged(entries))
+        fitting = before.fitting(entries, self.self_id)
+        self.overfull |= len(fitting) < len(entries)
+        self._hold(before.merged(fitting))
         return self.roster != before
 
     def saw_epoch(self, number: int) -> None:

@@ -4,6 +4,7 @@
     node.key        its private key (PEM)
     member.pem      its certificate and that of its cluster's authority, as long as it is a member
     authority.pem   the authority's certificate and private key, on the Mac that founded the cluster only
+    next.key        while it leaves: the private key that comes after node.key
 
 All are closed to other users, and `load` refuses them when they are not, or do not belong together.
 """
@@ -41,6 +42,7 @@ NODE_ID = "node_id"
 NODE_KEY = "node.key"
 MEMBER = "member.pem"
 AUTHORITY = "authority.pem"
+NEXT_KEY = "next.key"
 
 _RESTORE = "restore the whole folder from one backup"
 
@@ -82,6 +84,7 @@ class Store:
         """Who this Mac is; a new node where nothing was stored. Raises ConfigError as `load` does."""
         if not self.folder.exists():
             self._create()
+        self._finish_leaving()
         return self.load()
 
     def load(self) -> Identity:
@@ -141,12 +144,25 @@ class Store:
         The key is a new one: the old one never counts again in the cluster that was left. Raises OSError when
         the files cannot be removed.
         """
-        # In this order: cut short in between, this Mac is still a member and can leave again.
-        (self.folder / AUTHORITY).unlink(missing_ok=True)
+        # Cut short before the membership is gone, nothing happened; afterwards, the next start goes on.
+        write_private(self.folder / NEXT_KEY, key_to_pem(new_key()))
         (self.folder / MEMBER).unlink(missing_ok=True)
         sync_folder(self.folder)
-        write_private(self.folder / NODE_KEY, key_to_pem(new_key()))
+        self._finish_leaving()
         return self.load()
+
+    def _finish_leaving(self) -> None:
+        """What is left to do once the membership is gone; or forget that leaving was begun."""
+        following = self.folder / NEXT_KEY
+        if not following.exists():
+            return
+        if (self.folder / MEMBER).exists():
+            following.unlink()
+            return
+        (self.folder / AUTHORITY).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        following.replace(self.folder / NODE_KEY)
+        sync_folder(self.folder)
 
     def _create(self) -> None:
         """All of a new identity under another name first, so that there is never half of one."""

@@ -16,7 +16,6 @@ from ..config import parse_nodes
 from ..errors import Code, ConfigError, UserError
 from .build import versions_here
 from .cluster import Cluster
-from .epoch import State
 from .models import check_name
 from .supervisor import Supervisor
 
@@ -142,11 +141,7 @@ class Member(Alone):
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
         check_name(model)
-        present = self._cluster.coordination.desired
-        nodes = parse_nodes(nodes, "--nodes") if nodes else present.nodes
-        desired = present
-        if (model, nodes) != (present.model, present.nodes) or self._cluster.supervisor.state is State.FAILED:
-            desired = self._cluster.want(model, nodes)
+        desired = self._cluster.want(model, parse_nodes(nodes, "--nodes") if nodes else "")
         return {"model": desired.model, "nodes": desired.nodes, "version": desired.version}
 
     def unload(self) -> Json:

@@ -28,7 +28,7 @@ from ..wire.machine import Machine
 from .administration import Alone, Member, announced
 from .cluster import Cluster
 from .dialer import Dialer
-from .door import Door, bind_control
+from .door import Door, bind_control, check_interface
 from .entering import enter
 from .epoch import State
 from .models import find_model, is_hub_id, lasting_name, open_model
@@ -118,6 +118,7 @@ async def _among_others(
     for name in (settings.model if settings.model_given else "", settings.draft_model):
         if name and not is_hub_id(name):
             await find_model(name)  # a folder that is not there is the typist's mistake, and said at once
+    check_interface(settings.interface)
     control = bind_control(settings.control_host, settings.control_port)
     with contextlib.closing(control):
         entered = await enter(settings, store)

@@ -24,7 +24,9 @@ from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ProtocolError, UserError
 from ..wire.base import Message
 from ..wire.certificates import NodeIdentity
+from ..wire.codecs import printable
 from ..wire.control import (
+    MAX_MEMBERS,
     MAX_MODEL,
     AgentHello,
     Beat,
@@ -88,7 +90,7 @@ class Cluster:
         self.settings = settings
         self.identity = identity
         self.node_id = identity.node_id
-        self.name = settings.name
+        self.name = printable(settings.name)  # the system's name of a Mac is not ours to refuse
         self.boot_id = secrets.token_hex(8)
         self._versions, self._flags = versions_here(), flags_of(settings)
         self.knowledge = Knowledge()
@@ -118,19 +120,20 @@ class Cluster:
         self.follower = Follower(self)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
+        self.on_gone: Callable[[str], None] = lambda _node_id: None
+        """Called with the node id when the last control link to somebody has ended."""
         self.peers: Callable[[], Mapping[str, tuple[str, ...]]] = lambda: kept.peers
         """Where other nodes were reached last."""
         self._saved: Kept | None = None
         self._wake = asyncio.Event()
-        self._until = 0.0
-        self._announced = (0, False)
-        self._rewired = False
+        self._announced, self._until, self._rewired = (0, False), 0.0, False
         self._probe_at = now + PROBE_S
         self._looking: asyncio.Task[None] | None = None
         self._token_desk: Callable[[], str] | None = None
         self._token_answers: dict[bytes, asyncio.Future[str]] = {}
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when this agent has no more to do: this node is no member any more, or a bug, as an error."""
+        self.over.add_done_callback(_retrieved)
         self.model.want(self.coordination.desired)
 
     # --- what is asked ------------------------------------------------------------------------------
@@ -165,14 +168,21 @@ class Cluster:
     # --- what people want ----------------------------------------------------------------------------
 
     def want(self, model: str, nodes: str = "") -> DesiredState:
-        """What the cluster should run from now on. Raises UserError for what no member could say."""
+        """What the cluster should run from now on.
+
+        What is wanted already stays as it is, unless its group has failed: asking again tries it again.
+        Raises UserError for what no member could say.
+        """
         if len(model) > MAX_MODEL or not model.isprintable():
             raise UserError(
                 f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
             )
-        before = self.coordination.desired.model
-        desired = self.coordination.want(model, nodes or self.coordination.desired.nodes)
-        self._desire(before, desired)
+        present = self.coordination.desired
+        nodes = nodes or present.nodes
+        if (model, nodes) == (present.model, present.nodes) and self.supervisor.state is not Serves.FAILED:
+            return present
+        desired = self.coordination.want(model, nodes)
+        self._desire(present.model, desired)
         return desired
 
     def remove(self, node_id: str) -> None:
@@ -308,6 +318,7 @@ class Cluster:
             self.knowledge.forget(link.node_id)
             self.conductor.lost(link.node_id, why)
             self.guest.lost(link.node_id)
+            self.on_gone(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -324,8 +335,7 @@ class Cluster:
                 if self.coordination.desires(message):
                     self._desire(before, message)
             case Members():
-                if self.coordination.enrols(message.entries):
-                    self._roster_changed()
+                self._enrol(node_id, message)
             case MachineReport() | ModelStatus() | Serving():
                 self._learn(node_id, message)
             case Prepare():
@@ -347,6 +357,17 @@ class Cluster:
         self.model.want(desired)
         self.neighbours.tell_all(desired)
         self.changed()
+
+    def _enrol(self, node_id: str, members: Members) -> None:
+        full = self.coordination.overfull
+        if self.coordination.enrols(members.entries):
+            self._roster_changed()
+        if self.coordination.overfull and not full:
+            log.warning(
+                "%s tells of more than %d members; those beyond are left out",
+                self.name_of(node_id),
+                MAX_MEMBERS,
+            )
 
     def _learn(self, node_id: str, message: MachineReport | ModelStatus | Serving) -> None:
         match message:
@@ -602,6 +623,12 @@ class Cluster:
         await self.neighbours.close()
         await self.model.close()
         self._save()
+
+
+def _retrieved(over: asyncio.Future[None]) -> None:
+    """The error was logged where it came up; who stops the agent meanwhile never asks for it."""
+    if not over.cancelled():
+        over.exception()
 
 
 def _log_failure(task: asyncio.Future[None]) -> None:

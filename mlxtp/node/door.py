@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
 import socket
 import time
+from collections.abc import Callable
 
 from ..cluster.admission import answer_joiner
 from ..cluster.dialing import host_and_port
 from ..cluster.identity import Identity, Store
 from ..cluster.joining import Host, redirect
+from ..cluster.multicast import addresses_up
 from ..cluster.tokens import Desk
 from ..errors import ConfigError, MlxtpError
-from ..wire.certificates import authority_hash
+from ..wire.certificates import NodeIdentity, authority_hash
 from ..wire.doorman import Doorman
 from ..wire.joining import MAX_ADDRESS, MAX_ADDRESSES, MAX_PEERS, NONCE_BYTES, JoinOffer
 from ..wire.link import listen
@@ -28,11 +31,29 @@ log = logging.getLogger(__name__)
 SECRET_BYTES = 16
 
 
+def check_interface(address: str) -> None:
+    """Raises ConfigError when no interface of this Mac has the `address` that --interface names."""
+    if not address:
+        return
+    with socket.socket() as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise ConfigError(f"--interface {address} cannot be used: {error.strerror}") from None
+            raise ConfigError(
+                f"--interface {address}: no interface of this Mac has this address; there are "
+                f"{', '.join(addresses_up())}. Where a cable may come later, let mlxtp be started again"
+            ) from None
+
+
 def bind_control(host: str, port: int) -> socket.socket:
     """The listening socket of the control port. Raises ConfigError when it cannot be had."""
     try:
         return listen(host, port)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"--control {host}:{port}: this Mac does not have this address") from None
         raise ConfigError(
             f"--control {host}:{port} cannot be used: {error.strerror}. Another mlxtp node may run here; "
             f"give each its own --control ADDRESS:PORT"
@@ -51,9 +72,15 @@ class Door:
         if identity.authority is not None:
             self._desk = Desk(identity.cluster_id, authority_hash(identity.membership.authority))
             cluster.issues_tokens(self.token)
-        self._requests: dict[asyncio.StreamWriter, str] = {}
+        self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
         cluster.on_roster = self._cut_removed
-        self._doorman = Doorman(sock, member_context_server(store.credentials), self._welcome)
+        cluster.on_gone = self._cut_gone
+        self._doorman = Doorman(
+            sock,
+            member_context_server(store.credentials),
+            self._welcome,
+            belongs=lambda identity: not self._is_removed(identity),
+        )
 
     def token(self) -> str:
         """A new join token. Raises UserError when too many are open."""
@@ -67,24 +94,34 @@ class Door:
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
         if peer.identity is None:
             await self._join(reader, writer)
-        elif self._cluster.coordination.roster.removed(peer.identity.fingerprint) and (
-            peer.alpn != ALPN_CONTROL
-        ):
-            return
         elif peer.alpn == ALPN_CONTROL:
             await self._cluster.neighbours.called(reader, writer, peer.identity)
-        elif peer.alpn == ALPN_REQUESTS:
-            self._requests[writer] = peer.identity.fingerprint
+        elif peer.alpn == ALPN_REQUESTS and self._may_ask(peer.identity):
+            self._requests[writer] = peer.identity
             try:
                 await serve_requests(reader, writer, self._cluster.supervisor.gateway)
             finally:
                 del self._requests[writer]
 
+    def _is_removed(self, identity: NodeIdentity) -> bool:
+        return self._cluster.coordination.roster.removed(identity.fingerprint)
+
+    def _may_ask(self, identity: NodeIdentity) -> bool:
+        """Without a control link nobody would notice that it vanishes, and its requests would go on."""
+        return not self._is_removed(identity) and identity.node_id in self._cluster.neighbours.nodes()
+
     def _cut_removed(self) -> None:
         """Who is no member any more has no requests here."""
-        roster = self._cluster.coordination.roster
-        for writer, fingerprint in self._requests.items():
-            if roster.removed(fingerprint):
+        self._cut(self._is_removed)
+
+    def _cut_gone(self, node_id: str) -> None:
+        """Nor has who vanished: nobody reads the answers."""
+        self._cut(lambda identity: identity.node_id == node_id)
+
+    def _cut(self, whose: Callable[[NodeIdentity], bool]) -> None:
+        """End requests links; that cancels what came over them."""
+        for writer, identity in self._requests.items():
+            if whose(identity):
                 writer.transport.abort()
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,11 +12,11 @@ from ..cluster.admission import ask_to_join
 from ..cluster.dialing import host_and_port
 from ..cluster.discovery import Discovery
 from ..cluster.identity import Identity, Store
-from ..cluster.joining import AskElsewhere, Denied, Joiner
+from ..cluster.joining import AskElsewhere, Denied, Granted, Joiner
 from ..cluster.sightings import Advert, Sighting
 from ..cluster.tokens import Token, read_token
 from ..config import Settings
-from ..errors import Code, ConfigError, LinkError, ProtocolError, UserError
+from ..errors import ConfigError, LinkError, ProtocolError, UserError
 from ..wire.joining import NONCE_BYTES
 from ..wire.messages import PROTOCOL_VERSION
 from .state import forget
@@ -25,7 +25,12 @@ log = logging.getLogger(__name__)
 
 FIND_S = 30.0
 """How long a Mac of the token's cluster is looked for."""
+TICK_S = 0.1
+ASK_S = 5.0
+"""How long one Mac may take to answer."""
 ASK_AGAIN_S = 1.0
+MAX_ASKED = 32
+"""Addresses that are asked at one time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,49 +75,92 @@ async def _join(settings: Settings, store: Store, identity: Identity, token: Tok
         only = (settings.interface,) if settings.interface else ()
         await discovery.start(_advert(settings, identity), only)
     try:
-        return await _ask_around(settings, store, identity, token, seen)
+        granted = await _Search(settings, identity, token, seen).run()
     finally:
         if settings.discovery:
             await discovery.close()
+    forget(settings.home)
+    joined = store.save_membership(granted.membership)
+    return Entered(joined, joined=True, peers=tuple(filter(host_and_port, granted.peers)))
 
 
-async def _ask_around(
-    settings: Settings, store: Store, identity: Identity, token: Token, seen: dict[str, None]
-) -> Entered:
-    log.info("looking for cluster %s", token.cluster_id)
-    until, problem = time.monotonic() + FIND_S, ""
-    while time.monotonic() < until:
-        for address in list(seen):
-            where = host_and_port(address)
-            if where is None:
-                continue  # by the word of whoever was asked before
+class _Search:
+    """Asks at every address that is known, all at once and again and again, until a Mac lets this one in.
+
+    Any address may be somebody's who only pretends to be of the token's cluster: none keeps the others from
+    being asked.
+    """
+
+    def __init__(self, settings: Settings, identity: Identity, token: Token, seen: dict[str, None]) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._token = token
+        self._seen = seen
+        self._foreign: set[str] = set()
+        """Where another cluster answered."""
+        self._problem = ""
+        self._few = asyncio.Semaphore(MAX_ASKED)
+        self._outcome: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> Granted:
+        """Raises UserError when the right Mac refused, or none was found in time."""
+        log.info("looking for cluster %s", self._token.cluster_id)
+        until = time.monotonic() + FIND_S
+        try:
+            while time.monotonic() < until and not self._outcome.done() and not self._is_hopeless():
+                for address in [each for each in self._seen if each not in self._tasks]:
+                    self._tasks[address] = asyncio.ensure_future(self._ask(address))
+                await asyncio.wait({self._outcome}, timeout=TICK_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._outcome.done():
+            return self._outcome.result()
+        cluster = self._token.cluster_id
+        if self._is_hopeless():
+            raise ConfigError(self._problem)
+        if not self._seen:
+            raise ConfigError(
+                f"no Mac of cluster {cluster} announced itself on this network within {FIND_S:g} s. "
+                "Is `mlxtp node` running there? Its address can be given: --peer HOST:PORT"
+            )
+        raise ConfigError(f"cluster {cluster} could not be joined within {FIND_S:g} s: {self._problem}")
+
+    def _is_hopeless(self) -> bool:
+        """Whether all there are were named by hand, and are of another cluster."""
+        return bool(self._seen) and not self._settings.discovery and self._foreign >= self._seen.keys()
+
+    async def _ask(self, address: str) -> None:
+        where, identity = host_and_port(address), self._identity
+        while where is not None:  # by the word of whoever was asked before
             nonce = secrets.token_bytes(NONCE_BYTES)
-            joiner = Joiner(token, identity.node_id, identity.key, settings.name, nonce)
+            joiner = Joiner(self._token, identity.node_id, identity.key, self._settings.name, nonce)
             try:
-                granted = await ask_to_join(*where, joiner)
-            except Denied:
-                raise
+                async with self._few:
+                    granted = await ask_to_join(*where, joiner, ASK_S)
+            except Denied as denied:
+                self._end(denied)
             except AskElsewhere as elsewhere:
-                problem = elsewhere.detail
-                seen.update(dict.fromkeys(elsewhere.addresses))
+                self._problem = elsewhere.detail
+                self._seen.update(dict.fromkeys(elsewhere.addresses))
             except (LinkError, ProtocolError) as error:
-                problem = error.detail
+                self._problem = error.detail
             except UserError as refused:
-                # Else another cluster may only pretend to be the token's on this network.
-                if refused.code is not Code.JOIN_REFUSED or address in settings.peers or len(seen) == 1:
-                    raise
-                problem = refused.detail
+                self._problem = refused.detail
+                self._foreign.add(address)
             else:
-                forget(settings.home)
-                joined = store.save_membership(granted.membership)
-                return Entered(joined, joined=True, peers=tuple(filter(host_and_port, granted.peers)))
-        await asyncio.sleep(ASK_AGAIN_S)
-    if not seen:
-        raise ConfigError(
-            f"no Mac of cluster {token.cluster_id} announced itself on this network within {FIND_S:g} s. "
-            "Is `mlxtp node` running there? Its address can be given: --peer HOST:PORT"
-        )
-    raise ConfigError(f"cluster {token.cluster_id} could not be joined within {FIND_S:g} s: {problem}")
+                self._end(granted)
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    def _end(self, outcome: Granted | Denied) -> None:
+        if self._outcome.done():  # a Mac may have several addresses
+            return
+        if isinstance(outcome, Denied):
+            self._outcome.set_exception(outcome)
+        else:
+            self._outcome.set_result(outcome)
 
 
 def _note(sightings: tuple[Sighting, ...], token: Token, seen: dict[str, None]) -> None:

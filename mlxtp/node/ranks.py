@@ -40,6 +40,9 @@ HUB_TICK_S = 0.5
 CAUSE_GRACE_S = 0.1
 """After the first sign of an end, how long to wait for a rank that can say why."""
 
+MAX_REPORTS = 8
+"""Of each rank: its agent may go on talking, and the first ones say why."""
+
 Stage = Callable[[str], None]
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -306,7 +309,8 @@ class Ranks:
 
     def report(self, report: Report) -> None:
         """Something happened to a rank: the epoch ends, as soon as everybody had time to say why."""
-        if self._ending:
+        theirs = sum(each.rank == report.rank for each in self._reports)
+        if self._ending or self.failed.done() or theirs >= MAX_REPORTS:
             return
         if self.group.backend == "jaccl" and (why := explain(report.error.detail)):
             error = GroupError(f"{report.error.detail}. {why}", report.error.code)

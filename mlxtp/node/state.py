@@ -109,6 +109,8 @@ def load(home: Path) -> tuple[Kept, str]:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         return Kept(), ""
+    except IsADirectoryError:
+        return Kept(), _unusable(path, "it is a folder")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     try:
@@ -116,11 +118,7 @@ def load(home: Path) -> tuple[Kept, str]:
             raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
         return from_text(data.decode()), ""
     except (ValueError, RecursionError) as error:
-        aside = _set_aside(path)
-        return Kept(), (
-            f"{path} could not be used ({error}). It was set aside as {aside.name}; this node starts without "
-            "it and learns from the other members what should run"
-        )
+        return Kept(), _unusable(path, error)
 
 
 def save(home: Path, kept: Kept) -> None:
@@ -149,6 +147,8 @@ def forget(home: Path) -> None:
     """
     path = home / FILE
     try:
+        if path.is_dir():
+            _set_aside(path)
         path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path} of an earlier cluster cannot be removed: {error.strerror}") from None
@@ -161,6 +161,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _unusable(path: Path, why: object) -> str:
+    aside = _set_aside(path)
+    return (
+        f"{path} could not be used ({why}). It was set aside as {aside.name}; this node starts without "
+        "it and learns from the other members what should run"
+    )
 
 
 def _set_aside(path: Path) -> Path:

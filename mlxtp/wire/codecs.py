@@ -54,19 +54,42 @@ def boolean() -> FieldCodec:
     return FieldCodec(_same, check)
 
 
+def printable(text: str) -> str:
+    """The same for a terminal or a log: on one line, without what would steer it or turn its words round."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
+
+
 def text(max_chars: int, *, cut: bool = False) -> FieldCodec:
-    """With `cut`, a text for people to read: what is too long is shortened rather than refused."""
+    """Printable characters on one line: names and reasons of other Macs reach terminals and logs.
+
+    With `cut`, a text for people to read: what is too long is shortened and what cannot be printed is
+    replaced, rather than refused.
+    """
+
+    def check(value: Wire) -> str:
+        if type(value) is not str or len(value) > max_chars:
+            raise ValueError(f"a string of at most {max_chars} characters")
+        if cut:
+            return printable(value)
+        if not value.isprintable():
+            raise ValueError("printable characters")
+        return value
+
+    # File names and arguments that are no UTF-8 come with surrogates, which cannot be sent.
+    return FieldCodec((lambda value: printable(value[:max_chars])) if cut else _same, check)
+
+
+def raw_text(max_chars: int) -> FieldCodec:
+    """Any characters, for programs: a path, a grammar."""
 
     def check(value: Wire) -> str:
         if type(value) is not str or len(value) > max_chars:
             raise ValueError(f"a string of at most {max_chars} characters")
         return value
 
-    def shortened(value: str) -> str:
-        # File names and arguments that are no UTF-8 come with surrogates, which cannot be sent.
-        return value[:max_chars].encode("utf-8", "replace").decode()
-
-    return FieldCodec(shortened if cut else _same, check)
+    return FieldCodec(_same, check)
 
 
 def choice(*allowed: str) -> FieldCodec:
@@ -162,12 +185,19 @@ def records(kind: type[Any], min_items: int, max_items: int) -> FieldCodec:
 
 
 def texts(max_items: int, max_chars: int) -> FieldCodec:
+    """A tuple of printable texts."""
+    return _strings(max_items, text(max_chars))
+
+
+def raw_texts(max_items: int, max_chars: int) -> FieldCodec:
+    """A tuple of texts for programs."""
+    return _strings(max_items, raw_text(max_chars))
+
+
+def _strings(max_items: int, one: FieldCodec) -> FieldCodec:
     def check(value: Wire) -> tuple[str, ...]:
         if type(value) is not list or len(value) > max_items:
             raise ValueError(f"a list of at most {max_items} strings")
-        for item in value:
-            if type(item) is not str or len(item) > max_chars:
-                raise ValueError(f"strings of at most {max_chars} characters")
-        return tuple(value)
+        return tuple([one.from_wire(item) for item in value])
 
     return FieldCodec(list, check)

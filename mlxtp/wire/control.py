@@ -13,7 +13,19 @@ from typing import ClassVar
 from ..errors import Code
 from .base import U32, U63, Message
 from .base import holding as _f
-from .codecs import binary, boolean, choice, integer, integers, numbers, record, records, text, texts
+from .codecs import (
+    binary,
+    boolean,
+    choice,
+    integer,
+    integers,
+    numbers,
+    raw_text,
+    record,
+    records,
+    text,
+    texts,
+)
 from .machine import Machine
 from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
@@ -143,7 +155,7 @@ class Prepared(Message):
     TYPE: ClassVar[int] = 0x35
     epoch: int = _f(_epoch)
     ring: str = _f(text(64))
-    path: str = _f(text(4000))
+    path: str = _f(raw_text(4000))
 
 
 @dataclass(frozen=True, slots=True)

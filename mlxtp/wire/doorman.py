@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from ..errors import Code, ProtocolError
+from .certificates import NodeIdentity
 from .tls import GOODBYE_S, HANDSHAKE_S, Peer, explained, judge_client
 
 MAX_STRANGERS = 32
@@ -32,7 +33,8 @@ class Doorman:
     """Accepts TLS connections on a listening socket and hands them over as long as `run` runs.
 
     `on_connection(reader, writer, peer)` has the connection to itself and deals with its errors; when it
-    returns, the connection is closed. A joiner counts as a stranger until then: be short with one.
+    returns, the connection is closed. A joiner counts as a stranger until then: be short with one. So does
+    whoever has a certificate and does not belong (`belongs`) all the same.
 
     handshake_s   how long a handshake may take, in seconds
     strangers     how many connections may be unauthenticated at one time; more are closed at once
@@ -50,6 +52,7 @@ class Doorman:
         strangers: int = MAX_STRANGERS,
         per_source: int = MAX_STRANGERS_PER_SOURCE,
         exempt_loopback: bool = True,
+        belongs: Callable[[NodeIdentity], bool] = lambda _identity: True,
     ) -> None:
         sock.setblocking(False)
         self.turned_away: Counter[str] = Counter()
@@ -60,6 +63,7 @@ class Doorman:
         self._max_strangers = strangers
         self._max_per_source = per_source
         self._exempt_loopback = exempt_loopback
+        self._belongs = belongs
         self._strangers: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -114,7 +118,7 @@ class Doorman:
             except (OSError, ProtocolError):
                 self.turned_away["no handshake" if writer is None else "not authentic"] += 1
                 return
-            if peer.identity is not None:
+            if peer.identity is not None and self._belongs(peer.identity):
                 is_stranger = False
                 self._forget(source)
             await self._on_connection(reader, writer, peer)

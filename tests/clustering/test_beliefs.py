@@ -131,6 +131,23 @@ def test_two_sides_that_filled_up_apart_keep_the_oldest_64() -> None:
     assert "n0" in merged.members()
 
 
+def test_what_another_tells_displaces_no_member() -> None:
+    """Not even what seems older. Removals, new keys and other words about members always fit."""
+    held = roster(*(f"n{i}" for i in range(MAX_MEMBERS - 2)))
+    told = [RosterEntry(f"x{i}", "", f"x{i}", False, version) for i, version in enumerate((9, 0, 5))]
+    assert [entry.node_id for entry in held.fitting(told, "n0")] == ["x1", "x2"]
+    assert [entry.node_id for entry in held.fitting(told, "me")] == ["x1"]  # this node is one, too
+    full = held.merged(held.fitting(told, "n0"))
+    assert len(full.members()) == MAX_MEMBERS
+    assert full.fitting(told, "n0") == tuple(sorted(told[1:], key=lambda entry: entry.version))
+    others = [
+        RosterEntry("gone", "", "gone", True, 9),
+        RosterEntry("n1", "another key", "key-2", False, 9),
+        RosterEntry("n2", "another name", "key-n2", False, 9),
+    ]
+    assert set(full.fitting(others, "n0")) == set(others)
+
+
 def test_a_roster_is_bounded() -> None:
     entries = [RosterEntry(f"{i}", "", f"{i}", True, 1) for i in range(MAX_ENTRIES)]
     full = Roster().merged(entries)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxtp.cluster import identity as module
-from mlxtp.cluster.identity import AUTHORITY, MEMBER, NODE_ID, NODE_KEY, Store
+from mlxtp.cluster.identity import AUTHORITY, MEMBER, NEXT_KEY, NODE_ID, NODE_KEY, Store
 from mlxtp.errors import ConfigError, UserError
 from mlxtp.wire.certificates import Membership, check_node, key_to_pem, new_key
 
@@ -161,6 +165,57 @@ def test_a_founding_that_was_cut_short_does_not_keep_from_joining(
     joined = store.save_membership(Membership(certificate, first.authority.certificate))
     assert joined.cluster_id == first.identity.cluster_id
     assert joined.authority is None
+
+
+class Disk:
+    """Every change on the disk is counted; the power fails before change number `last`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+        self.changes = 0
+        self._last = last
+        for owner, name in ((os, "unlink"), (os, "replace"), (os, "fsync"), (os, "open")):
+            monkeypatch.setattr(owner, name, self._counting(getattr(owner, name)))
+
+    def _counting(self, change: Any) -> Any:
+        def counted(*given: Any, **named: Any) -> Any:
+            if self.changes == self._last:
+                raise Crash
+            self.changes += 1
+            return change(*given, **named)
+
+        return counted
+
+
+@pytest.mark.parametrize("founds", [True, False], ids=["the founder", "another"])
+def test_wherever_leaving_is_cut_short_a_mac_is_a_member_or_can_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, founds: bool
+) -> None:
+    """Its old key is worth nothing once it may count as having left."""
+    first, stages = founder(tmp_path), set()
+    for crash in itertools.count():
+        member = founder(tmp_path) if founds else member_of(first, tmp_path)
+        with monkeypatch.context() as patch:
+            disk = Disk(patch, crash)
+            with contextlib.suppress(Crash):
+                member.store.leave()
+                break
+            with contextlib.suppress(Crash):
+                Disk(patch, disk.changes + 1 + crash % 3)
+                Store(member.store.folder.parent).load_or_create()  # the power fails again meanwhile
+        after = Store(member.store.folder.parent).load_or_create()
+        if after.membership is not None:
+            assert after == replace(member.identity, key=after.key)
+            assert after.fingerprint == member.identity.fingerprint
+            stages.add("a member")
+        else:
+            assert after.authority is None
+            assert after.node_id == member.identity.node_id
+            assert after.fingerprint != member.identity.fingerprint
+            stages.add("left")
+        assert NEXT_KEY not in {path.name for path in member.store.folder.iterdir()}
+        assert member.store.leave().membership is None
+    assert crash > 8
+    assert stages == {"a member", "left"}
 
 
 # --- what is refused --------------------------------------------------------------------------------

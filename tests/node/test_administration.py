@@ -36,6 +36,23 @@ def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: me
     play(tmp_path, member, story)
 
 
+def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
+    tmp_path: Path, member: members.Member
+) -> None:
+    async def story(node: Node) -> None:
+        cluster, a = node.cluster, node.meet(A)
+        node.hear(a, DesiredState(7, A, "org/model", "2"))
+        cluster.supervisor.state = State.STARTING
+        assert cluster.want("org/model", "2").version == 7
+        assert cluster.want("org/model").version == 7
+        assert [desired.version for desired in a.heard(DesiredState)] == [0, 7]
+        assert cluster.want("org/model", "auto").version == 8
+        cluster.supervisor.state = State.FAILED
+        assert cluster.want("org/model", "auto").version == 9
+
+    play(tmp_path, member, story)
+
+
 @pytest.mark.parametrize(
     ("model", "nodes"),
     [

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.errors import Code, MlxtpError, UserError
-from mlxtp.node.supervisor import ModelSource
+from mlxtp.config import Settings
+from mlxtp.errors import Code, GroupError, MlxtpError, UserError
+from mlxtp.node.cluster import Cluster
+from mlxtp.node.supervisor import ModelSource, Supervisor
 from mlxtp.wire.base import U63, Message
 from mlxtp.wire.control import (
+    MAX_MEMBERS,
     Beat,
     DesiredState,
     EndEpoch,
@@ -32,11 +35,13 @@ from mlxtp.wire.control import (
     TokenIssued,
     TokenWanted,
 )
+from mlxtp.wire.frames import encode
 from mlxtp.wire.machine import Interface
 from mlxtp.wire.messages import Pong
 
 from ..wire.members import Member
 from .one_node import FINGERPRINT, MACHINE, A, B, Node, by_hand, play, report
+from .scenes import run
 
 # --- orders -----------------------------------------------------------------------------------------------
 
@@ -203,6 +208,44 @@ def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(tmp_path: Pat
     play(tmp_path, member, story)
 
 
+def test_more_members_than_there_can_be_displace_nobody(
+    tmp_path: Path, member: Member, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However old it says that they are. The lie is told once."""
+
+    def told(first: int, version: int) -> Members:
+        return Members(
+            tuple(
+                RosterEntry(f"{i:032x}", "ghost", f"{i:064x}", False, version)
+                for i in range(first, first + MAX_MEMBERS)
+            )
+        )
+
+    async def story(node: Node) -> None:
+        me = node.cluster
+        a, b = node.meet(A), node.meet(B)
+        before = set(me.coordination.roster.members())
+        for first in range(1, 300, MAX_MEMBERS):
+            node.hear(a, told(first, version=0), told(first, version=50))
+            node.tick()
+        members = me.coordination.roster.members()
+        assert before == {me.node_id, A, B}
+        assert before < set(members)
+        assert len(members) == len(me.membership.standings()) == MAX_MEMBERS
+        assert me.neighbours.nodes() == {A, B}
+        assert caplog.text.count("mac-a tells of more than 64 members") == 1
+        ghost = next(node_id for node_id in members if node_id not in before)
+        node.hear(b, Members((replace(members[ghost], removed=True),)))
+        assert ghost not in me.coordination.roster.members()
+        me.admit("e" * 32, "newcomer", "e" * 64)
+        own = replace(members[me.node_id], removed=True, version=60)
+        node.hear(a, Members((own,)), told(400, version=70))
+        assert me.over.done()
+        node.tick()
+
+    play(tmp_path, member, story)
+
+
 # --- tokens -----------------------------------------------------------------------------------------------
 
 
@@ -233,6 +276,33 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         assert me._token_answers == {}
 
     play(tmp_path, member, story)
+
+
+def test_an_agent_that_ends_by_a_bug_says_it_once(tmp_path: Path, member: Member) -> None:
+    """`run` fails when an error is left that nobody asked for."""
+
+    async def story(node: Node) -> None:
+        node.cluster.end(GroupError("a bug", Code.INTERNAL))
+        node.cluster.end()
+        assert node.cluster.over.done()
+
+    play(tmp_path, member, story)
+
+
+def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
+    tmp_path: Path, member: Member
+) -> None:
+    async def scene() -> None:
+        chosen = Settings(tmp_path, "", 0, 1, "tiny", cluster=True, name="studio\x1b[2J\u202e")
+        cluster = Cluster(chosen, member.identity, Supervisor(chosen), MACHINE)
+        assert cluster.hello().name == "studio?[2J?"
+        encode(cluster.hello(), 0, 1)
+        for members in cluster.coordination.roster.messages():
+            encode(members, 0, 1)
+        await cluster.close()
+
+    with by_hand():
+        run(scene())
 
 
 # --- what people want -------------------------------------------------------------------------------------
@@ -274,7 +344,7 @@ def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
 _ids = st.sampled_from((A, B, "", "0" * 32, "us"))
 _numbers = st.one_of(st.integers(0, 9), st.just(U63), st.integers(0, U63))
 _epochs, _ranks, _u32 = st.integers(1, 9), st.integers(0, 7), st.integers(0, 2**32 - 1)
-_texts = st.sampled_from(("", "tiny", "org/model", "../x", "a\0b", "\x1b[31mred", "nonsense"))
+_texts = st.sampled_from(("", "tiny", "org/model", "../x", "[/red]", "nonsense"))
 _nodes = st.sampled_from(("auto", "all", "2", "0", "99", "x", "²"))
 _states = st.sampled_from(("ready", "loading", "failed"))
 _keys = st.lists(st.floats(-(2.0**30), 2.0**30, width=32), max_size=3).map(tuple)

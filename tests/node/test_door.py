@@ -7,23 +7,28 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from mlxtp.cluster.admission import ask_to_join
 from mlxtp.cluster.joining import AskElsewhere, Granted, Joiner
 from mlxtp.cluster.tokens import Desk, Token, read_token
-from mlxtp.errors import Code, MlxtpError, UserError
-from mlxtp.node.door import Door, bind_control
+from mlxtp.config import Settings
+from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
+from mlxtp.node.agent import running_agent
+from mlxtp.node.door import Door, bind_control, check_interface
 from mlxtp.node.requests_link import RemoteDesk
 from mlxtp.wire.certificates import authority_hash, new_key
 from mlxtp.wire.doorman import open_tls
 from mlxtp.wire.joining import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
-from mlxtp.wire.tls import ALPN_REQUESTS, member_context_client
+from mlxtp.wire.messages import Cancel, Generate
+from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
 
 from ..wire.members import Member, founder, member_of
 from .one_node import A, Node, by_hand
 from .scenes import run, sees, within
+from .test_gateway import MODEL, TEXT, FakeRanks
 
 
 class House:
@@ -113,19 +118,75 @@ def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> No
         other = member_of(house.first, tmp_path)
         cluster = house.node.cluster
         cluster.admit(other.identity.node_id, "other", other.identity.fingerprint)
+        third = member_of(house.first, tmp_path)
+        with pytest.raises(MlxtpError):  # who has no control link could vanish unnoticed
+            await house.requests(third)
+        for each in (other, third):
+            house.node.meet(each.identity.node_id)
         desk, lost = await house.requests(other)
-        stays, still = await house.requests(member_of(house.first, tmp_path))
+        stays, still = await house.requests(third)
         assert len(house.door._requests) == 2
         cluster.remove(other.identity.node_id)
         await sees(lambda: lost)
         await sees(lambda: len(house.door._requests) == 1)
+        assert house.door._doorman.strangers == 0
+        context = member_context_client(other.credentials, ALPN_CONTROL)
+        _, silent = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, 5.0)
+        await sees(lambda: house.door._doorman.strangers == 1)
+        silent.close()
         with pytest.raises(MlxtpError):
             await house.requests(other)
         assert still == []
-        for each in (desk, stays):
+        for link in (desk, stays):
+            await link.close()
+
+    play(tmp_path, story)
+
+
+def test_requests_of_a_member_that_vanished_end_at_rank_0(tmp_path: Path) -> None:
+    """Its requests link may look well for hours: nothing is sent that way."""
+
+    async def story(house: House) -> None:
+        gateway, ranks = house.node.cluster.supervisor.gateway, FakeRanks()
+        gateway.serve(cast(Any, ranks), MODEL, TEXT)
+        vanishes, stays = (member_of(house.first, tmp_path) for _ in range(2))
+        links = [house.node.meet(each.identity.node_id) for each in (vanishes, vanishes, stays)]
+        desk, lost = await house.requests(vanishes)
+        other, still = await house.requests(stays)
+        for each in (desk, other):
+            each.send(Generate(1, (1, 2), 9))
+        await sees(lambda: gateway.open_requests == 2)
+        links[0].close()
+        await asyncio.sleep(0)
+        assert gateway.open_requests == 2  # it has another control link
+        links[1].close()
+        await sees(lambda: gateway.open_requests == 1)
+        assert len(ranks.sent_of(Cancel)) == 1
+        await sees(lambda: lost)
+        assert still == []
+        for each in (desk, other):
             await each.close()
 
     play(tmp_path, story)
+
+
+def test_an_interface_that_is_not_there_is_said(tmp_path: Path) -> None:
+    check_interface("")
+    check_interface("127.0.0.1")
+    with pytest.raises(ConfigError, match=r"--interface 192\.0\.2\.7: no interface of this Mac has .* 127"):
+        check_interface("192.0.2.7")
+    with pytest.raises(ConfigError, match=r"--control 192\.0\.2\.7:0: this Mac does not have this address"):
+        bind_control("192.0.2.7", 0)
+    settings = Settings(
+        tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=True, control_port=0, interface="192.0.2.7"
+    )
+
+    async def start() -> None:
+        async with running_agent(settings):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match=r"--interface 192\.0\.2\.7"):
+        asyncio.run(start())
 
 
 def test_an_address_that_another_agent_has_is_named() -> None:

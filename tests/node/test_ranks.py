@@ -14,7 +14,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.node import remote_rank
-from mlxtp.node.ranks import Group, Ranks
+from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks
 from mlxtp.node.remote_rank import RankWord, RemoteRank
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import (
@@ -226,6 +226,22 @@ def test_what_the_other_agent_says_instead_ends_the_epoch_in_its_words(
         assert isinstance(error, kind)
         assert error.code is code
         assert error.detail.startswith("mini-1")
+
+    play(tmp_path, story)
+
+
+def test_an_agent_that_never_stops_talking_costs_no_memory(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        for _ in range(1000):
+            stage.peer.seat.received(STARTED)
+            stage.peer.seat.received(trouble(Code.RANK_LOST))
+        assert len(stage.ranks._reports) <= MAX_REPORTS
+        error = await asyncio.shield(stage.ranks.failed)
+        for _ in range(1000):
+            stage.peer.seat.received(trouble(Code.RANK_LOST))
+        assert len(stage.ranks._reports) <= MAX_REPORTS
+        assert error.code is Code.OUT_OF_ORDER
 
     play(tmp_path, story)
 

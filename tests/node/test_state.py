@@ -42,8 +42,9 @@ def test_who_begins_anew_remembers_nothing(tmp_path: Path) -> None:
         forget(tmp_path)
         assert load(tmp_path) == (Kept(), "")
     (tmp_path / FILE).mkdir()
-    with pytest.raises(UserError, match="of an earlier cluster cannot be removed"):
-        forget(tmp_path)
+    forget(tmp_path)
+    assert load(tmp_path) == (Kept(), "")
+    assert (tmp_path / f"{FILE}.unusable-1").is_dir()
 
 
 def test_nobody_else_can_read_the_file(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def changed(**fields: object) -> str:
         (changed(desired={"version": 1}), "desired: expected a map"),
         (changed(roster=[{}]), "roster: expected a map"),
         (changed(peers=[]), "peers: expected a map"),
-        (changed(peers={"a": [1]}), "peers: expected strings"),
+        (changed(peers={"a": [1]}), "peers: expected a string"),
         (changed(peers={str(i): [] for i in range(65)}), "at most 64"),
         ("[" * 100_000, ""),
     ],
@@ -145,9 +146,19 @@ def test_bytes_that_are_no_text_and_files_that_never_end_are_set_aside(tmp_path:
         assert (tmp_path / f"{FILE}.unusable-{number}").read_bytes() == data
 
 
+def test_a_folder_in_its_place_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / FILE / "inside").mkdir(parents=True)
+    kept, told = load(tmp_path)
+    assert kept == Kept()
+    assert "(it is a folder). It was set aside as state.json.unusable-1" in told
+    assert (tmp_path / f"{FILE}.unusable-1" / "inside").is_dir()
+    save(tmp_path, KEPT)
+    assert load(tmp_path) == (KEPT, "")
+
+
 def test_a_file_that_cannot_be_opened_is_not_taken_for_a_first_start(tmp_path: Path) -> None:
-    (tmp_path / FILE).mkdir()
-    with pytest.raises(UserError, match=r"state\.json: Is a directory"):
+    (tmp_path / FILE).symlink_to(FILE)
+    with pytest.raises(UserError, match=r"state\.json: Too many levels of symbolic links"):
         load(tmp_path)
 
 

@@ -162,8 +162,11 @@ def _floats(low: float, high: float, min_items: int, max_items: int) -> st.Searc
     return st.lists(st.floats(low, high, width=32), min_size=min_items, max_size=max_items).map(tuple)
 
 
+_printable = st.characters(codec="utf-8").filter(str.isprintable)
+
+
 def _addresses(max_items: int) -> st.SearchStrategy[tuple[str, ...]]:
-    return st.lists(st.text(st.characters(codec="utf-8"), max_size=60), max_size=max_items).map(tuple)
+    return st.lists(st.text(_printable, max_size=60), max_size=max_items).map(tuple)
 
 
 _rank = st.integers(0, MAX_RANKS - 1)
@@ -178,11 +181,12 @@ _token_lists = _ints(0, 2**31 - 1, 1, 40)
 _agreement = st.sampled_from(("verify", "broadcast"))
 _exchange = st.sampled_from(("winners", "logits"))
 _proof = st.binary(max_size=32)
-_text = st.text(st.characters(codec="utf-8"), max_size=100)
-_short = st.text(st.characters(codec="utf-8"), max_size=8)
+_text = st.text(_printable, max_size=100)
+_raw = st.text(st.characters(codec="utf-8"), max_size=100)
+_short = st.text(_printable, max_size=8)
 _node = st.text("0123456789abcdef", max_size=32)
 _epoch = st.integers(1, U63)
-_name = st.text(st.characters(codec="utf-8"), max_size=64)
+_name = st.text(_printable, max_size=64)
 _certificate = st.binary(min_size=1, max_size=1500)
 _nonce = st.binary(min_size=32, max_size=32)
 _reason = st.sampled_from(("stop", "length", "cancel"))
@@ -209,7 +213,7 @@ SHAPING = st.builds(
     _floats(-1e9, 1e9, 0, 40),
     st.integers(0, MAX_CONTEXT),
     st.sampled_from(("", "json_object", "json_schema", "regex", "lark")),
-    _text,
+    _raw,
 )
 
 _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
@@ -286,14 +290,14 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     Error: st.builds(Error, st.sampled_from(Code), _text, _u32),
     LoadShard: st.builds(
         LoadShard,
-        _text,
+        _raw,
         _context,
         _ints(0, 2**31 - 1, 0, 64),
         st.integers(0, MAX_CONTEXT),
         st.integers(0, 8),
         _count,
-        _text,
-        st.lists(_text, max_size=MAX_RANKS).map(tuple),
+        _raw,
+        st.lists(_raw, max_size=MAX_RANKS).map(tuple),
     ),
     InitDone: st.builds(InitDone, _rank, _size),
     SanityDone: st.builds(SanityDone, _count, _ints(0, 2**31 - 1, 0, MAX_RANKS), _u32),
@@ -392,7 +396,7 @@ _STRATEGIES |= {
     MachineReport: st.builds(MachineReport, *_MACHINE_PARTS),
     ModelStatus: st.builds(ModelStatus, _count, _short, _text),
     Prepare: st.builds(Prepare, _epoch, _rank, _short, _count),
-    Prepared: st.builds(Prepared, _epoch, _short, _text),
+    Prepared: st.builds(Prepared, _epoch, _short, _raw),
     StartRank: st.builds(StartRank, _epoch, _STRATEGIES[Bootstrap]),
     RankStarted: st.builds(RankStarted, _epoch, st.booleans()),
     RankPong: st.builds(RankPong, _epoch, _rank, _STRATEGIES[Pong]),

@@ -91,7 +91,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer:
 
 @asynccontextmanager
 async def house(
-    members: tuple[Member, Member], handler: Handler = echo, **options: float | bool
+    members: tuple[Member, Member], handler: Handler = echo, **options: Any
 ) -> AsyncIterator[House]:
     first, second = members
     listener = socket.create_server(("127.0.0.1", 0), backlog=100)
@@ -101,7 +101,7 @@ async def house(
         peers.append(peer)
         await handler(reader, writer, peer)
 
-    doorman = Doorman(listener, member_context_server(first.credentials), noting, **options)  # type: ignore[arg-type]
+    doorman = Doorman(listener, member_context_server(first.credentials), noting, **options)
     running = asyncio.create_task(doorman.run())
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -332,6 +332,23 @@ def test_a_joiner_counts_until_it_is_answered_and_a_member_does_not_count(member
             assert await gone(joiner)
             await here.strangers(0)
             await here.knock(join_context(), ALPN_JOIN)
+
+    play(story)
+
+
+def test_whoever_does_not_belong_counts_as_a_stranger_with_a_certificate_too(members: Members) -> None:
+    second = members[1].identity
+
+    async def story() -> None:
+        async with house(members, strangers=2, belongs=lambda who: who.node_id != second.node_id) as here:
+            known = [await here.member() for _ in range(2)]
+            await here.strangers(2)
+            refused, writer = await here.plain()
+            assert await gone(refused)
+            writer.close()
+            for _, each in known:
+                each.close()
+            await here.strangers(0)
 
     play(story)
 

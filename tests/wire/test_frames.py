@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
+from mlxtp.wire.control import AgentHello, DesiredState, Members, ModelStatus, RosterEntry
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
+from mlxtp.wire.joining import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.messages import (
     MAX_BIASES,
     MAX_FRAME_TOKENS,
@@ -194,6 +196,12 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         PromptTokens(1, 0, 1, (-1,)),
         PromptTokens(1, 0, 1, None),  # type: ignore[arg-type]
         LoadShard("\ud800", 512, ()),
+        JoinRequest(bytes(8), bytes(16), "mini\x1b[2J", bytes(65), bytes(32), bytes(32), bytes(8)),
+        JoinOffer(b"x", bytes(32), "a\u202eb"),
+        JoinGrant(b"x", bytes(32), "", ("10.0.0.1:1\r",)),
+        DesiredState(1, "a" * 32, "org/model\n", "auto"),
+        Members((RosterEntry("a" * 32, "mini\x9b31m", "5" * 64, False, 1),)),
+        ModelStatus(1, "5\t", ""),
     ],
     ids=lambda message: repr(message)[:100],
 )
@@ -202,6 +210,34 @@ def test_a_value_that_no_peer_would_take_is_not_sent(message: Message) -> None:
         encode(message, 1, 1)
     assert caught.value.code is Code.FIELD_INVALID
     assert type(message).__name__ in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    "name", ["\x1b]0;title\x07", "a\nb", "\x9b2J", "abc\u202efed", "\u2066x", "a\u2028b", "\0", "\x7f"]
+)
+def test_what_would_steer_a_terminal_is_no_name(name: str) -> None:
+    hello = AgentHello(1, "a" * 32, "c" * 16, "b", "mini", (), (), (), "", False)
+    encode(hello, 0, 1)
+    body = to_body(hello) | {"name": name}
+    with pytest.raises(RemoteProtocolError, match=r"AgentHello\.name: expected printable characters"):
+        read_all(open_decoder(), framed(msgpack.packb([AgentHello.TYPE, 0, 1, body])))
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ("no\nroom \x1b[31mleft", "no room ?[31mleft"),
+        ("abc\u202efed", "abc?fed"),
+        ("Füße 日本", "Füße 日本"),
+    ],
+)
+def test_a_reason_comes_as_one_line_that_can_be_printed(said: str, heard: str) -> None:
+    """Whether its sender saw to that or not."""
+    error = Error(Code.INTERNAL, said, 0)
+    as_it_is = msgpack.packb([Error.TYPE, 0, 1, to_body(error) | {"detail": said}])
+    for data in (encode(error, 0, 1), framed(as_it_is)):
+        [frame] = read_all(open_decoder(), data)
+        assert frame.message == Error(Code.INTERNAL, heard, 0)
 
 
 def test_a_message_over_the_limit_is_not_sent() -> None:

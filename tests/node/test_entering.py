@@ -1,0 +1,164 @@
+"""How a Mac finds the one that lets it in, whoever else announces what on the network. Real TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.cluster.identity import Store
+from mlxtp.cluster.joining import Denied
+from mlxtp.cluster.sightings import Sighting
+from mlxtp.config import Settings
+from mlxtp.errors import ConfigError, UserError
+from mlxtp.node import entering
+from mlxtp.node.entering import Entered, enter
+
+from ..wire.members import founder, member_of
+from .one_node import by_hand
+from .scenes import run, sees, within
+from .test_door import House
+
+
+class Street:
+    """The doors of a cluster and of another one, and what is announced on the network, by whomever."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        first, other = founder(folder), founder(folder)
+        self.cluster_id = first.identity.cluster_id
+        self.house, self.other = (House(each, each, self._home()) for each in (first, other))
+        member = member_of(first, folder)
+        self.member = House(first, member, self._home())
+        self.announced: dict[str, None] = {}
+        self.tell: Callable[[], None] = lambda: None
+        street = self
+
+        class Network:
+            def __init__(self, on_change: Callable[[tuple[Sighting, ...]], None], _warn: Any) -> None:
+                street.tell = lambda: on_change(tuple(map(street._sighting, street.announced)))
+
+            async def start(self, _advert: object, _only: object) -> None:
+                street.tell()
+
+            async def close(self) -> None:
+                street.tell = lambda: None
+
+        monkeypatch.setattr(entering, "Discovery", Network)
+
+    def _home(self) -> Path:
+        home = self.folder / f"home-{len(list(self.folder.iterdir()))}"
+        home.mkdir()
+        return home
+
+    def _sighting(self, address: str) -> Sighting:
+        return Sighting("1" * 32, self.cluster_id, "mini", (address,), True, 1)
+
+    def announce(self, *ports: int) -> None:
+        """Somebody at each of these ports says that it is of the cluster."""
+        self.announced |= dict.fromkeys(f"127.0.0.1:{port}" for port in ports)
+        self.tell()
+
+    async def enter(self, token: str, *peers: int, discovery: bool = True) -> Entered:
+        settings = Settings(
+            self._home(), "", 0, 1, "tiny", cluster=True, name="mini", join=token, discovery=discovery,
+            peers=tuple(f"127.0.0.1:{port}" for port in peers),
+        )  # fmt: skip
+        return await enter(settings, Store(settings.home))
+
+
+def play(folder: Path, monkeypatch: pytest.MonkeyPatch, story: Callable[[Street], Awaitable[None]]) -> None:
+    async def scene() -> None:
+        street = Street(folder, monkeypatch)
+        houses = (street.house, street.other, street.member)
+        try:
+            await within(story(street))
+        finally:
+            for house in houses:
+                house.open.cancel()
+            await asyncio.wait({house.open for house in houses})
+            for house in houses:
+                await house.node.cluster.close()
+
+    with by_hand():
+        run(scene())
+
+
+def test_a_false_announcement_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is all that is heard at first."""
+
+    async def story(street: Street) -> None:
+        street.announce(street.other.port)
+        entering_ = asyncio.ensure_future(street.enter(street.house.door.token()))
+        await sees(lambda: street.other.door._doorman.strangers)
+        await sees(lambda: not street.other.door._doorman.strangers)  # it was asked, and said what it said
+        street.announce(street.house.port)
+        entered = await entering_
+        assert entered.joined
+        assert entered.identity.cluster_id == street.cluster_id
+        node_id = entered.identity.node_id
+        await sees(lambda: node_id in street.house.node.cluster.coordination.roster.members())
+
+    play(tmp_path, monkeypatch, story)
+
+
+def test_who_answers_to_nobody_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(street: Street) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0), backlog=20)) as silent:
+            street.announce(silent.getsockname()[1], street.member.port)
+            # A member that cannot let anybody in names the Mac that can.
+            cluster = street.member.node.cluster
+            first = street.house.member.identity.node_id
+            cluster.knowledge.authority = first
+            cluster.knowledge.addresses[first] = (f"127.0.0.1:{street.house.port}",)
+            assert (await street.enter(street.house.door.token())).joined
+
+    monkeypatch.setattr(entering, "ASK_S", 1000.0)
+    play(tmp_path, monkeypatch, story)
+
+
+def test_the_no_of_the_right_mac_is_the_end_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(street: Street) -> None:
+        token = street.house.door.token()
+        street.announce(street.other.port, street.house.port)
+        assert (await street.enter(token)).joined
+        with pytest.raises(Denied, match="this join token was used before"):
+            await street.enter(token)
+
+    monkeypatch.setattr(entering, "FIND_S", 1000.0)
+    play(tmp_path, monkeypatch, story)
+
+
+def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody else may still be found."""
+
+    async def story(street: Street) -> None:
+        token = street.house.door.token()
+        with pytest.raises(UserError, match=r"^the join token is for .* and another cluster answered"):
+            await street.enter(token, street.other.port, discovery=False)
+        assert (await street.enter(token, street.other.port, street.house.port, discovery=False)).joined
+        street.announce(street.house.port)
+        assert (await street.enter(street.house.door.token(), street.other.port)).joined
+
+    monkeypatch.setattr(entering, "FIND_S", 1000.0)
+    play(tmp_path, monkeypatch, story)
+
+
+def test_when_nobody_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(street: Street) -> None:
+        token = street.house.door.token()
+        with pytest.raises(ConfigError, match="announced itself on this network within 1 s"):
+            await street.enter(token)
+        street.announce(street.other.port)
+        with pytest.raises(ConfigError, match=r"could not be joined within 1 s: .* another cluster answered"):
+            await street.enter(token)
+
+    monkeypatch.setattr(entering, "FIND_S", 1.0)
+    play(tmp_path, monkeypatch, story)

@@ -34,15 +34,15 @@ def alone() -> dict[str, str]:
     return {**os.environ, "MLXTP_ALONE": "1"}
 
 
-def mlxtp(*args: str) -> subprocess.CompletedProcess[str]:
+def mlxtp(*args: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *args],
-        env=alone(),
+        env=alone() | environment,
         capture_output=True,
         text=True,
         timeout=START_S,
         check=False,
-        stdin=subprocess.DEVNULL,
+        input=typed,
     )
 
 
@@ -143,6 +143,23 @@ def test_what_the_model_cannot_do_is_said_at_once_and_not_tried_again(
     assert words in said
     assert "next one in" not in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("args", "typed", "variable", "words"),
+    [
+        (("--join", "-"), "TYPED\n", "VARIABLE-VARIABLE", "the join token has 5 characters"),
+        ((), "", "VARIABLE", "the join token has 8 characters"),
+        (("--join", "-"), "", "", "--join -: there is no token on standard input"),
+    ],
+)
+def test_a_join_token_that_nobody_can_see_in_the_list_of_processes(
+    tmp_path: Path, args: tuple[str, ...], typed: str, variable: str, words: str
+) -> None:
+    where = ("--control", "127.0.0.1:0", "--no-discovery", "--home", str(tmp_path))
+    refused = mlxtp("node", *args, *ANY_PORT, *where, typed=typed, MLXTP_ALONE="", MLXTP_JOIN=variable)
+    assert words in " ".join(refused.stderr.split())
+    assert refused.returncode == 1
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -407,6 +407,8 @@ def test_a_home_that_takes_no_file_is_named(tmp_path: Path) -> None:
     [
         ("node --join", "node --join="),
         ("node --join TOKEN", "node --join TOKEN"),
+        ("node --join -", "node --join -"),
+        ("node --join - --home x", "node --join - --home x"),
         ("node --join --home x", "node --join= --home x"),
         ("node --join=TOKEN --home x", "node --join=TOKEN --home x"),
         ("node --home x --join", "node --home x --join="),

@@ -16,6 +16,7 @@ from mlxtp.config import (
     Limits,
     Settings,
     embedded_model_path,
+    resolve_join,
     resolve_settings,
 )
 from mlxtp.errors import Code, ConfigError
@@ -127,6 +128,27 @@ def test_the_file_is_read_from_the_home_that_was_chosen(tmp_path: Path) -> None:
 
 def test_a_home_that_does_not_exist_yet_has_no_file(tmp_path: Path) -> None:
     assert resolve(tmp_path / "new" / "home").ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "chosen"),
+    [
+        (None, "", None),
+        ("", "", ""),
+        ("TOKEN", "", "TOKEN"),
+        (None, " TOKEN\n", "TOKEN"),
+        ("", "TOKEN", "TOKEN"),
+        ("ONE", "OTHER", "ONE"),
+        ("-", "OTHER", "ONE"),
+    ],
+)
+def test_where_a_join_token_comes_from(flag: str | None, variable: str, chosen: str | None) -> None:
+    assert resolve_join(flag, lambda: " ONE \n", {"MLXTP_JOIN": variable}) == chosen
+
+
+def test_no_token_on_standard_input_is_said() -> None:
+    with pytest.raises(ConfigError, match="--join -: there is no token on standard input"):
+        resolve_join("-", lambda: "\n", {"MLXTP_JOIN": "TOKEN"})
 
 
 def test_the_real_environment_counts_when_none_is_given(

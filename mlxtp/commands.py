@@ -301,7 +301,7 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
             member["address"],
             escape(member["chip"]),
             memory,
-            member["node_id"][:8],
+            escape(member["node_id"][:8]),
             ", ".join(role for role, is_so in roles.items() if is_so),
         )
     return table

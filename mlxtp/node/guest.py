@@ -32,6 +32,9 @@ from .rank_process import WORKER, RankProcess, RequestEvent, epoch_folder, free_
 
 log = logging.getLogger(__name__)
 
+MAX_ORDERS = 64
+"""Orders that are carried out at one time. Two or three are usual; what is more is not heard."""
+
 ModelFolder = Callable[[int], Path]
 """The folder of the model of a version of the desired state. Raises ModelError when it is not here."""
 
@@ -84,7 +87,7 @@ class Guest:
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
         """An order of coordinator `host`. Carried out in turn, in the background; which epoch counts is
         settled here and now."""
-        if self._closed:
+        if self._closed or len(self._tasks) >= MAX_ORDERS:
             return
         match message:
             case RankGathered():

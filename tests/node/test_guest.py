@@ -14,7 +14,7 @@ import pytest
 
 from mlxtp.config import Settings
 from mlxtp.errors import Code, LinkError, ModelError
-from mlxtp.node.guest import Guest
+from mlxtp.node.guest import MAX_ORDERS, Guest
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import (
     EndEpoch,
@@ -315,5 +315,17 @@ def test_a_rank_that_dies_later_is_told_too(tmp_path: Path) -> None:
         await stage.started()
         os.kill(stage.pids()[0], signal.SIGKILL)
         await sees(lambda: any("signal 9" in each.detail for each in stage.heard(RankTrouble)))
+
+    play(tmp_path, story)
+
+
+def test_a_coordinator_that_never_stops_ordering_costs_no_memory(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.started()
+        for _ in range(10_000):
+            stage.guest.received(HOST, start())
+        assert len(stage.guest._tasks) <= MAX_ORDERS
+        stage.guest.lost(HOST)
+        await sees(lambda: stage.pids() == [])
 
     play(tmp_path, story)

@@ -17,7 +17,19 @@ from rich.console import Console
 from mlxtp.errors import MlxtpError
 from mlxtp.node.agent import stopped_by_signal
 
-from . import concurrency, decode, docs, frames, idle, links, loading, membership, prefill, speculation
+from . import (
+    concurrency,
+    decode,
+    docs,
+    frames,
+    idle,
+    links,
+    loading,
+    membership,
+    prefill,
+    recovery,
+    speculation,
+)
 from .errors import Unmeasured
 from .measures import Row
 from .stage import Stage
@@ -33,6 +45,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "links": links.measure,
     "loading": loading.measure,
     "membership": membership.measure,
+    "recovery": recovery.measure,
 }
 CASE_LIMIT_S = 1800.0
 """One case that hangs must not take the others' rows with it."""

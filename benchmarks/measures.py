@@ -133,6 +133,13 @@ _ALL = (
             "Judging 63 others, deciding, and taking in a beat of each, twice a second."),
     Measure("64 members, one plan", "ms",
             "Placing a 70B model on 64 unequal Macs, eight of them cabled in a circle."),
+    # --- recovery
+    Measure("serving again after a rank was killed, with spares", "s",
+            "From SIGKILL of rank 1 until the next group has its model and has run a forward; half a second "
+            "of it is the pause before a second attempt.", "", Goal("≤", 3)),
+    Measure("serving again after a rank was killed, without spares", "s",
+            "The same, with rank processes that have to be started.", "", Goal("≤", 6)),
+    Measure("memory of a spare", "MB", "Of one that waits, what no other process shares."),
 )  # fmt: skip
 
 MEASURES = {measure.name: measure for measure in _ALL}

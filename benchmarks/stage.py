@@ -87,12 +87,13 @@ class Stage:
     ) -> AsyncIterator[Agent]:
         """An agent that ends with the context. `stages` gets the seconds at which each stage was reached.
 
-        What `changes` say of a setting that does not exist is left out; see `require`.
+        Without spares, whose imports would take time from what is measured. What `changes` say of a setting
+        that does not exist is left out; see `require`.
         """
         self._homes += 1
         settings = dataclasses.replace(
             Settings(self.folder / f"home-{self._homes}", "127.0.0.1", 0, RANKS, str(model)),
-            **{name: value for name, value in changes.items() if name in _SETTINGS},  # type: ignore[arg-type]
+            **{"spare": False} | {name: value for name, value in changes.items() if name in _SETTINGS},  # type: ignore[arg-type]
         )
         said = ", ".join(f"{name}={value}" for name, value in changes.items() if name != "limits")
         self.say(f"starting an agent ({Path(model).name}{', ' if said else ''}{said})")

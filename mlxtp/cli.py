@@ -45,6 +45,7 @@ from .options import (
     PrefixCache,
     Ranks,
     Rdma,
+    Spare,
     Speculation,
 )
 from .terminal import Commands
@@ -89,6 +90,7 @@ def node(
     speculation: Speculation = None,
     prefix_cache: PrefixCache = None,
     compiled: Compiled = None,
+    spare: Spare = None,
 ) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
 

@@ -76,6 +76,7 @@ class Settings:
     fabric        how ranks of several Macs talk: auto, jaccl or ring
     fast_fences   MLX_METAL_FAST_SYNCH, which is fast and can hang a GPU until it is restarted
     keep_awake    whether this Mac is kept from sleeping while it serves
+    spare         whether a rank process is started ahead for each rank here, for when that one dies
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     """
 
@@ -94,6 +95,7 @@ class Settings:
     kv_bits: int = 0
     kv_bytes: int = 0
     draft_model: str = ""
+    spare: bool = True
     cluster: bool = False
     alone: bool = False
     model_given: bool = False
@@ -422,6 +424,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "kv_bits": _parse_kv_bits,
     "kv_bytes": _parse_bytes,
     "draft_model": _parse_text,
+    "spare": _parse_switch,
     "alone": _parse_switch,
     "name": _parse_name,
     "control": _parse_host_port,

@@ -104,6 +104,14 @@ Compiled = Annotated[
         rich_help_panel=TUNING,
     ),
 ]
+Spare = Annotated[
+    bool | None,
+    typer.Option(
+        "--spare/--no-spare",
+        help="Keep a process ready for the case that a rank here dies. Default: yes.",
+        rich_help_panel=TUNING,
+    ),
+]
 
 Join = Annotated[
     str | None,

@@ -61,7 +61,7 @@ def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S, *, ev
 
 
 def rank_processes(home: Path) -> list[int]:
-    """Pids of the living rank processes of the agent in `home`, whoever their parent is."""
+    """Pids of the living rank processes of the agent in `home`, spares too, whoever their parent is."""
     folder = str(home / "run")
     found = []
     for process in psutil.process_iter():
@@ -93,8 +93,8 @@ class Snapshot:
 class Cluster:
     """An agent in a thread of its own. `home` is a folder that nobody else uses.
 
-    `settings` are those of `Settings`. Raises what the agent raises on its way up. With `wait=False` the
-    constructor returns while the ranks are still starting.
+    `settings` are those of `Settings`. Without `spare`, all rank processes are ranks. Raises what the agent
+    raises on its way up. With `wait=False` the constructor returns while the ranks are still starting.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class Cluster:
         run_ahead: int = 1,
         prefill_chunk: int = 512,
         limits: Limits = LIMITS,
+        spare: bool = False,
         wait: bool = True,
         **settings: Any,
     ) -> None:
@@ -121,6 +122,7 @@ class Cluster:
             prefill_chunk=prefill_chunk,
             run_ahead=run_ahead,
             limits=limits,
+            spare=spare,
             **settings,
         )
         self._worker = worker

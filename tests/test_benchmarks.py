@@ -33,6 +33,8 @@ GOALS = {
     "idle rank, share of one core": "< 1",
     "decode link with 1 ms each way vs none": "≥ 0.95",
     "steps begun after a client's disconnect": "≤ 1",
+    "serving again after a rank was killed, with spares": "≤ 3",
+    "serving again after a rank was killed, without spares": "≤ 6",
 }
 SPEED = "one stream, pipe vs bare loop"
 

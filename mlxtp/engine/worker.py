@@ -36,6 +36,7 @@ from ..wire.protocol import LinkKind, Protocol, Received, Side, State
 from .decode_links import SEND_TIMEOUT_S, open_links
 from .jaccl import Exchange
 from .mail import AGENT, Mailbox, read_in_background
+from .spare import import_all, wait_for_arguments
 from .status import Status
 
 
@@ -174,8 +175,21 @@ def _await_shutdown(mail: Mailbox) -> None:
 # --- the process ------------------------------------------------------------------------------------
 
 
+def told(argv: Sequence[str]) -> list[str]:
+    """The arguments of a rank: `argv`, or, for a spare (`--spare-fd FD`), what it is told some day."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--spare-fd", type=int)
+    fd = parser.parse_known_args(argv)[0].spare_fd
+    if fd is None:
+        return list(argv)
+    import_all()
+    return wait_for_arguments(fd)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry. Exits with 0 after an orderly end, otherwise with the `exit_status` of what happened."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--epoch", type=int, required=True)
@@ -183,9 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pipe-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int)
     parser.add_argument("--identity", type=Path, help="folder of this node's key and certificate")
-    args = parser.parse_args(argv)
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
+    args = parser.parse_args(told(sys.argv[1:] if argv is None else argv))
     signal.signal(signal.SIGTERM, _on_sigterm)
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)

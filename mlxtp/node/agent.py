@@ -34,6 +34,7 @@ from .epoch import State
 from .models import find_model, is_hub_id, lasting_name, open_model
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
+from .spare import Spares
 from .supervisor import ModelSource, StageListener, Supervisor
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Agent:
     supervisor: Supervisor
     url: str
     """Where the endpoint answers, such as http://127.0.0.1:52415."""
+    spares: Spares
     cluster: Cluster | None = None
     founded: bool = False
 
@@ -70,13 +72,14 @@ async def running_agent(
     Raises ConfigError and ModelError before anything is started.
     """
     with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
-        if settings.cluster:
-            async with _among_others(settings, sock, on_stage, worker) as agent:
+        async with Spares(worker, settings.home / "run", settings.ranks if settings.spare else 0) as spares:
+            if settings.cluster:
+                async with _among_others(settings, sock, on_stage, spares) as agent:
+                    yield agent
+                return
+            model = await open_model(settings.model, settings.draft_model)
+            async with _running(settings, sock, model, on_stage, spares) as agent:
                 yield agent
-            return
-        model = await open_model(settings.model, settings.draft_model)
-        async with _running(settings, sock, model, on_stage, worker) as agent:
-            yield agent
 
 
 @asynccontextmanager
@@ -85,9 +88,9 @@ async def _running(
     sock: socket.socket,
     model: ModelSource,
     on_stage: StageListener,
-    worker: Sequence[str],
+    spares: Spares,
 ) -> AsyncIterator[Agent]:
-    supervisor = Supervisor(settings, on_stage, worker)
+    supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
     serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))
@@ -97,7 +100,7 @@ async def _running(
     )
     try:
         with announced(settings.home, _url(sock), admin.key):
-            yield Agent(supervisor, _url(sock))
+            yield Agent(supervisor, _url(sock), spares)
     finally:
         supervising.cancel()
         sleeping.cancel()
@@ -110,7 +113,7 @@ async def _running(
 
 @asynccontextmanager
 async def _among_others(
-    settings: Settings, sock: socket.socket, on_stage: StageListener, worker: Sequence[str]
+    settings: Settings, sock: socket.socket, on_stage: StageListener, spares: Spares
 ) -> AsyncIterator[Agent]:
     """An agent that belongs to a cluster. Raises UserError when it cannot."""
     settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
@@ -123,8 +126,8 @@ async def _among_others(
     with contextlib.closing(control):
         entered = await enter(settings, store)
         machine = await hardware.probe(settings.interface)
-        supervisor = Supervisor(settings, on_stage, worker)
-        cluster = Cluster(settings, entered.identity, supervisor, machine, worker=worker)
+        supervisor = Supervisor(settings, on_stage, spares)
+        cluster = Cluster(settings, entered.identity, supervisor, machine, worker=spares)
         port: int = control.getsockname()[1]
         cluster.listens_at = partial(_control_addresses, settings, port)
         cluster.http = _url(sock)
@@ -153,7 +156,7 @@ async def _among_others(
             task.add_done_callback(partial(_report_bug, cluster))
         try:
             with announced(settings.home, _url(sock), admin.key):
-                yield Agent(supervisor, _url(sock), cluster, entered.founded)
+                yield Agent(supervisor, _url(sock), spares, cluster, entered.founded)
         finally:
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from ..cluster import hardware
 from ..cluster.builds import Build, compare
@@ -57,7 +57,7 @@ from .follower import Follower
 from .guest import Guest
 from .model_here import ModelHere
 from .neighbours import ControlLink, Neighbours
-from .rank_process import WORKER
+from .rank_process import WORKER, Worker
 from .state import Kept, load, save
 from .supervisor import Supervisor
 from .surroundings import Knowledge
@@ -81,7 +81,7 @@ class Cluster:
         supervisor: Supervisor,
         machine: Machine,
         *,
-        worker: Sequence[str] = WORKER,
+        worker: Worker = WORKER,
     ) -> None:
         now = time.monotonic()
         kept, trouble = load(settings.home)

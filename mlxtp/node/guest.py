@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..wire.control import (
 )
 from ..wire.messages import Pong, SideChannel
 from .epoch import Report
-from .rank_process import WORKER, RankProcess, RequestEvent, epoch_folder, free_port
+from .rank_process import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Guest:
         settings: Settings,
         model: ModelFolder,
         send: Callable[[str, Message], None],
-        worker: Sequence[str] = WORKER,
+        worker: Worker = WORKER,
     ) -> None:
         self.last_epoch = 0
         """The number of the last epoch this machine had a rank in for somebody else."""

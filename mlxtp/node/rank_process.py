@@ -35,12 +35,15 @@ from ..wire.messages import (
 from ..wire.protocol import LinkKind, Side, State
 from ..wire.protocol import Protocol as LinkProtocol
 from .epoch import Report, exit_report
+from .spare import Spares
 
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
 TERM_GRACE_S = 2.0
-_STDERR_FD = 2
+
+Worker = Sequence[str] | Spares
+"""How rank processes are started: by a command, or from spares."""
 
 RequestEvent = Accepted | Delta | ScoredDelta | Finished | Error
 R = TypeVar("R", bound=Message)
@@ -71,14 +74,14 @@ class RankProcess:
         watcher: Watcher,
         limits: Limits,
         *,
-        worker: Sequence[str] = WORKER,
+        worker: Worker = WORKER,
     ) -> None:
         self.rank = rank
         self._epoch = epoch
         self._folder = folder
         self._watcher = watcher
         self._limits = limits
-        self._worker = tuple(worker)
+        self._spares = worker if isinstance(worker, Spares) else Spares(worker)
         self._process: asyncio.subprocess.Process | None = None
         self._connection: Connection | None = None
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
@@ -92,30 +95,14 @@ class RankProcess:
 
     async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
         """Start the process. `listener` is for decode links, `identity` where this node's certificate is."""
-        ours, theirs = socket.socketpair()
-        fds = [theirs.fileno()]
-        args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--pipe-fd", str(theirs.fileno())]
-        args += ["--folder", str(self._folder)]
+        args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(self._folder)]
         if identity is not None:
             args += ["--identity", str(identity)]
-        if listener is not None:
-            fds.append(listener.fileno())
-            args += ["--listen-fd", str(listener.fileno())]
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._worker,
-                *args,
-                pass_fds=fds,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=_STDERR_FD,  # stdout is the command's own: its JSON must stay JSON
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+        started = await self._spares.start(args, listener)
+        self._process = started.process
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
-        self._connection = await Connection.from_socket(ours, LinkProtocol(kind, Side.UPPER, self._epoch))
+        protocol = LinkProtocol(kind, Side.UPPER, self._epoch)
+        self._connection = await Connection.from_socket(started.pipe, protocol)
         self._start(self._read(self._connection))
         self._start(self._await_exit(self._process))
 
@@ -192,6 +179,7 @@ class RankProcess:
     def _dispatch(self, connection: Connection, message: Message) -> None:
         match message:
             case Pong():
+                self._spares.heard(message)
                 self._watcher.heard(self.rank, message)
             case Delta() | ScoredDelta() | Accepted() | Finished():
                 self._watcher.emitted(message)

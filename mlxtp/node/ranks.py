@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from ..wire.messages import (
     SideChannel,
 )
 from .epoch import Report, Watch, is_consequence, pick_cause
-from .rank_process import WORKER, RankProcess, RequestEvent, epoch_folder, free_port
+from .rank_process import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Ranks:
         on_event: Callable[[RequestEvent], None],
         on_stage: Stage = lambda _: None,
         *,
-        worker: Sequence[str] = WORKER,
+        worker: Worker = WORKER,
         group: Group | None = None,
     ) -> None:
         self.epoch = epoch

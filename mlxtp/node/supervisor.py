@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from ..wire.messages import Abort, ClearCache, Unload
 from . import golden
 from .epoch import RestartPolicy, State
 from .gateway import Gateway
-from .rank_process import WORKER
+from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Supervisor:
         self,
         settings: Settings,
         on_stage: StageListener = lambda _stage, _seconds: None,
-        worker: Sequence[str] = WORKER,
+        worker: Worker = WORKER,
     ) -> None:
         limits = settings.limits
         self.gateway = Gateway(self._health, limits.max_open_requests, limits.recovery_s)

@@ -254,10 +254,13 @@ class Agent:
 
 
 def _environment() -> dict[str, str]:
-    """This one, without settings that a person may have made; its Python finds `mlxtp` and `tests`."""
+    """This one, without settings that a person may have made; its Python finds `mlxtp` and `tests`.
+
+    Without spares: all rank processes are ranks."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MLXTP_")}
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    ours = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1", "MLXTP_SPARE": "0"}
+    return kept | ours
 
 
 # --- waiting ----------------------------------------------------------------------------------------------

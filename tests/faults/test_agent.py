@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from ..cluster import SLOWNESS, START_S, rank_processes, until
+from ..cluster import SLOWNESS, START_S, WAIT_S, rank_processes, until
 from .harness import COUNT, SHORT, Answer, alive, assert_honest, kill, listening, processes_of, read_events
 
 chaos = pytest.mark.chaos
@@ -31,12 +31,13 @@ ORDERLY_END_S = 10.0 * SLOWNESS
 class Agent:
     """`mlxtp node` with two ranks."""
 
-    def __init__(self, home: Path, port: int) -> None:
+    def __init__(self, home: Path, port: int, *, spare: bool = False) -> None:
         self.home = home
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "mlxtp", "node", "--ranks", "2", "--model", "tiny"]
         command += ["--home", str(home), "--http", f"127.0.0.1:{port}"]
+        command += ["--spare" if spare else "--no-spare"]
         self._log = (home.parent / f"{home.name}-{time.monotonic_ns()}.log").open("w+")
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
@@ -99,8 +100,8 @@ class Agents:
             self.port = sock.getsockname()[1]
         self._started: list[Agent] = []
 
-    def start(self) -> Agent:
-        self._started.append(Agent(self.home, self.port))
+    def start(self, *, spare: bool = False) -> Agent:
+        self._started.append(Agent(self.home, self.port, spare=spare))
         return self._started[-1]
 
     def close(self) -> None:
@@ -201,6 +202,18 @@ def test_killed_while_it_decodes(agents: Agents) -> None:
     kill(following.pid, signal.SIGTERM)
     assert following.wait_end(ORDERLY_END_S) == 0
     assert_nothing_left(agents, pids)
+
+
+def test_killed_with_spares(agents: Agents) -> None:
+    """The second spare is started when the first one waits; here it is in the midst of its imports."""
+    agent = agents.start(spare=True)
+    agent.wait_ready()
+    pids = until(lambda: len(found := rank_processes(agents.home)) == 4 and found, "two spares", START_S)
+    kill(pids[2], signal.SIGSTOP)
+    kill(agent.pid)
+    agent.process.wait()
+    wait_gone(pids[:3], RANKS_GONE_S)
+    wait_gone(pids[3:], WAIT_S)
 
 
 @chaos

@@ -523,6 +523,7 @@ def ring_stranger(
 def main() -> None:
     global orders  # noqa: PLW0603 - as long as the process, and only main sets it
     folder, *argv = sys.argv[1:]
+    argv = worker.told(argv)
     given = dict(zip(argv[::2], argv[1::2], strict=True))
     orders = Orders(Path(folder), int(given["--rank"]), int(given["--epoch"]))
     if orders.due("exit", "start"):

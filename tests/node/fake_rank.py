@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtp.errors import exit_status
+from mlxtp.wire.handover import take_over
 from mlxtp.wire.link import Link
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
@@ -52,12 +53,15 @@ ENDLESS = 1000
 VOCABULARY = 512
 CONTEXT = 4096
 SEND_TIMEOUT_S = 5.0
+SPARE = -1
 
 
 class Orders:
     """What ranks of a test shall do, and what they did. Keys of an order:
 
-    silent   never say hello
+    silent   never say hello; a spare: never become ready
+    broken   a spare that ends before it is ready
+    model    what it says to have loaded from its start on
     deaf     do not answer Bootstrap
     jaccl    what `is_available("jaccl")` says
     die_on   name of a message on which it exits with the status of `code`
@@ -74,7 +78,7 @@ class Orders:
         return (sys.executable, str(Path(__file__)), str(self.folder))
 
     def give(self, rank: int, **order: Any) -> None:
-        """What rank `rank` does from its next start on; nothing out of the ordinary without."""
+        """What rank `rank`, or `SPARE`, does from its next start on; nothing out of the ordinary without."""
         (self.folder / f"order-{rank}").write_text(json.dumps(order))
 
     def of(self, rank: int) -> dict[str, Any]:
@@ -91,6 +95,10 @@ class Orders:
         lines = path.read_text().splitlines() if path.exists() else []
         return [note for note in map(json.loads, lines) if note["what"] == what]
 
+    def notes_of(self, rank: int, what: str) -> list[dict[str, Any]]:
+        """Those of one rank, or of all spares."""
+        return [note for note in self.notes(what) if note["rank"] == rank]
+
 
 class FakeRank:
     """One rank's end of its pipe."""
@@ -101,8 +109,9 @@ class FakeRank:
         self._rank = rank
         self._pipe = pipe
         self._world = 1
+        self._model = str(self._order.get("model", ""))
         self._answers: dict[type[Message], Callable[[Any], None]] = {
-            Ping: lambda _: self._say(Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, "")),
+            Ping: lambda _: self._say(Pong("idle", 9.0, 0, 0, 0, 0, 0, 0, 0, self._model)),
             Bootstrap: self._bootstrap,
             Init: lambda _: self._init(),
             SanityCheck: lambda _: self._say(SanityDone(self._world, tuple(range(self._world)), 0)),
@@ -157,6 +166,7 @@ class FakeRank:
 
     def _load(self, load: LoadShard) -> None:
         self._orders.note(self._rank, "load", path=load.path, paths=load.paths)
+        self._model = load.path
         self._say(Loaded(CONTEXT, VOCABULARY, 1, ()))
 
     def _generate(self, generate: Generate) -> None:
@@ -177,7 +187,34 @@ class FakeRank:
         os._exit(0)
 
 
+def wait_for_arguments(orders: Orders, fd: int) -> list[str]:
+    """As a spare does."""
+    orders.note(SPARE, "started", pid=os.getpid())
+    order = orders.of(SPARE)
+    if order.get("broken"):
+        sys.exit(1)
+    sock = socket.socket(fileno=fd)
+    if order.get("silent"):
+        sock.recv(1)
+        sys.exit(0)
+    told = take_over(sock)
+    sock.detach()
+    if told is None:
+        sys.exit(0)
+    arguments, listener = told
+    if listener is not None:
+        with socket.socket(fileno=listener) as sock:
+            orders.note(SPARE, "listener", port=sock.getsockname()[1])
+    return arguments
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("orders", type=Path)
+    parser.add_argument("--spare-fd", type=int)
+    spare, _ = parser.parse_known_args()
+    if spare.spare_fd is not None:
+        sys.argv[2:] = wait_for_arguments(Orders(spare.orders), spare.spare_fd)
     parser = argparse.ArgumentParser()
     parser.add_argument("orders", type=Path)
     parser.add_argument("--rank", type=int, required=True)

@@ -1,0 +1,59 @@
+"""A rank is killed: how long until the next group serves, with processes that wait for it and without."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+
+from mlxtp.node.agent import Agent
+from mlxtp.node.epoch import State
+
+from .errors import Unmeasured
+from .measures import Row, absolute
+from .stage import RANKS, Stage, rank_pids
+
+_SPARES_S = 120.0
+_POLL_S = 0.05
+
+
+async def measure(stage: Stage) -> list[Row]:
+    with_spares, without, memory = [], [], []
+    for number in range(stage.pick(full=5, quick=1)):
+        stage.say(f"killing a rank, round {number + 1}")
+        # Each kill has an agent of its own: after a second one it would pause for longer.
+        async with stage.own_agent({"spare": True}) as agent:
+            memory.append(await _spare_memory(agent) / 1e6)
+            with_spares.append(await _recover(agent))
+        async with stage.own_agent({"spare": False}) as agent:
+            without.append(await _recover(agent))
+    return [
+        absolute("serving again after a rank was killed, with spares", with_spares),
+        absolute("serving again after a rank was killed, without spares", without),
+        absolute("memory of a spare", memory),
+    ]
+
+
+async def _spare_memory(agent: Agent) -> float:
+    """Bytes, once there is a spare for each rank."""
+    async with asyncio.timeout(_SPARES_S):
+        while len(agent.spares.ready) < RANKS:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+    return float(psutil.Process(agent.spares.ready[0]).memory_full_info().uss)
+
+
+async def _recover(agent: Agent) -> float:
+    """Seconds."""
+    supervisor = agent.supervisor
+    ranks, (pid, _) = supervisor.ranks, rank_pids(agent)[1]
+    assert ranks is not None
+    began = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    await ranks.failed
+    await supervisor.wait_until(State.RESTARTING)
+    if await supervisor.wait_until(State.READY, State.FAILED) is State.FAILED:
+        raise Unmeasured("the group did not come back")
+    return time.perf_counter() - began

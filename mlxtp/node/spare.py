@@ -1,0 +1,249 @@
+"""Starts the rank processes of this machine: new ones, or spares that were started ahead.
+
+Nearly all of the time that a rank process takes until it says hello is spent on imports. A spare has them
+behind it, blocks on its socket, and knows of no epoch, group or model until it is told (`wire/handover.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ..wire.handover import READY, TAKEN, hand_over
+from ..wire.messages import Pong
+
+log = logging.getLogger(__name__)
+
+QUIET_S = 1.0
+"""How long a rank that has its model must have been idle before a spare's imports may disturb it."""
+BUSY_S = 30.0
+"""A rank that is never idle gets its spare that long after it got its model."""
+MAX_AGE_S = 86_400.0
+"""An older one has perhaps been swapped out, and is replaced."""
+UNUSED_S = 600.0
+"""Without any rank on this machine for so long, there is no use for spares."""
+IMPORT_S = 60.0
+ANSWER_S = 1.0
+"""A spare that waits answers at once; one that does not is stopped, or its machine is."""
+RETRY_S = 1.0
+MAX_RETRY_S = 600.0
+_STDERR_FD = 2
+
+
+class Books:
+    """When a spare is wanted. Pure."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._loaded_at: float | None = None
+        self._failures = 0
+        self._not_before = 0.0
+
+    def heard(self, pong: Pong, now: float, *, spares: int, importing: int) -> bool:
+        """A rank of this machine says what it does: whether to start one spare now."""
+        if not pong.model:
+            self._loaded_at = None
+            return False
+        if self._loaded_at is None:
+            self._loaded_at = now
+        quiet = pong.phase == "idle" and not pong.in_flight and pong.phase_s >= QUIET_S
+        due = quiet or now - self._loaded_at >= BUSY_S
+        return due and now >= self._not_before and spares < self._wanted and not importing
+
+    def lost(self, now: float) -> None:
+        """One ended before it was of use: the next one is started later each time."""
+        self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
+        self._failures += 1
+
+    def used(self) -> None:
+        """One became a rank."""
+        self._failures = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A rank process that will say hello, and the agent's end of its pipe."""
+
+    process: asyncio.subprocess.Process
+    pipe: socket.socket
+
+
+@dataclass(slots=True, eq=False)
+class _Spare:
+    """`fd` is its end of its pipe, as the process numbers it."""
+
+    process: asyncio.subprocess.Process
+    pipe: socket.socket
+    fd: int
+    born_at: float
+    ready: bool = False
+    watch: asyncio.Task[None] | None = None
+
+
+class Spares:
+    """Keeps `wanted` spares and hands them out. `command` starts a worker, `folder` is that of all epochs."""
+
+    def __init__(self, command: Sequence[str], folder: Path = Path(), wanted: int = 0) -> None:
+        self._command = tuple(command)
+        self._folder = folder
+        self._books = Books(wanted)
+        self._spares: list[_Spare] = []
+        self._starting = False
+        self._closed = False
+        self._unused: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End all that nobody took."""
+        self._closed = True
+        if self._unused is not None:
+            self._unused.cancel()
+        self._drop(self._spares)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Pids of the spares that wait."""
+        return tuple(spare.process.pid for spare in self._spares if spare.ready)
+
+    # --- handing out ---------------------------------------------------------------------------------
+
+    async def start(self, arguments: Sequence[str], listener: socket.socket | None = None) -> Started:
+        """A rank process with these arguments, and `listener` for its decode links. Raises OSError."""
+        while waiting := [spare for spare in self._spares if spare.ready]:
+            if started := await self._hand_over(waiting[0], arguments, listener):
+                return started
+        ours, theirs = socket.socketpair()
+        with contextlib.closing(theirs):
+            fds = [theirs.fileno()]
+            arguments = [*arguments, "--pipe-fd", str(theirs.fileno())]
+            if listener is not None:
+                fds.append(listener.fileno())
+                arguments += ["--listen-fd", str(listener.fileno())]
+            return Started(await self._spawn(arguments, fds, ours), ours)
+
+    async def _hand_over(
+        self, spare: _Spare, arguments: Sequence[str], listener: socket.socket | None
+    ) -> Started | None:
+        """None when it does not answer; then it is ended."""
+        self._spares.remove(spare)
+        assert spare.watch is not None
+        spare.watch.cancel()
+        answer = b""
+        try:
+            hand_over(spare.pipe, [*arguments, "--pipe-fd", str(spare.fd)], listener)
+            async with asyncio.timeout(ANSWER_S):
+                answer = await asyncio.get_running_loop().sock_recv(spare.pipe, 1)
+        except (OSError, TimeoutError) as error:
+            log.warning("spare %d does not answer: %s", spare.process.pid, error or "it is late")
+        finally:
+            if answer != TAKEN:  # also when the agent stops meanwhile
+                self._books.lost(time.monotonic())
+                self._background(_end(spare))
+        if answer != TAKEN:
+            return None
+        self._books.used()
+        return Started(spare.process, spare.pipe)
+
+    # --- keeping some --------------------------------------------------------------------------------
+
+    def heard(self, pong: Pong) -> None:
+        """What a rank of this machine does now, about twice a second: no timer has to find out."""
+        if self._closed:
+            return
+        now = time.monotonic()
+        self._drop([spare for spare in self._spares if now - spare.born_at > MAX_AGE_S])
+        importing = self._starting + sum(not spare.ready for spare in self._spares)
+        if self._books.heard(pong, now, spares=len(self._spares), importing=importing):
+            self._starting = True
+            self._background(self._start_one())
+        if self._spares or self._starting:
+            if self._unused is not None:
+                self._unused.cancel()
+            self._unused = asyncio.get_running_loop().call_later(UNUSED_S, self._drop, self._spares)
+
+    async def _start_one(self) -> None:
+        try:
+            ours, theirs = socket.socketpair()
+            with contextlib.closing(theirs):
+                ours.setblocking(False)
+                fd = theirs.fileno()
+                arguments = ["--spare-fd", str(fd), "--folder", str(self._folder)]
+                process = await self._spawn(arguments, [fd], ours)
+        except OSError as error:
+            log.warning("no spare rank process: %s", error)
+            self._books.lost(time.monotonic())
+            return
+        finally:
+            self._starting = False
+        spare = _Spare(process, ours, fd, time.monotonic())
+        if self._closed:
+            await _end(spare)
+            return
+        self._spares.append(spare)
+        spare.watch = self._background(self._watch(spare))
+
+    async def _spawn(
+        self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket
+    ) -> asyncio.subprocess.Process:
+        """Start a process that inherits `fds`. Closes `ours` when it cannot. Raises OSError."""
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                *arguments,
+                pass_fds=fds,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=_STDERR_FD,  # stdout is the command's own: its JSON must stay JSON
+            )
+        except BaseException:
+            ours.close()
+            raise
+
+    async def _watch(self, spare: _Spare) -> None:
+        """Until it ends, or somebody takes it."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(IMPORT_S):
+                spare.ready = await asyncio.get_running_loop().sock_recv(spare.pipe, 1) == READY
+            if spare.ready:
+                await spare.process.wait()
+        self._spares.remove(spare)
+        self._books.lost(time.monotonic())
+        await _end(spare)
+        log.warning("spare %d ended with %s", spare.process.pid, spare.process.returncode)
+
+    def _drop(self, spares: Sequence[_Spare]) -> None:
+        for spare in list(spares):
+            self._spares.remove(spare)
+            assert spare.watch is not None
+            spare.watch.cancel()
+            self._background(_end(spare))
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a spare rank process", exc_info=error)
+
+
+async def _end(spare: _Spare) -> None:
+    """It holds nothing that wants an orderly end."""
+    spare.pipe.close()
+    with contextlib.suppress(ProcessLookupError):
+        spare.process.kill()
+    await spare.process.wait()

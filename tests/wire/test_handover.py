@@ -1,0 +1,121 @@
+"""What a spare rank process is told, over real socket pairs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import termios
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from mlxtp.errors import LinkError
+from mlxtp.wire.handover import MAX_ARGUMENTS, READY, TAKEN, hand_over, take_over
+from mlxtp.wire.link import listen
+
+ARGUMENTS = [
+    "--rank",
+    "1",
+    "--folder",
+    "/Users/jürgen/a folder\n",
+    "",
+    "--epoch",
+    "7",
+    b"\xff".decode("ascii", "surrogateescape"),
+]
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """The agent's end, which never blocks, and the spare's."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.settimeout(10)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_a_spare_is_told_its_arguments_and_gets_the_listener(pair: Pair) -> None:
+    ours, theirs = pair
+    with listen("127.0.0.1") as listener:
+        hand_over(ours, ARGUMENTS, listener)
+        address = listener.getsockname()
+    told = take_over(theirs)
+    assert told is not None
+    arguments, fd = told
+    assert arguments == ARGUMENTS
+    assert fd is not None
+    assert not os.get_inheritable(fd)
+    with socket.socket(fileno=fd) as mine:
+        assert mine.getsockname() == address
+        socket.create_connection(address).close()
+    assert ours.recv(100) == READY + TAKEN
+
+
+def test_without_a_listener_there_is_no_descriptor(pair: Pair) -> None:
+    ours, theirs = pair
+    hand_over(ours, ["--rank", "1"], None)
+    assert take_over(theirs) == (["--rank", "1"], None)
+
+
+def test_what_comes_in_pieces_is_put_together(pair: Pair) -> None:
+    ours, theirs = pair
+    data = struct.pack(">I", 10) + b"--epoch\x0017"
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(take_over, theirs)
+        for byte in data:
+            ours.send(bytes([byte]))
+            while fcntl.ioctl(theirs, termios.FIONREAD, bytes(4)) != bytes(4) and not told.done():
+                time.sleep(0.001)
+        assert told.result() == (["--epoch", "17"], None)
+
+
+@pytest.mark.parametrize("said", [b"", b"\0\0", struct.pack(">I", 10) + b"--rank"])
+def test_a_spare_whose_agent_goes_has_nothing_to_do(pair: Pair, said: bytes) -> None:
+    ours, theirs = pair
+    ours.send(said)
+    ours.shutdown(socket.SHUT_WR)
+    assert take_over(theirs) is None
+
+
+def test_a_spare_whose_agent_went_before_it_was_ready_has_nothing_to_do(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.close()
+    assert take_over(theirs) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        struct.pack(">I", 0) + b"x",
+        struct.pack(">I", MAX_ARGUMENTS + 1) + b"x",
+        struct.pack(">I", 6) + b"--rank1",
+    ],
+    ids=["nothing", "too much", "more than it said"],
+)
+def test_what_no_agent_says_is_refused(pair: Pair, said: bytes) -> None:
+    ours, theirs = pair
+    ours.send(said)
+    with pytest.raises(LinkError, match="a spare was told"):
+        take_over(theirs)
+    assert ours.recv(100) == READY
+
+
+def test_a_spare_that_cannot_be_told_is_an_error_and_no_wait(pair: Pair) -> None:
+    ours, theirs = pair
+    with pytest.raises(OSError, match="too many for a spare"):
+        hand_over(ours, ["x" * MAX_ARGUMENTS, "y"], None)
+    theirs.close()
+    with pytest.raises(BrokenPipeError):
+        hand_over(ours, ARGUMENTS, None)
+
+
+def test_the_longest_arguments_go_at_once(pair: Pair) -> None:
+    ours, theirs = pair
+    hand_over(ours, ["x" * MAX_ARGUMENTS], None)
+    assert take_over(theirs) == (["x" * MAX_ARGUMENTS], None)

@@ -394,6 +394,7 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "compiled": _SWITCH,
     "speculation": _SWITCH,
     "prefix_cache": _SWITCH,
+    "spare": _SWITCH,
     "max_context": _NUMBER,
     "kv_bits": _NUMBER,
     "kv_bytes": ((int, str), 'a whole number, or a string such as "500MB"'),

@@ -43,7 +43,7 @@ def in_toml(key: str, text: str) -> str:
     """The value of a flag or variable, as the file has it."""
     if key in ("ranks", "max_context", "kv_bits"):
         return text
-    if key in ("compiled", "speculation", "prefix_cache", "discovery", "alone", "fast_fences"):
+    if key in SWITCHES:
         return "true" if text == "yes" else "false"
     if key in ("peers", "rdma"):
         return json.dumps([item.strip() for item in text.split(",")])
@@ -333,7 +333,9 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 
 STRINGS = ("http", "model", "agreement", "draft_model", "name", "control", "interface", "backend")
-SWITCHES = ("compiled", "speculation", "prefix_cache", "alone", "discovery", "fast_fences")
+SWITCHES = (
+    "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
+)  # fmt: skip
 WRONG_TYPES = [
     *(
         (key, value, "a string in quotes")

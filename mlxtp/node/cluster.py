@@ -98,8 +98,7 @@ class Cluster:
         self.name = printable(settings.name)  # the system's name of a Mac is not ours to refuse
         self.boot_id = secrets.token_hex(8)
         self._versions, self._flags = versions_here(), flags_of(settings)
-        self.knowledge = Knowledge()
-        self.knowledge.machines[self.node_id] = machine
+        self.knowledge = Knowledge(machines={self.node_id: machine})
         self.listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: ()
         self.http = ""
         self.problem = ""

@@ -21,8 +21,9 @@ _CODES = frozenset(map(str, Code))
 class AgentClient:
     """The agent whose home this is. Raises UserError when none runs there."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, timeout_s: float = TIMEOUT_S) -> None:
         self._home = home
+        self._timeout_s = timeout_s
         try:
             found = json.loads((home / FILE).read_text())
             self.url, self._key = str(found["url"]), str(found["key"])
@@ -43,7 +44,7 @@ class AgentClient:
     def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         try:
-            connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=self._timeout_s)
             with contextlib.closing(connection):
                 connection.request(method, f"/admin/{what}", json.dumps(body) if body else None, headers)
                 response = connection.getresponse()

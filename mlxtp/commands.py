@@ -1,4 +1,4 @@
-"""The commands that ask a running agent: status, serve, unload, token, cluster, plan. Printing only."""
+"""The commands that ask a running agent: status, serve, unload, bench, token, cluster, plan. Printing."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from . import bench as benching
 from . import plan as planning
 from .client import AgentClient, agent_runs
 from .cluster import hardware
 from .cluster.identity import Store
 from .cluster.known import KNOWN
+from .cluster.measurements import from_json, measured
 from .cluster.placement import DEFAULT_CONTEXT, Options
 from .cluster.topology import Member
 from .config import parse_nodes, resolve_settings
 from .errors import Code, UserError
 from .node.models import find_config, is_hub_id, lasting_name
+from .wire.fabric import FabricResult
 from .wire.machine import Interface, Machine, Port
 
 Home = Annotated[
     Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")]
+_BENCH_S = 60.0
+"""How long measuring may take, wherever rank 0 is."""
 _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 
 
@@ -40,6 +45,7 @@ def register(app: typer.Typer) -> None:
     app.command()(unload)
     app.command()(status)
     app.command()(plan)
+    app.command()(bench)
     app.command()(token)
     cluster = typer.Typer(
         no_args_is_help=True, help="Who belongs to the cluster: list members, remove one, or leave."
@@ -178,12 +184,18 @@ def plan(
         raise UserError("which model? A folder, an id on the Hub, or a known name: `mlxtp plan --help`")
     number = parse_nodes(spread, "--spread")
     wanted: str | int = int(number) if number.isdecimal() else number
-    options = Options(backend=backend, nodes=wanted, max_context=max_context, fast_fences=fast_fences)
-    coordinator = ""
+    coordinator, results = "", tuple[FabricResult, ...]()
     if nodes is not None:
         found = planning.read_nodes_file(nodes)
     else:
-        found, coordinator = _members_here(_home(home))
+        found, coordinator, results = _members_here(_home(home))
+    options = Options(
+        backend=backend,
+        nodes=wanted,
+        max_context=max_context,
+        fast_fences=fast_fences,
+        measured=measured(results, fast_fences=fast_fences),
+    )
     known = model in KNOWN or not is_hub_id(model)
     shaped = model if known else find_config(model)
     made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
@@ -191,18 +203,32 @@ def plan(
         raise typer.Exit(1)
 
 
-def _members_here(home: Path) -> tuple[tuple[Member, ...], str]:
-    """The machines of the cluster, or this one alone when no agent runs."""
+def bench(
+    fabric: Annotated[
+        bool, typer.Option("--fabric", help="What sums and gathers over the group's links take, by size.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the group that serves, while it has no requests. Plans count with what was found."""
+    if not fabric:
+        raise UserError("what shall be measured? `mlxtp bench --fabric` times the group's collectives")
+    answer = AgentClient(_home(home), _BENCH_S).post("bench/fabric")
+    _print(answer, as_json, benching.show)
+
+
+def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:
+    """The machines of the cluster, or this one alone when no agent runs; who leads; what was measured."""
     try:
         told = AgentClient(home).get("plan")
     except UserError:
         machine = asyncio.run(hardware.probe())
-        return (Member("this", "this Mac", machine),), "this"
+        return (Member("this", "this Mac", machine),), "this", ()
     found = tuple(
         Member(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
         for node in told["nodes"]
     )
-    return found, str(told["coordinator"])
+    return found, str(told["coordinator"]), tuple(map(from_json, told["fabric"]))
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:
@@ -255,6 +281,10 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
         if wanted["model"]:
             spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
             lines.append(f"wanted: {escape(wanted['model'])}{spread}")
+        if answer["world_size"] > 1 and answer["state"] == "ready":
+            known = answer["fabric"]
+            said = benching.summary(known) if known else "speed assumed; `mlxtp bench --fabric` measures it"
+            lines.append(f"fabric: {said}")
         lines += _show_members(answer)
         for member in answer["members"]:
             lines += _about(member["name"], member["notes"], "yellow")

@@ -178,12 +178,14 @@ def _time_line(speed: Speed, shape: ModelShape) -> str:
         f"{speed.reading_s * 1e3:.1f} reading memory",
         f"{speed.kernels_s * 1e3:.1f} starting {shape.kernels} kernels",
     ]
-    if speed.latency_s:
-        waiting = speed.latency_s + speed.wire_s
-        how = "measured" if speed.measured else "assumed"
+    waiting = speed.latency_s + speed.wire_s
+    if speed.measured:
+        waiting += speed.fences_s
+        parts.append(f"{waiting * 1e3:.1f} in {shape.collectives} collectives, fences included (measured)")
+    elif waiting:
         parts += [
             f"{speed.fences_s * 1e3:.1f} in the fences of {shape.collectives} collectives",
-            f"{waiting * 1e3:.1f} on the links ({how})",
+            f"{waiting * 1e3:.1f} on the links (assumed)",
         ]
     return f"{1e3 / speed.tokens_per_second:.1f} ms a token: {', '.join(parts)}"
 

@@ -55,6 +55,7 @@ STATUS = {
     "cluster": "c" * 16,
     "coordinator": "studio [left]",
     "desired": {"model": "org/[model]", "nodes": "2", "version": 3},
+    "fabric": None,
     "members": [
         MEMBER,
         {**MEMBER, "node_id": "cd" * 16, "name": "mini", "state": "dead", "self": False, "coordinator": False,
@@ -66,6 +67,21 @@ MACHINE = Machine(
     "macos", "26.2", "25C56", "Mac15,14", "Apple M3 Ultra", 24, 60, 96 * 10**9, 80 * 10**9, 0, 72 * 10**9,
     "ac", "enabled", False, (Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True),), (), (),
 )  # fmt: skip
+
+
+RESULT: dict[str, Any] = {
+    "nodes": ["ab" * 16, "cd" * 16],
+    "backend": "jaccl",
+    "kind": "JACCL mesh",
+    "fast_fences": False,
+    "metal": True,
+    "at": 1_780_000_000,
+    "collective_s": 195e-6,
+    "sizes": [1024, 1 << 20, 1 << 24],
+    "sums_s": [2e-4, 4e-4, 2e-3],
+    "gathers_s": [1e-4, 3e-4, 2.5e-3],
+}
+BENCH = {**RESULT, "names": ["studio [left]", "mini"]}
 
 
 class Admin(FakeAdmin):
@@ -81,7 +97,9 @@ class Admin(FakeAdmin):
             "unload": {"model": "", "nodes": "auto", "version": 4},
             "remove": {"removed": "mini", "node_id": "cd" * 16},
             "leave": {"left": "c" * 16, "members": 1},
+            "bench/fabric": BENCH,
             "plan": {
+                "fabric": [],
                 "coordinator": MEMBER["node_id"],
                 "nodes": [
                     {"node_id": node, "name": name, "machine": asdict(MACHINE), "held_bytes": 0}
@@ -150,10 +168,11 @@ def test_status_is_one_screen(agent: Agent) -> None:
     result = mlxtp(agent.home, "status")
     assert result.exception is None, result.exception
     shown = result.output
-    first, second, wanted, *table = shown.splitlines()
+    first, second, wanted, fabric, *table = shown.splitlines()
     assert first == "ready org/model on 2 Macs, JACCL mesh   epoch 7"
     assert second == f"cluster {'c' * 16}, coordinated by studio [left]"
     assert wanted == "wanted: org/[model], --nodes 2"
+    assert fabric == "fabric: speed assumed; `mlxtp bench --fabric` measures it"
     assert table[0].split()[:4] == ["name", "state", "rank", "address"]
     assert "studio [left]" in table[1]
     assert "512 GB" in table[1]
@@ -215,6 +234,11 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
         (["serve", "tiny"], ("serve", "tiny", ""), "org/model shall be served; "),
         (["unload"], ("unload",), "nothing shall be served\n"),
         (["token"], ("token",), "TOKEN-1\n"),
+        (
+            ["bench", "--fabric"],
+            ("bench/fabric",),
+            "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
+        ),
         (["cluster", "remove", "mini"], ("remove", "mini"), "mini is no member any more\n"),
         (["cluster", "leave"], ("leave", ""), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "leave", "--force"], ("leave", "yes"), f"this Mac left cluster {'c' * 16}\n"),
@@ -249,6 +273,53 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
     assert agent.admin.asked == [("plan",)]
 
 
+def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
+    shown = mlxtp(agent.home, "bench", "--fabric").output.splitlines()
+    rows = [line.split() for line in shown[2:5]]
+    assert [" ".join(row[:2]) for row in rows] == ["1 KiB", "1 MiB", "16 MiB"]
+    assert "8.39 GB/s" in shown[4]  # a sum of two ranks crosses each link once
+    assert "6.71 GB/s" in shown[4]  # so does a gather
+    assert [line.count("█") for line in shown[2:5]] == sorted(line.count("█") for line in shown[2:5])
+    assert shown[4].count("█") == 24
+    assert shown[5].startswith(
+        "a collective within a forward: 195 µs, its fence between GPU and CPU included"
+    )
+    assert max(map(len, shown[1:5])) <= 80
+
+
+def test_a_bench_of_nothing_says_what_there_is(agent: Agent) -> None:
+    assert "`mlxtp bench --fabric`" in refusal(agent.home, "bench")
+    assert agent.admin.asked == []
+
+
+def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "fabric": RESULT})
+    assert "fabric: 195 µs a collective, measured 2026-" in mlxtp(agent.home, "status").output
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "world_size": 1})
+    assert "fabric" not in mlxtp(agent.home, "status").output
+
+
+def test_a_plan_counts_with_what_was_measured(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two Macs on Ethernet are slower than one, until it turns out that theirs is a fast one."""
+    told = agent.admin.plan()
+    there = told["nodes"][1]["machine"]
+    there["interfaces"] = [{**asdict(MACHINE.interfaces[0]), "address": "10.0.0.2"}]
+    monkeypatch.setattr(agent.admin, "plan", lambda: told)
+    args = ("plan", "--model", "llama-3.3-70b-4bit", "--json")
+    apart = json.loads(mlxtp(agent.home, *args).output)
+    assert apart["chosen"]["nodes"] == 1
+    kind = "ring over Ethernet"
+    fast = {**RESULT, "backend": "ring", "kind": kind, "collective_s": 3e-5}
+    monkeypatch.setattr(agent.admin, "plan", lambda: {**told, "fabric": [fast]})
+    together = json.loads(mlxtp(agent.home, *args).output)
+    assert (together["chosen"]["kind"], together["chosen"]["nodes"]) == (kind, 2)
+    assert together["chosen"]["speed"]["measured"] is True
+    shown = " ".join(mlxtp(agent.home, *args[:-1]).output.split())
+    assert "collectives, fences included (measured)" in shown
+    fast_fences = json.loads(mlxtp(agent.home, *args, "--fast-fences").output)["chosen"]
+    assert fast_fences["speed"]["measured"] is False  # those were not measured
+
+
 # --- what does not go well --------------------------------------------------------------------------------
 
 
@@ -280,6 +351,7 @@ COMMANDS = (
     ["serve", "tiny"],
     ["unload"],
     ["token"],
+    ["bench", "--fabric"],
     ["cluster", "members"],
     ["cluster", "remove", "x"],
 )

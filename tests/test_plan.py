@@ -16,6 +16,7 @@ from rich.console import Console
 from mlxtp import plan
 from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.placement import Options
+from mlxtp.cluster.speed import Measured
 from mlxtp.cluster.topology import Member
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
@@ -183,7 +184,8 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
 def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: str, nodes: str | int) -> None:
     settings = resolve_settings({"home": tmp_path}, {})
     nobody = SimpleNamespace(machines={})
-    conductor = Conductor(cast(Any, SimpleNamespace(settings=settings, node_id="", knowledge=nobody)))
+    parts = {"settings": settings, "node_id": "", "knowledge": nobody, "measured": Measured}
+    conductor = Conductor(cast(Any, SimpleNamespace(**parts)))
     served = conductor._options(str(nodes), cast(Any, SimpleNamespace(id=model)))
     assert plan.as_served(model, Options(nodes=nodes)).nodes == served.nodes
 

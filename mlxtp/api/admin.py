@@ -31,6 +31,8 @@ class Administration(Protocol):
 
     async def token(self) -> Json: ...
 
+    async def bench_fabric(self) -> Json: ...
+
     def serve(self, model: str, nodes: str) -> Json: ...
 
     def unload(self) -> Json: ...
@@ -62,6 +64,7 @@ def routes(admin: Administration) -> list[Route]:
         route("plan", "GET", lambda _: admin.plan()),
         route("members", "GET", lambda _: admin.members()),
         route("token", "POST", lambda _: admin.token()),
+        route("bench/fabric", "POST", lambda _: admin.bench_fabric()),
         route("serve", "POST", lambda body: admin.serve(_text(body, "model"), _text(body, "nodes", ""))),
         route("unload", "POST", lambda _: admin.unload()),
         route("remove", "POST", lambda body: admin.remove(_text(body, "node"))),

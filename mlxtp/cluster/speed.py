@@ -86,18 +86,26 @@ FABRICS: Mapping[str, Fabric] = {
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One measured sum of 4 KB, in seconds, without its fence, over the ranks on `nodes` (empty: any two)."""
+    """One measured sum of a few kilobytes, in seconds, over the ranks on `nodes` (empty: any two).
+
+    kind       the fabric, a key of FABRICS; empty for any of the backend
+    fenced     whether its fence is in it
+    bandwidth  bytes/s on one link, for large sums; 0 where that was not measured
+    """
 
     backend: str
     seconds: float
     nodes: frozenset[str] = frozenset()
+    kind: str = ""
+    fenced: bool = False
+    bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """What was measured on these machines; it counts more than what is assumed.
 
-    collectives  by backend ("jaccl" or "ring")
+    collectives  by backend ("jaccl" or "ring") and fabric
     fence_s      what a collective costs beside its latency
     reading      bytes/s that a decode reads, by node id
     """
@@ -120,7 +128,7 @@ class Rank:
 class Speed:
     """What is expected of a group, and what one token's time goes into, all in seconds.
 
-    `measured` says that the collectives' latency is not assumed.
+    `measured` says that what collectives take is not assumed; how much of that is the fences' may still be.
     """
 
     tokens_per_second: float
@@ -157,9 +165,11 @@ def speed(
         return Speed(1 / token_s, prompt_s + token_s, reading_s, kernels_s, 0.0, 0.0, 0.0)
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
-    found = measured_latency(measured, ranks, kind)
-    latency_s = fabric.latency_s(size) if found is None else found
+    latency_s = fabric.latency_s(size)
     fence_s = _fence_s(ranks, measured, fast_fences=fast_fences)
+    found = measured_collective(measured, ranks, kind, fence_s)
+    if found is not None:
+        fence_s, latency_s, link = found.fence_s, found.latency_s, found.bandwidth or link
     share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
     wire_s = shape.hidden * _ACTIVATION_BYTES * share / link
     token_s = reading_s + kernels_s + shape.collectives * (fence_s + latency_s + wire_s)
@@ -190,17 +200,28 @@ def _fence_s(ranks: Sequence[Rank], measured: Measured, *, fast_fences: bool) ->
     return FAST_FENCE_S if fast_fences else FENCE_S
 
 
-def measured_latency(measured: Measured, ranks: Sequence[Rank], kind: str) -> float | None:
-    """The latency of a sum over these ranks as far as it was measured; None where it was not.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What measurements say of the collectives of a group. `bandwidth` 0 is unknown."""
+
+    fence_s: float
+    latency_s: float
+    bandwidth: float
+
+
+def measured_collective(measured: Measured, ranks: Sequence[Rank], kind: str, fence_s: float) -> Found | None:
+    """What a sum over these ranks takes as far as it was measured; None where it was not.
 
     A measurement of the same group counts most, then those of all pairs that talk to each other, then one of
-    any two. A pair's sum takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's.
+    any two. A pair's sum takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's. `fence_s` is
+    what of a measured time is taken for its fence where that is in it: there is one, however many the steps.
     """
     backend = "jaccl" if kind in (JACCL_MESH, JACCL_RING) else "ring"
-    known = {c.nodes: c.seconds for c in measured.collectives if c.backend == backend}
+    matching = [c for c in measured.collectives if c.backend == backend and c.kind in ("", kind)]
+    known = {c.nodes: c for c in sorted(matching, key=lambda c: c.kind == kind)}
     nodes = [rank.node_id for rank in ranks]
     if frozenset(nodes) in known:
-        return known[frozenset(nodes)]
+        return _found([known[frozenset(nodes)]], fence_s, times=1)
     fabric = FABRICS[kind]
     talking = (
         [frozenset(pair) for pair in pairwise([*nodes, nodes[0]])]
@@ -208,10 +229,17 @@ def measured_latency(measured: Measured, ranks: Sequence[Rank], kind: str) -> fl
         else [frozenset((a, b)) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
     )
     pairs = [known.get(pair, known.get(frozenset())) for pair in talking]
-    seconds = [pair for pair in pairs if pair is not None]
-    if len(seconds) < len(pairs):
+    here = [pair for pair in pairs if pair is not None]
+    if len(here) < len(pairs):
         return None
-    return max(seconds) * (len(nodes) - 1 if fabric.circle else 1)
+    return _found(here, fence_s, times=len(nodes) - 1 if fabric.circle else 1)
+
+
+def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
+    """Of the slowest of these, with so many times its latency."""
+    fences = [min(fence_s, c.seconds) if c.fenced else fence_s for c in sums]
+    latencies = [c.seconds - fence if c.fenced else c.seconds for c, fence in zip(sums, fences, strict=True)]
+    return Found(max(fences), times * max(latencies), min(c.bandwidth for c in sums))
 
 
 def _prefill_s(shape: ModelShape, ranks: Sequence[Rank], reading: float) -> float:

@@ -18,6 +18,7 @@ from ..wire.link import Link
 from ..wire.messages import (
     Abort,
     Cancel,
+    CollectivesTimed,
     Error,
     Evict,
     Gathered,
@@ -275,8 +276,11 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
 
 
 def _combined(replies: dict[int, Message]) -> Message:
-    """Rank 0's own reply; of a load, with the least room that any rank has for KV caches."""
+    """Rank 0's own reply; of a load, with the least room of all ranks for KV caches; of times the longest."""
     mine = replies[0]
+    if isinstance(mine, CollectivesTimed):
+        timed = [reply for reply in replies.values() if isinstance(reply, CollectivesTimed)]
+        return CollectivesTimed(max(each.seconds for each in timed), any(each.metal for each in timed))
     if not isinstance(mine, Loaded):
         return mine
     loads = [reply for reply in replies.values() if isinstance(reply, Loaded)]

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from statistics import median
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 
@@ -27,6 +28,9 @@ PAD = 64
 """Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms."""
 
 LATENCY_ROUNDS = 8
+CHAINS = 3
+"""How often a chain of collectives is timed."""
+Timed = Literal["sum", "gather", "chain"]
 
 _COLLECTIVES = ("all_sum", "all_gather", "all_max", "all_min", "sum_scatter", "send", "recv", "recv_like")
 
@@ -90,6 +94,9 @@ class LoneGroup:
     def latency_us(self) -> int:
         return 0
 
+    def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
+        return 0.0
+
     def total(self, array: mx.array) -> mx.array:
         return array
 
@@ -126,6 +133,27 @@ class RingGroup:
             mx.eval(self.total(mx.ones((PAD,))))
         return int((time.perf_counter() - began) / LATENCY_ROUNDS * 1e6)
 
+    def timed(self, kind: Timed, size: int, rounds: int, progress: Callable[[], None]) -> float:
+        """What one collective over `size` bytes of each rank takes, in seconds: the median of `rounds`.
+
+        In a "chain" each of `rounds` sums takes what the one before gave, with a step of arithmetic in
+        between, and all of them are one graph: on a GPU each includes a fence, as in a forward. `progress` is
+        called after each evaluation. All ranks must be asked for the same.
+        """
+        array = mx.ones((max(size // _NUMBER.size, 1),), dtype=_NUMBER)
+        mx.eval(array, self.total(array))  # whoever is late is waited for here
+        if kind == "chain":
+            times = [_clocked(self._chain(array, rounds), progress) for _ in range(CHAINS)]
+            return median(times) / rounds
+        collective = self.total if kind == "sum" else self.gather
+        return median([_clocked(collective(array), progress) for _ in range(rounds)])
+
+    def _chain(self, array: mx.array, links: int) -> mx.array:
+        """So many sums, each of which depends on the one before; its numbers stay what they are."""
+        for _ in range(links):
+            array = self.total(array) * (1 / self.size)
+        return array
+
     def agree(self, tokens: mx.array) -> mx.array:
         """Rank 0's `tokens` (int32, [rows]) on every rank: the others add zeros to one small in-graph sum.
 
@@ -149,6 +177,19 @@ class RingGroup:
         """Every rank's `array`, in rank order: [size, *shape]."""
         rows: mx.array = mx.distributed.all_gather(_padded(array)[None], group=self.handle)
         return rows[:, : array.size].reshape(self.size, *array.shape)
+
+
+_NUMBER = mx.bfloat16
+"""What ranks exchange in most models' forwards."""
+
+
+def _clocked(array: mx.array, progress: Callable[[], None]) -> float:
+    """How long computing it takes, in seconds."""
+    began = time.perf_counter()
+    mx.eval(array)
+    seconds = time.perf_counter() - began
+    progress()
+    return seconds
 
 
 def _padded(array: mx.array) -> mx.array:

@@ -20,6 +20,7 @@ from ..wire.messages import (
     Abort,
     Bootstrap,
     ClearCache,
+    CollectivesTimed,
     Done,
     Error,
     Init,
@@ -32,11 +33,12 @@ from ..wire.messages import (
     SanityCheck,
     SanityDone,
     StepToken,
+    TimeCollectives,
     Unload,
 )
 from .batch import CacheKind
 from .choice import Chooser, Desk
-from .group import CollectiveCounter, Group, LoneGroup, check_proof, form
+from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import Exchange, Fabric
 from .loader import LoadedModel, load
 from .moves import Score
@@ -117,6 +119,8 @@ class Rank:
                 return self._prove()
             case LoadShard():
                 return self._load(command)
+            case TimeCollectives():
+                return self._time(command)
             case Unload():
                 self._unload()
             case Abort():
@@ -214,6 +218,16 @@ class Rank:
         self.status.collective_us = self._group.latency_us()
         self.status.enter("idle")
         return SanityDone(proof.total, proof.ranks, proof.digests[self._group.rank])
+
+    def _time(self, command: TimeCollectives) -> CollectivesTimed:
+        self.status.enter("measuring")
+        kind, progress = cast(Timed, command.kind), self.status.progress
+        try:
+            seconds = self._group.timed(kind, command.size, command.rounds, progress)
+        except RuntimeError as error:
+            raise GroupError(f"a collective failed: {error}", Code.PROOF_FAILED) from error
+        self.status.enter("idle")
+        return CollectivesTimed(seconds, mx.metal.is_available())
 
     def _load(self, command: LoadShard) -> Loaded | Error:
         self.status.enter("loading")

@@ -7,7 +7,9 @@ from typing import Literal
 
 from ..wire.messages import Pong
 
-Phase = Literal["starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing"]
+Phase = Literal[
+    "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
+]
 
 
 RECENT = 0.1

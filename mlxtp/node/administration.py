@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.identity import Store
+from ..cluster.measurements import to_json
+from ..cluster.speed import RING_LOOPBACK
 from ..config import parse_nodes
 from ..errors import Code, ConfigError, UserError
+from ..wire.control import Serving
 from .build import versions_here
 from .cluster import Cluster
 from .models import check_name
@@ -68,6 +72,20 @@ class Alone:
     async def token(self) -> Json:
         raise self._alone()
 
+    async def bench_fabric(self) -> Json:
+        """What collectives take between the ranks of this machine. It is kept nowhere."""
+        group, times = self._supervisor.group, await self._supervisor.measure_fabric()
+        assert group is not None
+        return {
+            "nodes": [],
+            "names": [f"rank {rank}" for rank in range(group.world_size)],
+            "backend": group.backend,
+            "kind": group.kind or RING_LOOPBACK,
+            "fast_fences": self._supervisor.fast_fences,
+            "at": int(time.time()),
+            **asdict(times),
+        }
+
     def serve(self, model: str, nodes: str) -> Json:
         raise self._alone()
 
@@ -113,14 +131,25 @@ class Member(Alone):
             "coordinator": cluster.name_of(claim.node_id) if claim.node_id else "",
             "term": claim.term,
             "desired": {"model": desired.model, "nodes": desired.nodes, "version": desired.version},
+            "fabric": self._fabric(),
             "members": self._members(),
         }
+
+    def _fabric(self) -> Json | None:
+        """What was measured of the group that serves; None for nothing."""
+        cluster = self._cluster
+        for serving in self._servings():
+            found = cluster.fabric.of(serving.participants, serving.kind)
+            if serving.state == "ready" and found is not None:
+                return to_json(found)
+        return None
 
     def plan(self) -> Json:
         """The machines of the members that are present, for `mlxtp plan`."""
         cluster = self._cluster
         return {
             "coordinator": cluster.coordination.claim.node_id,
+            "fabric": [to_json(each) for each in cluster.fabric.results],
             "nodes": [
                 {
                     "node_id": member.node_id,
@@ -135,6 +164,11 @@ class Member(Alone):
     async def token(self) -> Json:
         """A new join token."""
         return {"token": await self._cluster.token(), "valid_s": 900}
+
+    async def bench_fabric(self) -> Json:
+        """What collectives take in the group that serves, measured now, wherever its rank 0 is."""
+        result = await self._cluster.fabric.bench()
+        return {**to_json(result), "names": [self._cluster.name_of(node) for node in result.nodes]}
 
     def serve(self, model: str, nodes: str) -> Json:
         """What the cluster should serve from now on."""
@@ -184,13 +218,17 @@ class Member(Alone):
         cluster.end()
         return {"left": cluster.identity.cluster_id, "members": len(others)}
 
+    def _servings(self) -> list[Serving]:
+        """What this node and others say of their groups."""
+        mine = self._cluster.conductor.serving()
+        return [*([mine] if mine is not None else []), *self._cluster.knowledge.servings.values()]
+
     def _members(self) -> list[Json]:
         cluster = self._cluster
-        servings = [cluster.conductor.serving(), *cluster.knowledge.servings.values()]
         ranks = {
             node_id: rank
-            for serving in servings
-            if serving is not None and serving.state == "ready"
+            for serving in self._servings()
+            if serving.state == "ready"
             for rank, node_id in enumerate(serving.participants)
         }
         found: list[Json] = []

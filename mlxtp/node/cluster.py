@@ -19,6 +19,7 @@ from ..cluster.coordination import Coordination
 from ..cluster.decisions import FormEpoch, HandOver, StopEpoch, Wait, refusal
 from ..cluster.identity import Identity
 from ..cluster.membership import Membership
+from ..cluster.speed import Measured
 from ..cluster.standing import Change, Duplicate, State
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ProtocolError, UserError
@@ -33,6 +34,9 @@ from ..wire.control import (
     DesiredState,
     EndEpoch,
     EpochEnded,
+    FabricAnswer,
+    FabricReport,
+    FabricWanted,
     MachineReport,
     Members,
     ModelStatus,
@@ -53,6 +57,7 @@ from ..wire.messages import PROTOCOL_VERSION, Error
 from .build import flags_of, versions_here
 from .conductor import Conductor
 from .epoch import State as Serves
+from .fabric import Fabric
 from .follower import Follower
 from .guest import Guest
 from .model_here import ModelHere
@@ -93,8 +98,7 @@ class Cluster:
         self.name = printable(settings.name)  # the system's name of a Mac is not ours to refuse
         self.boot_id = secrets.token_hex(8)
         self._versions, self._flags = versions_here(), flags_of(settings)
-        self.knowledge = Knowledge()
-        self.knowledge.machines[self.node_id] = machine
+        self.knowledge = Knowledge(machines={self.node_id: machine})
         self.listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: ()
         self.http = ""
         self.problem = ""
@@ -117,6 +121,7 @@ class Cluster:
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.guest.last_epoch = kept.beliefs.epoch
         self.conductor = Conductor(self)
+        self.fabric = Fabric(self, self.conductor)
         self.follower = Follower(self)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
@@ -164,6 +169,10 @@ class Cluster:
             return self.name
         entry = self.coordination.roster.members().get(node_id)
         return self.knowledge.names.get(node_id) or (entry.name if entry else "") or node_id[:8]
+
+    def measured(self) -> Measured:
+        """What placement takes over its assumptions."""
+        return self.fabric.measured()
 
     # --- what people want ----------------------------------------------------------------------------
 
@@ -304,6 +313,8 @@ class Cluster:
             link.send(self.model.status)
             if (serving := self.conductor.serving()) is not None:
                 link.send(serving)
+            for measured in self.fabric.told():
+                link.send(measured)
         self.changed()
         return True
 
@@ -319,6 +330,7 @@ class Cluster:
             self.conductor.lost(link.node_id, why)
             self.guest.lost(link.node_id)
             self.on_gone(link.node_id)
+            self.fabric.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -344,8 +356,8 @@ class Cluster:
                 self.guest.received(node_id, message)
             case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
                 self.conductor.received(node_id, message)
-            case TokenWanted() | TokenIssued():
-                self._about_tokens(node_id, message)
+            case TokenWanted() | TokenIssued() | FabricWanted() | FabricReport() | FabricAnswer():
+                self._about_commands(node_id, message)
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
@@ -411,11 +423,17 @@ class Cluster:
         self.coordination.saw_epoch(order.epoch)
         self.guest.received(node_id, order)
 
-    def _about_tokens(self, node_id: str, message: TokenWanted | TokenIssued) -> None:
-        if isinstance(message, TokenWanted):
-            self._issue(node_id, message)
-        else:
-            self._issued(message)
+    def _about_commands(
+        self, node_id: str, message: TokenWanted | TokenIssued | FabricWanted | FabricReport | FabricAnswer
+    ) -> None:
+        """What somebody typed on one Mac and another one has to do."""
+        match message:
+            case TokenWanted():
+                self._issue(node_id, message)
+            case TokenIssued():
+                self._issued(message)
+            case _:
+                self.fabric.received(node_id, message)
 
     def _issue(self, node_id: str, wanted: TokenWanted) -> None:
         token, problem = "", "this Mac cannot issue join tokens"
@@ -618,6 +636,7 @@ class Cluster:
         """Say goodbye and end what runs here for others."""
         if self._looking is not None:
             self._looking.cancel()
+        await self.fabric.close()
         await self.follower.close()
         await self.guest.close()
         await self.neighbours.close()

@@ -346,6 +346,7 @@ class Conductor:
             nodes=wanted,
             max_context=settings.max_context,
             fast_fences=settings.fast_fences,
+            measured=self._cluster.measured(),
             rdma=self._overrides(settings),
         )
 
@@ -382,6 +383,19 @@ class Conductor:
             shape = shape_of(config, name=source.id, weight_bytes=weights, kv_bits=kv_bits)
             self._shape = (source, shape)
         return self._shape[1]
+
+    def remeasured(self) -> None:
+        """Something was measured: from now on this node's group is compared by what it is known to do."""
+        mine = self._mine
+        placement, _ = self.placement()
+        if mine is None or mine.placement.chosen is None or placement is None:
+            return
+        asked = (mine.form.plan.ranks, mine.placement.chosen.kind)
+        for each in placement.alternatives:
+            if (each.ranks, each.kind) == asked and each.speed is not None and each.speed.measured:
+                key = (*mine.form.plan.key[:-1], each.speed.tokens_per_second)
+                form = replace(mine.form, plan=replace(mine.form.plan, key=key))
+                self._mine = replace(mine, form=form)
 
     def _key(self, placement: Placement) -> tuple[float, ...]:
         """What plans are compared by: as many Macs as wanted, then tokens per second."""

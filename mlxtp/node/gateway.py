@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..api.backend import Answer, End, Health, ModelInfo, Request, Score, Tokens
 from ..api.text import Text
@@ -67,6 +67,7 @@ class Gateway:
         self._served: ModelInfo | None = None
         """The model that open requests are for."""
         self._text: Text | None = None
+        self._held = ""
 
     # --- what the agent tells ------------------------------------------------------------------------
 
@@ -144,6 +145,15 @@ class Gateway:
         if self._suspect is not None:
             self._next_suspect()
 
+    @contextlib.contextmanager
+    def held(self, why: str) -> Iterator[None]:
+        """Meanwhile new requests are refused, with `why`; they may try again soon."""
+        self._held = why
+        try:
+            yield
+        finally:
+            self._held = ""
+
     @property
     def open_requests(self) -> int:
         """Requests that wait for more tokens, other agents' included."""
@@ -184,6 +194,8 @@ class Gateway:
     def _free_desk(self) -> Desk:
         if self._desk is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
+        if self._held:
+            raise RequestError(self._held, Code.NOT_READY, status=503)
         if self.open_requests >= self._max_open:
             raise RequestError(
                 f"{self.open_requests} requests are open, the most this server takes",

@@ -19,6 +19,7 @@ from ..errors import Code, GroupError, MlxtpError
 from ..wire.link import listen
 from ..wire.messages import (
     Bootstrap,
+    CollectivesTimed,
     Done,
     Gathered,
     Init,
@@ -30,6 +31,7 @@ from ..wire.messages import (
     SanityCheck,
     SanityDone,
     SideChannel,
+    TimeCollectives,
 )
 from .epoch import Report, Watch, is_consequence, pick_cause
 from .rank_process import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port
@@ -253,6 +255,10 @@ class Ranks:
     async def do(self, command: Message) -> None:
         """Abort, Unload or ClearCache on every rank."""
         await self._ask(command, Done, self._limits.shutdown_s)
+
+    async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
+        """Time collectives on all ranks, which must have nothing else to do; see `TimeCollectives`."""
+        return await self._ask(TimeCollectives(kind, size, rounds), CollectivesTimed, None)
 
     async def _ask(self, command: Message, expected: type[R], deadline_s: float | None) -> R:
         """One command to rank 0 and its one reply, or the epoch's failure, whichever comes first."""

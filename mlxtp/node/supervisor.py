@@ -14,9 +14,9 @@ from ..api.backend import Health, ModelInfo
 from ..api.defaults import load_defaults
 from ..api.text import Text
 from ..config import Settings
-from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
+from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
 from ..wire.messages import Abort, ClearCache, Unload
-from . import golden
+from . import golden, timing
 from .epoch import RestartPolicy, State
 from .gateway import Gateway
 from .rank_process import WORKER, Worker
@@ -85,6 +85,7 @@ class Supervisor:
         self._current: Ranks | None = None
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
+        self.fast_fences = settings.fast_fences
         self._settings = settings
         self._on_stage = on_stage
         self._worker = worker
@@ -171,6 +172,32 @@ class Supervisor:
         """End every request with an error; the model stays loaded."""
         async with self._busy:
             await self._require_ranks().do(Abort())
+
+    async def measure_fabric(self) -> timing.Times:
+        """What collectives take on the idle group; requests that come meanwhile shall try again.
+
+        Raises UserError when there is no such group, or it ends meanwhile.
+        """
+        ranks, model = self.ranks, next(iter(self.gateway.models()), None)
+        if self._busy.locked():
+            raise UserError("the group is loading or being measured right now; try again", Code.NOT_READY)
+        if ranks is None or model is None:
+            raise UserError(f"there is no group to measure; it is {self.state}", Code.NOT_READY)
+        if ranks.group.world_size == 1:
+            raise UserError(
+                "one rank serves alone and exchanges nothing; `mlxtp serve MODEL --nodes 2` makes a group"
+            )
+        if count := self.gateway.open_requests:
+            requests = "1 request is" if count == 1 else f"{count} requests are"
+            raise UserError(
+                f"{requests} open; a fabric is measured while nobody waits for it", Code.NOT_READY
+            )
+        async with self._busy:
+            with self.gateway.held("the fabric is being measured, which takes some seconds; try again"):
+                try:
+                    return await timing.measure(ranks.time, timing.row_bytes(model.path))
+                except MlxtpError as error:
+                    raise UserError(f"the group ended while it was measured: {error.detail}") from error
 
     async def _load(self, ranks: Ranks, model: ModelSource) -> None:
         self._enter(State.LOADING)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from ..cluster.coordination import Coordination
 from ..cluster.membership import Membership
+from ..cluster.speed import Measured
 from ..config import Settings
 from ..wire.control import ModelStatus, Serving
 from ..wire.machine import Machine
@@ -56,6 +57,9 @@ class Surroundings(Protocol):
 
     def name_of(self, node_id: str) -> str:
         """What people call a node."""
+
+    def measured(self) -> Measured:
+        """What placement takes over its assumptions."""
 
     def changed(self) -> None:
         """Something is different: look at everything again, soon."""

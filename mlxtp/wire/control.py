@@ -26,6 +26,7 @@ from .codecs import (
     text,
     texts,
 )
+from .fabric import FabricResult
 from .machine import Machine
 from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
@@ -277,9 +278,34 @@ class TokenIssued(Message):
     problem: str = _f(_detail)
 
 
+@dataclass(frozen=True, slots=True)
+class FabricWanted(Message):
+    """To the agent of rank 0: measure the collectives of its group. Answered by FabricAnswer."""
+
+    TYPE: ClassVar[int] = 0x49
+    nonce: bytes = _f(binary(16, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class FabricReport(FabricResult, Message):
+    """What was measured of one group, told to all."""
+
+    TYPE: ClassVar[int] = 0x4A
+
+
+@dataclass(frozen=True, slots=True)
+class FabricAnswer(Message):
+    """The sender's last FabricReport is what was asked for; or in `problem`, why there is none."""
+
+    TYPE: ClassVar[int] = 0x4B
+    nonce: bytes = _f(binary(16, 16))
+    problem: str = _f(_detail)
+
+
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
     RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
+    FabricWanted, FabricReport, FabricAnswer,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

@@ -35,6 +35,7 @@ from .messages import (
     Shutdown,
     SideChannel,
     StepToken,
+    TimeCollectives,
     Unload,
 )
 from .order import LinkKind, RequestFailed
@@ -185,6 +186,10 @@ class RequestLedger(PipeLedger):
             raise Violation(Code.WRONG_UID, f"{type(end).__name__} for uid {end.uid}, which is not live")
 
 
+_COMMANDS: tuple[type[Message], ...] = (SanityCheck, ClearCache, Abort, Unload, TimeCollectives, Shutdown)
+"""What comes between steps only."""
+
+
 class DecodeLedger:
     """Sequences and steps between rank 0 and another rank."""
 
@@ -212,7 +217,7 @@ class DecodeLedger:
             SessionStop: self._stop,
             Evict: self._evict,
             Ack: self._ack,
-            **dict.fromkeys((SanityCheck, ClearCache, Abort, Unload, Shutdown), self._command),
+            **dict.fromkeys(_COMMANDS, self._command),
         }
 
     def forget(self) -> None:

@@ -57,6 +57,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_ROUND_BYTES = 1 << 16
 """What one rank may say in one round of the side channel; JACCL says a few hundred bytes."""
 MAX_ROUNDS = 1024
+MAX_TIMED_BYTES = 1 << 26
+MAX_TIMED_ROUNDS = 1024
 
 _uid = integer(1, U32)
 _count = integer(0, U63)
@@ -152,7 +154,9 @@ class Pong(Message):
 
     TYPE: ClassVar[int] = 0x04
     phase: str = _f(
-        choice("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
+        choice(
+            "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
+        )
     )
     phase_s: float = _f(_seconds)
     in_flight: int = _f(_count)
@@ -469,6 +473,32 @@ class Done(Message):
     jaccl: bool = _f(boolean(), default=False)
 
 
+@dataclass(frozen=True, slots=True)
+class TimeCollectives(Message):
+    """Time `rounds` collectives of one kind over `size` bytes of every rank. Reply: CollectivesTimed.
+
+    "sum" and "gather" run one after the other. A "chain" is so many sums in one graph, each of which takes
+    what the one before gave, with a step of arithmetic in between, as a forward has them.
+    """
+
+    TYPE: ClassVar[int] = 0x1D
+    kind: str = _f(choice("sum", "gather", "chain"))
+    size: int = _f(integer(1, MAX_TIMED_BYTES))
+    rounds: int = _f(integer(1, MAX_TIMED_ROUNDS))
+
+
+@dataclass(frozen=True, slots=True)
+class CollectivesTimed(Message):
+    """What one collective took on this rank, in seconds; from rank 0 to the agent, on the slowest rank.
+
+    `metal` says that a GPU computes there, for which each collective includes a fence.
+    """
+
+    TYPE: ClassVar[int] = 0x1E
+    seconds: float = _f(_seconds)
+    metal: bool = _f(boolean())
+
+
 # --- requests in, tokens out ------------------------------------------------------------------------
 
 
@@ -568,6 +598,6 @@ class SessionEnd(Message):
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
     SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
-    InitDone, SanityDone, Loaded, Done,
+    InitDone, SanityDone, Loaded, Done, TimeCollectives, CollectivesTimed,
     Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip

@@ -26,6 +26,7 @@ from .messages import (
     Bootstrap,
     Cancel,
     ClearCache,
+    CollectivesTimed,
     Delta,
     Done,
     Error,
@@ -51,6 +52,7 @@ from .messages import (
     Shutdown,
     SideChannel,
     StepToken,
+    TimeCollectives,
     Unload,
     Welcome,
 )
@@ -103,6 +105,7 @@ class State(Enum):
     LOADING = "loading"
     LOADED = "loaded"
     CHECKING = "checking"
+    MEASURING = "measuring"
     CLEARING = "clearing"
     CLEARING_EMPTY = "clearing, no model"
     ABORTING = "aborting"
@@ -112,6 +115,7 @@ class State(Enum):
     CLOSING_AFTER_INIT = "closing after InitDone"
     CLOSING_AFTER_SANITY = "closing after SanityDone"
     CLOSING_AFTER_LOAD = "closing after Loaded"
+    CLOSING_AFTER_TIMES = "closing after CollectivesTimed"
     ENDED = "ended"
     CLOSED = "closed"
     FAILED = "failed"
@@ -169,6 +173,8 @@ _LIFE: tuple[Row, ...] = (
     (State.LOADED, _UPPER, Unload, State.UNLOADING),
     (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # where a load failed on some ranks, all let go
     (State.UNLOADING, _LOWER, Done, State.PROVEN),
+    (State.LOADED, _UPPER, TimeCollectives, State.MEASURING),
+    (State.MEASURING, _LOWER, CollectivesTimed, State.LOADED),
 )
 
 _ENDING: tuple[Row, ...] = (
@@ -182,6 +188,7 @@ _ENDING_BUSY: tuple[Row, ...] = (
     (State.CLOSING_AFTER_SANITY, _LOWER, SanityDone, State.CLOSING),
     (State.CLOSING_AFTER_LOAD, _LOWER, Loaded, State.CLOSING),
     (State.CLOSING_AFTER_LOAD, _LOWER, Error, State.CLOSING),
+    (State.CLOSING_AFTER_TIMES, _LOWER, CollectivesTimed, State.CLOSING),
 )
 
 _SHUTDOWN_WHEN_IDLE = dict.fromkeys(
@@ -198,6 +205,7 @@ _SHUTDOWN_WHEN_BUSY = {
     State.CLEARING_EMPTY: State.CLOSING_AFTER_DONE,
     State.ABORTING: State.CLOSING_AFTER_DONE,
     State.UNLOADING: State.CLOSING_AFTER_DONE,
+    State.MEASURING: State.CLOSING_AFTER_TIMES,
 }
 """Where it leads when one is: that reply may be on its way already, so it comes first, then Shutdown's."""
 
@@ -245,8 +253,10 @@ _VOICE: tuple[Row, ...] = tuple(
         State.CLEARING,
         State.ABORTING,
         State.UNLOADING,
+        State.MEASURING,
         State.CLOSING,
         State.CLOSING_AFTER_DONE,
+        State.CLOSING_AFTER_TIMES,
     )
     for message in (Accepted, Delta, ScoredDelta, Finished, RequestFailed)
 )

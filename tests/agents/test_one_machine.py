@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,23 @@ def test_two_agents_serve_together_and_any_of_them_is_asked(pair: tuple[Agent, A
         for words in ("ready tiny on 2 Macs", "ring within one machine", "anna", "ben"):
             assert words in shown.stdout
         assert (agent.home / "agent.json").stat().st_mode & 0o77 == 0
+
+
+def test_the_fabric_is_measured_from_any_member_and_all_know_it(pair: tuple[Agent, Agent]) -> None:
+    a, b = pair
+    epoch = a.status()["epoch"]
+    assert [agent.status()["fabric"] for agent in pair] == [None, None]
+    assert a.post("bench/fabric")["kind"] == "ring within one machine"
+    done = b.command("bench", "--fabric", "--json")  # rank 0 is on one of them
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert sorted(told["names"]) == ["anna", "ben"]
+    assert min(*told["sums_s"], *told["gathers_s"], told["collective_s"]) > 0
+    for agent in pair:
+        [kept] = json.loads((agent.home / "fabric.json").read_text())["results"]
+        assert kept["collective_s"] == agent.status()["fabric"]["collective_s"] == told["collective_s"]
+    assert {agent.chat() for agent in pair} == {SECRET}
+    assert a.status()["epoch"] == epoch
 
 
 def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ ROUTES = {
     "plan": "GET",
     "members": "GET",
     "token": "POST",
+    "bench/fabric": "POST",
     "serve": "POST",
     "unload": "POST",
     "remove": "POST",
@@ -52,6 +53,10 @@ class FakeAdmin:
     async def token(self) -> Any:
         await asyncio.sleep(0)
         return self._do("token")
+
+    async def bench_fabric(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("bench/fabric")
 
     def serve(self, model: str, nodes: str) -> Any:
         return self._do("serve", model, nodes)
@@ -95,7 +100,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
-        ("status",), ("plan",), ("members",), ("token",), ("serve", "tiny", "2"), ("unload",),
+        ("status",), ("plan",), ("members",), ("token",), ("bench/fabric",),
+        ("serve", "tiny", "2"), ("unload",),
         ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip
 

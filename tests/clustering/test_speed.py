@@ -141,6 +141,47 @@ def test_the_other_backends_measurements_say_nothing() -> None:
     assert not speed(MODEL, ranks(2), JACCL_MESH, measured=known).measured
 
 
+def test_a_fence_that_was_measured_along_is_not_counted_again() -> None:
+    group = Collective("jaccl", 195e-6, frozenset("ab"), kind=JACCL_MESH, fenced=True)
+    two = speed(MODEL, ranks(2), JACCL_MESH, measured=measured(group))
+    assert two.fences_s + two.latency_s == pytest.approx(MODEL.collectives * 195e-6)
+    assert two.fences_s == pytest.approx(MODEL.collectives * FENCE_S)
+    quick = Collective("jaccl", 95e-6, frozenset("ab"), fenced=True)  # a fence is faster than assumed
+    found = speed(MODEL, ranks(2), JACCL_MESH, measured=measured(quick))
+    assert (found.fences_s, found.latency_s) == (pytest.approx(MODEL.collectives * 95e-6), 0)
+
+
+def test_a_circle_has_more_steps_but_one_fence() -> None:
+    pairs = measured(
+        *(
+            Collective("jaccl", FENCE_S + 30e-6, frozenset(pair), fenced=True)
+            for pair in ("ab", "bc", "cd", "da")
+        )
+    )
+    around = speed(MODEL, ranks(4), JACCL_RING, measured=pairs)
+    assert around.latency_s == pytest.approx(MODEL.collectives * 3 * 30e-6)
+    assert around.fences_s == pytest.approx(MODEL.collectives * FENCE_S)
+
+
+def test_one_fabric_says_nothing_of_another_of_the_same_backend() -> None:
+    slow = Collective("ring", 1.0, frozenset("ab"), kind=RING_ETHERNET)
+    any_ring = Collective("ring", 0.5, frozenset("ab"))
+    assert latency(measured(slow), 2, RING_ETHERNET) == pytest.approx(1.0)
+    assert not speed(MODEL, ranks(2), RING_THUNDERBOLT, measured=measured(slow)).measured
+    for known in (measured(slow, any_ring), measured(any_ring, slow)):
+        assert latency(known, 2, RING_ETHERNET) == pytest.approx(1.0)
+        assert latency(known, 2, RING_THUNDERBOLT) == pytest.approx(0.5)
+
+
+def test_a_bandwidth_that_was_measured_counts_over_the_links() -> None:
+    known = measured(Collective("ring", 1e-4, frozenset("ab"), bandwidth=2e8))
+    two = speed(MODEL, ranks(2), RING_ETHERNET, measured=known, mbps=10_000)
+    assert two.wire_s == pytest.approx(MODEL.collectives * 4096 * 2 / 2e8)
+    unknown = measured(Collective("ring", 1e-4, frozenset("ab")))
+    two = speed(MODEL, ranks(2), RING_ETHERNET, measured=unknown, mbps=800)
+    assert two.wire_s == pytest.approx(MODEL.collectives * 4096 * 2 / 1e8)
+
+
 def test_fences_and_memory_can_be_measured_too() -> None:
     known = Measured(fence_s=50e-6, reading={"a": 1e12})
     two = speed(MODEL, ranks(2), JACCL_MESH, fast_fences=True, measured=known)

@@ -139,8 +139,9 @@ def test_other_phases_have_none(phase: str) -> None:
     assert Story().beats(5, rank_0=pong(phase, phase_s=1e6), rank_1=pong()) is None
 
 
-def test_decoding_is_allowed_less_than_prefilling() -> None:
+def test_decoding_is_allowed_less_than_prefilling_and_measuring_as_much() -> None:
     allowed = stall_limits_s(LIMITS)
+    assert allowed["measuring"] == allowed["decode"]
     assert allowed["decode"] < allowed["prefill"]
 
 

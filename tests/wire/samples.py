@@ -12,6 +12,9 @@ from mlxtp.wire.control import (
     DesiredState,
     EndEpoch,
     EpochEnded,
+    FabricAnswer,
+    FabricReport,
+    FabricWanted,
     MachineReport,
     Members,
     ModelStatus,
@@ -28,6 +31,7 @@ from mlxtp.wire.control import (
     TokenIssued,
     TokenWanted,
 )
+from mlxtp.wire.fabric import MAX_SIZES
 from mlxtp.wire.joining import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.machine import Interface, Port
 from mlxtp.wire.messages import (
@@ -37,6 +41,8 @@ from mlxtp.wire.messages import (
     MAX_PROMPTS,
     MAX_RANKS,
     MAX_ROUNDS,
+    MAX_TIMED_BYTES,
+    MAX_TIMED_ROUNDS,
     MAX_TOP_LOGPROBS,
     MAX_WIDTH,
     U32,
@@ -47,6 +53,7 @@ from mlxtp.wire.messages import (
     Bootstrap,
     Cancel,
     ClearCache,
+    CollectivesTimed,
     Delta,
     Done,
     Error,
@@ -74,6 +81,7 @@ from mlxtp.wire.messages import (
     Shutdown,
     SideChannel,
     StepToken,
+    TimeCollectives,
     Unload,
     Welcome,
 )
@@ -107,6 +115,12 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     Serving(17, "ready", "", "ring", "ring over Ethernet", (NODE,), (12.5,), 3, "tiny", 2, 2048, 512, (2,)),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
+    FabricWanted(b"n" * 16),
+    FabricReport(
+        (NODE, "f" * 32), "ring", "ring over Ethernet", False, True, 1, 0.25, (1024, 4096), (0.5, 1.0),
+        (0.5, 2.0),
+    ),
+    FabricAnswer(b"n" * 16, ""),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -137,6 +151,8 @@ EXAMPLES: dict[type[Message], Message] = {
         SanityDone(2, (0, 1), 0xDEADBEEF),
         Loaded(2048, 4096, 1 << 20, (2,)),
         Done(),
+        TimeCollectives("sum", 1024, 8),
+        CollectivesTimed(0.25, False),
         Generate(1, (5, 6, 7), 100),
         Accepted(1),
         Delta((1,), (0,), (42,)),
@@ -191,7 +207,7 @@ _certificate = st.binary(min_size=1, max_size=1500)
 _nonce = st.binary(min_size=32, max_size=32)
 _reason = st.sampled_from(("stop", "length", "cancel"))
 _phase = st.sampled_from(
-    ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
+    ("starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing")
 )
 
 SAMPLING = st.builds(
@@ -303,6 +319,13 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
     SanityDone: st.builds(SanityDone, _count, _ints(0, 2**31 - 1, 0, MAX_RANKS), _u32),
     Loaded: st.builds(Loaded, _uid, _uid, _count, _ints(0, 2**31 - 1, 0, 64), _count, _count, _count),
     Done: st.builds(Done, st.booleans()),
+    TimeCollectives: st.builds(
+        TimeCollectives,
+        st.sampled_from(("sum", "gather", "chain")),
+        st.integers(1, MAX_TIMED_BYTES),
+        st.integers(1, MAX_TIMED_ROUNDS),
+    ),
+    CollectivesTimed: st.builds(CollectivesTimed, _seconds, st.booleans()),
     Generate: st.builds(
         Generate,
         _uid,
@@ -411,6 +434,13 @@ _STRATEGIES |= {
     ),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
+    FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16)),
+    FabricReport: st.builds(
+        FabricReport, st.lists(_node, max_size=8).map(tuple), st.sampled_from(("ring", "jaccl")), _short,
+        st.booleans(), st.booleans(), _count, st.floats(1e-9, 1e4), _ints(1, 2**31 - 1, 1, MAX_SIZES),
+        *(_floats(2.0**-29, 2.0**13, 0, MAX_SIZES),) * 2,
+    ),
+    FabricAnswer: st.builds(FabricAnswer, st.binary(min_size=16, max_size=16), _text),
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(

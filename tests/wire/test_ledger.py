@@ -33,6 +33,7 @@ from mlxtp.wire.messages import (
     Shutdown,
     SideChannel,
     StepToken,
+    TimeCollectives,
     Unload,
 )
 from mlxtp.wire.protocol import LinkKind, Side, State
@@ -97,6 +98,7 @@ def failed(uid: int) -> Error:
 
 # Each case starts in LOADED with uid 1 live: its prompt complete on a decode link, where seqs go on from
 # FIRST; without tokens on a pipe. `said` is legal; `wrong` is not.
+TIME = TimeCollectives("sum", 1024, 8)
 FIRST = 6
 
 DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Message], Code]] = {
@@ -228,7 +230,7 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
     ),
     **{
         f"{type(command).__name__} before the Ack": ([(UP, step(1))], (UP, command), Code.OUT_OF_ORDER)
-        for command in (SanityCheck(), ClearCache(), Abort(), Unload(), Shutdown())
+        for command in (SanityCheck(), ClearCache(), Abort(), Unload(), TIME, Shutdown())
     },
 }
 

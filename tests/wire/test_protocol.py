@@ -40,6 +40,7 @@ from mlxtp.wire.messages import (
     Shutdown,
     SideChannel,
     StepToken,
+    TimeCollectives,
     Unload,
 )
 from mlxtp.wire.order import TABLES, TERMINAL, RequestFailed
@@ -97,6 +98,9 @@ def test_the_life_of_a_decode_link() -> None:
     link.up(SanityCheck())
     assert link.lower.state is State.CHECKING
     link.down(say("SanityDone"))
+    link.up(say("TimeCollectives"))
+    assert link.lower.state is State.MEASURING
+    link.down(say("CollectivesTimed"))
     link.up(StepToken((2, 3), (4, 5)))
     link.down(Ack(link.upper.seq, 8, 16, 93))
     link.up(Abort())
@@ -642,6 +646,6 @@ def lawful_on_decode(rng: random.Random, end: Protocol, kind: type[Message]) -> 
         return Evict(tuple(rng.sample(old, rng.randint(1, len(old))))) if old else None
     if kind is Ack:
         return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
-    if kind in (SanityCheck, ClearCache, Abort, Unload, Shutdown) and ledger.steps:
+    if kind in (SanityCheck, ClearCache, Abort, Unload, TimeCollectives, Shutdown) and ledger.steps:
         return None
     return example(kind)

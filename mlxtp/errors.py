@@ -67,6 +67,10 @@ class Code(StrEnum):
 
 
 _EXIT_STATUS_BASE = 64
+TERMINATED_STATUS = 128 + 15
+"""The exit status of a rank process that heard SIGTERM, as shells have it."""
+WEDGED_STATUS = 128 + 9
+"""That of one whose main thread did not, so that another thread had to end it: 137, as after SIGKILL."""
 
 
 def exit_status(code: Code) -> int:

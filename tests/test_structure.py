@@ -174,7 +174,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "plan": frozenset({"cluster", "config", "errors"}),
     "bench": frozenset({"cluster"}),
     "client": frozenset({"errors"}),
-    "commands": frozenset({"plan", "bench", "client", "node", "cluster", "config", "errors", "wire"}),
+    "postmortem": frozenset({"errors"}),
+    "doctor": frozenset({"postmortem", "errors"}),
+    "commands": frozenset(
+        {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
+    ),
     "terminal": frozenset({"errors"}),
     "options": frozenset({"config"}),
     "cli": frozenset(
@@ -279,6 +283,10 @@ PURE = (
     "mlxtp.cluster.side_channel",
     "mlxtp.engine.jaccl",
     "mlxtp.engine.moves",
+    "mlxtp.postmortem.causes",
+    "mlxtp.postmortem.examination",
+    "mlxtp.postmortem.records",
+    "mlxtp.wire.recording",
     "mlxtp.engine.scheduler",
     "mlxtp.engine.kv",
     "mlxtp.engine.speculation",

@@ -42,6 +42,7 @@ from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import Exchange, Fabric
 from .loader import LoadedModel, load
 from .moves import Score
+from .recorder import PROMPT, PROMPTS, STEP
 from .runner import Chosen, Runner
 from .status import Status
 
@@ -60,6 +61,8 @@ class Forward:
     launched_at: float
     fed: int = 0
     """Digest of what it was fed."""
+    entry: int = 0
+    """Its place in the flight recorder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +137,24 @@ class Rank:
     def launch(self, step: int, frame: PromptTokens | PromptBatch | StepToken) -> Forward:
         """Queue the forward that frame number `step` names. Returns at once; the device works on."""
         launched_at = time.monotonic()
-        runner = self._require_runner()
+        runner, recorder = self._require_runner(), self.status.recorder
         if not self.status.in_flight:
             self.status.progress()  # the time since the last forward was idling
         if isinstance(frame, PromptTokens):
             self.status.phase = "prefill"
+            entry = recorder.started(step, PROMPT, 1, launched_at)
             chosen = runner.prefill(frame)
         elif isinstance(frame, PromptBatch):
             self.status.phase = "prefill"
+            entry = recorder.started(step, PROMPTS, len(frame.uids), launched_at)
             chosen = runner.prefill_together(frame)
         else:
             self.status.phase = "decode"
+            entry = recorder.started(step, STEP, len(frame.rows), launched_at)
             chosen = runner.step(frame)
         self.status.in_flight += 1
-        return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame))
+        recorder.queued(entry, runner.forwards, self._counter.count)
+        return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
 
     def settle(self, forward: Forward) -> Result:
         """Wait for a forward. The GIL is free while waiting, so other threads answer Pings."""
@@ -164,13 +171,15 @@ class Rank:
         status.progress()
         step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
         status.took(step_us, wait_us)
+        chose = digest(forward.step, tokens, forward.fed)
+        status.recorder.finished(forward.entry, now, chose, forward.fed)
         return Result(
             forward.step,
             tokens,
             {uid: _scored(arrays) for uid, arrays in chosen.scores.items()} if chosen.scores else {},
             forward.forwards,
             forward.collectives,
-            digest(forward.step, tokens, forward.fed),
+            chose,
             step_us,
             wait_us,
         )

@@ -6,6 +6,7 @@ import time
 from typing import Literal
 
 from ..wire.messages import Pong
+from .recorder import Recorder
 
 Phase = Literal[
     "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
@@ -17,9 +18,13 @@ RECENT = 0.1
 
 
 class Status:
-    """Plain attributes: each is written by one thread and read whole by another."""
+    """Plain attributes: each is written by one thread and read whole by another.
 
-    def __init__(self) -> None:
+    What shall be known when this process is gone goes to the `recorder`.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder or Recorder()
         self.phase: Phase = "starting"
         self.in_flight = 0
         self.step = 0
@@ -38,6 +43,7 @@ class Status:
     def enter(self, phase: Phase) -> None:
         """Change the phase; its clock starts again."""
         self.phase = phase
+        self.recorder.entered(phase)
         self.progress()
 
     def progress(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ..errors import Code, GroupError, LinkError, MlxtpError, exit_status
+from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, LinkError, MlxtpError, exit_status
 from ..wire.link import Link
 from ..wire.messages import (
     PROTOCOL_VERSION,
@@ -36,8 +36,12 @@ from ..wire.protocol import LinkKind, Protocol, Received, Side, State
 from .decode_links import SEND_TIMEOUT_S, open_links
 from .jaccl import Exchange
 from .mail import AGENT, Mailbox, read_in_background
+from .recorder import Recorder
 from .spare import import_all, wait_for_arguments
 from .status import Status
+
+TERM_PATIENCE_S = 1.0
+"""How long the main thread may take to hear SIGTERM. The agent's patience is a little longer."""
 
 
 class Terminated(BaseException):
@@ -47,13 +51,13 @@ class Terminated(BaseException):
 class Process:
     """The links of this process and its one way out."""
 
-    def __init__(self, rank: int, epoch: int, folder: Path, pipe: Link) -> None:
+    def __init__(self, rank: int, epoch: int, folder: Path, pipe: Link, recorder: Recorder) -> None:
         self.rank = rank
         self.epoch = epoch
         self.folder = folder
         self.pipe = pipe
         self.mail = Mailbox()
-        self.status = Status()
+        self.status = Status(recorder)
         self._decode: list[Link] = []
         self._ending = threading.Lock()
 
@@ -61,6 +65,7 @@ class Process:
         """Any thread: say on every link what happened, then end. The first caller wins; does not return."""
         self._ending.acquire()
         try:
+            self.status.recorder.last_words(error.code, error.detail)
             for link in (self.pipe, *self._decode):
                 # What cannot be told to a link that is broken or not open yet is seen there as its end.
                 with contextlib.suppress(MlxtpError, OSError):
@@ -68,12 +73,30 @@ class Process:
         finally:
             os._exit(exit_status(error.code))  # a SIGTERM that comes now changes nothing
 
-    def leave(self) -> None:
-        """End in order, without running destructors that could wait for other ranks."""
+    def leave(self, status: int = 0) -> None:
+        """End without running destructors that could wait for other ranks."""
         self._ending.acquire()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
+
+    def end_when_wedged(self) -> None:
+        """Start the thread that ends this process when the main thread does not hear SIGTERM: it waits in a
+        forward whose other rank is gone, where no signal handler runs."""
+        heard, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
+
+        def wait() -> None:
+            while heard.recv(1) != bytes([signal.SIGTERM]):
+                pass
+            heard.settimeout(TERM_PATIENCE_S)
+            with contextlib.suppress(TimeoutError):
+                while heard.recv(1):
+                    pass
+            os._exit(WEDGED_STATUS)
+
+        threading.Thread(target=wait, name="end-when-wedged", daemon=True).start()
 
     def listen_to_agent(self) -> None:
         """Start reading the pipe. Without the agent this process has no reason to be."""
@@ -187,7 +210,8 @@ def told(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry. Exits with 0 after an orderly end, otherwise with the `exit_status` of what happened."""
+    """Entry. Exits with 0 after an orderly end, otherwise with the `exit_status` of what happened, after
+    SIGTERM with TERMINATED_STATUS or WEDGED_STATUS."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the agent decides
     parser = argparse.ArgumentParser(prog="mlxtp.engine.worker", description="One rank; started by an agent.")
@@ -196,16 +220,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for files that live as long as the epoch")
     parser.add_argument("--pipe-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int)
+    parser.add_argument("--recorder", type=Path, help="a file that is memory for the flight recorder")
     parser.add_argument("--identity", type=Path, help="folder of this node's key and certificate")
     args = parser.parse_args(told(sys.argv[1:] if argv is None else argv))
     signal.signal(signal.SIGTERM, _on_sigterm)
+    recorder = Recorder() if args.recorder is None else Recorder.at(args.recorder)
+    recorder.catch_crashes()
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
     pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
-    process = Process(args.rank, args.epoch, args.folder, pipe)
+    process = Process(args.rank, args.epoch, args.folder, pipe, recorder)
+    process.end_when_wedged()
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
-    with contextlib.suppress(Terminated):
+    try:
         _run_or_fail(process, listener, args.identity)
+    except Terminated:
+        process.leave(TERMINATED_STATUS)
     process.leave()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..config import Limits
-from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, MlxtpError, ModelError
 from ..wire.messages import Pong
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
@@ -99,6 +99,8 @@ def exit_report(rank: int, status: int, code: Code | None) -> Report:
         return Report(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
     if code is not None:
         return Report(rank, GroupError(f"rank {rank} ended with {code}", code))
+    if status in (TERMINATED_STATUS, WEDGED_STATUS):
+        return Report(rank, GroupError(f"rank {rank} was ended by SIGTERM, and not by its agent"), True)
     return Report(rank, GroupError(f"rank {rank} exited with status {status}"), True)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..wire.control import (
     StartRank,
 )
 from ..wire.messages import Pong, SideChannel
+from . import failures
 from .epoch import Report
 from .rank_process import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port
 
@@ -49,6 +50,9 @@ class _Stay:
     folder: Path | None = None
     heart: asyncio.Task[None] | None = None
     silenced: bool = False
+    failure: str = ""
+    """Why it ended, unless it was in order."""
+    reports: list[Report] = field(default_factory=list)
 
 
 class Guest:
@@ -112,6 +116,7 @@ class Guest:
     def clear(self, why: str) -> None:
         """End the rank, in the background, and say so to whoever wanted it."""
         if (stay := self._stay) is not None:
+            stay.failure = why
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
             self._report(stay, Report(stay.order.rank, error, seen_from_outside=True))
             self._background(self._leave(stay, why))
@@ -185,6 +190,7 @@ class Guest:
         stay = self._stay
         if stay is not None and (stay.order.epoch, stay.host) == (order.epoch, host):
             stay.silenced = True
+            stay.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
             if order.in_order and stay.heart is not None and stay.process is not None:
                 with contextlib.suppress(MlxtpError, TimeoutError):
                     async with asyncio.timeout(self._settings.limits.shutdown_s):
@@ -204,10 +210,24 @@ class Guest:
         if stay.heart is not None:
             stay.heart.cancel()
         if stay.process is not None:
-            await stay.process.kill()
+            await self._keep(stay, await stay.process.kill())
         if stay.folder is not None:
             shutil.rmtree(stay.folder, ignore_errors=True)
         self._alive.discard(stay)
+
+    async def _keep(self, stay: _Stay, end: failures.RankEnd) -> None:
+        """What is known of a rank that failed, or whose epoch did, stays; not of one that never started."""
+        if not stay.failure or (stay.heart is None and end.by_agent):
+            return
+        cause = GroupError(stay.failure, Code.RANK_LOST)
+        failed = failures.Failed(stay.order.epoch, self._settings.name, cause, reports=tuple(stay.reports))
+        stay.failure = ""
+        try:
+            folder = await asyncio.to_thread(failures.keep, self._settings.home, failed, (end,))
+        except MlxtpError as error:
+            log.warning("epoch %d: nothing of its failure is kept: %s", failed.epoch, error.detail)
+        else:
+            log.warning("epoch %d: what led to it: mlxtp doctor --postmortem '%s'", failed.epoch, folder)
 
     # --- what the rank says --------------------------------------------------------------------------
 
@@ -221,6 +241,7 @@ class Guest:
 
     def _report(self, stay: _Stay, report: Report) -> None:
         if not stay.silenced:
+            stay.reports.append(report)
             error, outside = report.error, report.seen_from_outside
             trouble = RankTrouble(stay.order.epoch, stay.order.rank, error.code, error.detail, outside)
             self._tell(stay.host, trouble)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
+import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -35,12 +37,14 @@ from ..wire.messages import (
 from ..wire.protocol import LinkKind, Side, State
 from ..wire.protocol import Protocol as LinkProtocol
 from .epoch import Report, exit_report
+from .failures import RankEnd, read_recording, recording_file
 from .spare import Spares
 
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
 TERM_GRACE_S = 2.0
+_CLOSED = -1
 
 Worker = Sequence[str] | Spares
 """How rank processes are started: by a command, or from spares."""
@@ -87,6 +91,9 @@ class RankProcess:
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
+        self._recording = folder / f"rank-{rank}.recording"
+        self._recorder = _CLOSED
+        self._end = RankEnd(rank)
 
     @property
     def pid(self) -> int:
@@ -95,7 +102,9 @@ class RankProcess:
 
     async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
         """Start the process. `listener` is for decode links, `identity` where this node's certificate is."""
+        self._recorder = recording_file(self._recording)
         args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(self._folder)]
+        args += ["--recorder", str(self._recording)]
         if identity is not None:
             args += ["--identity", str(identity)]
         started = await self._spares.start(args, listener)
@@ -109,12 +118,14 @@ class RankProcess:
     async def greet(self) -> None:
         """Wait for its Hello and answer it. Raises GroupError (NOT_AUTHENTIC) for another one."""
         hello = await self.reply(Hello)
+        self._recording.unlink(missing_ok=True)  # it has it open
         if hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
             raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
         self.send(Welcome(PROTOCOL_VERSION, b""))
 
     async def join(self, bootstrap: Bootstrap) -> bool:
         """Tell it which group it is part of; returns when it has its decode links: whether MLX has JACCL."""
+        self._end.key = bootstrap.epoch_key
         self.send(bootstrap)
         return (await self.reply(Done)).jaccl
 
@@ -146,16 +157,21 @@ class RankProcess:
         await self.reply(Done)
         await self._process.wait()
 
-    async def kill(self) -> None:
-        """End what is left: ask with SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated."""
+    async def kill(self) -> RankEnd:
+        """End what is left: ask with SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated.
+
+        Returns how it ended.
+        """
         self._ending = True
-        process = self._process
+        process, end = self._process, self._end
         if process is not None and process.returncode is None:
+            end.asked_at = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             waiting = asyncio.ensure_future(process.wait())
             await asyncio.wait({waiting}, timeout=TERM_GRACE_S)
             if process.returncode is None:
+                end.deaf = True
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
@@ -164,6 +180,14 @@ class RankProcess:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._connection is not None:
             self._connection.close()
+        if process is not None:
+            end.pid, end.status = process.pid, process.returncode
+        if self._recorder != _CLOSED:
+            end.ended_at = end.ended_at or time.monotonic()
+            end.memory = read_recording(self._recorder)
+            os.close(self._recorder)
+            self._recorder = _CLOSED
+        return end
 
     # --- what it says --------------------------------------------------------------------------------
 
@@ -180,12 +204,14 @@ class RankProcess:
         match message:
             case Pong():
                 self._spares.heard(message)
+                self._end.pong, self._end.pong_at = message, time.monotonic()
                 self._watcher.heard(self.rank, message)
             case Delta() | ScoredDelta() | Accepted() | Finished():
                 self._watcher.emitted(message)
             case Error() if message.uid:
                 self._watcher.emitted(message)
             case Error() if connection.protocol.state is State.FAILED:
+                self._end.error = message
                 self._report(Report(self.rank, GroupError(message.detail, Code(message.code))))
             case SideChannel():
                 self._watcher.side(self.rank, message)
@@ -197,6 +223,7 @@ class RankProcess:
     async def _await_exit(self, process: asyncio.subprocess.Process) -> None:
         try:
             status = await process.wait()
+            self._end.ended_at = time.monotonic()
             self._report(exit_report(self.rank, status, code_of_exit(status)))
         finally:
             # Whoever waits for a reply learns that none will come; why is in the report.

@@ -33,6 +33,7 @@ from ..wire.messages import (
     SideChannel,
     TimeCollectives,
 )
+from . import failures
 from .epoch import Report, Watch, is_consequence, pick_cause
 from .rank_process import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port
 
@@ -62,6 +63,8 @@ class Seat(Protocol):
     """A rank on another Mac, as the coordinator's agent sees it. What happens to it is told to `Ranks`."""
 
     rank: int
+    name: str
+    """Of its Mac."""
 
     async def prepare(self) -> Ready:
         """Have its process started there."""
@@ -137,6 +140,9 @@ class Ranks:
         """Whether ranks may still wait for each other's bytes."""
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[Report] = []
+        self._refusal: MlxtpError | None = None
+        """What a command came to that failed."""
+        self._over = False
         self._ending = False
         self._watch: Watch | None = None
 
@@ -148,7 +154,8 @@ class Ranks:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             addresses = await self._spawn()
         except OSError as error:  # a disk that is full, say, or an address of a cable that was pulled
-            raise GroupError(f"ranks cannot be started on this Mac: {error}", Code.FORM_FAILED) from None
+            self._refusal = GroupError(f"ranks cannot be started on this Mac: {error}", Code.FORM_FAILED)
+            raise self._refusal from None
         self._on_stage("spawned")
         await self._bootstrap(addresses)
         self._on_stage("linked")
@@ -268,6 +275,13 @@ class Ranks:
 
     async def unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
         """The result of `work`. Raises the epoch's failure if that comes first, GroupError if it is late."""
+        try:
+            return await self._unless_failed(work, deadline_s, what)
+        except MlxtpError as error:
+            self._refusal = error
+            raise
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.failed}
         try:
@@ -379,18 +393,48 @@ class Ranks:
                 await _all(*(seat.shut_down() for seat in self.seats))
         except (MlxtpError, TimeoutError) as error:
             log.debug("epoch %d did not end in order: %s", self.epoch, error)
-        await self.kill()
+        ends, self._over = await self._end(), True
+        if wedged := [end.rank for end in ends if end.deaf]:
+            self._refusal = GroupError(f"ranks {wedged} did not end, not even at SIGTERM", Code.RANK_STALLED)
+            await self._keep(ends)
 
     async def kill(self) -> None:
-        """End what is left, here and elsewhere, and reap every process."""
+        """End what is left, here and elsewhere, because the epoch failed; what is known of it is kept."""
+        ends = await self._end()
+        if not self._over:
+            self._over = True
+            await self._keep(ends)
+
+    async def _end(self) -> list[failures.RankEnd]:
+        """End what is left and reap every process."""
         self._ending = True
         if self._heart is not None:
             self._heart.cancel()
         if self._hub_clock is not None:
             self._hub_clock.cancel()
-        ends = [*(process.kill() for process in self.processes), *(seat.kill() for seat in self.seats)]
-        await asyncio.gather(*ends)
+        seats = asyncio.gather(*(seat.kill() for seat in self.seats))
+        ends = await asyncio.gather(*(process.kill() for process in self.processes))
+        await seats
         shutil.rmtree(self._folder, ignore_errors=True)
+        return ends
+
+    async def _keep(self, ends: list[failures.RankEnd]) -> None:
+        cause = self.failed.result() if self.failed.done() else self._refusal
+        here = self._settings.name or "here"
+        failed = failures.Failed(
+            self.epoch,
+            here,
+            cause or GroupError("the agent ended it", Code.INTERNAL),
+            (*(here for _ in self.processes), *(seat.name for seat in self.seats)),
+            tuple(self._reports),
+            self.pongs,
+        )
+        try:
+            folder = await asyncio.to_thread(failures.keep, self._settings.home, failed, ends)
+        except MlxtpError as error:  # a disk that is full does not keep the next epoch from coming
+            log.warning("epoch %d: nothing of its failure is kept: %s", self.epoch, error.detail)
+        else:
+            log.warning("epoch %d: what led to it: mlxtp doctor --postmortem '%s'", self.epoch, folder)
 
 
 async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:

@@ -44,7 +44,7 @@ class RemoteRank:
         self.rank = order.rank
         self.epoch = order.epoch
         self._send = send
-        self._name = name
+        self.name = name
         self._order = order
         self._watcher = watcher
         self._awaited: type[Message] | None = None
@@ -103,12 +103,12 @@ class RemoteRank:
             case RankTrouble():
                 code = Code(message.code)
                 kind = ModelError if code.startswith("model_") else GroupError
-                error = kind(f"{self._name}: {message.detail}", code)
+                error = kind(f"{self.name}: {message.detail}", code)
                 self._watcher.report(Report(self.rank, error, message.outside))
             case EpochEnded():
                 self._ended.set()
             case _ if self._answer is None or self._answer.done() or type(message) is not self._awaited:
-                what = f"{self._name} said {type(message).__name__}, which nobody asked for now"
+                what = f"{self.name} said {type(message).__name__}, which nobody asked for now"
                 self._watcher.report(Report(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
             case _:
                 self._answer.set_result(message)
@@ -116,5 +116,5 @@ class RemoteRank:
     def lost(self, why: str) -> None:
         """The control link to its agent is gone."""
         self._ended.set()
-        error = GroupError(f"rank {self.rank}: {self._name} is gone: {why}", Code.RANK_LOST)
+        error = GroupError(f"rank {self.rank}: {self.name} is gone: {why}", Code.RANK_LOST)
         self._watcher.report(Report(self.rank, error, seen_from_outside=True))

@@ -19,9 +19,11 @@ from typing import Any
 import httpx
 import psutil
 
+from mlxtp import doctor
 from mlxtp.config import Limits
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.node.epoch import State
+from mlxtp.postmortem.examination import Postmortem
 
 from ..cluster import LIMITS, SLOWNESS, Cluster, until
 from .orders import Order, OrderBook
@@ -232,6 +234,16 @@ class FaultyCluster(Cluster):
 
         return until(last, f"epoch {epoch} ended", within_s)[0]
 
+    def postmortem(self, epoch: int) -> Postmortem:
+        """What is kept of a failed epoch: a file of each rank, and nothing that anybody asked or was told."""
+        (folder,) = (self.home / "failures").glob(f"*-epoch-{epoch}")
+        assert sorted(path.name for path in folder.iterdir()) == ["epoch.json", "rank-0.json", "rank-1.json"]
+        for path in folder.iterdir():
+            text = path.read_text()
+            assert not [word for word in ("Repeat", "FALCON", "UVWXYZ", "Count from") if word in text]
+        (found,) = doctor.postmortems([folder])
+        return found
+
     def states(self) -> list[State]:
         return [m.state for m in self.moments if m.state is not None]
 
@@ -337,10 +349,13 @@ def assert_recovered(
     epochs: int = 1,
     case: str = "",
     answers: tuple[tuple[Answer, str], ...] = (),
+    likely: str = "",
 ) -> Moment:
-    """The epoch ended with one of `codes` in time, the next serves, and nothing of the old one is left.
+    """The epoch ended with one of `codes` in time, the next serves, and nothing of the old one is left but
+    what its ranks recorded.
 
-    `since`: when the fault happened, if no rank has noted that. Returns the end of the faulty epoch.
+    `since`: when the fault happened, if no rank has noted that. `likely`: the kind of cause that the records
+    tell. Returns the end of the faulty epoch.
     """
     faulty = was.epoch + epochs - 1
     end = cluster.wait_end(faulty, detected_within_s + 30 * SLOWNESS)
@@ -351,8 +366,11 @@ def assert_recovered(
     recovered_at = time.time()
     for answer, expected in answers:
         assert_honest(answer, expected)
+    found = cluster.postmortem(faulty)
     finding = {
         "case": case,
+        "likely": found.cause.kind,
+        "words": found.cause.words,
         "code": str(end.error.code),
         "reason": end.error.detail,
         "detect_s": round(end.at - since, 3),
@@ -365,6 +383,7 @@ def assert_recovered(
         with Path(REPORT).open("a") as report:
             report.write(json.dumps(finding) + "\n")
     assert end.error.code in codes, end.error.detail
+    assert likely in ("", found.cause.kind), found.cause.words
     assert recovered_at - end.at <= RESTART_S
     assert end.at - since <= detected_within_s, f"detected after {end.at - since:.1f} s"
     assert cluster.epoch == faulty + 1

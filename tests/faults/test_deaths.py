@@ -37,6 +37,7 @@ HELD_S = 60 * SLOWNESS
 """How long a rank is held at the point where it shall die: longer than any test waits."""
 
 LOST = {Code.RANK_LOST}
+KILLED = "killed from outside"
 
 
 @pytest.mark.parametrize("rank", [1, 0])
@@ -44,8 +45,11 @@ def test_killed_while_idle(cluster: FaultyCluster, rank: int) -> None:
     was = before(cluster)
     at = kill(was.pids[rank])
     case = f"kill -9 of rank {rank}, idle"
-    end = assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case)
+    end = assert_recovered(
+        cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case, likely=KILLED
+    )
     assert f"rank {rank} was ended by signal 9" in end.error.detail
+    assert cluster.postmortem(was.epoch).cause.rank == rank
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,12 @@ def test_killed_while_working(cluster: FaultyCluster, phase: str, rank: int) -> 
         detected_within_s=NOTICED_S,
         case=f"kill -9 of rank {rank} in {phase}",
         answers=answers,
+        likely=KILLED,
     )
+    found = cluster.postmortem(was.epoch)
+    assert found.cause.rank == rank
+    assert all(record.steps for record in found.ranks), "a rank that is killed leaves its steps"
+    assert found.difference is None
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -119,7 +128,9 @@ def test_killed_on_the_way_up(cluster: FaultyCluster, place: str, victim: int) -
     pids = [process.pid for process in until(lambda: cluster.rank_processes(2), "two ranks")]
     at = kill(pids[victim])
     case = f"kill -9 of rank {victim}, {place}"
-    end = assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, epochs=2, case=case)
+    end = assert_recovered(
+        cluster, was, LOST, since=at, detected_within_s=NOTICED_S, epochs=2, case=case, likely=KILLED
+    )
     assert f"rank {victim} was ended by signal 9" in end.error.detail
     assert not [pid for pid in pids if alive(pid)]
 
@@ -143,7 +154,9 @@ def test_stopped_for_ever(cluster: FaultyCluster, rank: int) -> None:
         detected_within_s=SILENCE_S,
         case=f"SIGSTOP of rank {rank}",
         answers=((answer, expected),),
+        likely="wedged",
     )
+    assert cluster.postmortem(was.epoch).cause.rank == rank
     assert f"rank {rank} has been silent" in end.error.detail
 
 
@@ -174,7 +187,10 @@ def test_a_loop_that_holds_the_gil(cluster: FaultyCluster, rank: int) -> None:
     answer = cluster.read(LONG)
     answers = ((answer, expected),)
     case = f"rank {rank} holds the GIL"
-    assert_recovered(cluster, was, LOST, detected_within_s=SILENCE_S, case=case, answers=answers)
+    assert_recovered(
+        cluster, was, LOST, detected_within_s=SILENCE_S, case=case, answers=answers, likely="wedged"
+    )
+    assert cluster.postmortem(was.epoch).cause.rank == rank
 
 
 @chaos
@@ -183,7 +199,11 @@ def test_ended_by_somebody_else(cluster: FaultyCluster, number: signal.Signals) 
     was = before(cluster)
     at = kill(was.pids[1], number)
     case = f"{number.name} of rank 1"
-    assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case)
+    likely = KILLED if number is signal.SIGTERM else "crash"
+    assert_recovered(cluster, was, LOST, since=at, detected_within_s=NOTICED_S, case=case, likely=likely)
+    found = cluster.postmortem(was.epoch)
+    assert found.cause.rank == 1
+    assert "File " in found.ranks[1].crash, "where its main thread was"
 
 
 @chaos
@@ -194,7 +214,16 @@ def test_a_prefill_that_stands_still(cluster: FaultyCluster) -> None:
     answer = cluster.read(LONG)
     answers = ((answer, cluster.right(LONG)),)
     codes = {Code.RANK_STALLED}
-    assert_recovered(cluster, was, codes, detected_within_s=STALL_S, case="stuck in prefill", answers=answers)
+    assert_recovered(
+        cluster,
+        was,
+        codes,
+        detected_within_s=STALL_S,
+        case="stuck in prefill",
+        answers=answers,
+        likely="stuck",
+    )
+    assert cluster.postmortem(was.epoch).cause.rank == 1
 
 
 def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:

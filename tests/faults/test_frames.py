@@ -97,7 +97,13 @@ def refuse(cluster: FaultyCluster, rank: int, on: str, how: str, codes: set[Code
     within_s = STALL_S if Code.RANK_STALLED in codes else AT_ONCE_S
     case = f"{how} from rank {rank}"
     assert_recovered(
-        cluster, was, codes, detected_within_s=within_s, case=case, answers=((answer, cluster.right(LONG)),)
+        cluster,
+        was,
+        codes,
+        detected_within_s=within_s,
+        case=case,
+        answers=((answer, cluster.right(LONG)),),
+        likely="" if Code.RANK_STALLED in codes else "protocol",
     )
     assert answer.code in codes
 

@@ -40,6 +40,7 @@ def run(
     *codes: Code,
     within_s: float = AT_ONCE_S,
     max_tokens: int = 400,
+    likely: str = "",
     **how: Any,
 ) -> None:
     """One long answer, during or after which `fault` is noticed."""
@@ -48,7 +49,13 @@ def run(
     cluster.order(fault, rank, **how)
     answer = cluster.read(LONG, max_tokens=max_tokens)
     assert_recovered(
-        cluster, was, set(codes), detected_within_s=within_s, case=case, answers=((answer, expected),)
+        cluster,
+        was,
+        set(codes),
+        detected_within_s=within_s,
+        case=case,
+        answers=((answer, expected),),
+        likely=likely,
     )
     assert answer.code in (None, *codes)
 
@@ -56,7 +63,16 @@ def run(
 @pytest.mark.parametrize("how", ["rudely", pytest.param("politely", marks=chaos)])
 def test_rank_1_has_a_voice(cluster: FaultyCluster, how: str) -> None:
     """One token, one voice: a rank above 0 cannot emit; through its protocol or past it."""
-    run(cluster, f"emission at rank 1, {how}", "speak", 1, Code.OUT_OF_ORDER, at=20, how=how)
+    run(
+        cluster,
+        f"emission at rank 1, {how}",
+        "speak",
+        1,
+        Code.OUT_OF_ORDER,
+        likely="protocol",
+        at=20,
+        how=how,
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [400, 30], ids=["at its end token", "at its limit"])
@@ -112,7 +128,13 @@ def test_rank_1_swallows_an_exception(cluster: FaultyCluster, at: int) -> None:
 
 def test_rank_1_takes_another_token(cluster: FaultyCluster) -> None:
     """Its digest of the step differs."""
-    run(cluster, "another token", "take_another_token", 1, Code.DESYNC, at=20)
+    epoch = cluster.epoch
+    run(cluster, "another token", "take_another_token", 1, Code.DESYNC, at=20, likely="desync")
+    found = cluster.postmortem(epoch)
+    assert found.difference is not None
+    assert (found.difference.what, set(found.difference.values)) == ("digest", {0, 1})
+    steps = [step.seq for step in found.ranks[1].steps if step.finished_us]
+    assert found.difference.seq in steps[-2:], "the rank stops at the step that differs, or one later"
 
 
 @pytest.mark.parametrize("field", ["forwards", "collectives", pytest.param("digest", marks=chaos)])

@@ -43,6 +43,7 @@ def fail_once(
     codes: set[Code],
     within_s: float,
     max_tokens: int = 30,
+    likely: str = "",
     **how: object,
 ) -> None:
     """One request of `max_tokens` tokens ends with one of `codes`; the next ones are right."""
@@ -52,7 +53,13 @@ def fail_once(
     answer = cluster.read(LONG, max_tokens=max_tokens)
     assert answer.error, "the fault went unnoticed"
     assert_recovered(
-        cluster, was, codes, detected_within_s=within_s, case=case, answers=((answer, expected),)
+        cluster,
+        was,
+        codes,
+        detected_within_s=within_s,
+        case=case,
+        answers=((answer, expected),),
+        likely=likely,
     )
     assert answer.code in codes
 
@@ -62,14 +69,23 @@ def fail_once(
 )
 def test_rank_0_raises_after_the_frame_went_out(cluster: FaultyCluster, on: str, at: int) -> None:
     """Rank 1 has run that step or waits in it; nobody asks it for the reply any more."""
-    codes = {Code.FORWARD_FAILED}
-    fail_once(cluster, f"rank 0 raises at {on}", "raise_in_forward", 0, codes, AT_ONCE_S, on=on, at=at)
+    codes, likely = {Code.FORWARD_FAILED}, "failed forward"
+    case = f"rank 0 raises at {on}"
+    fail_once(cluster, case, "raise_in_forward", 0, codes, AT_ONCE_S, on=on, at=at, likely=likely)
 
 
 def test_rank_0_has_no_memory_for_a_forward(cluster: FaultyCluster) -> None:
-    codes = {Code.OUT_OF_MEMORY}
     fail_once(
-        cluster, "no memory", "raise_in_forward", 0, codes, AT_ONCE_S, on="StepToken", at=20, how="memory"
+        cluster,
+        "no memory",
+        "raise_in_forward",
+        0,
+        {Code.OUT_OF_MEMORY},
+        AT_ONCE_S,
+        on="StepToken",
+        at=20,
+        how="memory",
+        likely="out of memory",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ import pytest
 
 from mlxtp.config import Settings
 from mlxtp.errors import Code, LinkError, ModelError
+from mlxtp.node.failures import FOLDER, epoch_id
 from mlxtp.node.guest import MAX_ORDERS, Guest
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import (
@@ -35,6 +37,7 @@ from .fake_rank import Orders
 from .scenes import run, sees, within
 
 HOST, OTHER = "a" * 32, "b" * 32
+EPOCH_ID = epoch_id(bytes(32))
 M = TypeVar("M", bound=Message)
 
 
@@ -129,6 +132,7 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
         stage.guest.received(HOST, EndEpoch(5, True))
         await stage.hears(EpochEnded)
         assert stage.orders.notes("shut down")
+        assert not (stage.home / FOLDER).exists(), "an end in order is no failure"
         assert stage.guest.epoch == 0
         assert stage.pids() == []
         assert stage.heard(RankTrouble) == []
@@ -137,6 +141,63 @@ def test_a_rank_from_its_order_to_its_end(tmp_path: Path) -> None:
 
 
 Ending = Callable[[Story], Awaitable[None]]
+
+
+async def its_host_failed(stage: Story) -> None:
+    stage.guest.received(HOST, EndEpoch(5, False))
+    await stage.hears(EpochEnded)
+
+
+async def its_link_broke(stage: Story) -> None:
+    stage.deaf = True
+    stage.guest.lost(HOST)
+    await sees(lambda: not stage.pids())
+
+
+async def it_died(stage: Story) -> None:
+    os.kill(stage.pids()[0], signal.SIGKILL)
+    await stage.hears(RankTrouble)
+    await its_host_failed(stage)
+
+
+@pytest.mark.parametrize(
+    ("fault", "detail", "number"),
+    [
+        (its_host_failed, "epoch 5 failed: its host knows why", signal.SIGTERM),
+        (its_link_broke, "the coordinator's link is gone", signal.SIGTERM),
+        (it_died, "epoch 5 failed: its host knows why", signal.SIGKILL),
+    ],
+)
+def test_a_failed_epoch_leaves_a_file_of_the_rank_here(
+    tmp_path: Path, fault: Ending, detail: str, number: int
+) -> None:
+    """With the epoch's number and id, so that it goes with the files of other Macs."""
+
+    async def story(stage: Story) -> None:
+        await stage.started()
+        await stage.hears(RankPong)
+        await fault(stage)
+        await sees(lambda: list(stage.home.glob(f"{FOLDER}/*/rank-1.json")))
+        [folder] = (stage.home / FOLDER).iterdir()
+        told = json.loads((folder / "epoch.json").read_text())
+        mine = json.loads((folder / "rank-1.json").read_text())
+        assert told["cause"]["detail"] == detail
+        assert (mine["epoch"], mine["epoch_id"], told["epoch_id"]) == (5, EPOCH_ID, EPOCH_ID)
+        assert (mine["rank"], mine["signal"], mine["by_agent"]) == (1, number, number == signal.SIGTERM)
+        assert mine["pong"]["phase"] == "idle"
+        assert bool(told["reports"]) is (fault is not its_host_failed)
+
+    play(tmp_path, story)
+
+
+def test_a_rank_that_never_started_is_nobodys_loss(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.prepared()
+        stage.guest.received(HOST, EndEpoch(5, False))
+        await stage.hears(EpochEnded)
+        assert not (stage.home / FOLDER).exists()
+
+    play(tmp_path, story)
 
 
 async def ended(stage: Story) -> None:

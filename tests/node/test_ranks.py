@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, ModelError
-from mlxtp.node import remote_rank
+from mlxtp.node import failures, remote_rank
 from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks
 from mlxtp.node.remote_rank import RankWord, RemoteRank
 from mlxtp.wire.base import Message
@@ -95,7 +96,8 @@ class Story:
         self.peer = self.peers[0]
         self.stages: list[str] = []
         world = peers + 1
-        settings = Settings(self.home, "", 0, 1, "tiny", limits=replace(LIMITS, shutdown_s=2.0))
+        limits = replace(LIMITS, shutdown_s=2.0)
+        settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits)
         self.ranks = Ranks(
             settings,
             EPOCH,
@@ -166,6 +168,7 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         await stage.ranks.stop()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
         assert stage.orders.notes("shut down")
+        assert not (stage.home / failures.FOLDER).exists(), "an end in order is no failure"
 
     play(tmp_path, story, pins=("a", "b"))
 
@@ -286,6 +289,60 @@ def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_pat
             assert (await asyncio.shield(stage.ranks.failed)).detail == "rank 0 ended with out_of_memory"
             await stage.ranks.kill()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [False]
+        told, [mine] = kept(stage.home)
+        assert told["cause"] == {"code": "out_of_memory", "detail": "rank 0 ended with out_of_memory"}
+        assert told["hosts"] == ["studio", "mini-1"]
+        assert told["reports"][-1]["rank"] == 0
+        assert (mine["rank"], mine["exit_code"], mine["by_agent"]) == (0, "out_of_memory", False)
+
+    play(tmp_path, story)
+
+
+def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the one failure left: of the epoch, and of each rank of this machine."""
+    [folder] = (home / failures.FOLDER).iterdir()
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    return json.loads((folder / "epoch.json").read_text()), ranks
+
+
+def test_a_healthy_rank_that_is_ended_because_of_another_leaves_its_file(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.peer.say(trouble(Code.FORWARD_FAILED, "no such luck"))
+        assert (await asyncio.shield(stage.ranks.failed)).code is Code.FORWARD_FAILED
+        await stage.ranks.kill()
+        told, [mine] = kept(stage.home)
+        assert told["cause"]["code"] == "forward_failed"
+        assert told["epoch_id"] == mine["epoch_id"] != ""
+        assert (mine["signal"], mine["by_agent"], mine["deaf"]) == (15, True, False)
+        await stage.ranks.kill()
+        assert len(list((stage.home / failures.FOLDER).iterdir())) == 1, "it failed once"
+
+    play(tmp_path, story)
+
+
+def test_a_command_that_is_refused_is_the_cause(tmp_path: Path) -> None:
+    """Every rank is well: only the model was not."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, error_on="LoadShard", code="model_invalid")
+        error = await stage.fails()
+        assert not stage.ranks.failed.done()
+        await stage.ranks.kill()
+        told, _ = kept(stage.home)
+        assert told["cause"] == {"code": "model_invalid", "detail": error.detail}
+
+    play(tmp_path, story)
+
+
+def test_a_failure_that_cannot_be_kept_keeps_nobody_from_going_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        (stage.home / failures.FOLDER).write_text("in the way")
+        await stage.ranks.kill()
+        assert "nothing of its failure is kept" in caplog.text
 
     play(tmp_path, story)
 

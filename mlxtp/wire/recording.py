@@ -1,0 +1,134 @@
+"""What a rank's flight recorder holds: memory that the rank writes and its agent reads when the rank is gone.
+
+    0      header: magic, when it began on both clocks, the phase, the last words
+    4096   STEPS slots of eight words, in turns
+    then   what `faulthandler` wrote, as text
+
+A word is eight bytes, a double or an unsigned integer, in the machine's own order: both ends are on one
+machine. Times are monotonic, in seconds. Words of a slot: started (double), seq, rows << 8 | kind, queued
+(double), forwards, collectives, finished (double), fed << 32 | digest. A time before `started` is left from
+the step that was there before.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+STEPS = 512
+WORD_BYTES = 8
+SLOT_WORDS = 8
+HEADER_BYTES = 4096
+RECORDING_BYTES = HEADER_BYTES + STEPS * SLOT_WORDS * WORD_BYTES
+MAX_CRASH_BYTES = 16 * 1024
+"""How much of what `faulthandler` wrote is kept."""
+
+MAGIC = b"mlxtp-fr"
+BEGAN = struct.Struct("=8sdd")
+"""At 0: the magic; time.time() and time.monotonic() when the recording began."""
+PHASE_AT = 32
+PHASE = struct.Struct("=dB")
+"""Since when, and its place in PHASES."""
+PHASES = ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
+WORDS_AT = 64
+WORDS = struct.Struct("=dHH")
+"""When, the bytes of the code and of the detail; both follow."""
+MAX_WORDS_BYTES = 2000
+SLOT = struct.Struct("=dQQdQQdQ")
+
+KINDS = ("", "prompt", "prompts", "step")
+"""What a forward is: a chunk of one prompt, several short prompts, or a step of the running batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward. `seq` is its frame's number. Times are microseconds since the recording began; `queued_us`
+    and `finished_us` are 0 while it has not come to that. `forwards` and `collectives` are totals with it,
+    known once it is queued; `digest` is of the tokens it chose and `fed` of what it was fed, known once it is
+    finished.
+    """
+
+    seq: int
+    kind: str
+    rows: int
+    started_us: int
+    queued_us: int
+    finished_us: int
+    forwards: int
+    collectives: int
+    digest: int
+    fed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A rank's last steps, oldest first, and how it stood. `began` and `began_monotonic` are in seconds.
+
+    `code` and `detail` are the rank's own last words, empty for none.
+    """
+
+    began: float
+    began_monotonic: float
+    phase: str
+    phase_since_us: int
+    code: str
+    detail: str
+    said_us: int
+    steps: tuple[Step, ...]
+    crash: str
+
+
+def decode(data: bytes) -> Recording | None:
+    """The recording in `data`; None when the process never came so far as to begin one."""
+    if len(data) < RECORDING_BYTES:
+        return None
+    magic, began, origin = BEGAN.unpack_from(data, 0)
+    if magic != MAGIC:
+        return None
+    since, phase = PHASE.unpack_from(data, PHASE_AT)
+    said, code_bytes, detail_bytes = WORDS.unpack_from(data, WORDS_AT)
+    at = WORDS_AT + WORDS.size
+    words = data[at : min(at + code_bytes + detail_bytes, HEADER_BYTES)]
+    slots = SLOT.iter_unpack(data[HEADER_BYTES:RECORDING_BYTES])
+    steps: list[Step] = []
+    for slot in sorted(slot for slot in slots if slot[0]):
+        step = _step(slot, origin)
+        if not steps or step.seq > steps[-1].seq:  # else the process ended while it wrote this one
+            steps.append(step)
+    since_us = _us(since, origin)
+    name = PHASES[phase] if phase < len(PHASES) else ""
+    if steps and steps[-1].started_us >= since_us:  # forwards enter their phase without a word
+        name, since_us = "decode" if steps[-1].kind == "step" else "prefill", steps[-1].started_us
+    return Recording(
+        began,
+        origin,
+        name,
+        since_us,
+        words[:code_bytes].decode(errors="replace"),
+        words[code_bytes:].decode(errors="replace"),
+        _us(said, origin),
+        tuple(steps),
+        data[RECORDING_BYTES : RECORDING_BYTES + MAX_CRASH_BYTES].decode(errors="replace"),
+    )
+
+
+def _step(slot: tuple[float, int, int, float, int, int, float, int], origin: float) -> Step:
+    started, seq, what, queued, forwards, collectives, finished, digests = slot
+    is_queued, is_finished = queued >= started, finished >= started
+    kind = what & 0xFF
+    return Step(
+        seq,
+        KINDS[kind] if kind < len(KINDS) else "",
+        what >> 8,
+        _us(started, origin),
+        _us(queued, origin) if is_queued else 0,
+        _us(finished, origin) if is_finished else 0,
+        forwards if is_queued else 0,
+        collectives if is_queued else 0,
+        digests & 0xFFFFFFFF if is_finished else 0,
+        digests >> 32 if is_finished else 0,
+    )
+
+
+def _us(at: float, origin: float) -> int:
+    return max(int((at - origin) * 1e6), 0)

@@ -1,0 +1,165 @@
+"""What is kept of a failed epoch: who may read it, how much of it there is, and what is not in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from mlxtp.engine.recorder import STEP, Recorder
+from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
+from mlxtp.node.epoch import Report
+from mlxtp.node.failures import (
+    FOLDER,
+    KEPT,
+    Failed,
+    RankEnd,
+    epoch_id,
+    keep,
+    read_recording,
+    recording_file,
+)
+from mlxtp.wire.messages import Error, Pong
+
+KEY = bytes(range(32))
+DESYNC = exit_status(Code.DESYNC)
+FAILED = Failed(7, "studio", GroupError("rank 1 is gone"), ("studio", "mini"))
+
+
+def memory(*digests: int, words: tuple[str, str] | None = None) -> bytes:
+    """What a rank's recorder leaves that finished a step for each digest, and began one more."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recording"
+        descriptor, recorder = recording_file(path), Recorder.at(path)
+    try:
+        for seq, digest in enumerate(digests, 1):
+            place = recorder.started(seq, STEP, 1, monotonic())
+            recorder.queued(place, seq, 9 * seq)
+            recorder.finished(place, monotonic(), digest, digest)
+        recorder.started(len(digests) + 1, STEP, 1, monotonic())
+        if words:
+            recorder.last_words(*words)
+        return read_recording(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def end(rank: int = 0, **fields: Any) -> RankEnd:
+    return RankEnd(rank, **{"pid": 4711, "status": 0, "ended_at": monotonic(), "key": KEY} | fields)
+
+
+def kept(folder: Path, rank: int = 0) -> dict[str, Any]:
+    return dict(json.loads((folder / f"rank-{rank}.json").read_text()))
+
+
+def steps(file: dict[str, Any]) -> list[dict[str, Any]]:
+    recording = file["recording"]
+    return [dict(zip(recording["columns"], row, strict=True)) for row in recording["steps"]]
+
+
+def test_files_that_only_their_owner_may_read(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = keep(tmp_path, FAILED, [end(0, memory=memory(1)), end(1)])
+    finally:
+        os.umask(before)
+    assert sorted(path.name for path in folder.iterdir()) == ["epoch.json", "rank-0.json", "rank-1.json"]
+    assert folder.name.endswith("Z-epoch-7")
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for each in (folder, tmp_path / FOLDER):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700
+
+
+def test_the_oldest_failures_go(tmp_path: Path) -> None:
+    theirs = tmp_path / FOLDER / "notes"
+    made = [keep(tmp_path, Failed(epoch, "", FAILED.cause), [end()]) for epoch in range(1, KEPT + 1)]
+    theirs.mkdir()
+    made += [keep(tmp_path, Failed(epoch, "", FAILED.cause), [end()]) for epoch in range(KEPT + 1, KEPT + 4)]
+    assert sorted(set((tmp_path / FOLDER).iterdir()) - {theirs}) == sorted(made[-KEPT:])
+    assert theirs.exists()
+
+
+def test_digests_are_alike_on_all_macs_and_tell_nothing_without_the_key(tmp_path: Path) -> None:
+    ranks = [end(0, memory=memory(5, 6)), end(1, memory=memory(5, 7)), end(2, memory=memory(5, 6), key=b"x")]
+    folder = keep(tmp_path, FAILED, ranks)
+    ours, theirs, others = (steps(kept(folder, rank)) for rank in range(3))
+    assert ours[0]["digest"] == theirs[0]["digest"] != others[0]["digest"]
+    assert ours[1]["digest"] != theirs[1]["digest"]
+    assert ours[0]["digest"] == ours[0]["fed"] != ours[1]["digest"]
+    assert (ours[2]["digest"], ours[2]["finished_us"]) == ("", 0)
+    assert KEY.hex() not in (folder / "epoch.json").read_text() + (folder / "rank-0.json").read_text()
+
+
+def test_files_of_one_epoch_have_one_id(tmp_path: Path) -> None:
+    here, there = (keep(tmp_path / mac, FAILED, [end(rank)]) for rank, mac in enumerate("ab"))
+    assert kept(here)["epoch_id"] == kept(there, 1)["epoch_id"] == epoch_id(KEY)
+    assert kept(keep(tmp_path / "c", FAILED, [end(key=b"another")]))["epoch_id"] != epoch_id(KEY)
+    assert kept(keep(tmp_path / "d", FAILED, [end(key=b"")]))["epoch_id"] == ""
+
+
+def test_a_rank_in_its_own_words(tmp_path: Path) -> None:
+    """Those in its memory count, since what it sends may not arrive."""
+    told = Error(Code.RANK_LOST, "through its pipe", 0)
+    own = memory(5, words=("ranks_disagree", "in its memory"))
+    folder = keep(tmp_path, FAILED, [end(0, memory=own, error=told), end(1, error=told), end(2)])
+    assert kept(folder, 0)["said"] == {"code": "ranks_disagree", "detail": "in its memory"}
+    assert kept(folder, 1)["said"] == {"code": "rank_lost", "detail": "through its pipe"}
+    assert kept(folder, 2)["said"] is None
+
+
+@pytest.mark.parametrize(
+    ("status", "how", "expected"),
+    [
+        (-9, {}, (None, 9, "", False)),
+        (-9, {"asked_at": 1.0, "deaf": True}, (None, 9, "", True)),
+        (-9, {"asked_at": 1.0}, (None, 9, "", False)),
+        (-15, {"asked_at": 1.0}, (None, 15, "", True)),
+        (-15, {}, (None, 15, "", False)),
+        (TERMINATED_STATUS, {"asked_at": 1.0}, (TERMINATED_STATUS, None, "", True)),
+        (DESYNC, {"asked_at": 1.0}, (DESYNC, None, "ranks_disagree", False)),
+        (7, {}, (7, None, "", False)),
+        (None, {}, (None, None, "", False)),
+    ],
+)
+def test_how_a_rank_ended(
+    tmp_path: Path, status: int | None, how: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    """A rank that was gone before its agent wanted to end it was not ended by it."""
+    file = kept(keep(tmp_path, FAILED, [end(status=status, **how)]))
+    assert (file["status"], file["signal"], file["exit_code"], file["by_agent"]) == expected
+
+
+def test_a_rank_that_was_never_heard_of(tmp_path: Path) -> None:
+    file = kept(keep(tmp_path, FAILED, [RankEnd(0)]))
+    assert (file["recording"], file["pong"], file["said"], file["pong_age_s"]) == (None, None, None, None)
+
+
+def test_what_the_agent_knew(tmp_path: Path) -> None:
+    pong = Pong("decode", 1.5, 1, 12, 11, 99, 3, 0, 0, "model")
+    report = Report(1, GroupError("it is gone", Code.LINK_LOST), seen_from_outside=True)
+    failed = Failed(7, "studio", FAILED.cause, ("studio", "mini"), (report,), {1: pong})
+    now = monotonic()
+    ends = [end(pong=pong, pong_at=now - 5), end(1, pong=pong, pong_at=now - 5, asked_at=now - 3)]
+    folder = keep(tmp_path, failed, ends)
+    told = json.loads((folder / "epoch.json").read_text())
+    assert told["cause"] == {"code": "rank_lost", "detail": "rank 1 is gone"}
+    assert told["reports"] == [{"rank": 1, "code": "link_lost", "detail": "it is gone", "outside": True}]
+    assert told["pongs"]["1"]["step"] == 12
+    assert told["hosts"] == ["studio", "mini"]
+    assert kept(folder, 0)["pong_age_s"] >= 5
+    assert 2 <= kept(folder, 1)["pong_age_s"] < 3, "nobody asks for a heartbeat while a rank is ended"
+
+
+def test_a_folder_that_others_may_read_gets_nothing(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER).chmod(0o755)
+    with pytest.raises(ConfigError, match="open to other users"):
+        keep(tmp_path, FAILED, [end()])
+    assert list((tmp_path / FOLDER).iterdir()) == []

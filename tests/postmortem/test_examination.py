@@ -1,0 +1,118 @@
+"""Records of ranks side by side: the first difference, and who is behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxtp.errors import Code
+from mlxtp.postmortem.causes import Difference
+from mlxtp.postmortem.examination import behind, examine, first_difference
+from mlxtp.postmortem.records import EpochRecord, RankRecord, Step
+
+
+def steps(*seqs: int, **fields: object) -> tuple[Step, ...]:
+    """Finished ones, alike on every rank."""
+    return tuple(
+        replace(
+            Step(seq, "step", 1, seq, seq, seq + 1, seq, 9 * seq, f"d{seq}", f"f{seq}"),
+            **fields,  # type: ignore[arg-type]
+        )
+        for seq in seqs
+    )
+
+
+def rank(number: int, *its: Step, **fields: object) -> RankRecord:
+    return RankRecord(number, steps=its, **fields)  # type: ignore[arg-type]
+
+
+def test_ranks_that_did_the_same() -> None:
+    assert first_difference([rank(0, *steps(4, 5, 7)), rank(1, *steps(4, 5, 7))]) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kind", "prompt"), ("rows", 2), ("forwards", 9), ("collectives", 9), ("fed", "x"), ("digest", "x")],
+)
+def test_the_first_step_that_differs(field: str, value: str | int) -> None:
+    ours, theirs = steps(4, 5, 6, 7), [*steps(4), *steps(5, 6, 7, **{field: value})]
+    found = first_difference([rank(0, *ours), rank(1, *theirs)])
+    assert found == Difference(5, field, {0: str(getattr(ours[1], field)), 1: str(value)})
+
+
+def test_a_step_that_was_left_out() -> None:
+    found = first_difference([rank(0, *steps(4, 5, 6)), rank(1, *steps(4, 6))])
+    assert found == Difference(5, "presence", {0: "there", 1: "missing"})
+
+
+def test_a_step_that_no_rank_did_is_no_difference() -> None:
+    """Frames that are no forwards have numbers too."""
+    assert first_difference([rank(0, *steps(4, 9)), rank(1, *steps(4, 9))]) is None
+
+
+def test_a_rank_that_runs_ahead_is_no_difference() -> None:
+    assert first_difference([rank(0, *steps(4, 5, 6)), rank(1, *steps(4))]) is None
+
+
+def test_what_one_rank_has_forgotten_is_not_compared() -> None:
+    assert first_difference([rank(0, *steps(1, 2, 3, 4)), rank(1, *steps(3, 4))]) is None
+
+
+def test_a_step_that_one_rank_did_not_finish_has_no_digest_to_compare() -> None:
+    half = Step(5, "step", 1, 5, 5, 0, 5, 45)
+    assert first_difference([rank(0, *steps(4, 5)), rank(1, *steps(4), half)]) is None
+
+
+def test_nobody_to_compare_with() -> None:
+    assert first_difference([rank(0, *steps(4)), rank(1)]) is None
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (steps(6), None),
+        ((), 1),
+        ((Step(6, started_us=6),), 1),
+        ((Step(6, "step", 1, 6, 6, 0, 6, 54),), 1),
+        (steps(6, 7), 0),
+        (steps(6, collectives=53), 1),
+    ],
+    ids=["equal", "not begun", "begun", "queued", "ahead", "fewer collectives"],
+)
+def test_who_is_behind(last: tuple[Step, ...], expected: int | None) -> None:
+    assert behind([rank(0, *steps(5, 6)), rank(1, *steps(5), *last)]) == expected
+
+
+def test_who_left_no_recording_is_not_behind() -> None:
+    assert behind([rank(0, *steps(5)), RankRecord(1, recorded=False)]) is None
+
+
+HOST = EpochRecord("studio", 20.0, Code.RANK_LOST, "rank 1 is gone", ("studio", "mini"))
+GUEST = EpochRecord("mini", 21.0, Code.RANK_LOST, "its host knows why")
+
+
+def test_files_of_two_macs() -> None:
+    found = examine(7, [rank(1, *steps(4), signal=9), rank(0, *steps(4))], [GUEST, HOST])
+    assert (found.epoch, found.ended, found.reason) == (7, 21.0, "rank 1 is gone")
+    assert [each.rank for each in found.ranks] == [0, 1]
+    assert (found.cause.kind, found.cause.rank) == ("killed from outside", 1)
+    assert found.elsewhere == {}
+
+
+def test_files_of_the_host_alone() -> None:
+    found = examine(7, [rank(0, *steps(4), status=95, exit_code=Code.RANK_LOST)], [HOST])
+    assert found.elsewhere == {1: "mini"}
+    assert (found.cause.kind, found.cause.rank) == ("peer lost", 1)
+
+
+def test_files_of_a_guest_alone() -> None:
+    found = examine(7, [rank(1, *steps(4), by_agent=True, status=143)], [GUEST])
+    assert found.elsewhere == {0: ""}
+    assert (found.cause.kind, found.cause.rank) == ("peer lost", 0)
+
+
+def test_of_two_files_of_a_rank_the_one_that_remembers_more_counts() -> None:
+    for order in (1, -1):
+        files = [rank(0, *steps(4, 5)), rank(0, recorded=False)][::order]
+        assert len(examine(7, files, []).ranks[0].steps) == 2

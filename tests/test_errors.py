@@ -1,0 +1,47 @@
+"""What `docs/errors.md` says of codes and exit statuses is what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, code_of_exit, exit_status
+
+TEXT = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.split("|")[1:-1]] for line in TEXT.splitlines() if line.startswith("|")
+]
+
+
+def test_every_code_is_explained_in_the_order_of_its_status() -> None:
+    named = [row[0].strip("`") for row in ROWS if len(row) == 3 and row[0].startswith("`")]
+    assert named == [str(code) for code in Code]
+
+
+def test_no_status_means_two_things() -> None:
+    statuses = [0, TERMINATED_STATUS, WEDGED_STATUS, *map(exit_status, Code)]
+    assert len(set(statuses)) == len(statuses)
+    assert max(statuses) < 256
+    assert [code_of_exit(status) for status in (TERMINATED_STATUS, WEDGED_STATUS)] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "codes"),
+    [
+        ("64 – 68, 79", [Code.CONFIG, Code.MODEL_UNSUPPORTED, Code.MISMATCH]),
+        ("80 – 87", [Code.FRAME_OVERSIZE, Code.NOT_AUTHENTIC]),
+        ("92", [Code.FORWARD_FAILED]),
+        ("94", [Code.DESYNC]),
+        ("88, 95", [Code.LINK_LOST, Code.RANK_LOST]),
+        ("97", [Code.OUT_OF_MEMORY]),
+    ],
+)
+def test_the_statuses_by_their_meaning(statuses: str, codes: list[Code]) -> None:
+    (row,) = [row for row in ROWS if row[0] == statuses]
+    assert [int(number) for number in re.findall(r"\d+", row[0])] == [exit_status(code) for code in codes]
+
+
+def test_the_statuses_that_are_no_codes() -> None:
+    assert {str(WEDGED_STATUS), str(TERMINATED_STATUS)} <= {row[0] for row in ROWS}

@@ -19,7 +19,7 @@ from . import __version__, commands, demo
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
-from .node.agent import Agent, running_agent, stopped_by_signal
+from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
 from .options import (
     Agreement,
@@ -29,6 +29,7 @@ from .options import (
     Compiled,
     Control,
     DraftModel,
+    Drained,
     FastFences,
     Home,
     Http,
@@ -82,6 +83,7 @@ def node(
     model: Model = None,
     http: Http = None,
     home: Home = None,
+    drain: Drained = None,
     agreement: Agreement = None,
     max_context: MaxContext = None,
     kv_bits: KvBits = None,
@@ -163,27 +165,42 @@ def every_command(
 async def _node(settings: Settings) -> None:
     log = logging.getLogger("mlxtp")
     async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
-        if agent.founded and agent.cluster is not None:
-            log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.token())
+        drain_on_signal(agent.drain, settings.drain_s)
+        serving = asyncio.ensure_future(_serve(agent, settings))
+        drained = asyncio.ensure_future(agent.drain.over.wait())
         try:
-            await _ready_or_over(agent)
-        except MlxtpError as error:
-            # The agent outlives its ranks, and goes on saying why there is no model. One that keeps to itself
-            # and whose very first model cannot be loaded has nothing else to do.
-            if agent.cluster is None and not isinstance(error, GroupError):
-                raise
-            log.error("%s; %s/health tells more", error.detail, agent.url)
-        if agent.supervisor.state is State.READY and agent.cluster is None:
-            group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
-            size = group.world_size if group is not None else 0
-            log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
-        if agent.cluster is None:
-            await asyncio.Event().wait()
-        else:
-            await asyncio.shield(agent.cluster.over)
-        if Store(settings.home).load().membership is not None:
-            log.error(REMOVED)
-        log.info("this Mac belongs to no cluster any more; the agent ends")
+            await asyncio.wait({serving, drained}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (serving, drained):
+                task.cancel()
+        if not drained.done():
+            serving.result()
+
+
+async def _serve(agent: Agent, settings: Settings) -> None:
+    """Until there is nothing more to do. Raises MlxtpError when there never was."""
+    log = logging.getLogger("mlxtp")
+    if agent.founded and agent.cluster is not None:
+        log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.token())
+    try:
+        await _ready_or_over(agent)
+    except MlxtpError as error:
+        # The agent outlives its ranks, and goes on saying why there is no model. One that keeps to itself
+        # and whose very first model cannot be loaded has nothing else to do.
+        if agent.cluster is None and not isinstance(error, GroupError):
+            raise
+        log.error("%s; %s/health tells more", error.detail, agent.url)
+    if agent.supervisor.state is State.READY and agent.cluster is None:
+        group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
+        size = group.world_size if group is not None else 0
+        log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
+    if agent.cluster is None:
+        await asyncio.Event().wait()
+    else:
+        await asyncio.shield(agent.cluster.over)
+    if Store(settings.home).load().membership is not None:
+        log.error(REMOVED)
+    log.info("this Mac belongs to no cluster any more; the agent ends")
 
 
 async def _ready_or_over(agent: Agent) -> None:

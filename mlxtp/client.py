@@ -64,6 +64,12 @@ class AgentClient:
         return answer
 
 
+def wait_for_end(home: Path) -> None:
+    """Wait until no agent holds this home any more."""
+    with contextlib.suppress(OSError), (home / LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
 def agent_runs(home: Path) -> bool:
     """Whether an agent holds this home, even if it does not answer."""
     try:

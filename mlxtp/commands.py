@@ -1,4 +1,4 @@
-"""The commands that ask a running agent: status, serve, unload, bench, token, cluster, plan. Printing."""
+"""The commands that ask a running agent, such as status, serve, drain or plan. Printing only."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rich.text import Text
 from . import bench as benching
 from . import doctor as examining
 from . import plan as planning
-from .client import AgentClient, agent_runs
+from .client import AgentClient, agent_runs, wait_for_end
 from .cluster import hardware
 from .cluster.identity import Store
 from .cluster.known import KNOWN
 from .cluster.measurements import from_json, measured
 from .cluster.placement import DEFAULT_CONTEXT, Options
 from .cluster.topology import Member
-from .config import parse_nodes, resolve_settings
+from .config import parse_nodes, parse_seconds, resolve_settings
 from .errors import Code, UserError
 from .node.models import find_config, is_hub_id, lasting_name
 from .wire.fabric import FabricResult
@@ -45,6 +45,7 @@ def register(app: typer.Typer) -> None:
     app.command()(serve)
     app.command()(unload)
     app.command()(status)
+    app.command()(drain)
     app.command()(plan)
     app.command()(bench)
     app.command()(doctor)
@@ -88,6 +89,32 @@ def serve(
 def unload(home: Home = None, as_json: AsJson = False) -> None:
     """Have the cluster serve no model any more. Works on any Mac of it."""
     _print(_agent(home).post("unload"), as_json, lambda _: "nothing shall be served")
+
+
+def drain(
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS", help="End then, whatever is open. Default: as long as it takes."),
+    ] = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop mlxtp on this Mac once its requests are done: no new ones, and other Macs go on if they can."""
+    if within is not None:
+        parse_seconds(within, "--within")
+    folder = _home(home)
+    client = AgentClient(folder)
+    progress = client.post("drain", within=within or "")
+    with Console(stderr=True, highlight=False).status(_drain_line(progress)) as shown:
+        while not progress["over"]:
+            try:
+                progress = client.get("progress")
+            except UserError:  # it ended between two questions
+                break
+            shown.update(_drain_line(progress))
+        shown.update("ending")
+        wait_for_end(folder)
+    _print({"ended": True, "cut": progress["open_requests"]}, as_json, _drained)
 
 
 def token(home: Home = None, as_json: AsJson = False) -> None:
@@ -352,6 +379,7 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
     for member in answer["members"]:
         memory = f"{member['memory_bytes'] / 1e9:.0f} GB" if member["memory_bytes"] else ""
         roles = {"this Mac": member["self"], "coordinator": member["coordinator"]}
+        roles["about to stop"] = member["draining"]
         table.add_row(
             escape(member["name"]),
             f"[{_STATES.get(member['state'], 'dim')}]{member['state']}[/]",
@@ -363,6 +391,16 @@ def _members_table(answer: Mapping[str, Any]) -> Table:
             ", ".join(role for role, is_so in roles.items() if is_so),
         )
     return table
+
+
+def _drain_line(progress: Mapping[str, Any]) -> str:
+    limit = "" if progress["left_s"] is None else f", {progress['left_s']:.0f} s left"
+    return f"draining: open requests: {progress['open_requests']}{limit}"
+
+
+def _drained(answer: Mapping[str, Any]) -> str:
+    cut = f"; requests that were cut: {answer['cut']}" if answer["cut"] else ""
+    return f"mlxtp has stopped on this Mac{cut}"
 
 
 def _farewell(answer: Mapping[str, Any]) -> str:

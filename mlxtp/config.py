@@ -26,6 +26,7 @@ AGREEMENTS = ("auto", "broadcast", "verify")
 KV_BITS = (0, 4, 8)
 MAX_CONTEXT = 1 << 24
 MAX_BYTES = 1 << 50
+MAX_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Settings:
     keep_awake    whether this Mac is kept from sleeping while it serves
     spare         whether a rank process is started ahead for each rank here, for when that one dies
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
+    drain_s       how long an agent that is told to stop goes on with what has begun
     """
 
     home: Path
@@ -111,6 +113,7 @@ class Settings:
     fast_fences: bool = False
     keep_awake: bool = True
     rdma: tuple[str, ...] = ()
+    drain_s: float = 10.0
     limits: Limits = Limits()
 
     @property
@@ -160,6 +163,8 @@ def resolve_settings(
         values["control_host"] = values["interface"]
     if "backend" in values:
         values["fabric"] = values.pop("backend")
+    if "drain" in values:
+        values["drain_s"] = values.pop("drain")
     values["model_given"] = bool(chosen["model"][1])
     return Settings(home=home, http_host=host, http_port=port, **values)
 
@@ -367,6 +372,17 @@ def _parse_tokens(value: object, where: str) -> int:
     return int(text)
 
 
+def parse_seconds(value: object, where: str) -> float:
+    """A time in seconds, a day at most. Raises ConfigError."""
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ConfigError(f"{where}: {value!r} is no time from 0 to {MAX_SECONDS} seconds")
+    return seconds
+
+
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -409,6 +425,7 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "backend": _TEXT,
     "fast_fences": _SWITCH,
     "keep_awake": _SWITCH,
+    "drain": ((int, float), "a number of seconds"),
     "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
 }
 """What each key may be in the file, and how that is called. Flags and variables have strings."""
@@ -436,6 +453,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "backend": _parse_fabric,
     "fast_fences": _parse_switch,
     "keep_awake": _parse_switch,
+    "drain": parse_seconds,
     "rdma": _parse_rdma,
 }
 """What flags, variables and the file may set. The file is in the home, so it cannot name that."""

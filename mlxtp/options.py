@@ -41,6 +41,16 @@ Home = Annotated[
     ),
 ]
 
+Drained = Annotated[
+    str | None,
+    typer.Option(
+        "--drain",
+        metavar="SECONDS",
+        help="When told to stop, such as by Ctrl-C: how long requests may take to end. A second Ctrl-C ends "
+        "at once. Default: 10.",
+    ),
+]
+
 Agreement = Annotated[
     str | None,
     typer.Option(

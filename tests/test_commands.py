@@ -38,6 +38,7 @@ MEMBER = {
     "rank": 0,
     "address": "",
     "http": "http://127.0.0.1:52415",
+    "draining": False,
     "chip": "Apple M3 Ultra",
     "memory_bytes": 512 * 10**9,
     "notes": [],
@@ -95,6 +96,8 @@ class Admin(FakeAdmin):
             "token": {"token": "TOKEN-1", "valid_s": 900},
             "serve": {"model": "org/model", "nodes": "2", "version": 3},
             "unload": {"model": "", "nodes": "auto", "version": 4},
+            "drain": {"draining": True, "over": False, "open_requests": 2, "left_s": 9.7},
+            "progress": {"draining": True, "over": True, "open_requests": 1, "left_s": 0.0},
             "remove": {"removed": "mini", "node_id": "cd" * 16},
             "leave": {"left": "c" * 16, "members": 1},
             "bench/fabric": BENCH,
@@ -256,6 +259,34 @@ def test_each_command_asks_and_says_what_became_of_it(
     assert isinstance(json.loads(as_json.output), dict)
 
 
+def test_a_drain_is_watched_to_the_end_of_the_agent(agent: Agent) -> None:
+    """Which lets go of its home when it ends; until then the command waits."""
+    with ExitStack() as holding:
+        holding.enter_context(_own_home(agent.home))
+        done = threading.Event()
+        said: list[Result] = []
+
+        def drain() -> None:
+            said.append(mlxtp(agent.home, "drain", "--within", "10", "--json"))
+            done.set()
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        assert not done.wait(1.0)
+        assert agent.admin.asked == [("drain", "10"), ("progress",)]
+    thread.join(WAIT_S)
+    assert json.loads(said[0].stdout) == {"ended": True, "cut": 1}
+    plain = mlxtp(agent.home, "drain")
+    assert plain.stdout == "mlxtp has stopped on this Mac; requests that were cut: 1\n"
+    assert agent.admin.asked[2:] == [("drain", ""), ("progress",)]
+
+
+@pytest.mark.parametrize("within", ["soon", "-1", "nan", "100000"])
+def test_a_drain_within_no_time_is_refused(agent: Agent, within: str) -> None:
+    assert refusal(agent.home, "drain", "--within", within).startswith("mlxtp: --within: ")
+    assert agent.admin.asked == []
+
+
 def test_a_folder_is_served_by_its_whole_path(
     agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +381,7 @@ COMMANDS = (
     ["status"],
     ["serve", "tiny"],
     ["unload"],
+    ["drain"],
     ["token"],
     ["bench", "--fabric"],
     ["cluster", "members"],

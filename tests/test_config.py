@@ -41,7 +41,7 @@ def refusal(home: Path, /, file: str = "", **given: str) -> str:
 
 def in_toml(key: str, text: str) -> str:
     """The value of a flag or variable, as the file has it."""
-    if key in ("ranks", "max_context", "kv_bits"):
+    if key in ("ranks", "max_context", "kv_bits", "drain"):
         return text
     if key in SWITCHES:
         return "true" if text == "yes" else "false"
@@ -87,6 +87,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("nodes", "all", "02", "nodes", ("all", "2")),
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
+        ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
     ],
 )
@@ -342,6 +343,7 @@ WRONG_TYPES = [
         for key in STRINGS
         for value in ("5", "true", '["a"]', "1979-05-27")
     ),
+    *(("drain", value, "a number of seconds") for value in ('"10"', "true", "[1]")),
     *((key, value, "true or false") for key in SWITCHES for value in ('"no"', '"yes"', "0", "1", "[true]")),
     *(
         (key, value, "a whole number")

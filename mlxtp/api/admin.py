@@ -27,6 +27,10 @@ class Administration(Protocol):
 
     def status(self) -> Json: ...
 
+    def drain(self, within: str) -> Json: ...
+
+    async def progress(self) -> Json: ...
+
     def plan(self) -> Json: ...
 
     async def token(self) -> Json: ...
@@ -61,6 +65,8 @@ def routes(admin: Administration) -> list[Route]:
 
     return [
         route("status", "GET", lambda _: admin.status()),
+        route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
+        route("progress", "GET", lambda _: admin.progress()),
         route("plan", "GET", lambda _: admin.plan()),
         route("members", "GET", lambda _: admin.members()),
         route("token", "POST", lambda _: admin.token()),

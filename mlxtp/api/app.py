@@ -23,7 +23,7 @@ from ..errors import Code, MlxtpError, RequestError
 from . import answers, openai, settings
 from .admin import Administration
 from .admin import routes as admin_routes
-from .backend import Backend, End, ModelInfo
+from .backend import DRAINING, Backend, End, ModelInfo
 from .backend import Request as Wanted
 from .choices import Answers, Piece, collect
 from .guard import LOOPBACK_HOSTS, HostGuard
@@ -177,6 +177,8 @@ class _Endpoints:
     def _not_ready(self) -> RequestError:
         health = self._backend.health()
         why = f": {health.reason}" if health.reason else ""
+        if health.state == DRAINING:
+            return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
         return RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
 
     # --- errors -------------------------------------------------------------------------------------------

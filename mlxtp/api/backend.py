@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from .text import Text
 
 __all__ = [
-    "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "Backend", "End", "Event", "Health",
+    "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "Backend", "End", "Event", "Health",
     "ModelInfo", "Reason", "Request", "Sampling", "Score", "Shaping", "Tokens",
 ]  # fmt: skip
 
 Reason = Literal["stop", "length", "cancel"]
 GREEDY = Sampling()
+DRAINING = "draining"
+"""The state of an agent that finishes what it has begun, and takes nothing new."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,8 @@ class Coordination:
         self._following = _Following(at=now)
         self._started = now
         self._told: dict[str, str] = {}
+        self._leaving: set[str] = set()
+        """Who said that it is about to stop, and this start of whom has not ended yet; perhaps this node."""
         self._unrest = _Unrest(now, now)
         self._waiting_since: float | None = None
 
@@ -107,6 +109,11 @@ class Coordination:
     def leading(self) -> bool:
         """Whether this node coordinates. A claim from before its start is not its own any more."""
         return self.claim.node_id == self.self_id and self.claim.term > self._floor
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Who is about to stop."""
+        return frozenset(self._leaving)
 
     def kept(self) -> Beliefs:
         """What should survive a restart of the agent."""
@@ -125,6 +132,7 @@ class Coordination:
             self.epoch,
             healthy,
             self._following.pulse,
+            self.self_id in self._leaving,
         )
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
@@ -141,6 +149,10 @@ class Coordination:
             (beat.pulse, self._following.pulse),
         )
         self._told[sender] = boot_id
+        if beat.draining:
+            self._leaving.add(sender)
+        else:
+            self._leaving.discard(sender)
         self.epoch = max(self.epoch, beat.epoch)
         claim, following = Claim(beat.term, beat.coordinator), self._following
         if not claim.node_id or stronger(claim, self.claim) != claim:
@@ -193,6 +205,10 @@ class Coordination:
         """A person at this node removed a member. Raises UserError when there is none."""
         self._hold(self.roster.removing(node_id))
 
+    def drain(self) -> None:
+        """This node is about to stop: from now on its beats say so, and no group shall count on it."""
+        self._leaving.add(self.self_id)
+
     def hand_over(self, node_id: str, now: float) -> None:
         """Let another node coordinate from the next term on."""
         self._follow(self._next_claim(node_id), now)
@@ -211,43 +227,48 @@ class Coordination:
             for node_id, boot_id in self._told.items()
             if node_id in standings and standings[node_id].boot_id == boot_id
         }
+        self._leaving &= {self.self_id, *self._told}
         if (
             not self._is_lost(membership, now)
             or self._untold(standings)
             or not self._has_waited(standings, now)
         ):
             return False
-        if min(node_id for node_id, standing in standings.items() if standing.present) != self.self_id:
+        present = {node_id for node_id, standing in standings.items() if standing.present}
+        if min(present - self._leaving or present) != self.self_id:
             return False
         self._follow(self._next_claim(self.self_id), now)
         return True
 
+    def view(self, membership: Membership, situation: Situation, now: float) -> View:
+        """Everything that a decision depends on."""
+        standings = membership.standings()
+        return View(
+            now=now,
+            self_id=self.self_id,
+            leading=self.leading,
+            claim=self.claim,
+            standings=standings,
+            desired=self.desired,
+            running=situation.running,
+            others=situation.others,
+            plan=situation.plan,
+            refusal=situation.refusal,
+            epoch=self.epoch,
+            untold=self._untold(standings),
+            settled_at=self._settled_at(),
+            shaky=self._unrest.shaky,
+            waiting_since=self._waiting_since,
+            patience_s=self.calm.patience_s,
+            hold_until=situation.hold_until,
+            hold=situation.hold,
+            names=self._names,
+            draining=self.draining,
+        )
+
     def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
         """What to do next, see `decisions.decide`."""
-        standings = membership.standings()
-        action = decide(
-            View(
-                now=now,
-                self_id=self.self_id,
-                leading=self.leading,
-                claim=self.claim,
-                standings=standings,
-                desired=self.desired,
-                running=situation.running,
-                others=situation.others,
-                plan=situation.plan,
-                refusal=situation.refusal,
-                epoch=self.epoch,
-                untold=self._untold(standings),
-                settled_at=self._settled_at(),
-                shaky=self._unrest.shaky,
-                waiting_since=self._waiting_since,
-                patience_s=self.calm.patience_s,
-                hold_until=situation.hold_until,
-                hold=situation.hold,
-                names=self._names,
-            )
-        )
+        action = decide(self.view(membership, situation, now))
         if not (isinstance(action, Wait) and action.for_requests):
             self._waiting_since = None
         elif self._waiting_since is None:

@@ -33,7 +33,7 @@ class Running:
     """An epoch that is there. `boots` are the boot ids its participants had, in rank order.
 
     `model` and `desired` (a version) are what it was formed for. Of an epoch that another node owns, `boots`
-    may be empty.
+    may be empty. `draining`: it takes no new requests, and ends with its last one.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Running:
     desired: int
     ready: bool
     open_requests: int = 0
+    draining: bool = False
 
     @property
     def owner(self) -> str:
@@ -102,7 +103,7 @@ class View:
 
     running        the epoch this node owns or takes part in
     others         the epochs of others, each as its owner tells it
-    plan           the best one for the members that are present; None for the reason in `refusal`
+    plan           the best one for the members that are present and stay; None for the reason in `refusal`
     epoch          the highest number of an epoch so far
     untold         members that are present and have not yet told what they believe
     settled_at     from when on the membership counts as calm
@@ -110,6 +111,7 @@ class View:
     waiting_since  since when a decision has waited for open requests to end
     patience_s     how long it may
     hold_until     when an epoch may be formed again after some that failed, and `hold` why
+    draining       who is about to stop, this node perhaps among them
     """
 
     now: float
@@ -131,6 +133,7 @@ class View:
     hold_until: float = 0.0
     hold: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
+    draining: frozenset[str] = frozenset()
 
     def name(self, node_id: str) -> str:
         """What people call it."""
@@ -170,6 +173,29 @@ def decide(view: View) -> Action:
     if mine is not None and mine.owner == view.self_id:
         return _improve(view, mine)
     return _form(view)
+
+
+def drained_by(view: View) -> tuple[str, ...]:
+    """Who of the epoch that this node owns is about to stop: it takes no new requests then."""
+    mine = view.running
+    if mine is None or mine.owner != view.self_id:
+        return ()
+    return tuple(node_id for node_id in mine.ranks if node_id in view.draining)
+
+
+def may_leave(view: View) -> bool:
+    """Whether a node that is about to stop leaves nobody in the lurch, but for its own clients' requests.
+
+    Where a group is possible without it, it waits until it coordinates none and has no rank in any. Else
+    the group that needs its rank goes on until its last request is done.
+    """
+    mine = view.running
+    if view.leading and view.plan is not None:
+        return False
+    if mine is None or mine.owner == view.self_id:
+        return True
+    theirs = [other for other in view.others if other.number == mine.number]
+    return all(other.draining and not other.open_requests for other in theirs) and bool(theirs)
 
 
 def refusal(sender: str, number: int, claim: Claim, joined: int) -> str | None:
@@ -218,7 +244,10 @@ def _follow(view: View) -> Action:
 
 
 def _improve(view: View, mine: Running) -> Action:
-    """The coordinator's own epoch goes on, unless something clearly better waits."""
+    """The coordinator's own epoch goes on, unless something clearly better waits, or somebody of it stops."""
+    if drained_by(view) and view.plan is not None:
+        who = ", ".join(map(view.name, drained_by(view)))
+        return StopEpoch(f"{who} is about to stop, and another group goes on")
     if not mine.ready:
         return Nothing()
     best = _best_of_others(view)
@@ -266,8 +295,15 @@ def _form_plan(view: View, plan: Plan) -> Action:
 
 
 def _elsewhere(view: View) -> list[Running]:
-    """The epochs of others that serve what is wanted and whose owners are here."""
-    return [other for other in view.others if other.serves(view.desired) and view.present(other.owner)]
+    """The epochs of others that serve what is wanted, and whose owners are here and stay."""
+    return [
+        other
+        for other in view.others
+        if other.serves(view.desired)
+        and view.present(other.owner)
+        and not other.draining
+        and other.owner not in view.draining
+    ]
 
 
 def _best_of_others(view: View) -> Running | None:

@@ -15,11 +15,12 @@ from typing import Any
 from ..cluster.identity import Store
 from ..cluster.measurements import to_json
 from ..cluster.speed import RING_LOOPBACK
-from ..config import parse_nodes
+from ..config import parse_nodes, parse_seconds
 from ..errors import Code, ConfigError, UserError
 from ..wire.control import Serving
 from .build import versions_here
 from .cluster import Cluster
+from .drain import Drain
 from .models import check_name
 from .supervisor import Supervisor
 
@@ -34,6 +35,7 @@ class Alone:
 
     def __init__(self, supervisor: Supervisor, name: str) -> None:
         self.key = secrets.token_urlsafe(24)
+        self.draining = Drain(supervisor)
         self._supervisor = supervisor
         self._name = name
 
@@ -43,12 +45,13 @@ class Alone:
         group = supervisor.group
         model = next(iter(supervisor.gateway.models()), None)
         pongs = supervisor.ranks.pongs if supervisor.ranks is not None else {}
+        health = supervisor.gateway.health()
         return {
             "versions": list(versions_here()),
             "name": self._name,
             "pid": os.getpid(),
-            "state": str(supervisor.state),
-            "reason": supervisor.reason.detail if supervisor.reason is not None else "",
+            "state": health.state,
+            "reason": health.reason or "",
             "epoch": supervisor.epoch,
             "model": model.id if model is not None else "",
             "world_size": group.world_size if group is not None else 0,
@@ -65,6 +68,15 @@ class Alone:
                 for rank, pong in sorted(pongs.items())
             ],
         }
+
+    def drain(self, within: str) -> Json:
+        """Have the agent finish what it has begun, take nothing new, and end, `within` some seconds."""
+        self.draining.begin(parse_seconds(within, "--within") if within else None)
+        return self.draining.now()
+
+    async def progress(self) -> Json:
+        """How far the drain is, once that has changed or a while has passed."""
+        return await self.draining.progress()
 
     def plan(self) -> Json:
         raise self._alone()
@@ -114,6 +126,7 @@ class Member(Alone):
 
     def __init__(self, cluster: Cluster, store: Store) -> None:
         super().__init__(cluster.supervisor, cluster.name)
+        self.draining = Drain(cluster.supervisor, cluster)
         self._cluster = cluster
         self._store = store
 
@@ -243,6 +256,7 @@ class Member(Alone):
                     "node_id": node_id,
                     "name": cluster.name_of(node_id) or entry.name,
                     "state": str(cluster.membership.standing(node_id).state),
+                    "draining": node_id in cluster.coordination.draining,
                     "self": node_id == cluster.node_id,
                     "coordinator": node_id == cluster.coordination.claim.node_id,
                     "rank": ranks.get(node_id),

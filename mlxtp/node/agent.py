@@ -29,6 +29,7 @@ from .administration import Alone, Member, announced
 from .cluster import Cluster
 from .dialer import Dialer
 from .door import Door, bind_control, check_interface
+from .drain import Drain
 from .entering import enter
 from .epoch import State
 from .models import find_model, is_hub_id, lasting_name, open_model
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANY_FILES = 4096
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Agent:
     url: str
     """Where the endpoint answers, such as http://127.0.0.1:52415."""
     spares: Spares
+    drain: Drain
     cluster: Cluster | None = None
     founded: bool = False
 
@@ -100,8 +103,9 @@ async def _running(
     )
     try:
         with announced(settings.home, _url(sock), admin.key):
-            yield Agent(supervisor, _url(sock), spares)
+            yield Agent(supervisor, _url(sock), spares, admin.draining)
     finally:
+        admin.draining.close()
         supervising.cancel()
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
@@ -156,8 +160,9 @@ async def _among_others(
             task.add_done_callback(partial(_report_bug, cluster))
         try:
             with announced(settings.home, _url(sock), admin.key):
-                yield Agent(supervisor, _url(sock), spares, cluster, entered.founded)
+                yield Agent(supervisor, _url(sock), spares, admin.draining, cluster, entered.founded)
         finally:
+            admin.draining.close()
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)
             await cluster.close()
@@ -194,12 +199,26 @@ async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, boo
     """
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         loop.add_signal_handler(number, task.cancel)
     try:
         return await task, False
     except asyncio.CancelledError:
         return None, True
+
+
+def drain_on_signal(drain: Drain, within_s: float) -> None:
+    """From now on the first of these signals drains, and the next one cancels the present task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def first() -> None:
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, task.cancel)
+        drain.begin(within_s)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, first)
 
 
 @contextmanager

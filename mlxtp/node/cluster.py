@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from ..cluster import hardware
 from ..cluster.builds import Build, compare
 from ..cluster.coordination import Coordination
-from ..cluster.decisions import FormEpoch, HandOver, StopEpoch, Wait, refusal
+from ..cluster.decisions import FormEpoch, HandOver, StopEpoch, View, Wait, drained_by, may_leave, refusal
 from ..cluster.identity import Identity
 from ..cluster.membership import Membership
 from ..cluster.speed import Measured
@@ -64,7 +64,7 @@ from .model_here import ModelHere
 from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER, Worker
 from .state import Kept, load, save
-from .supervisor import Supervisor
+from .supervisor import ABOUT_TO_STOP, Supervisor
 from .surroundings import Knowledge
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,9 @@ PROBE_S = 60.0
 
 class Cluster:
     """Implements `neighbours.Events`. Everything runs in one event loop; `live` is its heart."""
+
+    may_leave = False
+    """Whether the others can do without this node, once it is about to stop."""
 
     def __init__(
         self,
@@ -198,6 +201,13 @@ class Cluster:
         """Take a member out. Raises UserError when there is none."""
         self.coordination.remove(node_id)
         self._roster_changed()
+
+    def drain(self) -> None:
+        """This node is about to stop: the others hear it, and plan without it."""
+        self.coordination.drain()
+        self.may_leave = False
+        self._tell_beat()
+        self.changed()
 
     def admit(self, node_id: str, name: str, fingerprint: str) -> None:
         """A new member. Raises UserError when it cannot be one."""
@@ -397,7 +407,9 @@ class Cluster:
     def _beat(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()
         self.membership.beat(link.number, now)
-        if self.coordination.heard(link.node_id, link.hello.boot_id, beat, now):
+        draining = self.coordination.draining
+        anew = self.coordination.heard(link.node_id, link.hello.boot_id, beat, now)
+        if anew or draining != self.coordination.draining:
             self.changed()
         desired, roster = self.coordination.lacks(beat)
         with contextlib.suppress(MlxtpError):
@@ -409,6 +421,8 @@ class Cluster:
 
     def _prepare(self, node_id: str, order: Prepare) -> None:
         no = refusal(node_id, order.epoch, self.coordination.claim, self.guest.last_epoch)
+        if no is None and self.node_id in self.coordination.draining:
+            no = f"{self.name} is about to stop"
         if no is None and self.supervisor.in_epoch:
             no = f"{self.name} still ends an epoch of its own"
             # The coordinator waited for the requests of that one. Its word holds, or neither would give in.
@@ -512,7 +526,7 @@ class Cluster:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = max(beat_at + BEAT_S, now)
-                self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
+                self._tell_beat()
                 if (serving := self.conductor.serving()) is not None:
                     self.neighbours.tell_all(serving)
             if now >= report_at or self._rewired:
@@ -537,10 +551,13 @@ class Cluster:
                 link.close()
         if self.coordination.tick(self.membership, events, now):
             log.info("%s coordinates (term %d)", self.name, self.coordination.claim.term)
-            self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
+            self._tell_beat()
         self._decide(now)
         self.follower.look()
         self._announce()
+
+    def _tell_beat(self) -> None:
+        self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
 
     def _tell(self, event: Change | Duplicate) -> None:
         if isinstance(event, Change):
@@ -569,6 +586,8 @@ class Cluster:
 
     def _decide(self, now: float) -> None:
         situation = self.conductor.situation()
+        view = self.coordination.view(self.membership, situation, now)
+        self.may_leave = may_leave(view)
         action = self.coordination.decide(self.membership, situation, now)
         self._until = now + BEAT_S
         self.waiting = "" if self.coordination.desired.model else "nothing shall be served"
@@ -584,10 +603,19 @@ class Cluster:
             case HandOver(node_id):
                 log.info("%s shall coordinate", self.name_of(node_id))
                 self.coordination.hand_over(node_id, now)
-                self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
+                self._tell_beat()
             case Wait(reason, until):
                 self.waiting = reason
                 self._until = min(until, self._until)
+        self.supervisor.drain(self._why_draining(view))
+
+    def _why_draining(self, view: View) -> str:
+        """Why this node takes no new requests: it, or a rank of its group, is about to stop."""
+        if self.node_id in view.draining:
+            return ABOUT_TO_STOP
+        if who := drained_by(view):
+            return f"{' and '.join(map(self.name_of, who))} is about to stop, and the group needs it"
+        return ""
 
     def _save(self) -> None:
         kept = Kept(self.coordination.kept(), self.peers())

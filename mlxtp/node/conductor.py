@@ -118,7 +118,8 @@ class Conductor:
         return [
             node_id
             for node_id, told in cluster.knowledge.models.items()
-            if told.fingerprint
+            if node_id not in cluster.coordination.draining
+            and told.fingerprint
             and told.desired == cluster.model.version
             and cluster.membership.standing(node_id).present
         ]
@@ -207,8 +208,9 @@ class Conductor:
                 form.plan.key,
                 self._mine.model,
                 self._mine.desired,
-                cluster.supervisor.state is State.READY,
+                cluster.supervisor.state in (State.READY, State.DRAINING),
                 cluster.supervisor.gateway.open_requests,
+                cluster.supervisor.state is State.DRAINING,
             )
         guest = cluster.guest
         if not guest.epoch:
@@ -224,7 +226,7 @@ class Conductor:
         teller, serving = told
         if serving.participants[:1] != (teller,) or len(serving.key) != KEY_NUMBERS:
             return None  # only who has rank 0 speaks of a group
-        if serving.state not in (State.READY, State.LOADING):
+        if serving.state not in (State.READY, State.LOADING, State.DRAINING):
             return None
         return Running(
             serving.epoch,
@@ -235,6 +237,7 @@ class Conductor:
             serving.desired,
             serving.state == State.READY,
             serving.open_requests,
+            serving.state == State.DRAINING,
         )
 
     # --- which group ---------------------------------------------------------------------------------
@@ -294,7 +297,10 @@ class Conductor:
             return None, "nothing is to be served"
         if source is None:
             return None, cluster.model.problem or f"{desired.model} is still being looked for"
-        members = self.members()
+        leaving = cluster.coordination.draining
+        members = [member for member in self.members() if member.node_id not in leaving]
+        if not members:
+            return None, "every Mac here is about to stop"
         try:
             options = self._options(desired.nodes, source)
         except MlxtpError as error:  # by the word of a member with another version
@@ -458,7 +464,7 @@ class Conductor:
         return Serving(
             mine.form.number,
             str(state),
-            supervisor.reason.detail if supervisor.reason is not None else "",
+            supervisor.gateway.closing or (supervisor.reason.detail if supervisor.reason is not None else ""),
             group.backend if group is not None else "none",
             group.kind if group is not None else "",
             mine.form.plan.ranks,

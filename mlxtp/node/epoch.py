@@ -28,9 +28,32 @@ class State(StrEnum):
     LOADING = "loading"
     IDLE = "idle"
     READY = "ready"
+    DRAINING = "draining"
     RESTARTING = "restarting"
     FAILED = "failed"
     STOPPED = "stopped"
+
+
+MOVES: Mapping[State, frozenset[State]] = {
+    state: frozenset(following)
+    for state, following in (
+        (State.STARTING, (State.LOADING, State.IDLE, State.RESTARTING, State.STOPPED)),
+        (State.LOADING, (State.READY, State.IDLE, State.DRAINING, State.RESTARTING, State.STOPPED)),
+        (State.IDLE, (State.LOADING, State.DRAINING, State.RESTARTING, State.STOPPED)),
+        (State.READY, (State.LOADING, State.DRAINING, State.RESTARTING, State.STOPPED)),
+        (State.DRAINING, (State.LOADING, State.RESTARTING, State.STOPPED)),
+        (State.RESTARTING, (State.STARTING, State.FAILED, State.STOPPED)),
+        (State.FAILED, (State.STARTING, State.STOPPED)),
+        (State.STOPPED, ()),
+    )
+}
+"""What may follow each state of an agent's own epochs; to stay is always legal. FORMING is only shown, of a
+group on other Macs that is STARTING. A model that was taken away, or does not load, leaves IDLE."""
+
+
+def is_legal(before: State, after: State) -> bool:
+    """Whether an agent's own epochs may go from one state to the other."""
+    return after is before or after in MOVES[before]
 
 
 @dataclass(slots=True)

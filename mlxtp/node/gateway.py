@@ -68,6 +68,8 @@ class Gateway:
         """The model that open requests are for."""
         self._text: Text | None = None
         self._held = ""
+        self.closing = ""
+        """Why nothing new is taken; what is open goes on, from group to group if need be."""
 
     # --- what the agent tells ------------------------------------------------------------------------
 
@@ -172,6 +174,7 @@ class Gateway:
 
     def generate(self, request: Request) -> Answer:
         """Start a request; see `Backend.generate`."""
+        self._refuse_if_closing()
         return self._start(self._free_desk(), request)
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
@@ -179,6 +182,7 @@ class Gateway:
 
         Returns what cancels it. Raises RequestError when it is refused at once.
         """
+        self._refuse_if_closing()
         desk = self._free_desk()
         if not self._here:  # two agents that each take the other for rank 0's would pass it on for ever
             raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
@@ -190,6 +194,10 @@ class Gateway:
             relayed.cancelled()
 
         return cancel
+
+    def _refuse_if_closing(self) -> None:
+        if self.closing:
+            raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
 
     def _free_desk(self) -> Desk:
         if self._desk is None:
@@ -351,9 +359,10 @@ class Gateway:
 
 def _another_group_may(asked: Asked, error: MlxtpError) -> bool:
     """Whether a request that another agent has given back can go on in the next group."""
-    if isinstance(error, RequestError):
-        return asked.times > 1 and error.code in (Code.NOT_READY, Code.OVERLOADED)
-    return error.code not in (Code.SHUTTING_DOWN, Code.OUT_OF_MEMORY, Code.REQUEST_FATAL)
+    if isinstance(error, RequestError) or error.code is Code.SHUTTING_DOWN:
+        come_back = (Code.NOT_READY, Code.OVERLOADED, Code.SHUTTING_DOWN)
+        return asked.times > 1 and error.code in come_back
+    return error.code not in (Code.OUT_OF_MEMORY, Code.REQUEST_FATAL)
 
 
 def _scores(event: ScoredDelta) -> tuple[Score, ...]:

@@ -17,7 +17,7 @@ from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
 from ..wire.messages import Abort, ClearCache, Unload
 from . import golden, timing
-from .epoch import RestartPolicy, State
+from .epoch import RestartPolicy, State, is_legal
 from .gateway import Gateway
 from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
@@ -29,6 +29,10 @@ _SHOWN = (
     "weight_bytes", "load_peak_bytes", "kv_bytes", "step_us", "wait_us", "collective_us",
 )  # fmt: skip
 """What /health shows of each rank's heartbeat."""
+
+ABOUT_TO_STOP = "this Mac is about to stop"
+_DRAINABLE = frozenset((State.READY, State.IDLE))
+"""States in which an agent takes requests or would, and which are called otherwise when it does not."""
 
 StageListener = Callable[[str, float], None]
 """Called with the name of a stage that was just reached and the seconds since its epoch began."""
@@ -76,6 +80,8 @@ class Supervisor:
         limits = settings.limits
         self.gateway = Gateway(self._health, limits.max_open_requests, limits.recovery_s)
         self.state = State.STARTING
+        self._own = State.STARTING
+        """The state of this agent's own epochs; `state` may be that of a group elsewhere."""
         self.epoch = 0
         self.reason: MlxtpError | None = None
         """Why it is not ready, or why the last epoch ended."""
@@ -288,6 +294,7 @@ class Supervisor:
                 group=plan.group,
             )
         except OSError as error:  # a disk that is full
+            self._enter(State.RESTARTING)
             self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
             return self.reason
         self._current = ranks
@@ -342,7 +349,15 @@ class Supervisor:
         """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
         self.epoch, self.group = epoch, group
         self.reason = GroupError(reason) if reason else None
-        self._enter(state)
+        self._show(state)
+
+    def drain(self, why: str) -> None:
+        """Take nothing new, because of `why`; what is open goes on. Empty: take requests again."""
+        self.gateway.closing = why
+        if why and self.in_epoch and self._own in _DRAINABLE:
+            self._enter(State.DRAINING)
+        elif why and not self.in_epoch and self.state in _DRAINABLE:
+            self._show(State.DRAINING)
 
     def _reached(self, stage: str) -> None:
         try:
@@ -351,7 +366,15 @@ class Supervisor:
             log.debug("the listener failed at %r", stage, exc_info=True)
 
     def _enter(self, state: State) -> None:
-        self.state = state
+        if self.gateway.closing and state in _DRAINABLE:
+            state = State.DRAINING
+        if not is_legal(self._own, state):
+            log.error("epoch %d went from %s to %s, which is a bug", self.epoch, self._own, state)
+        self._own = state
+        self._show(state)
+
+    def _show(self, state: State) -> None:
+        self.state = State.DRAINING if self.gateway.closing and state in _DRAINABLE else state
         self._changed.set()
 
     def _health(self, open_requests: int) -> Health:
@@ -361,14 +384,16 @@ class Supervisor:
         for rank, pong in sorted(pongs.items()):
             row = {name: getattr(pong, name) for name in _SHOWN}
             rows.append({"rank": rank, **row})
+        closing = self.gateway.closing
+        reason = closing or (self.reason.detail if self.reason is not None else None)
         return Health(
-            state=str(self.state),
+            state=str(State.DRAINING if closing else self.state),
             epoch=self.epoch,
             world_size=self.group.world_size if self.group is not None else self._settings.ranks,
             backend=self.group.backend if self.group is not None else self._settings.local_backend,
             model=model.id if model is not None else None,
-            reason=self.reason.detail if self.reason is not None else None,
-            ready=self.state is State.READY,
+            reason=reason,
+            ready=self.state is State.READY and not closing,
             open_requests=open_requests,
             ranks=tuple(rows),
         )

@@ -38,7 +38,9 @@ _epoch = integer(1, U63)
 _rank = integer(0, MAX_RANKS - 1)
 _id = text(32)
 _detail = text(1000, cut=True)
-_state = choice("starting", "forming", "loading", "idle", "ready", "restarting", "failed", "stopped")
+_state = choice(
+    "starting", "forming", "loading", "idle", "ready", "draining", "restarting", "failed", "stopped"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Beat(Message):
 
     `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `roster` is the digest of what
     it holds. `pulse` is the highest it has heard of: the coordinator counts one on with each of its own.
+    `draining`: it is about to stop, and is not to be counted on.
     """
 
     TYPE: ClassVar[int] = 0x31
@@ -79,6 +82,7 @@ class Beat(Message):
     epoch: int = _f(_count)
     healthy: bool = _f(boolean())
     pulse: int = _f(_count)
+    draining: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

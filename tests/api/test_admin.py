@@ -21,6 +21,8 @@ ROUTES = {
     "bench/fabric": "POST",
     "serve": "POST",
     "unload": "POST",
+    "drain": "POST",
+    "progress": "GET",
     "remove": "POST",
     "leave": "POST",
 }
@@ -64,6 +66,13 @@ class FakeAdmin:
     def unload(self) -> Any:
         return self._do("unload")
 
+    def drain(self, within: str) -> Any:
+        return self._do("drain", within)
+
+    async def progress(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("progress")
+
     def remove(self, node: str) -> Any:
         return self._do("remove", node)
 
@@ -102,7 +111,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
     assert admin.asked == [
         ("status",), ("plan",), ("members",), ("token",), ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",),
-        ("remove", "mini"), ("leave", "yes"),
+        ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip
 
 

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 from mlxtp.cluster.beliefs import Beliefs
 from mlxtp.cluster.coordination import Coordination, Situation
-from mlxtp.cluster.decisions import Action, FormEpoch, HandOver, Plan, Running, StopEpoch, refusal
+from mlxtp.cluster.decisions import (
+    Action,
+    FormEpoch,
+    HandOver,
+    Plan,
+    Running,
+    StopEpoch,
+    may_leave,
+    refusal,
+)
 from mlxtp.cluster.membership import Membership
 from mlxtp.cluster.standing import Change, Duplicate, State
 from mlxtp.wire.control import Beat, DesiredState, Members
@@ -199,6 +208,8 @@ class Node:
         match payload:
             case Offer(running):
                 problem = refusal(sender, running.number, self.coordination.claim, self.joined)
+                if self.id in self.coordination.draining:
+                    problem = "it is about to stop"
                 if problem is None:
                     self.leave("for a newer one")
                     self.join(running)
@@ -265,7 +276,11 @@ class Node:
         wanted = self.coordination.desired.nodes
         standings = self.membership.standings()
         here = sorted(
-            (node_id for node_id, standing in standings.items() if standing.present),
+            (
+                node_id
+                for node_id, standing in standings.items()
+                if standing.present and node_id not in self.coordination.draining
+            ),
             key=lambda node_id: (-self.world.strength.get(node_id, 1), node_id != self.id, node_id),
         )
         sizes = [int(wanted)] if wanted.isdecimal() else [4, 2, 1]
@@ -278,7 +293,12 @@ class Node:
 
     def own(self) -> Running | None:
         mine = self.running
-        return replace(mine, open_requests=self.open_requests) if mine and mine.owner == self.id else mine
+        if mine is None or mine.owner != self.id:
+            return mine
+        leaving = not self.coordination.draining.isdisjoint(mine.ranks)
+        return replace(
+            mine, open_requests=self.open_requests, draining=leaving, ready=mine.ready and not leaving
+        )
 
     def report(self) -> Report:
         mine = self.own()
@@ -316,10 +336,14 @@ class Node:
             situation = Situation(
                 self.own(), others, self.plan(), "too few Macs", self.hold_until, "the last one failed"
             )
+            view = self.coordination.view(self.membership, situation, now)
             action = self.coordination.decide(self.membership, situation, now)
             if not self.act(action):
-                return
-        raise AssertionError(f"{self.id} never comes to rest: {action}")
+                break
+        else:
+            raise AssertionError(f"{self.id} never comes to rest: {action}")
+        if self.id in self.coordination.draining and may_leave(view) and not self.open_requests:
+            self.world.leave(self.id)
 
     def act(self, action: Action) -> bool:
         if not self.journal.actions or self.journal.actions[-1][1] != action:

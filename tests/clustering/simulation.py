@@ -151,6 +151,13 @@ class World:
             node.tell_all(Goodbye())
             self.kill(name)
 
+    def drain(self, name: str) -> None:
+        """The agent is told to stop: it leaves once the others can do without it."""
+        node = self.nodes[name]
+        node.coordination.drain()
+        node.tell_all(node.report())
+        node.step()
+
     def _forget_wires_of(self, name: str) -> None:
         """The system closes what a process had open, or answers for it once its machine is back."""
         for wire in self._wires:

@@ -443,3 +443,59 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
     action = story.coordination.decide(story.membership, Situation(plan=PLAN), story.now)
     assert isinstance(action, Wait)
     assert "has not yet told" in action.reason
+
+
+# --- those that are about to stop -------------------------------------------------------------------------
+
+
+def leaving(claim: Claim, pulse: int = 0) -> Beat:
+    return replace(beat(claim, pulse), draining=True)
+
+
+def test_who_is_about_to_stop_says_so_with_every_beat() -> None:
+    story = led_by(A5)
+    assert not story.coordination.beat(healthy=True).draining
+    story.coordination.drain()
+    story.beats(1, link_1=beat(A5, 10), link_3=beat(A5, 10))
+    assert story.coordination.beat(healthy=True).draining
+    assert story.coordination.draining == {"b"}
+
+
+def test_what_a_start_of_an_agent_said_of_itself_ends_with_it() -> None:
+    story = led_by(C5)
+    story.hear(1, leaving(C5, 10))
+    assert story.coordination.draining == {"a"}
+    story.membership.goodbye(1, story.now)
+    story.tick()
+    assert story.coordination.draining == frozenset()
+    story.up(4, "a-2")
+    story.boots[1] = "a-2"
+    story.beats(1, link_4=beat(C5, 10), link_3=beat(C5, 10))
+    assert story.coordination.draining == frozenset()
+
+
+def test_a_restart_that_nobody_announced_ends_it_too() -> None:
+    story = led_by(C5)
+    story.hear(1, leaving(C5, 10))
+    story.up(4, "a-2")
+    story.boots[4] = "a-2"
+    story.hear(4, beat(C5, 10))
+    story.tick()
+    assert story.coordination.draining == frozenset()
+
+
+def test_whoever_is_about_to_stop_claims_only_if_nobody_else_is_here() -> None:
+    story = led_by(C5)
+    story.hear(1, leaving(C5, 10))
+    story.membership.goodbye(3, story.now)
+    story.tick()
+    assert story.claim == B6  # not a, though it has the smaller id
+    story = led_by(C5)
+    story.hear(1, leaving(C5, 10))
+    story.coordination.drain()
+    story.membership.goodbye(3, story.now)
+    story.tick()
+    assert story.claim == C5  # now a is the smallest of all again
+    story.membership.goodbye(1, story.now)
+    story.tick()
+    assert story.claim == B6

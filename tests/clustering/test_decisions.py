@@ -24,6 +24,8 @@ from mlxtp.cluster.decisions import (
     Wait,
     better,
     decide,
+    drained_by,
+    may_leave,
     refusal,
 )
 from mlxtp.cluster.standing import Standing, State
@@ -376,3 +378,78 @@ _key = st.lists(st.floats(0, 100), min_size=2, max_size=2)
 @given(_key, _key)
 def test_two_plans_are_never_better_than_each_other(one: list[float], other: list[float]) -> None:
     assert not (better(one, other) and better(other, one))
+
+
+# --- those that are about to stop -------------------------------------------------------------------------
+
+B_STOPS: dict[str, Any] = {"draining": frozenset("b")}
+A_STOPS: dict[str, Any] = {"draining": frozenset("a")}
+
+
+def test_a_group_ends_at_once_when_another_can_do_without_whoever_stops() -> None:
+    """Requests outlive groups, so nothing is waited for: neither they, nor the load, nor calm."""
+    busy = epoch("a", "b", open_requests=3)
+    stop = StopEpoch("mini is about to stop, and another group goes on")
+    for changes in ({}, {"settled_at": NOW + 1}, {"untold": ["c"]}, {"shaky": {"c": NOW + 5}}):
+        assert decided(running=busy, plan=plan("a", "c"), **B_STOPS, **changes) == stop
+    assert decided(running=epoch("a", "b", ready=False), plan=plan("a"), **B_STOPS) == stop
+    assert decided(running=busy, plan=plan("b", "c"), **A_STOPS) == StopEpoch(
+        "studio is about to stop, and another group goes on"
+    )
+
+
+def test_a_group_that_needs_whoever_stops_goes_on() -> None:
+    for who in (A_STOPS, B_STOPS):
+        assert decided(running=epoch("a", "b", open_requests=3), plan=None, **who) == Nothing()
+
+
+def test_who_takes_no_part_stops_without_an_effect() -> None:
+    assert decided(running=epoch("a", "b"), plan=plan("a", "b"), draining=frozenset("c")) == Nothing()
+
+
+def test_a_coordinator_that_is_about_to_stop_hands_over_whatever_failed_before() -> None:
+    assert decided(plan=plan("b", "c"), **A_STOPS) == HandOver("b")
+    assert decided(plan=plan("b"), hold_until=NOW + 5, hold="it failed", **A_STOPS) == HandOver("b")
+
+
+@pytest.mark.parametrize(
+    ("stops", "changes"), [(frozenset("b"), {}), (frozenset(), {"draining": True})], ids=["owner", "rank"]
+)
+def test_nobody_hands_over_to_a_group_that_is_about_to_end(
+    stops: frozenset[str], changes: dict[str, Any]
+) -> None:
+    theirs = epoch("b", "c", key=(9.0,), open_requests=4, **changes)
+    assert decided(others=[theirs], draining=stops) == FormEpoch(9, plan("a", "b"), ("a-1", "b-1"))
+    mine = epoch("a", key=(1.0,))
+    assert decided(running=mine, plan=None, others=[theirs], draining=stops) == Nothing()
+
+
+def left(**changes: Any) -> bool:
+    return may_leave(replace(VIEW, **{"plan": None, **A_STOPS, **changes}))
+
+
+def test_a_coordinator_leaves_when_it_has_handed_over_or_nobody_can_take_over() -> None:
+    assert left()
+    assert left(running=epoch("a", "b"))
+    assert not left(plan=plan("b"))
+    assert not left(plan=plan("b"), running=epoch("a", "b"))
+    assert left(plan=plan("b"), **FOLLOWING)
+
+
+def test_a_rank_leaves_when_its_group_has_ended_or_is_done() -> None:
+    guest = epoch("b", "a")
+    host = replace(guest, ready=False, draining=True)
+    assert left(**FOLLOWING)
+    assert not left(running=guest, **FOLLOWING)
+    assert not left(running=guest, others=[replace(host, draining=False)], **FOLLOWING)
+    assert not left(running=guest, others=[replace(host, open_requests=1)], **FOLLOWING)
+    assert not left(running=guest, others=[replace(host, number=3)], **FOLLOWING)
+    assert left(running=guest, others=[host, epoch("c", number=2, open_requests=1)], **FOLLOWING)
+
+
+def test_a_group_takes_nothing_new_when_somebody_of_it_stops() -> None:
+    stops = {"draining": frozenset("bc")}
+    assert drained_by(replace(VIEW, running=epoch("a", "b"), **stops)) == ("b",)
+    assert drained_by(replace(VIEW, running=epoch("a"), **stops)) == ()
+    assert drained_by(replace(VIEW, running=epoch("c", "a"), **stops)) == ()
+    assert drained_by(replace(VIEW, **stops)) == ()

@@ -423,3 +423,126 @@ def assert_lawful(name: str, journal: Journal) -> None:
 def test_the_same_story_goes_the_same_way_twice(story: Story, seed: int, strength: dict[str, int]) -> None:
     one, other = (play(story, seed, True, strength) for _ in range(2))
     assert one.journals == other.journals
+
+
+# --- Macs that are told to stop ---------------------------------------------------------------------------
+
+
+def states_of(world: World, name: str) -> list[State]:
+    """What the others went through with this node since the beginning."""
+    journals = [journal for other, journal in world.journals.items() if other != name]
+    return [change.after for journal in journals for _, change in journal.changes if change.node_id == name]
+
+
+def test_a_coordinator_that_is_told_to_stop_hands_over_first_and_then_leaves() -> None:
+    """With requests of its own clients it stays until they are done, and has no rank meanwhile."""
+    world = serving("abc")
+    world.nodes["a"].open_requests = 2
+    world.drain("a")
+    world.run(5.0)
+    assert world.nodes["a"].running is None
+    assert owner(world) == "b"
+    assert {node.coordination.claim.node_id for node in world.nodes.values()} == {"b"}
+    assert [world.nodes[name].running.ranks for name in "bc" if world.nodes[name].running] == [("b", "c")] * 2
+    world.nodes["a"].open_requests = 0
+    world.run(1.0)
+    assert "a" not in world.nodes
+    world.run_until(world.complaint, within_s=5.0)
+    assert [number for _, _, number in formed(world)] == [1, 2]
+    assert sorted(states_of(world, "a")) == [State.ALIVE, State.ALIVE, State.LEFT, State.LEFT]
+
+
+def test_a_rank_that_is_told_to_stop_is_replaced_at_once_whatever_is_open() -> None:
+    world = serving("abc")
+    world.nodes["a"].open_requests = 3
+    world.drain("b")
+    world.run(2.0)
+    assert "b" not in world.nodes
+    assert world.nodes["a"].running is not None
+    assert world.nodes["a"].running.ranks == ("a", "c")
+    assert State.DEAD not in states_of(world, "b")
+
+
+def test_a_rank_without_which_nothing_goes_stays_until_the_requests_are_done() -> None:
+    world = serving("ab")
+    want(world, "a", "llama", "2")
+    world.run_until(world.complaint, within_s=10.0)
+    before = formed(world)
+    world.nodes["a"].open_requests = 3
+    world.drain("b")
+    world.run(20.0)
+    assert "b" in world.nodes
+    assert formed(world) == before
+    world.nodes["a"].open_requests = 0
+    world.run(2.0)
+    assert "b" not in world.nodes
+    assert world.nodes["a"].running is None
+    world.start("b")
+    world.run_until(world.complaint, within_s=20.0)
+    assert len(formed(world)) == len(before) + 1
+
+
+def test_a_mac_that_does_nothing_leaves_at_once_and_disturbs_nobody() -> None:
+    world = serving("abc")
+    before = formed(world)
+    world.drain("c")
+    world.run(5.0)
+    assert "c" not in world.nodes
+    assert formed(world) == before
+
+
+def test_all_are_told_to_stop_at_once_and_all_leave() -> None:
+    world = serving("abcd")
+    for name in "abcd":
+        if name in world.nodes:
+            world.drain(name)
+    world.run(10.0)
+    assert not world.nodes
+
+
+def test_all_are_started_again_one_after_the_other() -> None:
+    """Someone serves all the time, but for the moments in which a group forms; nobody is ever dead."""
+    world = serving("abcd")
+    for name in "abcd":
+        world.drain(name)
+        world.run(4.0)
+        assert name not in world.nodes
+        world.start(name)
+        world.run_until(world.complaint, within_s=QUIET_S)
+        assert State.DEAD not in states_of(world, name)
+    assert len({number for _, _, number in formed(world)}) == len(formed(world))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    size=st.integers(2, 5),
+    events=st.lists(
+        st.tuples(st.sampled_from(["drain", "kill", "start", "cut", "heal"]), st.integers(0, 4),
+                  st.floats(0.05, 4.0)),
+        max_size=12,
+    ),
+)  # fmt: skip
+def test_whoever_drains_whenever_all_is_well_in_the_end(
+    seed: int, size: int, events: list[tuple[str, int, float]]
+) -> None:
+    names = NAMES[:size]
+    world = serving(names, seed)
+    for what, index, after_s in events:
+        name = names[index % size]
+        if what == "drain" and name in world.nodes:
+            world.drain(name)
+        elif what == "kill":
+            world.kill(name)
+        elif what == "start":
+            world.start(name)
+        elif what == "cut":
+            world.cut((name, names[(index + 1) % size]))
+        elif what == "heal":
+            world.heal()
+        world.run(after_s)
+    world.heal()
+    world.run(15.0)
+    assert not [name for name, node in world.nodes.items() if name in node.coordination.draining]
+    world.start(*names)
+    world.run_until(world.complaint, within_s=QUIET_S)

@@ -22,7 +22,7 @@ import psutil
 from mlxtp import doctor
 from mlxtp.config import Limits
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.node.epoch import State
+from mlxtp.node.epoch import State, is_legal
 from mlxtp.postmortem.examination import Postmortem
 
 from ..cluster import LIMITS, SLOWNESS, Cluster, until
@@ -54,17 +54,6 @@ SHORT = "Repeat exactly: FALCON-MERCURY-7749"
 
 REPORT = os.environ.get("MLXTP_FAULT_REPORT")
 """A file to which every fault's finding is appended as a line of JSON."""
-
-LEGAL = {
-    State.STARTING: {State.LOADING, State.IDLE, State.RESTARTING, State.STOPPED},
-    State.LOADING: {State.READY, State.IDLE, State.RESTARTING, State.STOPPED},
-    State.READY: {State.RESTARTING, State.STOPPED, State.LOADING},
-    State.IDLE: {State.RESTARTING, State.LOADING, State.STOPPED},
-    State.RESTARTING: {State.RESTARTING, State.STARTING, State.FAILED, State.STOPPED},
-    State.FAILED: {State.STOPPED},
-    State.STOPPED: set(),
-}
-"""The states that may follow each state. A load that failed passes IDLE before its epoch ends."""
 
 
 @dataclass(frozen=True)
@@ -407,5 +396,5 @@ def assert_sound(cluster: FaultyCluster, was: Before) -> None:
     assert listening(now) == set(), "a rank listens after the group has formed"
     states = cluster.states()[max(was.states - 1, 0) :]
     for state, following in itertools.pairwise(states):
-        assert following in LEGAL[state], f"{state} was followed by {following} in {states}"
+        assert is_legal(state, following), f"{state} was followed by {following} in {states}"
     assert states[-1] is State.READY

@@ -31,13 +31,13 @@ ORDERLY_END_S = 10.0 * SLOWNESS
 class Agent:
     """`mlxtp node` with two ranks."""
 
-    def __init__(self, home: Path, port: int, *, spare: bool = False) -> None:
+    def __init__(self, home: Path, port: int, *flags: str, spare: bool = False) -> None:
         self.home = home
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "mlxtp", "node", "--ranks", "2", "--model", "tiny"]
         command += ["--home", str(home), "--http", f"127.0.0.1:{port}"]
-        command += ["--spare" if spare else "--no-spare"]
+        command += ["--spare" if spare else "--no-spare", *flags]
         self._log = (home.parent / f"{home.name}-{time.monotonic_ns()}.log").open("w+")
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
@@ -100,8 +100,8 @@ class Agents:
             self.port = sock.getsockname()[1]
         self._started: list[Agent] = []
 
-    def start(self, *, spare: bool = False) -> Agent:
-        self._started.append(Agent(self.home, self.port, spare=spare))
+    def start(self, *flags: str, spare: bool = False) -> Agent:
+        self._started.append(Agent(self.home, self.port, *flags, spare=spare))
         return self._started[-1]
 
     def close(self) -> None:
@@ -243,8 +243,9 @@ def test_killed_while_a_rank_is_stopped(agents: Agents) -> None:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=chaos)], ids=lambda number: number.name
 )
 def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -> None:
-    """SIGTERM to the agent, or Ctrl-C to the whole group of processes: an end in order."""
-    agent = agents.start()
+    """SIGTERM to the agent, or Ctrl-C to the whole group of processes: what has begun ends as it should,
+    nothing new is taken, and then all of it ends in order."""
+    agent = agents.start("--drain", "600")
     agent.wait_ready()
     expected = agent.content(COUNT)
     pids = agent.wait_ranks()
@@ -254,16 +255,37 @@ def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -
         os.killpg(agent.pid, number)
     else:
         kill(agent.pid, number)
+    late = Reader(agent)
     for reader in readers:
-        assert_honest(reader.result(), expected)
-    assert {reader.answer.code for reader in readers} <= {None, "shutting_down"}
-    assert any(reader.answer.error for reader in readers)
+        assert (reader.result().text, reader.answer.done) == (expected, True)
+    assert late.broken or late.result().code in (None, "shutting_down")
+    assert_honest(late.answer, expected) if late.answer.text else None
     assert agent.wait_end(ORDERLY_END_S) == 0
     print(f"{number.name}: ended after {time.monotonic() - began:.2f} s")
     assert_nothing_left(agents, pids)
+    assert "SIGKILL" not in agent.log()
     log = agent.log()
     assert "Traceback" not in log
     assert "never" not in log, "a coroutine or task was forgotten"
+
+
+def test_told_to_stop_twice_or_for_too_long(agents: Agents) -> None:
+    """What is open then ends with an error that says so."""
+    for flags, signals in ((("--drain", "600"), 2), (("--drain", "0.2"), 1)):
+        agent = agents.start(*flags)
+        agent.wait_ready()
+        expected = agent.content(COUNT)
+        pids = agent.wait_ranks()
+        readers = crowd(agent)
+        for _ in range(signals):
+            kill(agent.pid, signal.SIGTERM)
+            until(lambda agent=agent: "draining" in agent.log(), "draining")
+        for reader in readers:
+            assert_honest(reader.result(), expected)
+        assert {reader.answer.code for reader in readers} <= {None, "shutting_down"}
+        assert any(reader.answer.error for reader in readers)
+        assert agent.wait_end(ORDERLY_END_S) == 0
+        assert_nothing_left(agents, pids)
 
 
 @chaos

@@ -269,23 +269,25 @@ def test_told_to_stop_while_it_decodes(agents: Agents, number: signal.Signals) -
     assert "never" not in log, "a coroutine or task was forgotten"
 
 
-def test_told_to_stop_twice_or_for_too_long(agents: Agents) -> None:
+@pytest.mark.parametrize(
+    ("drain_s", "signals"), [("600", 2), pytest.param("0.2", 1, marks=chaos)], ids=["twice", "too long"]
+)
+def test_told_to_stop_twice_or_for_too_long(agents: Agents, drain_s: str, signals: int) -> None:
     """What is open then ends with an error that says so."""
-    for flags, signals in ((("--drain", "600"), 2), (("--drain", "0.2"), 1)):
-        agent = agents.start(*flags)
-        agent.wait_ready()
-        expected = agent.content(COUNT)
-        pids = agent.wait_ranks()
-        readers = crowd(agent)
-        for _ in range(signals):
-            kill(agent.pid, signal.SIGTERM)
-            until(lambda agent=agent: "draining" in agent.log(), "draining")
-        for reader in readers:
-            assert_honest(reader.result(), expected)
-        assert {reader.answer.code for reader in readers} <= {None, "shutting_down"}
-        assert any(reader.answer.error for reader in readers)
-        assert agent.wait_end(ORDERLY_END_S) == 0
-        assert_nothing_left(agents, pids)
+    agent = agents.start("--drain", drain_s)
+    agent.wait_ready()
+    expected = agent.content(COUNT)
+    pids = agent.wait_ranks()
+    readers = crowd(agent)
+    for _ in range(signals):
+        kill(agent.pid, signal.SIGTERM)
+        until(lambda: "draining" in agent.log(), "draining")
+    for reader in readers:
+        assert_honest(reader.result(), expected)
+    assert {reader.answer.code for reader in readers} <= {None, "shutting_down"}
+    assert any(reader.answer.error for reader in readers)
+    assert agent.wait_end(ORDERLY_END_S) == 0
+    assert_nothing_left(agents, pids)
 
 
 @chaos

@@ -366,16 +366,14 @@ class Supervisor:
             log.debug("the listener failed at %r", stage, exc_info=True)
 
     def _enter(self, state: State) -> None:
-        if self.gateway.closing and state in _DRAINABLE:
-            state = State.DRAINING
-        if not is_legal(self._own, state):
-            log.error("epoch %d went from %s to %s, which is a bug", self.epoch, self._own, state)
-        self._own = state
-        self._show(state)
+        before, self._own = self._own, self._show(state)
+        if not is_legal(before, self._own):
+            log.error("epoch %d went from %s to %s, which is a bug", self.epoch, before, self._own)
 
-    def _show(self, state: State) -> None:
+    def _show(self, state: State) -> State:
         self.state = State.DRAINING if self.gateway.closing and state in _DRAINABLE else state
         self._changed.set()
+        return self.state
 
     def _health(self, open_requests: int) -> Health:
         model = next(iter(self.gateway.models()), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import pytest
 from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError
-from mlxtp.node.epoch import RestartPolicy, State
+from mlxtp.node.epoch import RestartPolicy, State, is_legal
 from mlxtp.node.models import open_model
 from mlxtp.node.ranks import Group
 from mlxtp.node.supervisor import ModelSource, Plan, Supervisor
@@ -90,6 +91,7 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
                 await asyncio.wait({stage.running})
         assert stage.running.cancelled(), stage.running.exception()
         assert (stage.supervisor.state, stage.gateway.open_requests) == (State.STOPPED, 0)
+        assert all(is_legal(before, after) for before, after in pairwise(stage.states)), stage.states
         assert stage.gateway.models() == ()
         assert rank_processes(stage.home) == []
         assert list(stage.home.glob("run/*/*")) == []

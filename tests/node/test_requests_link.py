@@ -14,6 +14,7 @@ from mlxtp.api.backend import End, Health, Request, Score, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.node import requests_link
 from mlxtp.node.gateway import Gateway
+from mlxtp.node.overload import Bounds
 from mlxtp.node.requests_link import RemoteDesk, serve_requests
 from mlxtp.wire.connection import Connection
 from mlxtp.wire.messages import (
@@ -38,7 +39,7 @@ MAX_OPEN = 4
 
 
 def gateway() -> Gateway:
-    return Gateway(lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), MAX_OPEN)
+    return Gateway(lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), Bounds(MAX_OPEN))
 
 
 class Stage:

@@ -13,7 +13,7 @@ from .blame import Footing
 from .relayed import Desk, Item
 
 MAX_UNREAD = 16_384
-"""Events, mostly of one token, that may wait for a client. One that is further behind gets no more."""
+"""Tokens, more or less, that may wait for a client. One that is further behind gets no more."""
 
 
 class Asked:
@@ -79,18 +79,20 @@ class Asked:
             self.pending = None
 
     def put(self, item: Item) -> None:
+        behind = False
         if isinstance(item, Tokens):
             self._got += item.tokens
-        elif isinstance(item, MlxtpError) and not self._judged.is_set():
-            self._refusal = item
+            behind = self._items.qsize() >= MAX_UNREAD
+        else:
+            self._no_deadline()
+            if isinstance(item, MlxtpError) and not self._judged.is_set():
+                self._refusal = item
         if self.pending is not None or not self._judged.is_set():
             self.accept()
-        if not isinstance(item, Tokens):
-            self._no_deadline()
         self._items.put_nowait(item)
-        if isinstance(item, Tokens) and self._items.qsize() > MAX_UNREAD:
+        if behind:
             self._abandon(self)
-            detail = f"the client is {MAX_UNREAD} pieces behind in reading its answer"
+            detail = f"the client is more than {MAX_UNREAD} tokens behind in reading its answer"
             self.put(MlxtpError(detail, Code.CLIENT_TOO_SLOW))
 
     # --- what HTTP takes out -------------------------------------------------------------------------

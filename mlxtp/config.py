@@ -31,10 +31,13 @@ MAX_SECONDS = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long each thing may take, in seconds, and how many requests may be open.
+    """How long each thing may take, in seconds, and how much is taken at once.
 
     `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group when its own
-    has ended. `canary_s`: how long a group idles between two proofs.
+    has ended. `deadline_s`: all of it, from its arrival to its last token. `client_stall_s`: how long a
+    client may leave unread what is there for it. `canary_s`: how long a group idles between two proofs.
+    `max_open_tokens`: of prompts and answers of open requests. `min_free_bytes`: memory of this machine below
+    which nothing new is taken.
     """
 
     spawn_s: float = 60.0
@@ -48,9 +51,13 @@ class Limits:
     ack_s: float = 8.0
     queue_s: float = 300.0
     recovery_s: float = 60.0
+    deadline_s: float = 3600.0
+    client_stall_s: float = 60.0
     canary_s: float = 60.0
     shutdown_s: float = 10.0
     max_open_requests: int = 256
+    max_open_tokens: int = 2_000_000
+    min_free_bytes: int = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ class Code(StrEnum):
     CONTEXT_OVERFLOW = "context_length_exceeded"
     NOT_READY = "not_ready"
     OVERLOADED = "overloaded"
+    DEADLINE = "deadline_exceeded"
+    CLIENT_TOO_SLOW = "client_too_slow"
     GRAMMAR_STUCK = "grammar_stuck"
     JOIN_REFUSED = "join_refused"
     SAME_NODE = "same_node"

@@ -162,6 +162,8 @@ def error_status(error: MlxtpError) -> int:
     """The HTTP status: a lost group is being formed again, so the client may come back."""
     if isinstance(error, RequestError):
         return error.status
+    if error.code is Code.DEADLINE:
+        return 504
     come_back = isinstance(error, GroupError | LinkError) or error.code in (
         Code.NOT_READY,
         Code.SHUTTING_DOWN,

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
+BODY_S = 60.0
 _LARGE_BYTES = 64 * 1024  # from here on, parsing and tokenizing happen in a thread
 _NO_READER = 499  # what nobody will read, as proxies log it
 
@@ -48,14 +49,15 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = 10.0,
     retry_after_s: int = 5,
+    body_s: float = BODY_S,
 ) -> Starlette:
     """The HTTP side of one agent.
 
     `admin` answers the commands of this Mac. `allowed_hosts`: names in Host and Origin that are answered, `*`
     for any. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: what a client is told while the
-    model is not ready.
+    model is not ready. `body_s`: the time to send a body.
     """
-    endpoints = _Endpoints(backend, max_body_bytes, keep_alive_s, retry_after_s)
+    endpoints = _Endpoints(backend, max_body_bytes, keep_alive_s, retry_after_s, body_s)
     app = Starlette(
         routes=[
             Route("/health", endpoints.health, methods=["GET"]),
@@ -108,12 +110,13 @@ class _Job:
 
 class _Endpoints:
     def __init__(
-        self, backend: Backend, max_body_bytes: int, keep_alive_s: float, retry_after_s: int
+        self, backend: Backend, max_body_bytes: int, keep_alive_s: float, retry_after_s: int, body_s: float
     ) -> None:
         self._backend = backend
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
         self._retry_after_s = retry_after_s
+        self._body_s = body_s
 
     async def health(self, _request: Request) -> Response:
         health = self._backend.health()
@@ -128,9 +131,10 @@ class _Endpoints:
         )
 
     async def chat(self, request: Request) -> Response:
-        body = await _read_body(request, self._max_body_bytes)
+        body = await self._read_body(request)
         chat = await _in_thread_if(len(body) > _LARGE_BYTES, lambda: openai.parse_chat(body))
-        job = await self._job(chat, len(body))
+        address = request.client.host if request.client is not None else ""
+        job = await self._job(chat, len(body), settings.client_of(chat, address))
         completion = answers.Completion(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), job.model.id)
         async with AsyncExitStack() as open_:
             asked = Answers()
@@ -155,7 +159,14 @@ class _Endpoints:
             lambda: JSONResponse(answers.completion_body(completion, job.prompt_tokens, choices, job.name)),
         )
 
-    async def _job(self, chat: openai.ChatRequest, size: int) -> _Job:
+    async def _read_body(self, request: Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._body_s):
+                return await _read_body(request, self._max_body_bytes)
+        except TimeoutError:
+            raise RequestError(f"the body was not complete within {self._body_s:g} s", status=408) from None
+
+    async def _job(self, chat: openai.ChatRequest, size: int, client: str) -> _Job:
         models, text = self._backend.models(), self._backend.text()
         if not models or text is None:
             raise self._not_ready()
@@ -171,7 +182,16 @@ class _Endpoints:
         settings.check_min_tokens(shaping.min_tokens, max_tokens)
         if self._backend.text() is not text:  # another model was loaded while we were in the thread
             raise self._not_ready()
-        first = Wanted(prompt, max_tokens, sampling, shaping, settings.logprobs(chat), bool(chat.ignore_eos))
+        first = Wanted(
+            prompt,
+            max_tokens,
+            sampling,
+            shaping,
+            settings.logprobs(chat),
+            bool(chat.ignore_eos),
+            client,
+            chat.deadline_s or 0.0,
+        )
         return _Job(text, model, settings.choices(first, chat.n or 1), stops)
 
     def _not_ready(self) -> RequestError:
@@ -206,7 +226,13 @@ class _Endpoints:
         return self._json(_internal_error(), 500)
 
     def _json(self, body: answers.Json, status: int) -> Response:
-        headers = {"retry-after": str(self._retry_after_s)} if status in (429, 503) else None
+        headers = {}
+        if status in (429, 503):
+            headers["retry-after"] = str(self._retry_after_s)
+        elif status == 504:  # what took too long once will do so again
+            headers["x-should-retry"] = "false"
+        elif status == 408:  # the rest of the body must not be taken for another request
+            headers["connection"] = "close"
         return JSONResponse(body, status, headers=headers)
 
 

@@ -75,6 +75,9 @@ class ChatRequest(_Schema):
     repetition_penalty: Annotated[float, _range(0.01, 100)] | None = None
     logit_bias: dict[str, Annotated[float, _range(-100, 100)]] | None = None
     response_format: Json | None = None
+    # for whom, and until when
+    user: Any = None
+    deadline_s: Annotated[float, _range(0.001, 86_400)] | None = None
     # what is told of it
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _range(0, 20)] | None = None

@@ -12,8 +12,9 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
+from .connection import Connection, connection_class
 
-_BACKLOG = 128
+_BACKLOG = 1024
 _IDLE_CONNECTION_S = 75
 
 
@@ -39,16 +40,25 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(app: ASGIApp, sock: socket.socket, stop: asyncio.Event, *, grace_s: int = 5) -> None:
+async def serve(
+    app: ASGIApp,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    *,
+    grace_s: int = 5,
+    stall_s: float = Connection.stall_s,
+    request_s: float = Connection.request_s,
+) -> None:
     """Serves until `stop` is set or the task is cancelled, then takes at most about `grace_s` to finish.
 
-    Requests still open after `grace_s` are cancelled and their connections closed. Closes `sock`.
-    Signals are left to the caller.
+    Requests still open after `grace_s` are cancelled and their connections closed. So is a connection whose
+    client leaves its answer unread for `stall_s`, or needs more than `request_s` to send a request. Closes
+    `sock`. Signals are left to the caller.
     """
     server = _Server(
         uvicorn.Config(
             _cut_off_quietly(app),
-            http="h11",
+            http=connection_class(stall_s, request_s),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -17,6 +17,8 @@ from .openai import ChatRequest, shown
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
+MAX_USER_CHARS = 256
+"""Of `user`, as many tell clients apart."""
 
 _SEEDS = 2**63
 
@@ -86,6 +88,12 @@ def shaping(chat: ChatRequest, vocabulary: int) -> Shaping:
 def logprobs(chat: ChatRequest) -> int:
     """As `Request.logprobs` counts them."""
     return (chat.top_logprobs or 0) if chat.logprobs else -1
+
+
+def client_of(chat: ChatRequest, address: str) -> str:
+    """Whose request this is, when clients take turns: an address, and there the `user` it names, if any."""
+    user = chat.user if isinstance(chat.user, str) else ""
+    return f"{address} {user[:MAX_USER_CHARS]}"
 
 
 def stop_strings(chat: ChatRequest) -> tuple[str, ...]:

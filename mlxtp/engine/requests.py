@@ -209,7 +209,7 @@ class Requests:
             guide=guide,
         )
         try:
-            self.scheduler.add(request.uid, request.tokens, wants, request.answered)
+            self.scheduler.add(request.uid, request.tokens, wants, request.answered, request.client)
         except MlxtpError as error:
             self._emitter.fail(request.uid, error.code, error.detail)
             return

@@ -39,6 +39,7 @@ from .moves import (
 )
 from .prefix_cache import PrefixCache
 from .speculation import Adaptive, Lookup
+from .turns import Turns
 
 MAX_PREFILLING = 4
 """Prompts that are partly computed at once: long ones take turns, so that short ones need not wait."""
@@ -86,6 +87,8 @@ class _Sequence:
     forced: tuple[int, ...] = ()
     known_at: int = 0
     """How many tokens of the answer must be known before its next step."""
+    client: int = 0
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ class Scheduler:
         self._fits: tuple[int, int, int] = (0, 0, 0)
         """Rows, those with the prompts under way, and capacity that were last found to fit."""
         self._budget = policy.prefill_chunk
+        self._turns = Turns()
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -134,8 +138,10 @@ class Scheduler:
         """Positions that the KV caches occupy, by these books."""
         return self._occupied()
 
-    def add(self, request: int, tokens: tuple[int, ...], wants: Wants, answered: int = 0) -> None:
-        """Admit a request; it waits behind those that came before.
+    def add(
+        self, request: int, tokens: tuple[int, ...], wants: Wants, answered: int = 0, client: int = 0
+    ) -> None:
+        """Admit a request; it waits behind those that its client sent before, and takes turns with others'.
 
         The last `answered` of `tokens` are the beginning of its answer. Raises MlxtpError (CONTEXT_OVERFLOW)
         when it could not run even alone.
@@ -149,10 +155,10 @@ class Scheduler:
                 Code.CONTEXT_OVERFLOW,
             )
         sequence = _Sequence(
-            request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered
+            request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered, client=client
         )
         self._requests[request] = sequence
-        self._waiting.append(sequence)
+        self._line_up(sequence)
 
     def cancel(self, request: int) -> End | None:
         """End a request now; None when it has ended already."""
@@ -161,6 +167,16 @@ class Scheduler:
             return None
         self._stop(sequence, "cancel")
         return self._end(sequence, "cancel")
+
+    def _line_up(self, sequence: _Sequence) -> None:
+        waiting = [other for other in self._waiting if not other.uid]
+        own = [other.turn for other in waiting if other.client == sequence.client]
+        sequence.turn = self._turns.following(sequence.client, own)
+        for other in waiting:
+            if other.turn > sequence.turn:
+                self._waiting.insert(self._waiting.index(other), sequence)
+                return
+        self._waiting.append(sequence)
 
     # --- moves ---------------------------------------------------------------------------------------
 
@@ -283,6 +299,7 @@ class Scheduler:
         if not sequence.uid:
             self.last_uid += 1
             sequence.uid = self.last_uid
+            self._turns.begin(sequence.client, sequence.turn)
             source, take = self._start_from(sequence, may_take=may_take)
         offset = sequence.prefilled
         tokens = tuple(sequence.tokens[offset : min(offset + limit, sequence.prompt)])

@@ -96,7 +96,8 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))
+    app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+    serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
         watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
@@ -145,7 +146,8 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        serving = asyncio.create_task(serve(create_app(supervisor.gateway, admin=admin), sock, stop))
+        app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+        serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
 
         def woke(slept_s: float) -> None:
             cluster.woke(slept_s)

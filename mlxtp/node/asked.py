@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..api.backend import Answer, Event, Tokens
-from ..errors import MlxtpError
+from ..errors import Code, MlxtpError
 from ..wire.messages import Generate
 from .blame import Footing
 from .relayed import Desk, Item
+
+MAX_UNREAD = 16_384
+"""Tokens, more or less, that may wait for a client. One that is further behind gets no more."""
 
 
 class Asked:
@@ -31,6 +34,8 @@ class Asked:
         """How often it was asked."""
         self.pending: asyncio.TimerHandle | None = None
         """Ends it, unless a group takes it before."""
+        self.deadline: asyncio.TimerHandle | None = None
+        """Ends it, unless it ends before."""
         self._got: list[int] = []
         self._got_before = 0
         self._items: asyncio.Queue[Item] = asyncio.Queue()
@@ -56,8 +61,12 @@ class Asked:
     @property
     def footing(self) -> Footing:
         """How it stands should the group fail now."""
-        length = len(self.generate.tokens) + len(self._got)
-        return Footing(self.strikes, len(self._got) - self._got_before, length, running=self.uid != 0)
+        return Footing(self.strikes, len(self._got) - self._got_before, self.length, running=self.uid != 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.generate.tokens) + len(self._got)
 
     def accept(self) -> None:
         self._judged.set()
@@ -70,13 +79,21 @@ class Asked:
             self.pending = None
 
     def put(self, item: Item) -> None:
+        behind = False
         if isinstance(item, Tokens):
             self._got += item.tokens
-        elif isinstance(item, MlxtpError) and not self._judged.is_set():
-            self._refusal = item
+            behind = self._items.qsize() >= MAX_UNREAD
+        else:
+            self._no_deadline()
+            if isinstance(item, MlxtpError) and not self._judged.is_set():
+                self._refusal = item
         if self.pending is not None or not self._judged.is_set():
             self.accept()
         self._items.put_nowait(item)
+        if behind:
+            self._abandon(self)
+            detail = f"the client is more than {MAX_UNREAD} tokens behind in reading its answer"
+            self.put(MlxtpError(detail, Code.CLIENT_TOO_SLOW))
 
     # --- what HTTP takes out -------------------------------------------------------------------------
 
@@ -108,4 +125,10 @@ class Asked:
 
     async def aclose(self) -> None:
         self._ended = True
+        self._no_deadline()
         self._abandon(self)
+
+    def _no_deadline(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from ..api.backend import Answer, End, Health, ModelInfo, Request, Score, Tokens
 from ..api.text import Text
@@ -32,6 +33,8 @@ from ..wire.messages import (
 from . import golden
 from .asked import Asked
 from .blame import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
+from .free_memory import FreeMemory
+from .overload import Bounds, Memory, client_number, load_of, refusal
 from .rank_process import RequestEvent
 from .relayed import Desk, Relayed
 
@@ -46,13 +49,24 @@ ASK_AGAIN_S = 0.5
 class Gateway:
     """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error.
 
-    `recovery_s`: how long a request waits for another group before it ends with an error.
+    `recovery_s`: how long a request waits for another group before it ends with an error. `deadline_s`: how
+    long it may take in all. `memory` tells how much this machine has left.
     """
 
-    def __init__(self, health: Callable[[int], Health], max_open: int, recovery_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        health: Callable[[int], Health],
+        bounds: Bounds,
+        recovery_s: float = 60.0,
+        deadline_s: float = 3600.0,
+        memory: Callable[[], Memory] | None = None,
+    ) -> None:
         self._health = health
-        self._max_open = max_open
+        self._bounds = bounds
         self._recovery_s = recovery_s
+        self._deadline_s = deadline_s
+        self._memory = memory or FreeMemory()
+        self._salt = secrets.token_bytes(16)
         self._uids = itertools.count(1)
         self._open: dict[int, Asked | Relayed] = {}
         """By uid: what a desk works on."""
@@ -159,7 +173,11 @@ class Gateway:
     @property
     def open_requests(self) -> int:
         """Requests that wait for more tokens, other agents' included."""
-        return len(self._open) + len(self._paused) + len(self._suspects)
+        return len(self._requests)
+
+    @property
+    def _requests(self) -> list[Asked | Relayed]:
+        return [*self._open.values(), *self._paused, *self._suspects]
 
     # --- what HTTP asks ------------------------------------------------------------------------------
 
@@ -175,7 +193,8 @@ class Gateway:
     def generate(self, request: Request) -> Answer:
         """Start a request; see `Backend.generate`."""
         self._refuse_if_closing()
-        return self._start(self._free_desk(), request)
+        client = client_number(request.client, self._salt)
+        return self._start(self._free_desk(client, len(request.prompt)), request, client)
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
         """Start a request that another agent's gateway sent; `tell` gets its events under its own uid.
@@ -183,7 +202,7 @@ class Gateway:
         Returns what cancels it. Raises RequestError when it is refused at once.
         """
         self._refuse_if_closing()
-        desk = self._free_desk()
+        desk = self._free_desk(generate.client, len(generate.tokens))
         if not self._here:  # two agents that each take the other for rank 0's would pass it on for ever
             raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
         relayed = Relayed(generate, tell)
@@ -199,17 +218,14 @@ class Gateway:
         if self.closing:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
 
-    def _free_desk(self) -> Desk:
+    def _free_desk(self, client: int, prompt: int) -> Desk:
         if self._desk is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
         if self._held:
             raise RequestError(self._held, Code.NOT_READY, status=503)
-        if self.open_requests >= self._max_open:
-            raise RequestError(
-                f"{self.open_requests} requests are open, the most this server takes",
-                Code.OVERLOADED,
-                status=429,
-            )
+        load = load_of(client, [(request.generate.client, request.length) for request in self._requests])
+        if (refused := refusal(self._bounds, load, prompt, self._memory())) is not None:
+            raise refused
         return self._desk
 
     async def warm_up(self, ranks: Desk, vocabulary: int) -> tuple[int, ...]:
@@ -239,7 +255,7 @@ class Gateway:
 
     # --- one request ---------------------------------------------------------------------------------
 
-    def _start(self, desk: Desk, request: Request) -> Asked:
+    def _start(self, desk: Desk, request: Request, client: int = 0) -> Asked:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
@@ -253,10 +269,18 @@ class Gateway:
             request.shaping,
             request.logprobs,
             request.ignore_eos,
+            client=client,
         )
         asked = Asked(generate, self._abandon)
         self._admit(asked, desk)
+        deadline_s = min(request.deadline_s or self._deadline_s, self._deadline_s)
+        loop = asyncio.get_running_loop()
+        asked.deadline = loop.call_later(deadline_s, self._too_late, asked, deadline_s)
         return asked
+
+    def _too_late(self, asked: Asked, deadline_s: float) -> None:
+        self._abandon(asked)
+        asked.put(MlxtpError(f"the answer was not complete within {deadline_s:g} s", Code.DEADLINE))
 
     def _admit(self, request: Asked | Relayed, desk: Desk) -> None:
         """To the desk, or behind the suspects that wait. Raises RequestError when nobody takes it."""
@@ -348,7 +372,7 @@ class Gateway:
                     waiting.put(error)
 
     def _end_all(self, error: MlxtpError) -> None:
-        requests: Sequence[Asked | Relayed] = [*self._open.values(), *self._paused, *self._suspects]
+        requests = self._requests
         self._open.clear()
         self._paused.clear()
         self._suspects.clear()

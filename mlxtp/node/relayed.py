@@ -42,9 +42,13 @@ class Relayed:
     @property
     def footing(self) -> Footing:
         """How it stands should the group fail now."""
-        asked = self.generate
-        progress = self._index - asked.answered
-        return Footing(self.strikes, progress, len(asked.tokens) + progress, running=self.uid != 0)
+        progress = self._index - self.generate.answered
+        return Footing(self.strikes, progress, self.length, running=self.uid != 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.generate.tokens) + self._index - self.generate.answered
 
     def cancelled(self) -> None:
         """Its own gateway gave it up; this is the last word about it."""

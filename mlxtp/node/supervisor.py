@@ -19,6 +19,7 @@ from ..wire.messages import Abort, ClearCache, Unload
 from . import golden, timing
 from .epoch import RestartPolicy, State, is_legal
 from .gateway import Gateway
+from .overload import Bounds
 from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
 
@@ -78,7 +79,8 @@ class Supervisor:
         worker: Worker = WORKER,
     ) -> None:
         limits = settings.limits
-        self.gateway = Gateway(self._health, limits.max_open_requests, limits.recovery_s)
+        bounds = Bounds(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
+        self.gateway = Gateway(self._health, bounds, limits.recovery_s, limits.deadline_s)
         self.state = State.STARTING
         self._own = State.STARTING
         """The state of this agent's own epochs; `state` may be that of a group elsewhere."""

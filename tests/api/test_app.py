@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from mlxtp.api.backend import Tokens
-from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import CONTEXT, WAIT_S, Server, forever, says, then
 
@@ -254,6 +254,25 @@ def test_what_the_backend_refuses_at_once_has_a_real_status(server: Server, stre
     response = post(server, ask(stream=stream))
     assert assert_error(response, 429, "overloaded")["type"] == "rate_limit_error"
     assert response.headers["retry-after"] == "7"
+
+
+def test_what_was_too_late_is_a_504_that_is_not_tried_again(server: Server) -> None:
+    server.backend.script = then([], fail_with(MlxtpError("too late", Code.DEADLINE)))
+    response = post(server, ask())
+    assert assert_error(response, 504, "deadline_exceeded")["message"] == "too late"
+    assert response.headers["x-should-retry"] == "false"
+    server.backend.script = then(server.ids("ab"), fail_with(MlxtpError("too late", Code.DEADLINE)))
+    *_, last = data_of(post(server, ask(stream=True)))
+    assert json.loads(last)["error"]["code"] == "deadline_exceeded"
+
+
+def test_who_asks_and_until_when_reaches_the_backend(server: Server) -> None:
+    post(server, ask(user="alice", deadline_s=2.5))
+    post(server, ask())
+    named, plain = server.backend.requests
+    assert (named.client, named.deadline_s) == ("127.0.0.1 alice", 2.5)
+    assert (plain.client, plain.deadline_s) == ("127.0.0.1 ", 0.0)
+    assert_error(post(server, ask(deadline_s=0)), 400, "invalid_request")
 
 
 def test_every_error_has_the_same_shape(server: Server) -> None:

@@ -300,6 +300,7 @@ class Simulation:
         guide: FakeGuide | None = None,
         ignore_eos: bool = False,
         scored: bool = False,
+        client: int = 0,
     ) -> Request:
         """Admit a request; a prompt of so many tokens is like no other."""
         uid = len(self.requests) + 1
@@ -307,7 +308,7 @@ class Simulation:
         request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
         wants = Wants(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
-        self.scheduler.add(uid, tokens, wants)
+        self.scheduler.add(uid, tokens, wants, client=client)
         return request
 
     def cancel(self, uid: int) -> End | None:

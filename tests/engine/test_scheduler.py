@@ -266,6 +266,62 @@ def test_first_come_first_served() -> None:
     assert firsts == [1, 2, 3]
 
 
+def beginnings(simulation: Simulation) -> list[int]:
+    return [chunk.request for chunk in simulation.prefills() if chunk.offset == 0]
+
+
+def test_a_client_with_many_requests_does_not_hold_up_one_with_one() -> None:
+    simulation = Simulation(max_rows=2)
+    for _ in range(20):
+        simulation.add(prompt=1, max_tokens=3, client=7)
+    simulation.ticks(3)
+    assert beginnings(simulation) == [1, 2]
+    simulation.add(prompt=1, max_tokens=3, client=8)
+    simulation.drain()
+    assert beginnings(simulation)[:4] == [1, 2, 21, 3]
+    check_answers(simulation)
+
+
+def test_clients_take_turns_and_each_is_served_in_its_order() -> None:
+    simulation = Simulation(max_rows=1)
+    clients = {}
+    for client, count in ((7, 6), (8, 3), (9, 1)):
+        for _ in range(count):
+            clients[simulation.add(prompt=1, max_tokens=1, client=client).uid] = client
+    simulation.drain()
+    order = beginnings(simulation)
+    assert [clients[uid] for uid in order] == [7, 8, 9, 7, 8, 7, 8, 7, 7, 7]
+    for client in (7, 8, 9):
+        own = [uid for uid in order if clients[uid] == client]
+        assert own == sorted(own)
+
+
+def test_whoever_asks_again_and_again_does_not_starve_the_others() -> None:
+    simulation = Simulation(max_rows=1)
+    for _ in range(4):
+        simulation.add(prompt=1, max_tokens=1, client=7)
+    asked = {client: simulation.add(prompt=1, max_tokens=1, client=client) for client in (8, 9, 10)}
+    while len(beginnings(simulation)) < 16:
+        simulation.tick()
+        for client, request in asked.items():
+            if request.ends:
+                asked[client] = simulation.add(prompt=1, max_tokens=1, client=client)
+    assert set(beginnings(simulation)) >= {1, 2, 3, 4}
+
+
+def test_what_a_client_cancelled_is_not_held_against_it() -> None:
+    simulation = Simulation(max_rows=1)
+    simulation.add(prompt=1, max_tokens=9, client=8)
+    simulation.tick()
+    given_up = [simulation.add(prompt=1, max_tokens=1, client=7).uid for _ in range(9)]
+    others = [simulation.add(prompt=1, max_tokens=1, client=8).uid for _ in range(3)]
+    for uid in given_up:
+        simulation.cancel(uid)
+    late = simulation.add(prompt=1, max_tokens=1, client=7).uid
+    simulation.drain()
+    assert beginnings(simulation) == [1, late, *others]
+
+
 def test_long_prompts_take_turns() -> None:
     simulation = Simulation(prefill_chunk=4)
     for _ in range(3):

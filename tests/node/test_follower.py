@@ -18,6 +18,7 @@ from mlxtp.node import follower as follower_module
 from mlxtp.node.epoch import State
 from mlxtp.node.follower import Follower
 from mlxtp.node.gateway import Gateway
+from mlxtp.node.overload import Bounds
 from mlxtp.node.requests_link import serve_requests
 from mlxtp.node.supervisor import ModelSource, Supervisor
 from mlxtp.node.surroundings import Knowledge
@@ -43,7 +44,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         first = founder(folder)
         self.ranks = FakeRanks()
-        self.host = Gateway(lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), 8)
+        self.host = Gateway(lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), Bounds(8))
         self.host.serve(cast(Any, self.ranks), MODEL, TEXT)
         self.connections = 0
         self.silent = False

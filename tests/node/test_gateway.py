@@ -15,6 +15,7 @@ from mlxtp.api.backend import End, Event, Health, ModelInfo, Request, Score, Tok
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.node import golden
 from mlxtp.node.gateway import WARM_UP_TOKENS, Gateway
+from mlxtp.node.overload import Bounds
 from mlxtp.node.ranks import Ranks
 from mlxtp.wire.messages import (
     MAX_FRAME_TOKENS,
@@ -58,7 +59,7 @@ class Stage:
             return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
 
         self.ranks = FakeRanks()
-        self.gateway = Gateway(health, max_open)
+        self.gateway = Gateway(health, Bounds(max_open))
         self.gateway.serve(cast(Ranks, self.ranks), MODEL, TEXT)
 
     @property

@@ -12,8 +12,9 @@ import pytest
 
 from mlxtp.api.backend import End, Health, Request, Score, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
-from mlxtp.node import requests_link
+from mlxtp.node import asked, requests_link
 from mlxtp.node.gateway import Gateway
+from mlxtp.node.overload import Bounds
 from mlxtp.node.requests_link import RemoteDesk, serve_requests
 from mlxtp.wire.connection import Connection
 from mlxtp.wire.messages import (
@@ -38,7 +39,7 @@ MAX_OPEN = 4
 
 
 def gateway() -> Gateway:
-    return Gateway(lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), MAX_OPEN)
+    return Gateway(lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), Bounds(MAX_OPEN))
 
 
 class Stage:
@@ -134,6 +135,30 @@ def test_an_answer_is_the_same_here_as_there() -> None:
             End("stop", 3),
         ]
         assert stage.open_requests == (0, 0)
+
+    play(story)
+
+
+def test_a_client_that_stops_reading_there_holds_up_nobody_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own gateway always reads, so the link never fills; the client alone is ended."""
+    monkeypatch.setattr(asked, "MAX_UNREAD", 100)
+    monkeypatch.setattr(requests_link, "MAX_UNSENT_BYTES", 4096)
+
+    async def story(stage: Stage) -> None:
+        deaf, other = (stage.ours.generate(Request((number,), 900)) for number in (1, 2))
+        await stage.asked(2)
+        stage.say(Accepted(1), Accepted(2))
+        for index in range(400):
+            stage.say(Delta((1, 2), (index, index), (7, 8)))
+            if index < 399:
+                assert await anext(cast(Any, other)) == Tokens((8,))
+        await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
+        stage.say(Finished(2, "stop", 400, 400))
+        assert await stage.read(other) == [Tokens((8,)), End("stop", 400)]
+        *tokens, error = await stage.read(deaf)
+        assert len(tokens) == 101
+        assert error.code is Code.CLIENT_TOO_SLOW
+        assert stage.lost == []
 
     play(story)
 

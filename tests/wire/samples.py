@@ -335,6 +335,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         SHAPING,
         st.integers(-1, MAX_TOP_LOGPROBS),
         st.booleans(),
+        client=_count,
     ),
     Accepted: st.builds(Accepted, _uid),
     ScoredDelta: st.builds(
@@ -468,4 +469,5 @@ def fullest_generate(tokens: int) -> Generate:
         ),
         MAX_TOP_LOGPROBS,
         True,
+        client=U63,
     )

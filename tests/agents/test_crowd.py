@@ -1,0 +1,172 @@
+"""More clients at once than are served at once: each gets its own answer, or is told when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import h11
+import psutil
+import pytest
+
+from mlxtp.api.backend import Request
+
+from ..cluster import SLOWNESS, WAIT_S, Cluster, until
+from ..reference import random_text
+
+MAX_ROWS = 64
+"""Sequences that ranks decode at once."""
+
+
+@dataclass
+class Heard:
+    """What a client got until its connection was closed."""
+
+    status: int = 0
+    retry_after: str = ""
+    body: bytes = b""
+    whole: bool = False
+
+    @property
+    def events(self) -> list[str]:
+        lines = self.body.decode().splitlines()
+        return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+    @property
+    def text(self) -> str:
+        """Of a stream that came to its end."""
+        *chunks, done = self.events
+        assert done == "[DONE]", self.body[-400:]
+        choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
+        assert choices[-1]["finish_reason"] == "stop"
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+async def ask(host: str, port: int, text: str, **fields: Any) -> Heard:
+    """One streamed request on a connection of its own."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        messages = [{"role": "user", "content": f"Repeat exactly: {text}"}]
+        body = json.dumps(
+            {"messages": messages, "stream": True, "temperature": 0, "max_tokens": 64, **fields}
+        ).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return await listen(reader)
+    finally:
+        writer.close()
+
+
+async def listen(reader: asyncio.StreamReader) -> Heard:
+    connection, heard = h11.Connection(h11.CLIENT), Heard()
+    connection.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
+    connection.send(h11.EndOfMessage())
+    while True:
+        event = connection.next_event()
+        if event is h11.NEED_DATA:
+            connection.receive_data(await reader.read(65536))
+        elif isinstance(event, h11.Response):
+            heard.status = event.status_code
+            heard.retry_after = dict(event.headers).get(b"retry-after", b"").decode()
+        elif isinstance(event, h11.Data):
+            heard.body += event.data
+        elif isinstance(event, h11.EndOfMessage):
+            heard.whole = True
+            return heard
+        else:
+            return heard
+
+
+def descriptors(cluster: Cluster) -> list[int]:
+    return [psutil.Process(pid).num_fds() for pid in (os.getpid(), *cluster.pids())]
+
+
+@pytest.mark.parametrize(
+    ("clients", "users"),
+    [
+        (120, 7),
+        pytest.param(300, 1, marks=pytest.mark.chaos),
+        pytest.param(1000, 50, marks=pytest.mark.chaos),
+    ],
+)
+def test_every_client_gets_its_own_string_or_is_told_to_come_back(
+    two_ranks: Cluster, clients: int, users: int
+) -> None:
+    texts = [random_text(Random(number), 8) for number in range(clients)]
+    expected = two_ranks.content("Repeat exactly: PANDA-42")
+    assert expected == "PANDA-42"
+    at_first = descriptors(two_ranks)
+    host, port = two_ranks.url.removeprefix("http://").split(":")
+
+    async def crowd() -> list[Heard]:
+        asked = [
+            ask(host, int(port), text, user=f"user {number % users}") for number, text in enumerate(texts)
+        ]
+        async with asyncio.timeout(WAIT_S + SLOWNESS * clients):
+            return await asyncio.gather(*asked)
+
+    served = 0
+    for text, heard in zip(texts, asyncio.run(crowd()), strict=True):
+        assert heard.whole, heard
+        if heard.status == 429:
+            assert json.loads(heard.body)["error"]["code"] == "overloaded"
+            assert int(heard.retry_after) > 0
+            continue
+        assert heard.status == 200, heard
+        assert heard.text == text
+        served += 1
+    print(f"{served} of {clients} were served")
+    most = two_ranks.settings.limits.max_open_requests
+    assert served >= min(clients, most if users > 1 else most * 7 // 8)
+    until(lambda: two_ranks.health()["open_requests"] == 0, "no request is open")
+    two_ranks.idle()
+    until(
+        lambda: all(now <= then + 2 for now, then in zip(descriptors(two_ranks), at_first, strict=True)),
+        "their descriptors are closed",
+    )
+    for _ in range(3):
+        assert two_ranks.content("Repeat exactly: PANDA-42") == expected
+
+
+def test_a_client_with_200_requests_does_not_starve_one_with_one(two_ranks: Cluster) -> None:
+    async def story() -> int:
+        gateway = two_ranks.supervisor.gateway
+        ended = 0
+
+        async def one(number: int) -> None:
+            nonlocal ended
+            answer = gateway.generate(Request((5, 6, 7 + number), 6, ignore_eos=True, client="many"))
+            async for _ in answer:
+                pass
+            ended += 1
+
+        crowd = [asyncio.create_task(one(number)) for number in range(200)]
+        await asyncio.sleep(0)
+        async for _ in gateway.generate(Request((5, 6, 7), 1, ignore_eos=True, client="one")):
+            pass
+        before = ended
+        await asyncio.gather(*crowd)
+        return before
+
+    # Behind all the others it would begin when fewer than MAX_ROWS of them are left.
+    assert two_ranks.call(story()) < 200 - MAX_ROWS
+    two_ranks.idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_ends_at_its_deadline_and_no_rank_works_on_it_any_more(
+    two_ranks: Cluster, stream: bool
+) -> None:
+    fields = {"ignore_eos": True, "max_tokens": 1500, "deadline_s": 0.5 * SLOWNESS}
+    response = two_ranks.post("Repeat exactly: PANDA-42", stream=stream, **fields)
+    lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
+    error = json.loads(lines[-1].removeprefix("data: ") if stream else response.text)["error"]
+    assert response.status_code == (200 if stream else 504)
+    assert error["code"] == "deadline_exceeded"
+    assert two_ranks.health()["open_requests"] == 0
+    two_ranks.idle()
+    assert two_ranks.content("Repeat exactly: PANDA-42") == "PANDA-42"

@@ -1,0 +1,267 @@
+"""Clients that keep a connection waiting: real sockets before the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from mlxtp.api import connection
+from mlxtp.api.app import create_app
+from mlxtp.api.server import bind, serve
+
+from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, forever, says, then
+
+SOON_S = 0.2
+REQUEST = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(REQUEST)
+PLAIN = REQUEST.replace(b"true", b"null")
+ENDLESS = 400_000
+
+
+class Client:
+    """A socket that reads when it is told to. Its own buffer is small."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.connect(address)
+        self._socket.setblocking(False)
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, data)
+
+    async def read(self, size: int = 65536) -> bytes:
+        """Empty at the end, also where the server has cut it off."""
+        try:
+            return await asyncio.get_running_loop().sock_recv(self._socket, size)
+        except ConnectionResetError:
+            return b""
+
+    async def rest(self) -> bytes:
+        received = b""
+        while data := await self.read():
+            received += data
+        return received
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+Story = Callable[[Callable[[], Client]], Awaitable[None]]
+
+
+def play(
+    story: Story, backend: FakeBackend, *, stall_s: float = 60, request_s: float = 60, body_s: float = 60
+) -> None:
+    async def run() -> None:
+        sock, stop = bind("127.0.0.1", 0), asyncio.Event()
+        app = create_app(backend, body_s=body_s)
+        serving = asyncio.create_task(serve(app, sock, stop, grace_s=1, stall_s=stall_s, request_s=request_s))
+        clients: list[Client] = []
+
+        def connect() -> Client:
+            clients.append(Client(sock.getsockname()))
+            return clients[-1]
+
+        async with asyncio.timeout(2 * WAIT_S):
+            await story(connect)
+        for client in clients:
+            client.close()
+        stop.set()
+        await serving
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def backend(loaded: dict[str, Loaded]) -> FakeBackend:
+    return FakeBackend(loaded[BYTE_LEVEL].text, says([60, 61, 62]))
+
+
+# --- readers ----------------------------------------------------------------------------------------------
+
+
+def test_who_stops_reading_is_cut_off_and_its_request_cancelled(backend: FakeBackend) -> None:
+    backend.scripts = [says([60] * ENDLESS), says([60, 61, 62])]
+
+    async def story(connect: Callable[[], Client]) -> None:
+        deaf, other = connect(), connect()
+        await deaf.send(HEAD + REQUEST)
+        await deaf.read(100)
+        await other.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
+        assert b"[DONE]" in await other.rest()
+        closed = backend.answers[0].closed
+        assert not backend.answers[0].finished
+        await asyncio.to_thread(closed.wait, WAIT_S)
+        assert closed.is_set()
+        assert not backend.answers[0].finished
+        assert b"[DONE]" not in await deaf.rest()
+
+    play(story, backend, stall_s=SOON_S)
+
+
+def test_what_waits_for_a_client_is_bounded(backend: FakeBackend) -> None:
+    backend.script = says([60] * ENDLESS)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        deaf = connect()
+        await deaf.send(HEAD + REQUEST)
+        await asyncio.to_thread(backend.began.wait, WAIT_S)
+        received = 0
+        for _ in range(40):  # slowly, and never for long without a byte
+            received += len(await deaf.read(1000))
+            await asyncio.sleep(SOON_S / 20)
+        assert not backend.answers[0].closed.is_set()
+        assert not backend.answers[0].finished
+        await asyncio.to_thread(backend.answers[0].closed.wait, WAIT_S)
+        left = len(await deaf.rest())
+        assert left < 4 * connection.UNREAD_BYTES
+
+    play(story, backend, stall_s=2 * SOON_S)
+
+
+def test_a_whole_answer_that_nobody_takes_is_not_kept_for_ever(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "UNREAD_BYTES", 4096)
+    backend.script = says([60] * 40_000, step=10_000)  # one write, and less than asyncio calls much
+
+    async def story(connect: Callable[[], Client]) -> None:
+        deaf = connect()
+        await deaf.send(HEAD + PLAIN)
+        head = await deaf.read(300)
+        assert head.startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(3 * SOON_S)
+        length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        assert len(await deaf.rest()) < length - len(head)
+
+    play(story, backend, stall_s=SOON_S)
+
+
+def test_who_reads_slowly_but_steadily_gets_everything(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "UNREAD_BYTES", 4096)
+    backend.script = says([60] * 3_000)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        slow = connect()
+        await slow.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
+        received = b""
+        while data := await slow.read(32 * 1024):
+            received = received[-100:] + data
+            await asyncio.sleep(0.001)
+        assert b"[DONE]" in received
+
+    play(story, backend, stall_s=5)
+
+
+def test_slow_is_not_deaf(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is not taken within the limit, but some of it is, each time."""
+    monkeypatch.setattr(connection, "UNREAD_BYTES", 4096)
+    backend.script = says([60] * 300_000, step=10_000)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        slow = connect()
+        await slow.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + PLAIN)
+        received = b""
+        while data := await slow.read(4096):
+            received += data
+            await asyncio.sleep(SOON_S / 20)
+        assert received.endswith(b"}")
+
+    play(story, backend, stall_s=2 * SOON_S)
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", HEAD[:-2] + b"X: "])
+def test_half_a_head_is_not_waited_for_for_ever(backend: FakeBackend, sent: bytes) -> None:
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(sent)
+        assert await client.rest() == b""
+
+    play(story, backend, request_s=SOON_S)
+
+
+def test_one_byte_now_and_then_gives_no_more_time(backend: FakeBackend) -> None:
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        reading = asyncio.create_task(client.rest())
+        while not reading.done():
+            try:
+                await client.send(b"X")
+            except OSError:
+                break
+            await asyncio.sleep(SOON_S / 10)
+        assert await reading == b""
+
+    play(story, backend, request_s=5 * SOON_S)
+
+
+def test_half_a_second_request_is_not_waited_for_for_ever(backend: FakeBackend) -> None:
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(HEAD + REQUEST)
+        received = b""
+        while b"[DONE]" not in received or not received.endswith(b"0\r\n\r\n"):
+            received += await client.read()
+        await client.send(HEAD[:20])
+        assert await client.rest() == b""
+
+    play(story, backend, request_s=SOON_S)
+
+
+def test_half_a_body_is_refused_in_words(backend: FakeBackend) -> None:
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(HEAD + REQUEST[:-5])
+        head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert "not complete within 0.2 s" in json.loads(body)["error"]["message"]
+        assert backend.requests == []
+
+    play(story, backend, body_s=SOON_S)
+
+
+def test_a_long_answer_has_no_such_deadline(backend: FakeBackend) -> None:
+    async def later() -> None:
+        await asyncio.sleep(3 * SOON_S)
+
+    backend.script = then([60], later)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(HEAD.replace(b"Host", b"Connection: close\r\nHost") + REQUEST)
+        assert b"[DONE]" in await client.rest()
+
+    play(story, backend, request_s=SOON_S, stall_s=SOON_S, body_s=SOON_S)
+
+
+# --- many -------------------------------------------------------------------------------------------------
+
+
+def test_one_connection_too_many_is_told_so(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 2)
+    backend.script = then([], forever)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        for _ in range(2):
+            client = connect()
+            await client.send(HEAD + REQUEST)
+            await client.read(10)
+        one_more = connect()
+        await one_more.send(HEAD + REQUEST)
+        head, _, body = (await one_more.rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 5" in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        assert len(backend.requests) == 2
+
+    play(story, backend)

@@ -1,0 +1,258 @@
+"""What a gateway refuses and what it ends, before ranks that only remember what they were sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import Health, Request, Tokens
+from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
+from mlxtp.node import asked
+from mlxtp.node.gateway import Gateway
+from mlxtp.node.overload import Bounds, Memory
+from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Message
+
+from .test_gateway import MODEL, TEXT, FakeRanks
+
+PLENTY = Memory(1 << 40)
+SIXTEEN = Bounds(16)
+SOON_S = 0.05
+WAIT_S = 30
+
+
+class Stage:
+    def __init__(self, bounds: Bounds, deadline_s: float) -> None:
+        def health(open_requests: int) -> Health:
+            return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
+
+        self.ranks = FakeRanks()
+        self.memory = PLENTY
+        self.gateway = Gateway(health, bounds, deadline_s=deadline_s, memory=lambda: self.memory)
+        self.serve()
+
+    def serve(self) -> None:
+        self.gateway.serve(cast(Any, self.ranks), MODEL, TEXT)
+
+    def ask(self, prompt: int = 1, client: str = "", **fields: Any) -> Any:
+        return self.gateway.generate(Request((5,) * prompt, 90, client=client, **fields))
+
+    def relay(self, prompt: int = 1, client: int = 1) -> list[Message]:
+        told: list[Message] = []
+        self.gateway.relay(Generate(1, (5,) * prompt, 90, client=client), told.append)
+        return told
+
+    def refused(self, **fields: Any) -> tuple[int, str]:
+        with pytest.raises(RequestError) as refused:
+            self.ask(**fields)
+        assert refused.value.code is Code.OVERLOADED
+        return refused.value.status, refused.value.detail
+
+    def say(self, uid: int, tokens: int, start: int = 0) -> None:
+        for index in range(start, start + tokens):
+            self.gateway.on_event(Delta((uid,), (index,), (7,)))
+
+    @property
+    def cancelled(self) -> list[int]:
+        return [cancel.uid for cancel in self.ranks.sent_of(Cancel)]
+
+
+def play(
+    story: Callable[[Stage], Awaitable[None]], bounds: Bounds = SIXTEEN, deadline_s: float = 3600
+) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await story(Stage(bounds, deadline_s))
+
+    asyncio.run(run())
+
+
+async def heard(answer: Any) -> tuple[int, Code]:
+    """How many tokens came, and the code of the error after them."""
+    tokens = 0
+    try:
+        async for event in answer:
+            tokens += isinstance(event, Tokens)
+    except MlxtpError as error:
+        return tokens, error.code
+    raise AssertionError("it ended well")
+
+
+# --- bounds -----------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_prompts_and_answers_are_bounded_until_somebody_ends() -> None:
+    async def story(stage: Stage) -> None:
+        stage.ask(60)
+        stage.relay(30)
+        assert stage.refused(prompt=11)[0] == 429
+        stage.ask(2)
+        stage.say(1, 4)
+        stage.say(2, 3)
+        assert "99 tokens" in stage.refused(prompt=2)[1]
+        stage.gateway.on_event(Finished(1, "stop", 4, 4))
+        stage.ask(40, client="somebody else")
+
+    play(story, Bounds(16, 100))
+
+
+def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
+    async def story(stage: Stage) -> None:
+        stage.ask(60)
+        stage.gateway.pause(GroupError("gone"))
+        stage.serve()
+        assert stage.gateway.open_requests == 1
+        assert stage.refused(prompt=41)[0] == 429
+
+    play(story, Bounds(16, 100))
+
+
+def test_a_client_cannot_take_every_place() -> None:
+    async def story(stage: Stage) -> None:
+        for _ in range(14):
+            stage.ask(client="many")
+        assert "14 of 16" in stage.refused(client="many")[1]
+        stage.ask(client="one")
+
+    play(story)
+
+
+def test_clients_of_another_gateway_are_told_apart_too() -> None:
+    async def story(stage: Stage) -> None:
+        for _ in range(14):
+            stage.relay(client=5)
+        with pytest.raises(RequestError, match="14 of 16"):
+            stage.relay(client=5)
+        stage.relay(client=6)
+
+    play(story)
+
+
+def test_rank_0_hears_whose_request_it_is_but_no_name() -> None:
+    async def story(stage: Stage) -> None:
+        for client in ("alice", "bob", "alice"):
+            stage.ask(client=client)
+        stage.relay(client=77)
+        clients = [generate.client for generate in stage.ranks.sent_of(Generate)]
+        assert clients[0] == clients[2] != clients[1]
+        assert clients[3] == 77
+        assert all(client > 77 for client in clients[:3])
+
+    play(story)
+
+
+def test_no_memory_no_new_requests_but_those_that_are_open_go_on() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ask()
+        stage.memory = Memory(1)
+        assert stage.refused()[0] == 503
+        with pytest.raises(RequestError, match="short of memory"):
+            stage.relay()
+        stage.say(1, 1)
+        assert await anext(answer) == Tokens((7,))
+        stage.memory = PLENTY
+        stage.ask()
+
+    play(story)
+
+
+# --- deadlines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("servers", "own"), [(SOON_S, 0.0), (3600, SOON_S), (SOON_S, 3600)])
+def test_a_request_ends_at_its_deadline_after_the_tokens_it_got(servers: float, own: float) -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ask(deadline_s=own)
+        stage.gateway.on_event(Accepted(1))
+        stage.say(1, 3)
+        assert await heard(answer) == (3, Code.DEADLINE)
+        assert stage.cancelled == [1]
+        assert stage.gateway.open_requests == 0
+
+    play(story, deadline_s=servers)
+
+
+def test_a_deadline_before_anybody_accepted_it_is_a_refusal() -> None:
+    async def story(stage: Stage) -> None:
+        with pytest.raises(MlxtpError) as refused:
+            await stage.ask().accepted()
+        assert refused.value.code is Code.DEADLINE
+        assert stage.cancelled == [1]
+
+    play(story, deadline_s=SOON_S)
+
+
+def test_the_pause_between_two_groups_counts() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ask()
+        stage.gateway.on_event(Accepted(1))
+        stage.say(1, 2)
+        stage.gateway.pause(GroupError("gone", Code.RANK_LOST))
+        assert await heard(answer) == (2, Code.DEADLINE)
+        stage.serve()
+        assert len(stage.ranks.sent_of(Generate)) == 1
+        assert stage.gateway.open_requests == 0
+
+    play(story, deadline_s=SOON_S)
+
+
+def test_another_group_gives_no_more_time() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ask()
+        stage.gateway.on_event(Accepted(1))
+        stage.gateway.pause(GroupError("gone", Code.RANK_LOST))
+        stage.serve()
+        stage.gateway.on_event(Accepted(2))
+        stage.say(2, 1)
+        assert await heard(answer) == (1, Code.DEADLINE)
+        assert stage.cancelled == [2]
+
+    play(story, deadline_s=SOON_S)
+
+
+@pytest.mark.parametrize("how", ["ends", "closed"])
+def test_what_has_ended_has_no_deadline(how: str) -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.ask()
+        timer = answer.deadline
+        if how == "ends":
+            stage.gateway.on_event(Finished(1, "stop", 1, 1))
+        else:
+            await answer.aclose()
+        assert timer.cancelled()
+
+    play(story)
+
+
+# --- slow readers -----------------------------------------------------------------------------------------
+
+
+def test_who_falls_too_far_behind_is_ended_and_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "MAX_UNREAD", 10)
+
+    async def story(stage: Stage) -> None:
+        slow, quick = stage.ask(), stage.ask()
+        for index in range(15):
+            stage.gateway.on_event(Delta((1, 2), (index, index), (7, 8)))
+            assert await anext(quick) == Tokens((8,))
+        assert stage.cancelled == [1]
+        assert await heard(slow) == (11, Code.CLIENT_TOO_SLOW)
+        assert stage.gateway.open_requests == 1
+
+    play(story)
+
+
+def test_who_reads_may_have_a_long_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "MAX_UNREAD", 10)
+
+    async def story(stage: Stage) -> None:
+        answer = stage.ask()
+        for index in range(50):
+            stage.say(1, 1, start=index)
+            if index >= 9:
+                assert await anext(answer) == Tokens((7,))
+        assert stage.cancelled == []
+
+    play(story)

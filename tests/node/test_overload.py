@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.errors import Code
+from mlxtp.node.free_memory import FRESH_S, FreeMemory, look_at_memory
+from mlxtp.node.overload import Bounds, Load, Memory, client_number, load_of, refusal
+
+BOUNDS = Bounds(requests=16, tokens=1600, free_bytes=100 << 20)
+PLENTY = Memory(1 << 40)
+IDLE = Load(0, 0, 0, 0)
+
+
+def why(load: Load = IDLE, prompt: int = 1, memory: Memory = PLENTY) -> tuple[int, str]:
+    refused = refusal(BOUNDS, load, prompt, memory)
+    if refused is None:
+        return 0, ""
+    assert refused.code is Code.OVERLOADED
+    return refused.status, refused.detail
+
+
+def test_an_idle_gateway_takes_everything_that_fits_a_model() -> None:
+    assert why(prompt=1_000_000) == (0, "")
+
+
+def test_as_many_requests_as_there_are_places() -> None:
+    assert why(Load(15, 15, 3, 3)) == (0, "")
+    status, detail = why(Load(16, 16, 3, 3))
+    assert status == 429
+    assert "16 requests are open" in detail
+
+
+def test_prompts_and_answers_together_have_a_bound() -> None:
+    assert why(Load(2, 1500, 1, 1), 100) == (0, "")
+    status, detail = why(Load(2, 1500, 1, 1), 101)
+    assert status == 429
+    assert "1500 tokens" in detail
+    assert "101" in detail
+    assert "1600" in detail
+
+
+def test_one_client_leaves_room_for_others() -> None:
+    assert why(Load(13, 13, 13, 13)) == (0, "")
+    status, detail = why(Load(14, 14, 14, 14))
+    assert status == 429
+    assert "14 of 16" in detail
+    assert why(Load(14, 14, 0, 0)) == (0, "")
+
+
+def test_one_client_leaves_tokens_for_others() -> None:
+    assert why(Load(2, 1300, 2, 1300), 100) == (0, "")
+    status, detail = why(Load(2, 1300, 2, 1300), 101)
+    assert status == 429
+    assert "1400 of 1600" in detail
+    assert why(Load(2, 1300, 0, 0), 101) == (0, "")
+
+
+def test_where_there_are_few_places_one_client_may_have_them_all() -> None:
+    assert refusal(Bounds(requests=4), Load(3, 3, 3, 3), 1, PLENTY) is None
+
+
+def test_little_memory_refuses_before_it_runs_out() -> None:
+    assert why(memory=Memory(100 << 20)) == (0, "")
+    status, detail = why(memory=Memory((100 << 20) - 1))
+    assert status == 503
+    assert "99 MiB are free" in detail
+    assert "100 MiB" in detail
+
+
+def test_the_systems_own_alarm_counts_too() -> None:
+    status, detail = why(memory=Memory(1 << 40, critical=True))
+    assert status == 503
+    assert "critical" in detail
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1000)), max_size=20), st.integers(0, 3))
+def test_a_load_counts_everybody_and_each_by_itself(open_: list[tuple[int, int]], client: int) -> None:
+    own = [tokens for other, tokens in open_ if other == client]
+    everybody = [tokens for _, tokens in open_]
+    assert load_of(client, open_) == Load(len(everybody), sum(everybody), len(own), sum(own))
+
+
+def test_a_clients_number_says_nothing_about_it_elsewhere() -> None:
+    numbers = [
+        client_number(client, salt)
+        for client in ("a", "b", "\ud800" * 300)
+        for salt in (b"1" * 16, b"2" * 16)
+    ]
+    assert len(set(numbers)) == 6
+    assert all(0 < number < 2**63 for number in numbers)
+    assert numbers[0] == client_number("a", b"1" * 16)
+    assert client_number("", b"1" * 16) == 0
+
+
+def test_a_crowd_asks_for_free_memory_once() -> None:
+    looked, now = [], [0.0]
+
+    def look() -> Memory:
+        looked.append(now[0])
+        return Memory(len(looked))
+
+    memory = FreeMemory(look, lambda: now[0])
+    assert [memory().available for _ in range(3)] == [1, 1, 1]
+    now[0] = FRESH_S
+    assert [memory().available for _ in range(3)] == [2, 2, 2]
+
+
+def test_this_machine_has_memory() -> None:
+    memory = look_at_memory()
+    assert memory.available > 0
+    assert not memory.critical
+
+
+@pytest.mark.parametrize(("level", "critical"), [(0, False), (1, False), (2, False), (4, True)])
+def test_a_mac_says_when_it_is_critical(level: int, critical: bool) -> None:
+    assert look_at_memory("darwin", lambda: level).critical is critical
+    assert not look_at_memory("linux", lambda: level).critical

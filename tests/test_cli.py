@@ -268,7 +268,11 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         never = asyncio.Event()
         supervisor = SimpleNamespace(state=None)
         yield SimpleNamespace(
-            cluster=SimpleNamespace(over=over), founded=False, supervisor=supervisor, wait_ready=never.wait
+            cluster=SimpleNamespace(over=over),
+            founded=False,
+            supervisor=supervisor,
+            wait_ready=never.wait,
+            drain=SimpleNamespace(over=never),
         )
 
     monkeypatch.setattr(cli, "running_agent", ended)

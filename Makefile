@@ -26,7 +26,7 @@ test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 chaos: setup
-	$(BIN)/python -m pytest -m "chaos or not chaos" tests/faults tests/agents $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents $(TEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

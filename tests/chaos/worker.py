@@ -1,4 +1,4 @@
-"""`python -m tests.faults.worker FOLDER <arguments of mlxtp.engine.worker>`: a rank that errs on order.
+"""`python -m tests.chaos.worker FOLDER <arguments of mlxtp.engine.worker>`: a rank that errs on order.
 
 It puts functions around methods of the engine, in its own process only, then runs the real entry. Without an
 order (see `orders.py`; FOLDER is where they stand) each of them calls the original and does nothing else.

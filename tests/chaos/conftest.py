@@ -42,13 +42,13 @@ FOR_CHAOS = frozenset((
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before pytest leaves out what is marked."""
     for item in items:
-        if item.nodeid.removeprefix("tests/faults/") in FOR_CHAOS:
+        if item.nodeid.removeprefix("tests/chaos/") in FOR_CHAOS:
             item.add_marker(pytest.mark.chaos)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_find_the_faults() -> Iterator[None]:
-    """`-m tests.faults.worker` works from any folder."""
+    """`-m tests.chaos.worker` works from any folder."""
     patch = pytest.MonkeyPatch()
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))

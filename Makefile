@@ -1,5 +1,5 @@
 # make demo     set up, start two ranks on the embedded model, answer a prompt, serve until Ctrl-C
-# make test     set up, run all tests            make chaos   the long fault tests
+# make test     set up, run all tests            make chaos   the whole fault matrix
 # make lint     ruff and strict types            make bench   benchmarks, one table
 #
 # Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
+CHAOS_ARGS ?=
 BENCH_ARGS ?=
 
 .PHONY: setup demo test lint bench chaos clean
@@ -26,7 +27,7 @@ test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 chaos: setup
-	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents $(CHAOS_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

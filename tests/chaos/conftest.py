@@ -1,16 +1,24 @@
-"""One cluster for all tests that break it: each pays for one recovery instead of two starts."""
+"""One cluster for all tests that break it: each pays for one recovery instead of two starts.
+
+Options of `make chaos`: `--quick`, `--rounds N`, `--json FILE`. At the end stands a table of what was found.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from mlxtp.api.app import create_app
 from mlxtp.node.epoch import State
 
-from .harness import FaultyCluster
+from . import findings
+from .harness import KEEP_ALIVE_S, FaultyCluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,18 +46,58 @@ FOR_CHAOS = frozenset((
 """Slow cases that only `make chaos` runs, because a sibling of each shows the same on every change."""
 
 
+ROUNDS = 3
+"""How many seeds a story with a random moment is told with, unless it is said otherwise."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("chaos")
+    group.addoption("--quick", action="store_true", help="only what `make test` runs of this folder")
+    group.addoption("--rounds", type=int, default=ROUNDS, help="seeds for each story with a random moment")
+    group.addoption("--json", type=Path, help="a file for every fault, and for the sums")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Stories with a random moment take a seed."""
+    if "seed" in metafunc.fixturenames:
+        rounds = metafunc.config.getoption("rounds", ROUNDS)
+        first, *more = range(rounds)
+        metafunc.parametrize("seed", [first, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in more)])
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before pytest leaves out what is marked."""
     for item in items:
         if item.nodeid.removeprefix("tests/chaos/") in FOR_CHAOS:
             item.add_marker(pytest.mark.chaos)
+    if config.getoption("quick", False):
+        kept = [item for item in items if _is_quick(item)]
+        config.hook.pytest_deselected(items=[item for item in items if not _is_quick(item)])
+        items[:] = kept
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    return Path(__file__).parent in item.path.parents and item.get_closest_marker("chaos") is None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not findings.FOUND or config.getoption("rounds", None) is None:  # `make test` has no need of it
+        return
+    terminalreporter.ensure_newline()
+    Console(file=terminalreporter._tw._file, width=120).print(findings.table(findings.FOUND))
+    if file := config.getoption("json", None):
+        failed = len(terminalreporter.stats.get("failed", ()))
+        body = {"failed_tests": failed, **findings.report(findings.FOUND)}
+        file.write_text(json.dumps(body, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_find_the_faults() -> Iterator[None]:
-    """`-m tests.chaos.worker` works from any folder."""
+    """`-m tests.chaos.worker` works from any folder. Streams here say soon that they are alive."""
     patch = pytest.MonkeyPatch()
+    hasty = functools.partial(create_app, keep_alive_s=KEEP_ALIVE_S)
+    patch.setattr("mlxtp.node.agent.create_app", hasty)
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     yield
@@ -91,4 +139,5 @@ def cluster(_shelf: _Shelf) -> FaultyCluster:
     """Ready, without orders."""
     sound = _shelf.sound_cluster()
     sound.book.clear()
+    sound.later.clear()
     return sound

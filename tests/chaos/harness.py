@@ -12,20 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from mlxtp import doctor
+from mlxtp.api.backend import Request
 from mlxtp.config import Limits
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.node.epoch import State, is_legal
 from mlxtp.postmortem.examination import Postmortem
 
 from ..cluster import LIMITS, SLOWNESS, Cluster, until
+from .findings import found, wrong
 from .orders import Order, OrderBook
 
 FAULT_LIMITS = dataclasses.replace(
@@ -46,14 +49,18 @@ RESTART_S = 15 * SLOWNESS
 """For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next. A free
 machine takes 1.4 to 4 s; most of it is imports, which suffer most from a busy one."""
 
+ANSWER_S = 15 * SLOWNESS
+"""For the rest of an answer, once a group serves again."""
+
+KEEP_ALIVE_S = 0.3
+"""A stream that says nothing for so long gets a comment."""
+
 LONG = "Repeat exactly: " + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 3
 """117 tokens, four chunks of prefill in a `FaultyCluster`; the answer is about as long."""
 COUNT = "Count from 1 to 60."
 """The longest answer that the tiny model has learned: 171 tokens."""
 SHORT = "Repeat exactly: FALCON-MERCURY-7749"
 
-REPORT = os.environ.get("MLXTP_FAULT_REPORT")
-"""A file to which every fault's finding is appended as a line of JSON."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,12 @@ class Answer:
     error: dict[str, Any] | None = None
     done: bool = False
     ended_at: float = 0.0
+    tokens: int = 0
+    """Generated, as the server counts them; of an answer that breaks off, the events with text in them."""
+    scores: list[tuple[str, float]] = field(default_factory=list)
+    """Each token and its logprob, where they were asked for."""
+    comments: list[float] = field(default_factory=list)
+    """When a comment came that says that the server is there."""
 
     @property
     def code(self) -> str | None:
@@ -90,10 +103,14 @@ class FaultyCluster(Cluster):
 
     def __init__(self, folder: Path, *, limits: Limits = FAULT_LIMITS, **settings: Any) -> None:
         self.moments: list[Moment] = []
+        self.asked = 0
+        """Requests that the gateway has taken."""
         self._right: dict[tuple[str, str], str] = {}
         orders = folder / "orders"
         orders.mkdir()
         self.book = OrderBook(orders)
+        self.later: list[Order] = []
+        """What is ordered when a group begins to serve, then when the next one does, and so on."""
         self.first_orders = settings.pop("orders", ())
         self.book.give(*self.first_orders)
         worker = (sys.executable, "-m", "tests.chaos.worker", str(orders))
@@ -108,17 +125,25 @@ class FaultyCluster(Cluster):
 
     def _observe(self) -> None:
         supervisor, gateway = self.supervisor, self.supervisor.gateway
-        enter, suspend = supervisor._enter, gateway.suspend
+        enter, pause, generate = supervisor._enter, gateway.pause, gateway.generate
 
         def observed_enter(state: State) -> None:
             self.moments.append(Moment(time.time(), supervisor.epoch, state))
+            if state is State.READY and self.later:
+                self.book.give(self.later.pop(0))
             enter(state)
 
-        def observed_suspend(error: MlxtpError) -> None:
+        def observed_pause(error: MlxtpError) -> None:
             self.moments.append(Moment(time.time(), supervisor.epoch, error=error))
-            suspend(error)
+            pause(error)
 
-        supervisor._enter, gateway.suspend = observed_enter, observed_suspend  # type: ignore[method-assign]
+        def observed_generate(wanted: Request) -> Any:
+            answer = generate(wanted)
+            self.asked += 1
+            return answer
+
+        supervisor._enter, gateway.pause = observed_enter, observed_pause  # type: ignore[method-assign]
+        gateway.generate = observed_generate  # type: ignore[method-assign]
 
     # --- ordering faults -----------------------------------------------------------------------------
 
@@ -142,21 +167,25 @@ class FaultyCluster(Cluster):
 
     def read(self, prompt: str, **fields: Any) -> Answer:
         """Stream one answer to its end, whatever that is; fails when it has none."""
-        answer = Answer()
+        return self.read_all(prompt, **fields)[0]
+
+    def read_all(self, prompt: str, *, stream: bool = True, n: int = 1, **fields: Any) -> list[Answer]:
+        """As `read`, for `n` answers to one request; without `stream` they come in one piece."""
+        answers = [Answer() for _ in range(n)]
         body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400, "temperature": 0}
-        with httpx.stream(
-            "POST",
-            f"{self.url}/v1/chat/completions",
-            json=body | fields | {"stream": True},
-            timeout=120 * SLOWNESS,
-        ) as response:
-            if response.status_code != 200:
-                response.read()
-                answer.error = response.json()["error"]
+        body |= fields | {"stream": stream, "n": n}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        url = f"{self.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=120 * SLOWNESS) as response:
+            if response.status_code == 200 and stream:
+                read_events(response.iter_lines(), *answers)
             else:
-                read_events(response.iter_lines(), answer)
-        answer.ended_at = time.time()
-        return answer
+                response.read()
+                read_whole(response.json(), answers)
+        for answer in answers:
+            answer.ended_at = time.time()
+        return answers
 
     def right(self, prompt: str, max_tokens: int = 400, **fields: Any) -> str:
         """The answer without any fault; ask for it before one is ordered."""
@@ -177,13 +206,19 @@ class FaultyCluster(Cluster):
 
         def result() -> Answer:
             client.join(150 * SLOWNESS)
-            assert answers, "the client has no answer and no error"
+            if not answers:
+                found("a client hangs", hung=1)
+                pytest.fail("the client has no answer and no error")
             return answers[0]
 
         try:
             yield result
         finally:
             client.join(150 * SLOWNESS)
+
+    def wait_asked(self, count: int, *, since: Before) -> None:
+        """Wait until so many requests have been taken: who comes in a pause is told to come again."""
+        until(lambda: self.asked >= since.asked + count, f"{count} requests")
 
     # --- what it consists of -------------------------------------------------------------------------
 
@@ -217,11 +252,11 @@ class FaultyCluster(Cluster):
         return [m for m in self.moments if m.error is not None and m.epoch == epoch]
 
     def wait_end(self, epoch: int, within_s: float) -> Moment:
-        # A model that was unloaded suspends the gateway too, and its epoch goes on.
-        def last() -> list[Moment]:
-            return [m for m in self.ends(epoch) if m.error and m.error.code is not Code.SHUTTING_DOWN]
+        return until(lambda: self.ends(epoch), f"epoch {epoch} ended", within_s)[0]
 
-        return until(last, f"epoch {epoch} ended", within_s)[0]
+    def ready_at(self, epoch: int) -> float:
+        """When that epoch began to serve."""
+        return next(m.at for m in self.moments if (m.epoch, m.state) == (epoch, State.READY))
 
     def postmortem(self, epoch: int) -> Postmortem:
         """What is kept of a failed epoch: a file of each rank, and nothing that anybody asked or was told."""
@@ -230,32 +265,56 @@ class FaultyCluster(Cluster):
         for path in folder.iterdir():
             text = path.read_text()
             assert not [word for word in ("Repeat", "FALCON", "UVWXYZ", "Count from") if word in text]
-        (found,) = doctor.postmortems([folder])
-        return found
+        (postmortem,) = doctor.postmortems([folder])
+        return postmortem
 
     def states(self) -> list[State]:
         return [m.state for m in self.moments if m.state is not None]
 
 
-def read_events(lines: Iterator[str], answer: Answer) -> None:
-    """Server-sent events into `answer`. What comes after an error or the end is a failure."""
+def read_events(lines: Iterator[str], *answers: Answer) -> None:
+    """Server-sent events into `answers`. What comes after an error or the end is a failure."""
     for line in lines:
+        for answer in answers:
+            if line.startswith(":"):
+                answer.comments.append(time.time())
         if not line.startswith("data: "):
             continue
-        assert not answer.done, f"after the end: {line}"
-        assert answer.error is None, f"after the error: {line}"
+        assert not any(answer.done for answer in answers), f"after the end: {line}"
+        assert not any(answer.error for answer in answers), f"after the error: {line}"
         data = line.removeprefix("data: ")
-        if data == "[DONE]":
-            answer.done = True
-            continue
-        event = json.loads(data)
-        if "error" in event:
-            answer.error = event["error"]
-            continue
-        for choice in event["choices"]:
+        event = {} if data == "[DONE]" else json.loads(data)
+        for answer in answers:
+            answer.done = not event
+            answer.error = event.get("error")
+        for choice in event.get("choices", ()):
+            answer = answers[choice["index"]]
             assert answer.finish is None, f"after the finish reason: {line}"
-            answer.text += choice["delta"].get("content") or ""
+            text = choice["delta"].get("content") or ""
+            answer.text += text
+            answer.tokens += bool(text)
+            answer.scores += scores_of(choice)
             answer.finish = choice["finish_reason"]
+        if usage := event.get("usage"):
+            for answer in answers:
+                answer.tokens = usage["completion_tokens"] // len(answers)
+
+
+def read_whole(body: dict[str, Any], answers: list[Answer]) -> None:
+    """The body of an answer that came in one piece, or of an error."""
+    for index, answer in enumerate(answers):
+        answer.error = body.get("error")
+        if answer.error is None:
+            choice = body["choices"][index]
+            answer.text, answer.finish = choice["message"]["content"], choice["finish_reason"]
+            answer.scores = scores_of(choice)
+            answer.tokens = body["usage"]["completion_tokens"] // len(answers)
+            answer.done = True
+
+
+def scores_of(choice: dict[str, Any]) -> list[tuple[str, float]]:
+    """Tokens and their logprobs, where they were asked for."""
+    return [(each["token"], each["logprob"]) for each in (choice.get("logprobs") or {}).get("content") or ()]
 
 
 def processes_of(root: int) -> set[int]:
@@ -294,12 +353,13 @@ class Before:
     epoch: int
     pids: list[int]
     states: int
+    asked: int
     descriptors: int
 
 
 def before(cluster: FaultyCluster) -> Before:
     cluster.book.clear()
-    return Before(cluster.epoch, cluster.pids(), len(cluster.states()), descriptors(cluster))
+    return Before(cluster.epoch, cluster.pids(), len(cluster.states()), cluster.asked, descriptors(cluster))
 
 
 def descriptors(cluster: FaultyCluster) -> int:
@@ -328,6 +388,13 @@ def assert_honest(answer: Answer, expected: str) -> None:
         assert answer.finish is None, "a finish reason before an error"
 
 
+def assert_whole(answer: Answer, expected: str) -> None:
+    """The client has got what it would have got without any fault."""
+    assert (answer.code, answer.text) == (None, expected), answer.error
+    assert answer.done
+    assert answer.finish is not None
+
+
 def assert_recovered(
     cluster: FaultyCluster,
     was: Before,
@@ -336,15 +403,18 @@ def assert_recovered(
     since: float | None = None,
     detected_within_s: float,
     epochs: int = 1,
-    case: str = "",
+    case: str,
+    seed: int | None = None,
     answers: tuple[tuple[Answer, str], ...] = (),
+    told: frozenset[Code] = frozenset(),
     likely: str = "",
 ) -> Moment:
     """The epoch ended with one of `codes` in time, the next serves, and nothing of the old one is left but
     what its ranks recorded.
 
-    `since`: when the fault happened, if no rank has noted that. `likely`: the kind of cause that the records
-    tell. Returns the end of the faulty epoch.
+    `answers`, each with what it would be without the fault, are whole. If `told` names codes, the contract
+    has them end with one of these errors instead. `since`: when the fault happened, if no rank has noted
+    that. `likely`: the kind of cause that the records tell. Returns the end of the faulty epoch.
     """
     faulty = was.epoch + epochs - 1
     end = cluster.wait_end(faulty, detected_within_s + 30 * SLOWNESS)
@@ -352,30 +422,34 @@ def assert_recovered(
     if since is None:
         since = cluster.wait_note("fault")[0]["time"]
     cluster.wait_ready()
-    recovered_at = time.time()
-    for answer, expected in answers:
-        assert_honest(answer, expected)
-    found = cluster.postmortem(faulty)
-    finding = {
-        "case": case,
-        "likely": found.cause.kind,
-        "words": found.cause.words,
-        "code": str(end.error.code),
-        "reason": end.error.detail,
-        "detect_s": round(end.at - since, 3),
-        "recover_s": round(recovered_at - end.at, 3),
-        "client_code": [answer.code for answer, _ in answers],
-        "characters_checked": sum(len(answer.text) for answer, _ in answers),
-    }
-    print(json.dumps(finding))
-    if REPORT:
-        with Path(REPORT).open("a") as report:
-            report.write(json.dumps(finding) + "\n")
+    detect_s = end.at - since
+    recovered_at = cluster.ready_at(cluster.epoch)
+    cause = cluster.postmortem(faulty).cause
+    found(
+        case,
+        seed=seed,
+        detect_s=round(detect_s, 3),
+        recover_s=round(recovered_at - end.at, 3),
+        tokens_checked=sum(answer.tokens for answer, _ in answers),
+        wrong_tokens=sum(wrong(answer.text, text, whole=not told) for answer, text in answers),
+        orphans=len(cluster.everybody() - set(cluster.pids())),
+        code=str(end.error.code),
+        reason=end.error.detail,
+        likely=cause.kind,
+        words=cause.words,
+    )
     assert end.error.code in codes, end.error.detail
-    assert likely in ("", found.cause.kind), found.cause.words
+    assert likely in ("", cause.kind), cause.words
+    assert detect_s <= detected_within_s, f"detected after {detect_s:.1f} s"
     assert recovered_at - end.at <= RESTART_S
-    assert end.at - since <= detected_within_s, f"detected after {end.at - since:.1f} s"
     assert cluster.epoch == faulty + 1
+    for answer, expected in answers:
+        if told:
+            assert answer.code in told
+            assert_honest(answer, expected)
+        else:
+            assert_whole(answer, expected)
+        assert answer.ended_at <= recovered_at + ANSWER_S
     assert_sound(cluster, was)
     return end
 
@@ -394,7 +468,12 @@ def assert_sound(cluster: FaultyCluster, was: Before) -> None:
     left = [path.name for path in (run / f"epoch-{cluster.epoch}").iterdir()]
     assert not left, f"files of the forming are left: {left}"
     assert listening(now) == set(), "a rank listens after the group has formed"
-    states = cluster.states()[max(was.states - 1, 0) :]
+    assert assert_legal(cluster, was.states)[-1] is State.READY
+
+
+def assert_legal(cluster: FaultyCluster, since: int = 0) -> list[State]:
+    """Each state may follow the one before it; the states, from number `since` on and the one before."""
+    states = cluster.states()[max(since - 1, 0) :]
     for state, following in itertools.pairwise(states):
         assert is_legal(state, following), f"{state} was followed by {following} in {states}"
-    assert states[-1] is State.READY
+    return states

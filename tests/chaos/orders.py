@@ -17,11 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Order:
-    """One fault, on one rank, in one epoch only: the epoch after it is sound again."""
+    """One fault, on one rank, in one epoch only, so that the epoch after it is sound again."""
 
     fault: str
     rank: int
     epoch: int
+    """0 for every epoch."""
     at: int = 1
     """The first occasion that counts, from 1."""
     times: int = 1
@@ -76,7 +77,8 @@ class Orders:
         if (version := (state.st_mtime_ns, state.st_ino)) != self._version:
             self._version = version
             everything = [Order(**fields) for fields in json.loads(self._file.read_text())]
-            self._mine = {o.fault: o for o in everything if (o.rank, o.epoch) == (self.rank, self.epoch)}
+            here = [o for o in everything if o.rank == self.rank and o.epoch in (0, self.epoch)]
+            self._mine = {order.fault: order for order in here}
             self._occasions.clear()
         return self._mine.get(fault)
 

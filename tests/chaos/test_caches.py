@@ -85,7 +85,7 @@ def test_a_cache_that_rank_1_has_not_kept(whole: FaultyCluster) -> None:
     whole.wait_note("fault")
     at = time.time()
     second = whole.read(prompt)
-    assert second.error, "a cache that is not there went unnoticed"
+    assert whole.ends(was.epoch), "a cache that is not there went unnoticed"
     assert_recovered(
         whole,
         was,
@@ -105,7 +105,7 @@ def test_a_cache_of_which_rank_1_has_kept_less(whole: FaultyCluster) -> None:
     whole.wait_note("fault")
     at = time.time()
     second = whole.read(prompt)
-    assert second.error, f"a cache that is too short went unnoticed: {second.text!r}"
+    assert whole.ends(was.epoch), "a cache that is too short went unnoticed"
     assert_recovered(
         whole,
         was,
@@ -124,15 +124,17 @@ def test_a_cache_that_rank_1_is_told_to_drop_and_has_not(whole: FaultyCluster) -
     answers = []
     for seed in range(40, 80):
         prompt, expected = fresh(seed)
+        at = time.time()
         answers.append((whole.read(prompt), expected))
-        if answers[-1][0].error:
+        if whole.ends(was.epoch):
             break
-    assert answers[-1][0].error, "nothing was ever dropped"
+    else:
+        pytest.fail("nothing was ever dropped")
     assert_recovered(
         whole,
         was,
         {Code.FORWARD_FAILED, Code.DESYNC},
-        since=answers[-1][0].ended_at,
+        since=at,
         detected_within_s=AT_ONCE_S,
         case="an Evict of a cache that rank 1 has not kept",
         answers=tuple(answers),
@@ -143,8 +145,8 @@ def test_caches_that_rank_1_keeps_for_itself_are_never_used(whole: FaultyCluster
     """No uid is given twice, so they cost memory and nothing else."""
     was = before(whole)
     whole.order("evict_otherwise", 1, times=0)
-    for seed in (*range(100, 112), 100, 101, 110, 111):
-        prompt, expected = fresh(seed)
+    for number in (*range(100, 112), 100, 101, 110, 111):
+        prompt, expected = fresh(number)
         assert cached(whole, prompt)[0] == expected
     whole.wait_note("fault")
     assert whole.epoch == was.epoch
@@ -156,7 +158,6 @@ def test_rank_1_rolls_drafts_back_too_far(whole: FaultyCluster) -> None:
     was = before(whole)
     whole.order("misread_step", 1, at=3, how="positions")
     answer = whole.read(LONG)
-    assert answer.code == Code.DESYNC
     assert_recovered(
         whole,
         was,
@@ -176,7 +177,6 @@ MIXTURE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @chaos
-@pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_time_with_everything_on(whole: FaultyCluster, seed: int) -> None:
     rng = random.Random(seed)
     print(f"seed {seed}")
@@ -190,7 +190,8 @@ def test_killed_at_any_time_with_everything_on(whole: FaultyCluster, seed: int) 
         whole.asking(p2, **f2) as c,
         whole.asking(p3, **f3) as d,
     ):
-        time.sleep(rng.uniform(0.02, 0.4) * SLOWNESS)
+        whole.wait_asked(4, since=was)
+        time.sleep(rng.uniform(0.0, 0.2))
         at = kill(was.pids[rank])
         answers = tuple((client(), text) for client, text in zip((a, b, c, d), expected, strict=True))
     assert_recovered(
@@ -199,6 +200,7 @@ def test_killed_at_any_time_with_everything_on(whole: FaultyCluster, seed: int) 
         LOST,
         since=at,
         detected_within_s=NOTICED_S,
-        case=f"kill -9 of rank {rank}, everything on, seed {seed}",
+        case=f"kill -9 of rank {rank} at any time, everything on",
+        seed=seed,
         answers=answers,
     )

@@ -19,9 +19,9 @@ from .harness import (
     STALL_S,
     FaultyCluster,
     alive,
-    assert_honest,
     assert_recovered,
     assert_sound,
+    assert_whole,
     before,
     kill,
 )
@@ -63,13 +63,9 @@ def test_killed_while_working(cluster: FaultyCluster, phase: str, rank: int) -> 
     cluster.order("hold", rank, on=phase, at=3 if phase == "prefill" else 20, seconds=HELD_S)
     with cluster.asking(LONG) as first, cluster.asking(SHORT) as second:
         cluster.wait_note("held")
-        time.sleep(0.1)
+        cluster.wait_asked(2, since=was)
         at = kill(was.pids[rank])
         answers = ((first(), expected[LONG]), (second(), expected[SHORT]))
-    assert any(answer.error for answer, _ in answers)
-    for answer, _ in answers:
-        assert answer.code in (None, Code.RANK_LOST)
-        assert answer.ended_at - at <= NOTICED_S + 0.5 * SLOWNESS
     assert_recovered(
         cluster,
         was,
@@ -86,7 +82,6 @@ def test_killed_while_working(cluster: FaultyCluster, phase: str, rank: int) -> 
     assert found.difference is None
 
 
-@pytest.mark.parametrize("seed", range(4))
 @chaos
 def test_killed_at_any_time(cluster: FaultyCluster, seed: int) -> None:
     """Under the load of four clients, without any hold."""
@@ -101,7 +96,8 @@ def test_killed_at_any_time(cluster: FaultyCluster, seed: int) -> None:
         cluster.asking(LONG) as c,
         cluster.asking(LONG) as d,
     ):
-        time.sleep(rng.uniform(0.02, 0.6) * SLOWNESS)
+        cluster.wait_asked(4, since=was)
+        time.sleep(rng.uniform(0.0, 0.3))
         at = kill(was.pids[rank])
         answers = tuple((client(), expected) for client in (a, b, c, d))
     assert_recovered(
@@ -110,7 +106,8 @@ def test_killed_at_any_time(cluster: FaultyCluster, seed: int) -> None:
         LOST,
         since=at,
         detected_within_s=NOTICED_S,
-        case=f"kill -9 of rank {rank}, seed {seed}",
+        case=f"kill -9 of rank {rank} at any time",
+        seed=seed,
         answers=answers,
     )
 
@@ -145,7 +142,6 @@ def test_stopped_for_ever(cluster: FaultyCluster, rank: int) -> None:
         until(lambda: len(cluster.book.notes("held")) > 10, "ten tokens")
         at = kill(was.pids[rank], signal.SIGSTOP)
         answer = client()
-    assert answer.code == Code.RANK_LOST
     end = assert_recovered(
         cluster,
         was,
@@ -171,8 +167,7 @@ def test_stopped_for_a_moment(cluster: FaultyCluster) -> None:
         time.sleep(0.8)
         kill(was.pids[1], signal.SIGCONT)
         answer = client()
-    assert_honest(answer, expected)
-    assert answer.error is None
+    assert_whole(answer, expected)
     assert cluster.epoch == was.epoch
     assert_sound(cluster, was)
 

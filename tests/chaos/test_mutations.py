@@ -1,6 +1,7 @@
 """Faults that other loops of this kind had, put in on purpose: each must turn a check red.
 
-None may let a wrong, doubled or missing token reach a client; each ends the epoch with its code.
+None may let a wrong, doubled or missing token reach a client; each ends the epoch with its code, and the next
+one completes the answer.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .harness import (
     RESTART_S,
     STALL_S,
     FaultyCluster,
-    assert_honest,
     assert_recovered,
     assert_sound,
+    assert_whole,
     before,
     kill,
 )
@@ -57,7 +58,6 @@ def run(
         answers=((answer, expected),),
         likely=likely,
     )
-    assert answer.code in (None, *codes)
 
 
 @pytest.mark.parametrize("how", ["rudely", pytest.param("politely", marks=chaos)])
@@ -150,7 +150,6 @@ def test_rank_1_has_its_rows_in_another_order(cluster: FaultyCluster, how: str) 
     cluster.order("misread_step", 1, on="several rows", at=5, how=how)
     with cluster.asking(LONG) as first, cluster.asking(LONG) as second:
         answers = ((first(), expected), (second(), expected))
-    assert {answer.code for answer, _ in answers} == {Code.DESYNC}
     case = f"another order of rows, {how}"
     assert_recovered(cluster, was, {Code.DESYNC}, detected_within_s=AT_ONCE_S, case=case, answers=answers)
 
@@ -186,7 +185,6 @@ def test_rank_1_draws_another_token_than_rank_0(cluster: FaultyCluster) -> None:
     was = before(cluster)
     cluster.order("draw_another_token", 1, at=10)
     answer = cluster.read(LONG, **DRAWN)
-    assert answer.code == Code.DESYNC
     assert_recovered(
         cluster,
         was,
@@ -204,8 +202,7 @@ def assert_nothing_comes_of_it(cluster: FaultyCluster, note: str, fault: str, **
     answer = cluster.read(LONG, **BIASED)
     notes = cluster.wait_note(note, count=50)
     assert all(n["before"] != n["after"] for n in notes)
-    assert_honest(answer, expected)
-    assert answer.error is None
+    assert_whole(answer, expected)
     assert cluster.epoch == was.epoch
     assert_sound(cluster, was)
 

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import signal
 import socket
 import struct
 import sys
@@ -155,6 +156,27 @@ def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptToke
     """The step's frame has gone out already."""
     if order := orders.due("raise_in_forward", type(frame).__name__):
         raise MemoryError if order.how == "memory" else RuntimeError("no such luck")
+    return original(rank, step, frame)
+
+
+@around(Rank, "launch")
+def die(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    if orders.due("die", "decode" if isinstance(frame, StepToken) else "prefill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(rank, step, frame)
+
+
+prompts: dict[int, tuple[int, ...]] = {}
+"""What this rank has got of each prompt."""
+
+
+@around(Rank, "launch")
+def poison(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    """No rank survives a prompt with the tokens that `how` lists in it."""
+    if isinstance(frame, PromptTokens) and (order := orders.order("poison")):
+        prompts[frame.uid] = (*prompts.get(frame.uid, ()), *frame.tokens)
+        if f" {order.how} " in f" {' '.join(map(str, prompts[frame.uid]))} " and orders.due("poison"):
+            os.kill(os.getpid(), signal.SIGKILL)
     return original(rank, step, frame)
 
 

@@ -1,4 +1,4 @@
-"""Which cause the records of an epoch point to. What is cheap to bring about is in `tests/faults` too."""
+"""Which cause the records of an epoch point to. What is cheap to bring about is in `tests/chaos` too."""
 
 from __future__ import annotations
 

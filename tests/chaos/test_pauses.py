@@ -1,0 +1,230 @@
+"""A rank's failure is a pause: requests outlive their group, and what they get is what they would have got.
+
+With an error end only those that the contract names: a request that kills, and who waits too long.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.errors import Code
+from mlxtp.node.epoch import State
+
+from ..cluster import SLOWNESS, until
+from ..reference import prompt_ids
+from .findings import found
+from .harness import (
+    ANSWER_S,
+    COUNT,
+    LONG,
+    RESTART_S,
+    SHORT,
+    Answer,
+    FaultyCluster,
+    assert_honest,
+    assert_legal,
+    assert_recovered,
+    assert_sound,
+    assert_whole,
+    before,
+    kill,
+)
+from .orders import Order
+from .test_deaths import HELD_S, LOST, NOTICED_S
+
+chaos = pytest.mark.chaos
+
+POISON = "Repeat exactly: ACONITE-42"
+
+Fields = dict[str, Any]
+
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 12, "maxItems": 12}
+
+KINDS: dict[str, Fields] = {
+    "a stream": {},
+    "in one piece": {"stream": False},
+    "seeded": {"temperature": 1.0, "seed": 5, "ignore_eos": True},
+    "penalties": {
+        "temperature": 0.8, "seed": 6, "repetition_penalty": 1.1, "frequency_penalty": 0.3,
+        "presence_penalty": 0.2, "ignore_eos": True,
+    },
+    "biased": {"logit_bias": {"511": -1.0}},
+    "two at once": {"n": 2, "temperature": 1.0, "seed": 7, "ignore_eos": True},
+    "logprobs": {"logprobs": True, "top_logprobs": 3},
+    "guided": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": NUMBERS}}},
+    "guided, in one piece": {"stream": False, "response_format": {"type": "regex", "pattern": "[A-Z]{80}"}},
+}  # fmt: skip
+"""Everything that a request may ask for and that must be the same in the next group."""
+
+
+def ask_all(cluster: FaultyCluster, kinds: Sequence[Fields]) -> list[list[Answer]]:
+    """All of them at once; the answers of each."""
+
+    def ask(fields: Fields) -> list[Answer]:
+        return cluster.read_all(LONG, max_tokens=100, **fields)
+
+    with ThreadPoolExecutor(len(kinds)) as clients:
+        return list(clients.map(ask, kinds))
+
+
+_without_a_fault: list[list[Answer]] = []
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_killed_at_a_random_token(cluster: FaultyCluster, rank: int, seed: int) -> None:
+    """Of nine requests that have nothing in common but their prompt."""
+    at = random.Random(seed).randrange(1, 80)
+    print(f"seed {seed}: rank {rank} dies in step {at}")
+    kinds = list(KINDS.values())
+    if not _without_a_fault:
+        _without_a_fault.extend(ask_all(cluster, kinds))
+    was = before(cluster)
+    cluster.order("die", rank, on="decode", at=at)
+    replies = ask_all(cluster, kinds)
+    pairs = [
+        pair
+        for reply, expected in zip(replies, _without_a_fault, strict=True)
+        for pair in zip(reply, expected, strict=True)
+    ]
+    assert_recovered(
+        cluster,
+        was,
+        LOST,
+        detected_within_s=NOTICED_S,
+        case=f"rank {rank} dies in a random step",
+        seed=seed,
+        answers=tuple((answer, expected.text) for answer, expected in pairs),
+    )
+    for answer, expected in pairs:
+        assert (answer.finish, answer.tokens) == (expected.finish, expected.tokens)
+        assert [token for token, _ in answer.scores] == [token for token, _ in expected.scores]
+        # The next group reads in one go what this one had generated token by token.
+        assert [p for _, p in answer.scores] == pytest.approx([p for _, p in expected.scores], abs=1e-3)
+
+
+def test_a_pause_is_filled_with_comments(cluster: FaultyCluster) -> None:
+    """So that nobody between the client and the server takes the connection for dead."""
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.order("die", 1, on="decode", at=30)
+    answer = cluster.read(LONG)
+    end = assert_recovered(
+        cluster,
+        was,
+        LOST,
+        detected_within_s=NOTICED_S,
+        case="killed under one stream",
+        answers=((answer, expected),),
+    )
+    assert [at for at in answer.comments if end.at < at < cluster.ready_at(cluster.epoch)]
+
+
+@pytest.mark.parametrize("failures", [2, pytest.param(3, marks=chaos)])
+def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: int, seed: int) -> None:
+    """Each time it got on a little, so that nobody takes it for their cause."""
+    rng = random.Random(seed)
+    expected = cluster.right(COUNT)
+    was = before(cluster)
+    steps = [rng.randrange(20, 45) for _ in range(failures)]
+    print(f"seed {seed}: after {steps} steps")
+    orders = [Order("die", rng.randrange(2), was.epoch + i, on="decode", at=at) for i, at in enumerate(steps)]
+    cluster.book.give(orders[0])
+    cluster.later.extend(orders[1:])
+    answer = cluster.read(COUNT)
+    ends = [cluster.wait_end(was.epoch + i, 0) for i in range(failures)]
+    cluster.wait_ready()
+    for end in ends:
+        recover_s = round(cluster.ready_at(end.epoch + 1) - end.at, 3)
+        found(f"{failures} failures during one answer", seed=seed, recover_s=recover_s, code="rank_lost")
+    assert_whole(answer, expected)
+    assert cluster.epoch == was.epoch + failures
+    assert answer.ended_at - ends[0].at <= failures * RESTART_S + ANSWER_S
+    assert_sound(cluster, was)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
+def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster, rank: int) -> None:
+    """Nobody knows which of four it is: they are told apart without ending one that is innocent."""
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.order("poison", rank, epoch=0, times=0, how=" ".join(map(str, prompt_ids(POISON))))
+    with (
+        cluster.asking(LONG) as a,
+        cluster.asking(LONG) as b,
+        cluster.asking(LONG) as c,
+    ):
+        cluster.wait_asked(3, since=was)
+        poisonous = cluster.read(POISON)
+        innocent = [client() for client in (a, b, c)]
+    cluster.wait_ready()
+    failures = cluster.epoch - was.epoch
+    for epoch in range(was.epoch, cluster.epoch):
+        end = cluster.wait_end(epoch, 0)
+        recover_s = round(cluster.ready_at(epoch + 1) - end.at, 3)
+        found("a request that kills", recover_s=recover_s, code=str(end.error and end.error.code))
+    assert poisonous.code == Code.REQUEST_FATAL
+    assert_honest(poisonous, "")
+    for answer in innocent:
+        assert_whole(answer, expected)
+    assert 2 <= failures <= 4
+    assert len(cluster.book.notes("fault")) == failures
+    assert_sound(cluster, was)
+
+
+def test_nobody_waits_for_ever_for_another_group(
+    cluster: FaultyCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next group stands still on its way up; the client is told, and what it has got was right."""
+    limit_s = 2.0 * SLOWNESS
+    monkeypatch.setattr(cluster.supervisor.gateway, "_recovery_s", limit_s)
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.book.give(
+        Order("die", 1, was.epoch, on="decode", at=30),
+        Order("hold", 1, was.epoch + 1, on="load", seconds=HELD_S),
+    )
+    answer = cluster.read(LONG)
+    end = cluster.wait_end(was.epoch, 0)
+    assert answer.code == Code.RANK_LOST
+    assert "no group took this request up again" in str(answer.error)
+    assert_honest(answer, expected)
+    assert answer.text
+    waited_s = answer.ended_at - end.at
+    assert limit_s - 0.1 <= waited_s <= limit_s + 1.0 * SLOWNESS
+    assert cluster.supervisor.gateway.open_requests == 0
+    cluster.wait_note("held")
+    kill(until(lambda: cluster.rank_processes(2), "two ranks")[1].pid)
+    cluster.wait_ready()
+    assert_sound(cluster, was)
+
+
+def test_when_the_server_gives_up_so_does_who_waits(tmp_path: Path) -> None:
+    """Five failures in two minutes are the last; it says why, and goes on answering whoever asks."""
+    with FaultyCluster(tmp_path) as cluster:
+        expected = cluster.right(LONG)
+        was = before(cluster)
+        cluster.book.give(
+            Order("die", 1, was.epoch, on="decode", at=30), Order("exit", 0, epoch=0, on="start")
+        )
+        answer = cluster.read(LONG)
+        assert cluster.wait_state(State.FAILED) is State.FAILED
+        assert answer.code == Code.RANK_LOST
+        assert "exited with status 7" in str(answer.error)
+        assert_honest(answer, expected)
+        assert answer.text
+        health = cluster.client.get("/health")
+        body = health.json()
+        assert (health.status_code, body["state"], body["open_requests"]) == (503, "failed", 0)
+        assert body["reason"] == "rank 0 exited with status 7"
+        refused = cluster.read(SHORT)
+        assert refused.code == Code.NOT_READY
+        assert cluster.epoch == was.epoch + 4
+        assert cluster.everybody() == set()
+        assert assert_legal(cluster)[-1] is State.FAILED
+        found("five failures in a row", code="rank_lost", tokens_checked=answer.tokens)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from ..cluster import SLOWNESS
+from ..chaos.findings import found, wrong
+from ..cluster import SLOWNESS, rank_processes
 from ..hosts import Hosts, requires_namespaces
 from .agents import SECRET, Agent, serving, wait
 
 pytestmark = requires_namespaces
 
+COUNT = "Count from 1 to 60."
+"""The longest answer that the tiny model has learned."""
 ENDS_S = 30 * SLOWNESS
 """Within it every request has ended, whatever happens."""
 
@@ -115,16 +121,62 @@ def test_a_partition_heals(pair: Pair) -> None:
     assert after[0]["term"] == after[1]["term"]
 
 
+# --- streams go on ----------------------------------------------------------------------------------------
+
+
+def text_of(body: bytes) -> str:
+    """What a streamed answer says. It has come to its end, and no error."""
+    *events, done = [line[6:] for line in body.decode().splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]", done
+    deltas = [choice["delta"] for event in events for choice in json.loads(event)["choices"]]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def goes_on(gateway: Agent, case: str, break_it: Callable[[], None]) -> None:
+    """What happens under a stream is a pause in it: the client gets the answer that it would have got."""
+    expected = text_of(gateway.stream(COUNT, max_tokens=400))
+    with gateway.open_stream(COUNT, max_tokens=400) as answer:
+        body = answer.read(1000)
+        break_it()
+        began = time.monotonic()
+        assert gateway.health()["open_requests"] == 1, "the answer was complete before"
+        body += answer.read()
+    took_s = time.monotonic() - began
+    text = text_of(body)
+    tokens = body.count(b'"content"')
+    found(case, recover_s=round(took_s, 3), tokens_checked=tokens, wrong_tokens=wrong(text, expected))
+    assert text == expected
+    assert took_s < ENDS_S
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.chaos)])
+def test_a_rank_is_killed_under_a_stream(pair: Pair, rank: int) -> None:
+    """Whichever Mac it is on: the client's is the one that does not coordinate."""
+    first, other = pair.whole()
+    epoch = first.status()["epoch"]
+    (owner,) = (agent for agent in pair.agents if first.member(agent)["rank"] == rank)
+    (pid,) = rank_processes(owner.home)
+    goes_on(other, f"kill -9 of rank {rank}", lambda: os.kill(pid, signal.SIGKILL))
+    assert pair.whole()[0].status()["epoch"] > epoch
+
+
+@pytest.mark.chaos
+def test_the_coordinators_cable_goes_out_under_a_stream(pair: Pair) -> None:
+    """Of two Macs the one with the client serves alone."""
+    first, other = pair.whole()
+    assert first.host is not None
+    host = first.host
+    goes_on(other, "the coordinator's cable pulled", lambda: pair.net.cut(host))
+    assert other.status()["coordinator"] == other.name
+    pair.net.mend(host)
+    pair.whole()
+
+
 def test_the_coordinator_is_killed(pair: Pair) -> None:
-    """The other one takes over, its clients' requests end, and who comes back is welcome."""
+    """The other one takes over, its clients' requests go on there, and who comes back is welcome."""
     first, other = pair.whole()
     term = first.status()["term"]
-    with other.open_stream("Repeat exactly: ABC", ignore_eos=True, max_tokens=3800) as answer:
-        answer.read(1000)
-        first.kill()
-        rest = answer.read()  # it ends
-    assert b"[DONE]" not in rest
-    assert b"error" in rest
+    goes_on(other, "kill -9 of the coordinator's agent", first.kill)
     print(f"killed: {other.name} serves again after {serving(other):.1f} s")
     status = other.status()
     assert (status["coordinator"], status["world_size"]) == (other.name, 1)

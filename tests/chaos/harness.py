@@ -454,6 +454,45 @@ def assert_recovered(
     return end
 
 
+def assert_recovered_each_time(
+    cluster: FaultyCluster,
+    was: Before,
+    *,
+    detected_within_s: float,
+    case: str,
+    seed: int | None = None,
+    answers: tuple[tuple[Answer, str], ...] = (),
+) -> int:
+    """As `assert_recovered`, for a fault in each of several epochs that ranks die of; returns how many."""
+    cluster.wait_ready()
+    at = {note["epoch"]: note["time"] for note in cluster.book.notes("fault")}
+    faulty = range(was.epoch, cluster.epoch)
+    detect_s, recover_s = [], []
+    for epoch in faulty:
+        end = cluster.wait_end(epoch, 0)
+        detect_s.append(end.at - at[epoch])
+        recover_s.append(cluster.ready_at(epoch + 1) - end.at)
+        last = epoch == cluster.epoch - 1
+        found(
+            case,
+            seed=seed,
+            detect_s=round(detect_s[-1], 3),
+            recover_s=round(recover_s[-1], 3),
+            tokens_checked=sum(answer.tokens for answer, _ in answers) if last else 0,
+            wrong_tokens=sum(wrong(answer.text, text) for answer, text in answers) if last else 0,
+            orphans=len(cluster.everybody() - set(cluster.pids())) if last else 0,
+            code=str(end.error and end.error.code),
+        )
+    assert set(at) == set(faulty)
+    assert max(detect_s) <= detected_within_s
+    assert max(recover_s) <= RESTART_S
+    for answer, expected in answers:
+        assert_whole(answer, expected)
+        assert answer.ended_at <= cluster.ready_at(cluster.epoch) + ANSWER_S
+    assert_sound(cluster, was)
+    return len(faulty)
+
+
 def assert_sound(cluster: FaultyCluster, was: Before) -> None:
     """Three right answers, and nothing left of what was."""
     cluster.book.clear()

@@ -20,18 +20,16 @@ from ..cluster import SLOWNESS, until
 from ..reference import prompt_ids
 from .findings import found
 from .harness import (
-    ANSWER_S,
     COUNT,
     LONG,
-    RESTART_S,
     SHORT,
     Answer,
     FaultyCluster,
     assert_honest,
     assert_legal,
     assert_recovered,
+    assert_recovered_each_time,
     assert_sound,
-    assert_whole,
     before,
     kill,
 )
@@ -137,15 +135,15 @@ def test_several_failures_during_one_answer(cluster: FaultyCluster, failures: in
     cluster.book.give(orders[0])
     cluster.later.extend(orders[1:])
     answer = cluster.read(COUNT)
-    ends = [cluster.wait_end(was.epoch + i, 0) for i in range(failures)]
-    cluster.wait_ready()
-    for end in ends:
-        recover_s = round(cluster.ready_at(end.epoch + 1) - end.at, 3)
-        found(f"{failures} failures during one answer", seed=seed, recover_s=recover_s, code="rank_lost")
-    assert_whole(answer, expected)
-    assert cluster.epoch == was.epoch + failures
-    assert answer.ended_at - ends[0].at <= failures * RESTART_S + ANSWER_S
-    assert_sound(cluster, was)
+    counted = assert_recovered_each_time(
+        cluster,
+        was,
+        detected_within_s=NOTICED_S,
+        case=f"{failures} failures during one answer",
+        seed=seed,
+        answers=((answer, expected),),
+    )
+    assert counted == failures
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=chaos)])
@@ -162,19 +160,16 @@ def test_a_request_that_kills_does_not_take_others_along(cluster: FaultyCluster,
         cluster.wait_asked(3, since=was)
         poisonous = cluster.read(POISON)
         innocent = [client() for client in (a, b, c)]
-    cluster.wait_ready()
-    failures = cluster.epoch - was.epoch
-    for epoch in range(was.epoch, cluster.epoch):
-        end = cluster.wait_end(epoch, 0)
-        recover_s = round(cluster.ready_at(epoch + 1) - end.at, 3)
-        found("a request that kills", recover_s=recover_s, code=str(end.error and end.error.code))
     assert poisonous.code == Code.REQUEST_FATAL
     assert_honest(poisonous, "")
-    for answer in innocent:
-        assert_whole(answer, expected)
+    failures = assert_recovered_each_time(
+        cluster,
+        was,
+        detected_within_s=NOTICED_S,
+        case="a request that kills",
+        answers=tuple((answer, expected) for answer in innocent),
+    )
     assert 2 <= failures <= 4
-    assert len(cluster.book.notes("fault")) == failures
-    assert_sound(cluster, was)
 
 
 def test_nobody_waits_for_ever_for_another_group(

@@ -16,6 +16,7 @@ from mlxtp.node.epoch import (
     RestartPolicy,
     Watch,
     exit_report,
+    is_consequence,
     pick_cause,
     stall_limits_s,
 )
@@ -254,6 +255,17 @@ def test_a_rank_that_left_because_it_lost_another_is_not_the_cause(status: int) 
     followed = exit_report(0, exit_status(Code.RANK_LOST), Code.RANK_LOST)
     for reports in ([crashed, lost(0, 1), followed], [lost(0, 1), followed, crashed]):
         assert pick_cause(reports) is crashed.error
+
+
+def test_a_forward_that_lost_its_neighbour_is_not_the_cause() -> None:
+    """MLX may notice sooner than anybody else."""
+    words = "rank 0: RuntimeError: [ring] connection to a peer was lost"
+    followed = Report(0, GroupError(words, Code.FORWARD_FAILED))
+    killed = exit_report(1, -9, None)
+    assert is_consequence(followed.error)
+    assert pick_cause([followed, killed]) is killed.error
+    assert pick_cause([followed, lost(1, 0)]) is followed.error
+    assert not is_consequence(GroupError("rank 0: RuntimeError: no such luck", Code.FORWARD_FAILED))
 
 
 def test_among_equals_the_first_report_counts() -> None:

@@ -12,14 +12,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from mlxtp.client import AgentClient
+
 from ..cluster import SLOWNESS, START_S, WAIT_S, rank_processes, until
+from .findings import found, wrong
 from .harness import COUNT, SHORT, Answer, alive, assert_honest, kill, listening, processes_of, read_events
 
 chaos = pytest.mark.chaos
@@ -157,11 +160,25 @@ def crowd(agent: Agent) -> list[Reader]:
     return readers
 
 
-def wait_gone(pids: list[int], within_s: float) -> float:
-    """How long it took until none of them lived."""
+def wait_gone(
+    pids: list[int], within_s: float, case: str, answers: Sequence[Answer] = (), expected: str = ""
+) -> None:
+    """Wait until none of them lives: then the end of their agent counts as noticed."""
     began = time.monotonic()
-    until(lambda: not any(alive(pid) for pid in pids), f"processes {pids} are gone", within_s)
-    return time.monotonic() - began
+
+    def living() -> list[int]:
+        return [pid for pid in pids if alive(pid)]
+
+    try:
+        until(lambda: not living(), f"processes {pids} are gone", within_s)
+    finally:
+        found(
+            case,
+            detect_s=round(time.monotonic() - began, 3),
+            tokens_checked=sum(answer.tokens for answer in answers),
+            wrong_tokens=sum(wrong(answer.text, expected, whole=answer.done) for answer in answers),
+            orphans=len(living()),
+        )
 
 
 def assert_nothing_left(agents: Agents, pids: list[int]) -> None:
@@ -190,8 +207,7 @@ def test_killed_while_it_decodes(agents: Agents) -> None:
     for reader, answer in zip(readers, answers, strict=True):
         assert expected.startswith(answer.text)
         assert answer.done != reader.broken
-    gone_s = wait_gone(pids, RANKS_GONE_S)
-    print(f"ranks gone after {gone_s:.2f} s")
+    wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent", answers, expected)
     agent.process.wait()
     following = agents.start()
     following.wait_ready()
@@ -212,8 +228,8 @@ def test_killed_with_spares(agents: Agents) -> None:
     kill(pids[2], signal.SIGSTOP)
     kill(agent.pid)
     agent.process.wait()
-    wait_gone(pids[:3], RANKS_GONE_S)
-    wait_gone(pids[3:], WAIT_S)
+    wait_gone(pids[:3], RANKS_GONE_S, "kill -9 of the agent, a spare stopped")
+    wait_gone(pids[3:], WAIT_S, "kill -9 of the agent, a spare in its imports")
 
 
 @chaos
@@ -224,7 +240,7 @@ def test_killed_on_its_way_up(agents: Agents, stage: str) -> None:
     pids = sorted(processes_of(agent.pid))
     kill(agent.pid)
     agent.process.wait()
-    wait_gone(pids, RANKS_GONE_S)
+    wait_gone(pids, RANKS_GONE_S, f"kill -9 of the agent, ranks {stage}")
 
 
 @chaos
@@ -236,7 +252,7 @@ def test_killed_while_a_rank_is_stopped(agents: Agents) -> None:
     kill(pids[0], signal.SIGSTOP)
     kill(agent.pid)
     agent.process.wait()
-    wait_gone(pids, RANKS_GONE_S)
+    wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent, a rank stopped")
 
 
 @pytest.mark.parametrize(
@@ -353,6 +369,7 @@ def test_five_ranks_killed_within_a_minute(agents: Agents) -> None:
         until(lambda: not agent.health()["ready"], "not ready")
     until(lambda: agent.health()["state"] == "failed", "failed")
     assert "signal 9" in str(agent.health()["reason"])
+    assert AgentClient(agents.home).get("status")["state"] == "failed"
     assert psutil.Process(agent.pid).children() == []
     kill(agent.pid, signal.SIGTERM)
     assert agent.wait_end(ORDERLY_END_S) == 0

@@ -130,7 +130,7 @@ class FaultyCluster(Cluster):
         def observed_enter(state: State) -> None:
             self.moments.append(Moment(time.time(), supervisor.epoch, state))
             if state is State.READY and self.later:
-                self.book.give(self.later.pop(0))
+                self.book.give(dataclasses.replace(self.later.pop(0), epoch=supervisor.epoch))
             enter(state)
 
         def observed_pause(error: MlxtpError) -> None:

@@ -14,6 +14,7 @@ from mlxtp.node.epoch import State
 
 from ..cluster import SLOWNESS, until
 from .harness import (
+    FAULT_LIMITS,
     LONG,
     SHORT,
     STALL_S,
@@ -204,7 +205,7 @@ def test_ended_by_somebody_else(cluster: FaultyCluster, number: signal.Signals) 
 @chaos
 def test_a_prefill_that_stands_still(cluster: FaultyCluster) -> None:
     was = before(cluster)
-    cluster.tighten(prefill_stall_s=STALL_S - 1)
+    cluster.tighten(prefill_stall_s=FAULT_LIMITS.decode_stall_s)
     cluster.order("hold", 1, on="prefill", at=2, seconds=HELD_S)
     answer = cluster.read(LONG)
     answers = ((answer, cluster.right(LONG)),)

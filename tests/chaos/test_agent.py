@@ -161,10 +161,15 @@ def crowd(agent: Agent) -> list[Reader]:
 
 
 def wait_gone(
-    pids: list[int], within_s: float, case: str, answers: Sequence[Answer] = (), expected: str = ""
+    pids: list[int],
+    within_s: float,
+    case: str,
+    *,
+    since: float,
+    answers: Sequence[Answer] = (),
+    expected: str = "",
 ) -> None:
-    """Wait until none of them lives: then the end of their agent counts as noticed."""
-    began = time.monotonic()
+    """Wait until none of them lives: then the end of their agent, `since` when it is over, is noticed."""
 
     def living() -> list[int]:
         return [pid for pid in pids if alive(pid)]
@@ -174,7 +179,7 @@ def wait_gone(
     finally:
         found(
             case,
-            detect_s=round(time.monotonic() - began, 3),
+            detect_s=round(time.time() - since, 3),
             tokens_checked=sum(answer.tokens for answer in answers),
             wrong_tokens=sum(wrong(answer.text, expected, whole=answer.done) for answer in answers),
             orphans=len(living()),
@@ -201,13 +206,13 @@ def test_killed_while_it_decodes(agents: Agents) -> None:
     leftover = agents.home / "run" / "epoch-1" / "leftover"
     leftover.write_text("")
     readers = crowd(agent)
-    kill(agent.pid)
+    at = kill(agent.pid)
     answers = [reader.result() for reader in readers]
     assert any(reader.broken for reader in readers)
     for reader, answer in zip(readers, answers, strict=True):
         assert expected.startswith(answer.text)
         assert answer.done != reader.broken
-    wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent", answers, expected)
+    wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent", since=at, answers=answers, expected=expected)
     agent.process.wait()
     following = agents.start()
     following.wait_ready()
@@ -226,10 +231,10 @@ def test_killed_with_spares(agents: Agents) -> None:
     agent.wait_ready()
     pids = until(lambda: len(found := rank_processes(agents.home)) == 4 and found, "two spares", START_S)
     kill(pids[2], signal.SIGSTOP)
-    kill(agent.pid)
+    at = kill(agent.pid)
     agent.process.wait()
-    wait_gone(pids[:3], RANKS_GONE_S, "kill -9 of the agent, a spare stopped")
-    wait_gone(pids[3:], WAIT_S, "kill -9 of the agent, a spare in its imports")
+    wait_gone(pids[:3], RANKS_GONE_S, "kill -9 of the agent, a spare stopped", since=at)
+    wait_gone(pids[3:], WAIT_S, "kill -9 of the agent, a spare in its imports", since=at)
 
 
 @chaos
@@ -238,9 +243,9 @@ def test_killed_on_its_way_up(agents: Agents, stage: str) -> None:
     agent = agents.start()
     until(lambda: f"{stage} after" in agent.log(), stage, START_S)
     pids = sorted(processes_of(agent.pid))
-    kill(agent.pid)
+    at = kill(agent.pid)
     agent.process.wait()
-    wait_gone(pids, RANKS_GONE_S, f"kill -9 of the agent, ranks {stage}")
+    wait_gone(pids, RANKS_GONE_S, f"kill -9 of the agent, ranks {stage}", since=at)
 
 
 @chaos
@@ -250,9 +255,9 @@ def test_killed_while_a_rank_is_stopped(agents: Agents) -> None:
     agent.wait_ready()
     pids = agent.wait_ranks()
     kill(pids[0], signal.SIGSTOP)
-    kill(agent.pid)
+    at = kill(agent.pid)
     agent.process.wait()
-    wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent, a rank stopped")
+    wait_gone(pids, RANKS_GONE_S, "kill -9 of the agent, a rank stopped", since=at)
 
 
 @pytest.mark.parametrize(

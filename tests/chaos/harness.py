@@ -256,7 +256,9 @@ class FaultyCluster(Cluster):
 
     def ready_at(self, epoch: int) -> float:
         """When that epoch began to serve."""
-        return next(m.at for m in self.moments if (m.epoch, m.state) == (epoch, State.READY))
+        began = [m.at for m in self.moments if (m.epoch, m.state) == (epoch, State.READY)]
+        assert began, f"epoch {epoch} served nobody: {[m.error and m.error.detail for m in self.ends(epoch)]}"
+        return began[0]
 
     def postmortem(self, epoch: int) -> Postmortem:
         """What is kept of a failed epoch: a file of each rank, and nothing that anybody asked or was told."""

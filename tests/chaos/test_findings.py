@@ -62,6 +62,7 @@ def test_the_file_has_every_injection_and_every_group() -> None:
     assert body["injections"][1] == {
         "group": "deaths", "case": "kill", "seed": 1, "detect_s": 0.3, "recover_s": 4.0,
         "tokens_checked": 50, "wrong_tokens": 2, "hung": 0, "orphans": 1, "code": "", "reason": "",
+        "likely": "", "words": "",
     }  # fmt: skip
 
 

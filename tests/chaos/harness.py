@@ -62,7 +62,6 @@ COUNT = "Count from 1 to 60."
 SHORT = "Repeat exactly: FALCON-MERCURY-7749"
 
 
-
 @dataclass(frozen=True)
 class Moment:
     """A state that was entered, or (`error`) the end of an epoch."""

@@ -1,6 +1,7 @@
 # make demo     set up, start two ranks on the embedded model, answer a prompt, serve until Ctrl-C
 # make test     set up, run all tests            make chaos   the whole fault matrix
 # make lint     ruff and strict types            make bench   benchmarks, one table
+# make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
 #
 # Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
 
@@ -11,8 +12,9 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
-.PHONY: setup demo test lint bench chaos clean
+.PHONY: setup demo test lint bench chaos fuzz clean
 
 setup: $(STAMP)
 
@@ -36,6 +38,10 @@ lint: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+fuzz: setup
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || sh scripts/setup_fuzz.sh $(VENV)
+	$(BIN)/python -m tests.fuzzing $(FUZZ_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

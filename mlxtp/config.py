@@ -210,6 +210,8 @@ def _read_file(path: Path) -> _Chosen:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply") from None
     table = _with_fabric(table, path)
     unknown = sorted(set(table) - set(_PARSERS))
     if unknown:
@@ -282,7 +284,7 @@ def _parse_host_port(value: object, where: str) -> tuple[str, int]:
     """An IPv4 address and a port, such as 10.0.0.1:52414; MLX's ring speaks nothing else."""
     host, _, port = str(value).rpartition(":")
     address = _parse_ipv4(host or value, where)
-    if not port.isdecimal() or int(port) > 65535:
+    if _decimal(port, 65535) is None:
         raise ConfigError(f"{where}: {value!r} is not ADDRESS:PORT, such as 10.0.0.1:{DEFAULT_CONTROL_PORT}")
     return address, int(port)
 
@@ -301,7 +303,7 @@ def _parse_peers(value: object, where: str) -> tuple[str, ...]:
         host, colon, port = peer.rpartition(":")
         if not colon:
             host, port = peer, str(DEFAULT_CONTROL_PORT)
-        if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        if not host or not _decimal(port, 65535):
             raise ConfigError(f"{where}: {peer!r} is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
         peers.append(f"{host}:{port}")
     return tuple(peers)
@@ -335,9 +337,20 @@ def _parse_fabric(value: object, where: str) -> str:
 def parse_nodes(value: object, where: str) -> str:
     """How many Macs: "auto", "all" or a number from 1 to 8. Raises ConfigError."""
     text = str(value)
-    if text not in ("auto", "all") and not (text.isdecimal() and 1 <= int(text) <= MAX_NODES):
+    if text in ("auto", "all"):
+        return text
+    if not (nodes := _decimal(text, MAX_NODES)):
         raise ConfigError(f"{where}: {value!r} is none of auto, all, or a number from 1 to {MAX_NODES}")
-    return str(int(text)) if text.isdecimal() else text
+    return str(nodes)
+
+
+def _decimal(text: str, most: int) -> int | None:
+    """The number in `text`, None where there is none from 0 to `most`, of however many digits."""
+    digits = text.lstrip("0") if text.isascii() and text.isdecimal() else None
+    if digits is None or len(digits) > len(str(most)):
+        return None
+    number = int(digits or "0")
+    return number if number <= most else None
 
 
 def _parse_switch(value: object, where: str) -> bool:
@@ -371,12 +384,12 @@ def _parse_kv_bits(value: object, where: str) -> int:
 
 
 def _parse_tokens(value: object, where: str) -> int:
-    text = str(value).replace("_", "")
-    if not text.isdecimal() or int(text) > MAX_CONTEXT:
+    tokens = _decimal(str(value).replace("_", ""), MAX_CONTEXT)
+    if tokens is None:
         raise ConfigError(
             f"{where}: {value!r} is no number of tokens from 0 (the model's own) to {MAX_CONTEXT}"
         )
-    return int(text)
+    return tokens
 
 
 def parse_seconds(value: object, where: str) -> float:

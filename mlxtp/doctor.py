@@ -14,7 +14,7 @@ from rich.table import Table
 
 from .errors import WEDGED_STATUS, UserError
 from .postmortem.examination import Postmortem, examine
-from .postmortem.records import EpochRecord, RankRecord, Step, epoch_record, rank_record
+from .postmortem.records import EpochRecord, RankRecord, Step, epoch_record, rank_record, text, whole
 
 FAILURES = "failures"
 SHOWN_STEPS = 12
@@ -37,7 +37,7 @@ def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
     read = [(path, _read(path)) for folder in folders for path in _files(folder)]
     for path, fields in sorted(read, key=lambda each: each[1].get("epoch_id") == ""):
         try:
-            key = (int(fields["epoch"]), str(fields["epoch_id"]))
+            key = (whole(fields["epoch"]), text(fields["epoch_id"]))
             if not key[1]:  # its ranks were not told the epoch's key before it ended
                 key = next((known for known in groups if known[0] == key[0]), key)
             ranks, agents = groups.setdefault(key, ([], []))
@@ -65,7 +65,7 @@ def _read(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
         fields = json.loads(data) if len(data) <= _MAX_BYTES else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise UserError(f"{path} is not what an agent keeps of a failure")

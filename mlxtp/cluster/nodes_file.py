@@ -30,6 +30,8 @@ from .topology import Member
 MAX_NODES = 64
 _NODE_FIELDS = ("name", "chip", "memory", "count", "gpu_cores", "free", "ports", "rdma")
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|TB|TiB)", re.IGNORECASE)
+_MOST_BYTES = 2**53
+"""Of memory, which is more than any machine has."""
 _SHAPES = ("mesh", "ring")
 _THUNDERBOLT = {"thunderbolt5": 80, "thunderbolt4": 40, "thunderbolt3": 40}
 """Generations of Thunderbolt and the gigabits a second of a cable."""
@@ -86,6 +88,8 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
         table = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except ValueError as error:  # of either format
         raise ConfigError(f"{source} cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{source} cannot be read: it is nested too deeply") from None
     if not isinstance(table, dict):
         raise ConfigError(f"{source} is no table of `links` and [[node]]")
     return table
@@ -143,9 +147,10 @@ def _bytes(entry: Mapping[str, Any], field: str, where: str) -> int | None:
         return None
     value = entry[field]
     found = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None or not float(found[1]):
+    size = float(found[1]) * 1024 ** (4 if found[2].upper().startswith("T") else 3) if found else 0.0
+    if not 1 <= size <= _MOST_BYTES:
         raise ConfigError(f'{where}: {field} is {value!r}; it can be "512GB" or "1TB"')
-    return int(float(found[1]) * 1024 ** (4 if found[2].upper().startswith("T") else 3))
+    return int(size)
 
 
 def _member(place: int, node: _Node) -> Member:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_YEAR_9999 = 253_370_764_800
+"""In seconds since 1970."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -77,37 +80,78 @@ class EpochRecord:
 
 def rank_record(fields: Mapping[str, Any]) -> RankRecord:
     """From the fields of a rank's file. Raises KeyError, TypeError or ValueError for another one's."""
-    said, pong, recording = fields["said"] or {}, fields["pong"] or {}, fields["recording"] or {}
+    said, pong, recording = (_table(fields[name]) for name in ("said", "pong", "recording"))
     columns = recording.get("columns", [])
+    status, signal, pong_age_s = fields["status"], fields["signal"], fields["pong_age_s"]
     return RankRecord(
-        rank=int(fields["rank"]),
-        node=str(fields["node"]),
-        status=fields["status"],
-        signal=fields["signal"],
-        exit_code=str(fields["exit_code"]),
+        rank=whole(fields["rank"]),
+        node=text(fields["node"]),
+        status=None if status is None else whole(status),
+        signal=None if signal is None else whole(signal),
+        exit_code=text(fields["exit_code"]),
         by_agent=bool(fields["by_agent"]),
         deaf=bool(fields["deaf"]),
-        code=str(said.get("code", "")),
-        detail=str(said.get("detail", "")),
-        pong_age_s=fields["pong_age_s"],
-        peak_memory_bytes=int(pong.get("peak_memory_bytes", 0)),
+        code=text(said.get("code", "")),
+        detail=text(said.get("detail", "")),
+        pong_age_s=None if pong_age_s is None else _number(pong_age_s),
+        peak_memory_bytes=whole(pong.get("peak_memory_bytes", 0)),
         recorded=bool(recording),
-        ended_us=int(recording.get("ended_us", 0)),
-        phase=str(recording.get("phase", pong.get("phase", ""))),
-        phase_since_us=int(recording.get("phase_since_us", 0)),
-        crash=str(recording.get("crash", "")),
-        steps=tuple(Step(**dict(zip(columns, row, strict=True))) for row in recording.get("steps", [])),
+        ended_us=whole(recording.get("ended_us", 0)),
+        phase=text(recording.get("phase", pong.get("phase", ""))),
+        phase_since_us=whole(recording.get("phase_since_us", 0)),
+        crash=text(recording.get("crash", "")),
+        steps=tuple(_step(dict(zip(columns, row, strict=True))) for row in recording.get("steps", [])),
     )
 
 
 def epoch_record(fields: Mapping[str, Any]) -> EpochRecord:
     """From the fields of an `epoch.json`. Raises as `rank_record` does."""
-    cause = fields["cause"]
+    cause, ended = fields["cause"], _number(fields["ended"])
+    if not 0 <= ended < _YEAR_9999:
+        raise ValueError(f"{ended:g} is no time")
     return EpochRecord(
-        str(fields["node"]),
-        float(fields["ended"]),
-        str(cause["code"]),
-        str(cause["detail"]),
-        tuple(str(host) for host in fields["hosts"]),
-        int(fields["machine_bytes"]),
+        text(fields["node"]),
+        ended,
+        text(cause["code"]),
+        text(cause["detail"]),
+        tuple(map(text, fields["hosts"])),
+        whole(fields["machine_bytes"]),
     )
+
+
+_TEXTS = ("kind", "digest", "fed")
+"""Fields of a step; the others are whole numbers."""
+
+
+def _step(fields: Mapping[str, Any]) -> Step:
+    values: dict[str, Any] = {
+        name: (text if name in _TEXTS else whole)(value) for name, value in fields.items()
+    }
+    return Step(**values)
+
+
+def whole(value: object) -> int:
+    """The same, if it is a whole number of up to 64 bits. Raises ValueError for anything else."""
+    if type(value) is not int or abs(value) >= 1 << 64:
+        raise ValueError(f"{value!r:.80} is no whole number")
+    return value
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1 << 64:  # type: ignore[arg-type]
+        raise ValueError(f"{value!r:.80} is no number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def text(value: object) -> str:
+    """The same, if it is a text, as it can be printed. Raises ValueError for anything else."""
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.80} is no text")
+    return value.encode(errors="replace").decode()
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    """The same; an empty one for None. Raises ValueError for anything else."""
+    if value is not None and type(value) is not dict:
+        raise ValueError(f"{value!r:.80} is no table")
+    return value or {}

@@ -36,6 +36,9 @@ WORDS = struct.Struct("=dHH")
 MAX_WORDS_BYTES = 2000
 SLOT = struct.Struct("=dQQdQQdQ")
 
+_MOST_S = 1e11
+"""No clock comes so far."""
+
 KINDS = ("", "prompt", "prompts", "step")
 """What a forward is: a chunk of one prompt, several short prompts, or a step of the running batch."""
 
@@ -79,11 +82,14 @@ class Recording:
 
 
 def decode(data: bytes) -> Recording | None:
-    """The recording in `data`; None when the process never came so far as to begin one."""
+    """The recording in `data`; None when the process never came so far as to begin one.
+
+    Whatever a process wrote there that lost its mind is left out, or 0.
+    """
     if len(data) < RECORDING_BYTES:
         return None
     magic, began, origin = BEGAN.unpack_from(data, 0)
-    if magic != MAGIC:
+    if magic != MAGIC or not (0 <= began < _MOST_S and 0 <= origin < _MOST_S):
         return None
     since, phase = PHASE.unpack_from(data, PHASE_AT)
     said, code_bytes, detail_bytes = WORDS.unpack_from(data, WORDS_AT)
@@ -91,7 +97,7 @@ def decode(data: bytes) -> Recording | None:
     words = data[at : min(at + code_bytes + detail_bytes, HEADER_BYTES)]
     slots = SLOT.iter_unpack(data[HEADER_BYTES:RECORDING_BYTES])
     steps: list[Step] = []
-    for slot in sorted(slot for slot in slots if slot[0]):
+    for slot in sorted(slot for slot in slots if 0 < slot[0] < _MOST_S):
         step = _step(slot, origin)
         if not steps or step.seq > steps[-1].seq:  # else the process ended while it wrote this one
             steps.append(step)
@@ -131,4 +137,4 @@ def _step(slot: tuple[float, int, int, float, int, int, float, int], origin: flo
 
 
 def _us(at: float, origin: float) -> int:
-    return max(int((at - origin) * 1e6), 0)
+    return max(int((at - origin) * 1e6), 0) if 0 <= at < _MOST_S else 0

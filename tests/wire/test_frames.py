@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import struct
 import tracemalloc
@@ -10,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgpack
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,8 +46,6 @@ from mlxtp.wire.messages import (
 from mlxtp.wire.table import field_codecs, to_body
 
 from .samples import EXAMPLES, MESSAGE, fullest_generate
-
-FUZZ_FRAMES = int(os.environ.get("MLXTP_FUZZ_FRAMES", "20000"))
 
 
 def open_decoder() -> Decoder:
@@ -505,17 +503,20 @@ def mutated(rng: random.Random, frame: bytes) -> bytes:
     return framed(bytes(data[4:])) if rng.random() < 0.8 else bytes(data)
 
 
-@pytest.mark.parametrize("limit", [MAX_OPENING_FRAME, MAX_FRAME])
-def test_noise_is_refused_and_leaves_nothing_behind(limit: int) -> None:
+@pytest.mark.parametrize("limit", [MAX_OPENING_FRAME, MAX_FRAME], ids=["before the link is open", "after"])
+@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=pytest.mark.chaos)])
+def test_noise_is_refused_and_leaves_nothing_behind(count: int, limit: int) -> None:
     rng = random.Random(20_000)
     frames = [encode(message, 1, 1) for message in EXAMPLES.values()]
     frames.append(encode(PromptTokens(1, 0, 2000, tuple(range(2000))), 1, 1))
     asking = replace(fullest_generate(3), shaping=Shaping(grammar_kind="regex", grammar="a+"))
     frames += [encode(asking, 1, 1)] * 5  # what nests deepest
     refused = 0
+    process = psutil.Process()
+    before = process.memory_info().rss
     tracemalloc.start()
     try:
-        for _ in range(FUZZ_FRAMES // 2):
+        for _ in range(count):
             noise = mutated(rng, rng.choice(frames))
             if rng.random() < 0.1:
                 noise = rng.randbytes(rng.randint(1, 100))
@@ -528,7 +529,10 @@ def test_noise_is_refused_and_leaves_nothing_behind(limit: int) -> None:
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert refused > FUZZ_FRAMES // 4
+    grown = process.memory_info().rss - before
+    print(f"{count} mutated frames: {refused} refused, {grown / 2**20:.1f} MB more")
+    assert refused > count // 2
+    assert grown < 20 << 20
     # Some MB may be the interpreter's own: its table of interned strings grows once.
     assert kept < 4 << 20
     assert peak < 8 << 20

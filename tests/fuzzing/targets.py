@@ -1,0 +1,451 @@
+"""What is fuzzed: each function, the errors it may raise, and inputs to begin with."""
+
+from __future__ import annotations
+
+import functools
+import io
+import ipaddress
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from cryptography.hazmat.primitives.asymmetric import ec
+from rich.console import Console
+from zeroconf import ServiceInfo
+from zeroconf.asyncio import AsyncServiceInfo
+
+from mlxtp.api import openai, settings
+from mlxtp.api.backend import ModelInfo
+from mlxtp.api.guard import host_name
+from mlxtp.api.stops import StopFinder
+from mlxtp.cluster import measurements
+from mlxtp.cluster.dialing import host_and_port
+from mlxtp.cluster.joining import Host, Joiner
+from mlxtp.cluster.multicast import info_of
+from mlxtp.cluster.nodes_file import read_nodes
+from mlxtp.cluster.probes.machines import mac
+from mlxtp.cluster.sightings import SERVICE, Advert, Sighting, judge
+from mlxtp.cluster.tokens import Desk, read_token
+from mlxtp.config import parse_nodes, resolve_settings
+from mlxtp.doctor import as_json, postmortems, show
+from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
+from mlxtp.node import state
+from mlxtp.node.failures import RankEnd, about_rank
+from mlxtp.postmortem.examination import examine
+from mlxtp.postmortem.records import rank_record
+from mlxtp.wire import certificates, recording
+from mlxtp.wire.fabric import FabricResult
+from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
+from mlxtp.wire.joining import JoinGrant, JoinOffer, JoinRequest
+from mlxtp.wire.messages import Generate
+from mlxtp.wire.order import LinkKind
+
+from ..clustering.macs import MACS, outputs, over_the_wire, recorded
+from ..clustering.test_hardware_garbage import PARSERS
+from ..wire.samples import EXAMPLES
+from . import links
+
+T = TypeVar("T")
+
+CORPUS = Path(__file__).with_name("corpus")
+"""In a folder of each target's name the inputs that once broke it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """`run` may raise nothing but `allowed`."""
+
+    run: Callable[[bytes], object]
+    allowed: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...]
+
+    def broken_by(self, data: bytes) -> Exception | None:
+        """What this input raises that it may not."""
+        try:
+            self.run(data)
+        except self.allowed:
+            return None
+        except Exception as error:  # noqa: BLE001 - that is the question
+            return error
+        return None
+
+
+DEEP = b"[" * 3000
+DIGITS = b"9" * 4500
+"""More than Python turns into a number."""
+
+
+def text(data: bytes) -> str:
+    return data.decode(errors="replace")
+
+
+# --- the wire ---------------------------------------------------------------------------------------------
+
+
+def frames(data: bytes) -> None:
+    """A stream from a peer that is not known yet, or that is. What is taken can be sent, and comes back."""
+    decoder = Decoder()
+    decoder.limit = MAX_FRAME if data[:1] > b"\x7f" else MAX_OPENING_FRAME
+    decoder.feed(data[1:])
+    while (frame := decoder.next_frame()) is not None:
+        again = Decoder()
+        again.limit = MAX_FRAME
+        again.feed(encode(frame.message, frame.epoch, frame.seq))
+        assert again.next_frame() == Frame(frame.message, frame.epoch, frame.seq)
+
+
+FRAMES = tuple(encode(message, 1, 1) for message in EXAMPLES.values())
+
+_KEY, _OTHER_KEY = (ec.derive_private_key(secret, ec.SECP256R1()) for secret in (7, 8))
+_CLUSTER, _NODE = "c" * 16, "d" * 32
+_AUTHORITY = certificates.found(_CLUSTER, _KEY)
+_MEMBER = _AUTHORITY.certify(_NODE, _KEY.public_key())
+
+
+def certificate(data: bytes) -> None:
+    match data[:1]:
+        case b"0":
+            certificates.read_node(data[1:])
+        case b"1":
+            certificates.cluster_of(data[1:])
+        case b"2":
+            certificates.check_node(data[1:], _AUTHORITY.certificate)
+        case b"3":
+            certificates.check_node(_MEMBER, data[1:])
+        case b"4":
+            certificates.key_from_pem(data[1:])
+        case _:
+            certificates.certificates_from_pem(data[1:])
+
+
+_CERTIFICATES = (
+    *(place + der for place in (b"0", b"1", b"2", b"3") for der in (_MEMBER, _AUTHORITY.certificate)),
+    b"4" + certificates.key_to_pem(_KEY),
+    b"5" + certificates.certificates_to_pem(_MEMBER, _AUTHORITY.certificate),
+)
+
+
+def _desk() -> Desk:
+    return Desk(_CLUSTER, certificates.authority_hash(_AUTHORITY.certificate))
+
+
+_TOKEN = _desk().issue(bytes(16), 0.0)
+
+
+def _host() -> Host:
+    desk = _desk()
+    desk.issue(bytes(16), 0.0)
+    return Host(_AUTHORITY, _MEMBER, desk, bytes(32), members={}, cluster="desk", peers=("10.0.0.1:52414",))
+
+
+def _joiner() -> Joiner:
+    return Joiner(_TOKEN, "e" * 32, _OTHER_KEY, "mini", bytes(32))
+
+
+def joining(data: bytes) -> None:
+    """What a stranger says at either end of the exchange."""
+    decoder = Decoder()
+    decoder.feed(data)
+    host, joiner, admitted = _host(), _joiner(), None
+    while (frame := decoder.next_frame()) is not None:
+        match frame.message:
+            case JoinOffer() as offer:
+                joiner.on_offer(offer, _MEMBER)
+            case JoinRequest() as request:
+                admitted = admitted or host.on_request(request, 1.0).admitted
+            case JoinGrant() as grant:
+                joiner.on_grant(grant)
+    assert admitted is None or admitted.node_id == "e" * 32
+
+
+def _exchange() -> tuple[bytes, ...]:
+    host, joiner = _host(), _joiner()
+    request = joiner.on_offer(host.offer, _MEMBER)
+    grant = host.on_request(request, 1.0).message
+    said = tuple(encode(message, 0, n) for n, message in enumerate((host.offer, request, grant)))
+    return (*said, b"".join(said))
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------
+
+_MODEL = ModelInfo("tiny", ("default",), Path(), 2048, 0, (2,), 512)
+
+
+def chat(data: bytes) -> None:
+    """A body, up to the request that goes to the engine; what comes of it fits into a frame."""
+    try:
+        _chat(data)
+    except RequestError as error:
+        error.detail.encode()
+        raise
+
+
+def _chat(data: bytes) -> None:
+    asked = openai.parse_chat(data)
+    openai.find_model(asked.model, [_MODEL])
+    seed = 1 if asked.seed is None else settings.seed_of(asked.seed)
+    sampling = settings.sampling(asked, _MODEL.defaults, seed)
+    shaping = settings.shaping(asked, _MODEL.vocabulary)
+    stops = StopFinder(settings.stop_strings(asked))
+    messages = openai.chat_messages(asked.messages)
+    openai.check_may_fit(messages, 16, _MODEL)
+    for message in messages:
+        stops.push(message["content"].encode().decode())
+    tokens = openai.token_budget(asked.budget, (5, 6), _MODEL)
+    settings.check_min_tokens(shaping.min_tokens, tokens)
+    logprobs, ignore_eos = settings.logprobs(asked), bool(asked.ignore_eos)
+    encode(Generate(1, (5, 6), tokens, sampling, shaping, logprobs, ignore_eos), 1, 1)
+
+
+_HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+_CHATS = (
+    _HELLO,
+    _HELLO | {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -7, "n": 2},
+    _HELLO | {"stop": ["a", "ab"], "max_tokens": 5, "min_tokens": 2, "ignore_eos": True, "stream": True},
+    _HELLO | {"logit_bias": {"5": -1.5}, "logprobs": True, "top_logprobs": 3, "repetition_penalty": 1.1},
+    _HELLO | {"xtc_probability": 0.5, "xtc_threshold": 0.1, "presence_penalty": 1, "frequency_penalty": -1},
+    *(
+        _HELLO | {"response_format": format_}
+        for format_ in (
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+            {"type": "regex", "pattern": "a+"},
+            {"type": "lark", "grammar": 'start: "a"'},
+        )
+    ),
+    {"messages": [{"role": "developer", "content": [{"type": "text", "text": "\ud83d\ude00"}]}]},
+    _HELLO | {"tools": [], "tool_choice": {"type": "function"}, "stream_options": {"include_usage": True}},
+)
+
+
+def stops(data: bytes) -> None:
+    """An answer in any pieces, up to the first stop string that is complete."""
+    first, _, answer = text(data).partition("\n")
+    wanted = [stop for stop in first.split(",") if stop]
+    finder = StopFinder(wanted)
+    shown = "".join(map(finder.push, answer.split("|"))) + finder.finish()
+    whole = answer.replace("|", "")
+    ends = [(whole.find(stop) + len(stop), -len(stop)) for stop in wanted if stop in whole]
+    if not ends:
+        assert shown == whole
+        return
+    end, size = min(ends)
+    assert shown == whole[: end + size]
+
+
+def addresses(data: bytes) -> None:
+    """Headers, and the addresses that members tell."""
+    told = text(data)
+    host_name(told)
+    host_name(f"//{told}")
+    host_name(data.decode("latin-1"))
+    host_and_port(told)
+
+
+# --- the network ------------------------------------------------------------------------------------------
+
+
+def bonjour(data: bytes) -> None:
+    """Name, port, addresses and TXT record of a service; what is believed can be shown and dialled."""
+    label, _, rest = data.partition(b"\0")
+    service = f"{text(label)}.{SERVICE}"
+    port, count, rest = int.from_bytes(rest[:2], "big"), rest[2] % 32 if len(rest) > 2 else 0, rest[3:]
+    packed = [rest[4 * n : 4 * n + 4] for n in range(count)]
+    info = info_of(service)
+    if info is None:
+        return
+    txt = ServiceInfo(SERVICE, service, properties=rest[4 * count :]).properties
+    found = judge(service, txt, packed, port)
+    if isinstance(found, Sighting):
+        assert found.name.isprintable()
+        assert all(host_and_port(address) for address in found.addresses)
+
+
+def _announced() -> bytes:
+    advert = Advert("a" * 32, "b" * 16, "studio", 52414, True, 1)
+    label = advert.service().removesuffix(f".{SERVICE}").encode()
+    txt = AsyncServiceInfo(SERVICE, advert.service(), properties=advert.properties()).text
+    return label + b"\0" + (52414).to_bytes(2, "big") + b"\1" + ipaddress.IPv4Address("10.0.0.1").packed + txt
+
+
+# --- this machine -----------------------------------------------------------------------------------------
+
+_COMMANDS = sorted(PARSERS)
+
+
+def hardware(data: bytes) -> None:
+    """What a command prints: the parser answers, and the machine fits into its message."""
+    command = _COMMANDS[data[0] % len(_COMMANDS)] if data else _COMMANDS[0]
+    PARSERS[command](text(data[1:]))
+    found = mac(outputs(MACS[0], **{command: text(data[1:])}), "192.168.1.10")
+    assert over_the_wire(found) == found
+
+
+_PRINTED = tuple(
+    bytes((n,)) + said[command].encode()[:4000]
+    for said in map(recorded, MACS)
+    for n, command in enumerate(_COMMANDS)
+    if command in said
+)
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _home() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mlxtp-fuzz-")
+
+
+def configuration(data: bytes) -> None:
+    """config.toml, or the value of one variable."""
+    home = Path(_home().name)
+    name, equals, value = text(data).partition("=")
+    variables = {f"MLXTP_{name}": value} if equals and name.isupper() else {}
+    (home / "config.toml").write_bytes(b"" if variables else data)
+    resolve_settings({"home": home}, variables)
+    parse_nodes(value, "nodes")
+
+
+_CONFIGURATIONS = (
+    b'http = "127.0.0.1:52415"\nranks = 2\nmodel = "tiny"\nagreement = "auto"\ncompiled = true\n',
+    b'kv_bits = 8\nkv_bytes = "1.5GiB"\nmax_context = 4096\nnodes = "all"\npeers = ["10.0.0.2:52414", "a"]\n',
+    b'control = "10.0.0.1:1"\ninterface = "10.0.0.1"\nname = "studio"\nfabric = "ring"\n',
+    b'[fabric.rdma]\nstudio-1 = "rdma_en5"\n',
+    b"KV_BYTES=500MB", b"NODES=8", b"RANKS=4", b"MAX_CONTEXT=1_000", b"PEERS=a:1,b:2", b"HTTP=[::1]:80",
+    b"CONTROL=10.0.0.1:52414", b"MAX_CONTEXT=" + DIGITS, b"NODES=" + DIGITS, b"CONTROL=10.0.0.1:" + DIGITS,
+    b"PEERS=a:" + DIGITS, b"KV_BYTES=" + DIGITS, b"RANKS=" + DIGITS, b"HTTP=[::1]:" + DIGITS,
+    b"ranks=" + DIGITS,
+    b"a = " + DEEP, b"RDMA=a/b=rdma_en1", b"COMPILED=off", b"KV_BITS=4",
+)  # fmt: skip
+
+
+def remembered(data: bytes) -> None:
+    """state.json; what is read can be written, and read again."""
+    kept = state.from_text(data.decode())
+    assert state.from_text(_written(state.to_text, kept)) == kept
+
+
+def fabrics(data: bytes) -> None:
+    """fabric.json; what is read can be used and written."""
+    results = measurements.from_text(data.decode())
+    measurements.measured(results, fast_fences=False)
+    assert measurements.from_text(_written(measurements.to_text, results)) == results
+
+
+def _written(write: Callable[[T], str], what: T) -> str:
+    try:
+        return write(what)
+    except ValueError as error:
+        raise AssertionError("what was read cannot be written") from error
+
+
+_RESULT = FabricResult(
+    ("a" * 32, "f" * 32), "ring", "ring", False, True, 1, 0.25, (1024, 4096), (0.5, 1.0), (0.5, 2.0)
+)
+
+
+def flight_recorder(data: bytes) -> None:
+    """The memory that a rank left: up to what `mlxtp doctor --postmortem` makes of it."""
+    memory = data[:128].ljust(recording.HEADER_BYTES, b"\0") + data[128:]
+    end = RankEnd(0, 1, -9, 0.5, memory=memory.ljust(recording.RECORDING_BYTES, b"\0"), key=bytes(32))
+    fields = json.loads(json.dumps(about_rank(end, 2.0, 1.0)))
+    _printed([*show(examine(1, [rank_record(fields | {"node": "a"})], []))])
+
+
+def _memory(at: float = 101.0) -> bytes:
+    header = bytearray(128)
+    recording.BEGAN.pack_into(header, 0, recording.MAGIC, 1e9, 100.0)
+    recording.PHASE.pack_into(header, recording.PHASE_AT, at, 6)
+    recording.WORDS.pack_into(header, recording.WORDS_AT, 102.0, 8, 5)
+    slots = (recording.SLOT.pack(at + n, 5 + n, 0x103, 101.5 + n, n, 2 * n, 101.7 + n, 77) for n in range(3))
+    return bytes(header) + b"".join(slots)
+
+
+def failure(data: bytes) -> None:
+    """A file of a failed epoch, from here or another Mac, up to what is printed of it."""
+    path = Path(_home().name) / "rank.json"
+    path.write_bytes(data)
+    found = postmortems([path])
+    json.dumps(as_json(found))
+    for each in found:
+        _printed(show(each))
+
+
+def _printed(lines: list[object]) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    console = Console(file=out, width=200)
+    for line in lines:
+        console.print(line)
+    out.flush()
+
+
+def _failures() -> tuple[bytes, ...]:
+    memory = _memory()
+    memory = memory[:128].ljust(recording.HEADER_BYTES, b"\0") + memory[128:]
+    end = RankEnd(1, 7, 64, 0.5, memory=memory.ljust(recording.RECORDING_BYTES, b"\0"), key=bytes(32))
+    common = {"format": 1, "epoch": 3, "epoch_id": "ab", "node": "a"}
+    epoch = {"kind": "epoch", "ended": 1e9, "cause": {"code": "rank_lost", "detail": "gone"}, "hosts": ["a"]}
+    return DEEP, *tuple(
+        json.dumps(common | fields).encode()
+        for fields in (
+            about_rank(end, 2.0, 1.0),
+            epoch | {"reports": [], "pongs": {}, "machine_bytes": 1 << 30},
+        )
+    )
+
+
+TARGETS: Mapping[str, Target] = {
+    "frames": Target(
+        frames,
+        (RemoteProtocolError,),
+        tuple(opening + frame for opening in (b"\0", b"\xff") for frame in FRAMES),
+    ),
+    **{
+        f"link_{link.name.lower()}": Target(
+            links.told_anything(link), (RemoteProtocolError, LinkError), tuple(links.seeds(link))
+        )
+        for link in LinkKind
+    },
+    "certificate": Target(certificate, (ProtocolError, ValueError), _CERTIFICATES),
+    "joining": Target(joining, (ProtocolError, UserError), _exchange()),
+    "token": Target(lambda data: read_token(text(data)), (ConfigError,), (_TOKEN.text().encode(), b"a-b")),
+    "chat": Target(chat, (RequestError,), tuple(json.dumps(each).encode() for each in _CHATS)),
+    "stops": Target(stops, (), (b"ab,b,abc\nxxa|b|c", b"aa,aab\naaa|aab", "é\né|x".encode())),
+    "addresses": Target(addresses, (), (b"localhost:1", b"[::1]:80", b"http://a:1", b"10.0.0.1:52414")),
+    "bonjour": Target(bonjour, (), (_announced(),)),
+    "hardware": Target(hardware, (), _PRINTED),
+    "nodes_file": Target(
+        lambda data: read_nodes(text(data)),
+        (ConfigError,),
+        (
+            b'links = ["thunderbolt5 mesh", "ethernet 10g", "wifi"]\n[[node]]\nname = "a"'
+            b'\nchip = "Apple M3 Ultra"\nmemory = "512GB"\ncount = 2\ngpu_cores = 80\nfree = "1TB"'
+            b"\nports = 5\nrdma = true\n",
+            b'{"links": "thunderbolt4 ring", "node": [{"chip": "m4 pro", "memory": "64 GiB", "count": 3}]}',
+            b'{"links": ' + DEEP,
+            b"links = " + DEEP,
+            b'[[node]]\nchip = "m4"\nmemory = "' + DIGITS + b'GB"\n',
+        ),
+    ),
+    "configuration": Target(configuration, (ConfigError,), _CONFIGURATIONS),
+    "remembered": Target(
+        remembered,
+        (ValueError, RecursionError),
+        (state.to_text(state.Kept(peers={"a": ("10.0.0.1:1",)})).encode(), DEEP),
+    ),
+    "fabrics": Target(
+        fabrics, (ValueError, RecursionError), (measurements.to_text([_RESULT]).encode(), DEEP)
+    ),
+    "flight_recorder": Target(
+        flight_recorder, (), (_memory(), _memory(float("nan")), _memory(float("inf")), b"")
+    ),
+    "failure": Target(failure, (UserError,), _failures()),
+}  # fmt: skip
+
+
+def kept(name: str) -> list[Path]:
+    """The inputs that once broke this target."""
+    return sorted((CORPUS / name).glob("*"))

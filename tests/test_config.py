@@ -252,6 +252,27 @@ def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
     assert refusal(tmp_path, "ranks = 3") == f"ranks in {tmp_path / 'config.toml'} {wrong}"
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_context", "9" * 5000),
+        ("nodes", "9" * 5000),
+        ("control", "10.0.0.1:" + "9" * 5000),
+        ("peers", "10.0.0.1:" + "9" * 5000),
+        ("kv_bytes", "9" * 5000),
+        ("ranks", "9" * 5000),
+    ],
+)
+def test_a_number_of_thousands_of_digits(tmp_path: Path, key: str, value: str) -> None:
+    """Which Python does not turn into one."""
+    name = f"MLXTP_{key.upper()}"
+    assert name in refusal(tmp_path, **{name: value})
+
+
+def test_a_file_that_is_nested_without_end(tmp_path: Path) -> None:
+    assert "nested too deeply" in refusal(tmp_path, "peers = " + "[" * 3000)
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "8", "two", "2.0"])
 def test_ranks_that_cannot_be(tmp_path: Path, value: str) -> None:
     assert refusal(tmp_path, MLXTP_RANKS=value).startswith(f"MLXTP_RANKS {value}: ")

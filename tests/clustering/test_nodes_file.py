@@ -104,6 +104,8 @@ def test_json_says_the_same() -> None:
     [
         ("", "it has no machines"),
         ("links = ", "cannot be read"),
+        ("links = " + "[" * 3000, "nested too deeply"),
+        ('{"links": ' + "[" * 3000, "nested too deeply"),
         ("{", "cannot be read"),
         ("node = 3", "it has no machines"),
         ('nodes = "x"', "nothing is called 'nodes'"),
@@ -131,6 +133,7 @@ def test_json_says_the_same() -> None:
         (NODE.replace("48GB", "48"), "memory is '48'; it can be \"512GB\""),
         (NODE.replace('"48GB"', "48"), "memory is 48;"),
         (NODE.replace("48GB", "0GB"), "memory is '0GB'"),
+        (NODE.replace("48GB", "9" * 400 + "GB"), "memory is '999"),
         ('[[node]]\nchip = "Apple M4"', "it has no memory"),
         (NODE + 'free = "64GB"', "64GB are free of 48GB"),
         (NODE + "gpu_cores = 17", "gpu_cores is 17; Apple M4 Pro has 20 or 16"),

@@ -124,6 +124,18 @@ def test_no_recording(data: bytes) -> None:
     assert decode(data) is None
 
 
+@pytest.mark.parametrize("time", [float("nan"), float("inf"), float("-inf"), 1e300])
+def test_a_time_that_is_none_is_left_out(time: float) -> None:
+    steps = (0, slot(5, 1.0)), (1, slot(6, time)), (2, slot(7, 3.0, time)), (3, slot(8, 4.0, 5.0, time))
+    recording = decode(bytes(memory(*steps)))
+    assert recording is not None
+    assert [step.seq for step in recording.steps] == [5, 7, 8]
+    assert [(step.queued_us, step.finished_us) for step in recording.steps[1:]] == [(0, 0), (5_000_000, 0)]
+    data = memory(*steps)
+    BEGAN.pack_into(data, 0, MAGIC, time, ORIGIN)
+    assert decode(bytes(data)) is None
+
+
 def test_garbage_is_shown_as_well_as_it_can_be() -> None:
     data = memory((0, slot(5, 1.0)))
     struct.pack_into("=HH", data, WORDS_AT + 8, 0xFFFF, 0xFFFF)

@@ -29,7 +29,7 @@ test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 chaos: setup
-	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents $(CHAOS_ARGS)
+	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/wire/test_frames.py $(CHAOS_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

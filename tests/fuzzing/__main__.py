@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 _LEARNED = Path("build/fuzz")
@@ -19,6 +20,8 @@ _CORPUS = Path(__file__).with_name("corpus")
 _MAX_BYTES = 4096
 _SLOW_S = 10
 _MAX_MB = 2048
+_WORD = re.compile(rb'"?[A-Za-z_]{2,30}"?|[0-9.]{1,20}|[][{}:,=]')
+_MAX_WORDS = 500
 _BROKEN = "broken by "
 
 
@@ -86,7 +89,10 @@ def search(name: str, seconds: int) -> None:
         place = f"{Path(where.filename).name}:{where.lineno}"
         print(f"\n{_BROKEN}{file.name}: {type(error).__name__} at {place}: {error!s:.200}", flush=True)
 
+    words = learned.with_suffix(".words")
+    words.write_text("".join(f'"{word}"\n' for word in vocabulary(target.seeds)))
     options = {
+        "dict": words,
         "max_total_time": seconds,
         "max_len": _MAX_BYTES,
         "timeout": _SLOW_S,
@@ -96,6 +102,12 @@ def search(name: str, seconds: int) -> None:
     }
     atheris.Setup([name, *(f"-{key}={value}" for key, value in options.items()), str(learned)], once)
     atheris.Fuzz()
+
+
+def vocabulary(seeds: Iterable[bytes]) -> list[str]:
+    """Words of the seeds, to be put in anywhere, as libFuzzer's dictionaries have them: bytes in hex."""
+    found = {word for seed in seeds for word in _WORD.findall(seed)}
+    return sorted("".join(f"\\x{byte:02x}" for byte in word) for word in found)[:_MAX_WORDS]
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def search(name: str, seconds: int) -> None:
 
 def vocabulary(seeds: Iterable[bytes]) -> list[str]:
     """Words of the seeds, to be put in anywhere, as libFuzzer's dictionaries have them: bytes in hex."""
-    found = {word for seed in seeds for word in _WORD.findall(seed)}
+    found = {b"\0", *(word for seed in seeds for word in _WORD.findall(seed))}  # an empty one is refused
     return sorted("".join(f"\\x{byte:02x}" for byte in word) for word in found)[:_MAX_WORDS]
 
 

@@ -413,7 +413,9 @@ TARGETS: Mapping[str, Target] = {
     "joining": Target(joining, (ProtocolError, UserError), _exchange()),
     "token": Target(lambda data: read_token(text(data)), (ConfigError,), (_TOKEN.text().encode(), b"a-b")),
     "chat": Target(chat, (RequestError,), tuple(json.dumps(each).encode() for each in _CHATS)),
-    "stops": Target(stops, (), (b"ab,b,abc\nxxa|b|c", b"abcd,bc\nxab|cx", b"aa,aab\naaa|aab", "é\né|x".encode())),
+    "stops": Target(
+        stops, (), (b"ab,b,abc\nxxa|b|c", b"abcd,bc\nxab|cx", b"aa,aab\naaa|aab", "é\né|x".encode())
+    ),
     "addresses": Target(addresses, (), (b"localhost:1", b"[::1]:80", b"http://a:1", b"10.0.0.1:52414")),
     "bonjour": Target(bonjour, (), (_announced(),)),
     "hardware": Target(hardware, (), _PRINTED),

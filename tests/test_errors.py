@@ -30,12 +30,12 @@ def test_no_status_means_two_things() -> None:
 @pytest.mark.parametrize(
     ("statuses", "codes"),
     [
-        ("64 – 68, 79", [Code.CONFIG, Code.MODEL_UNSUPPORTED, Code.MISMATCH]),
-        ("80 – 87", [Code.FRAME_OVERSIZE, Code.NOT_AUTHENTIC]),
-        ("92", [Code.FORWARD_FAILED]),
-        ("94", [Code.DESYNC]),
-        ("88, 95", [Code.LINK_LOST, Code.RANK_LOST]),
-        ("97", [Code.OUT_OF_MEMORY]),
+        ("64 – 68, 81", [Code.CONFIG, Code.MODEL_UNSUPPORTED, Code.MISMATCH]),
+        ("82 – 89", [Code.FRAME_OVERSIZE, Code.NOT_AUTHENTIC]),
+        ("94", [Code.FORWARD_FAILED]),
+        ("96", [Code.DESYNC]),
+        ("90, 97", [Code.LINK_LOST, Code.RANK_LOST]),
+        ("99", [Code.OUT_OF_MEMORY]),
     ],
 )
 def test_the_statuses_by_their_meaning(statuses: str, codes: list[Code]) -> None:

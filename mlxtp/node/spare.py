@@ -30,6 +30,7 @@ MAX_AGE_S = 86_400.0
 UNUSED_S = 600.0
 """Without any rank on this machine for so long, there is no use for spares."""
 IMPORT_S = 60.0
+END_S = 0.5
 ANSWER_S = 1.0
 """A spare that waits answers at once; one that does not is stopped, or its machine is."""
 RETRY_S = 1.0
@@ -243,7 +244,10 @@ class Spares:
 
 async def _end(spare: _Spare) -> None:
     """It holds nothing that wants an orderly end."""
-    spare.pipe.close()
-    with contextlib.suppress(ProcessLookupError):
-        spare.process.kill()
-    await spare.process.wait()
+    spare.pipe.close()  # which ends it, if it runs at all
+    waiting = asyncio.ensure_future(spare.process.wait())
+    await asyncio.wait({waiting}, timeout=END_S)
+    if spare.process.returncode is None:  # a signal to one that is ending would take its status along
+        with contextlib.suppress(ProcessLookupError):
+            spare.process.kill()
+        await waiting

@@ -29,7 +29,7 @@ BEGAN = struct.Struct("=8sdd")
 PHASE_AT = 32
 PHASE = struct.Struct("=dB")
 """Since when, and its place in PHASES."""
-PHASES = ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "closing")
+PHASES = ("starting", "forming", "proving", "loading", "idle", "prefill", "decode", "measuring", "closing")
 WORDS_AT = 64
 WORDS = struct.Struct("=dHH")
 """When, the bytes of the code and of the detail; both follow."""

@@ -21,7 +21,7 @@ import pytest
 from mlxtp.cluster.preflight import explain
 from mlxtp.cluster.side_channel import ROUND_S, Answers, Hub
 from mlxtp.engine.mail import Mailbox, read_in_background
-from mlxtp.errors import Code, GroupError, LinkError, exit_status
+from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_status
 from mlxtp.wire.identity import epoch_digest
 from mlxtp.wire.link import Link, listen
 from mlxtp.wire.messages import (
@@ -256,7 +256,7 @@ def test_a_rank_that_is_told_to_end_while_it_waits_ends_in_order(tmp_path: Path)
         for rank, process in enumerate(group.processes):
             group.hear(rank, SideChannel)
             process.terminate()
-            assert process.wait(WAIT_S) == 0
+            assert process.wait(WAIT_S) == TERMINATED_STATUS
 
 
 def test_an_agent_that_stops_or_dies_takes_forming_ranks_along(tmp_path: Path) -> None:

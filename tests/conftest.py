@@ -21,20 +21,18 @@ RANKS = ("chaos", "engine", "test_benchmarks.py", "test_cli.py", "test_commands.
 """Real groups: one at a time, for each takes more than one core."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Which tests may run beside which others, where two processes share them."""
     here = Path(__file__).parent
-    for item in items:
-        parts = item.path.relative_to(here).parts if here in item.path.parents else ("",)
-        fixtures = getattr(item, "fixturenames", ())
-        if parts[0] in MACS:
-            group = "macs"
-        elif parts[0] in RANKS or "two_ranks" in fixtures or "one_rank" in fixtures:
-            group = "ranks"
-        else:
-            group = "/".join(parts)
-        item.add_marker(pytest.mark.xdist_group(group))
+    parts = item.path.relative_to(here).parts if here in item.path.parents else ("",)
+    fixtures = getattr(item, "fixturenames", ())
+    if parts[0] in MACS:
+        group = "macs"
+    elif parts[0] in RANKS or "two_ranks" in fixtures or "one_rank" in fixtures:
+        group = "ranks"
+    else:
+        group = "/".join(parts)
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from mlxtp.wire.order import TABLES, TERMINAL, LinkKind, RequestFailed, Side, St
 from .walk import path_to
 
 VOICE: set[type[Message]] = {Accepted, Delta, ScoredDelta, Finished, RequestFailed}
-EVERYWHERE = [(link, state) for link in LinkKind for state in sorted(TABLES[link])]
+EVERYWHERE = [(link, state) for link in LinkKind for state in State if state in TABLES[link]]
 
 
 def senders(link: LinkKind, message: type[Message]) -> set[Side]:

@@ -50,7 +50,7 @@ from mlxtp.wire.table import MESSAGES
 from .samples import EXAMPLES, MESSAGE
 from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, sequences
 
-EVERYWHERE = [(link, state) for link in LinkKind for state in sorted(TABLES[link])]
+EVERYWHERE = [(link, state) for link in LinkKind for state in State if state in TABLES[link]]
 KINDS: list[type[Message]] = [*MESSAGES.values(), RequestFailed]
 
 

@@ -26,7 +26,7 @@ demo: setup
 	$(BIN)/mlxtp demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TEST_ARGS)
+	$(BIN)/python -m pytest $(TEST_ARGS)
 
 chaos: setup
 	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/wire/test_frames.py $(CHAOS_ARGS)

@@ -88,6 +88,7 @@ def alone(agent: Agent, other: Agent) -> None:
     print(f"{agent.name} alone: serving again {took_s:.1f} s after it gave {other.name} up")
 
 
+@pytest.mark.chaos
 def test_a_cable_goes_out_and_in(pair: Pair) -> None:
     first, other = pair.whole()
     epoch = first.status()["epoch"]

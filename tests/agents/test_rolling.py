@@ -141,6 +141,7 @@ def rolling(folder: Path, names: tuple[str, ...], ranks: int) -> None:
         serving(*agents, ranks=ranks)
 
 
+@pytest.mark.chaos
 def test_two_macs_are_started_again_and_no_answer_is_lost(tmp_path: Path) -> None:
     rolling(tmp_path, ("anna", "ben"), 2)
 

@@ -182,6 +182,7 @@ def test_who_comes_and_goes(lan: Lan) -> None:
     assert lan.anna.status()["epoch"] == epoch  # nothing of all this has ended the group
 
 
+@pytest.mark.chaos
 def test_a_copied_home_is_told_to_both(lan: Lan) -> None:
     serving(lan.anna, lan.ben)
     copy = lan.newcomer("copy", called="ben")

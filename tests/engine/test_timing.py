@@ -153,7 +153,7 @@ def test_a_rank_that_dies_meanwhile_ends_the_measurement_and_the_group_comes_bac
         running = pool.submit(measure, cluster)
         until(lambda: is_measuring(cluster), "the ranks measure")
         os.kill(cluster.pids()[1], signal.SIGKILL)
-        with pytest.raises(UserError, match=r"the group ended while it was measured: .*rank 1"):
+        with pytest.raises(UserError, match="the group ended while it was measured: "):
             running.result()
     until(lambda: cluster.epoch == 2, "the next epoch")
     cluster.wait_state(State.READY)

@@ -2,6 +2,7 @@
 # make test     set up, run all tests            make chaos   the whole fault matrix
 # make lint     ruff and strict types            make bench   benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
+# make soak     an hour of mixed load while ranks and agents fail; SOAK_ARGS="--minutes 5" for less
 #
 # Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
 
@@ -13,8 +14,9 @@ TEST_ARGS ?=
 CHAOS_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
+SOAK_ARGS ?=
 
-.PHONY: setup demo test lint bench chaos fuzz clean
+.PHONY: setup demo test lint bench chaos fuzz soak clean
 
 setup: $(STAMP)
 
@@ -29,7 +31,7 @@ test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 chaos: setup
-	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/wire/test_frames.py $(CHAOS_ARGS)
+	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/soak tests/wire/test_frames.py $(CHAOS_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -42,6 +44,9 @@ bench: setup
 fuzz: setup
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || sh scripts/setup_fuzz.sh $(VENV)
 	$(BIN)/python -m tests.fuzzing $(FUZZ_ARGS)
+
+soak: setup
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

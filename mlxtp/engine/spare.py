@@ -11,11 +11,11 @@ import socket
 import sys
 
 from ..wire.handover import take_over
+from .light_import import import_mlx_lm
 
 _IMPORTS = (
     *(f"mlxtp.engine.{name}" for name in ("group", "choice", "desk", "rank")),
     *(f"mlxtp.engine.{name}" for name in ("decode_loop", "followers", "serve_loop")),
-    "mlx_lm.utils",
     "mlx_lm.models.llama",
 )
 """What every rank imports on its way, nearly all of the time that it takes to start."""
@@ -23,6 +23,7 @@ _IMPORTS = (
 
 def import_all() -> None:
     """Import what a rank will need, whatever it has to do."""
+    import_mlx_lm()
     for name in _IMPORTS:
         importlib.import_module(name)
 

@@ -139,6 +139,7 @@ def run(process: Process, listener: socket.socket | None, identity: Path | None)
     counter.install()
     from .choice import NoDesk
     from .desk import RequestDesk
+    from .light_import import import_mlx_lm
     from .rank import Rank
 
     desk = RequestDesk()
@@ -151,7 +152,7 @@ def run(process: Process, listener: socket.socket | None, identity: Path | None)
         desk=NoDesk() if process.rank else desk,
         exchange=_exchange(process, bootstrap),
     )
-    import mlx_lm.utils  # noqa: F401 - its import takes seconds; now nobody waits for a token
+    import_mlx_lm()  # now nobody waits for a token
 
     pipe.send(Done(jaccl=is_available("jaccl")))
     process.status.enter("idle")

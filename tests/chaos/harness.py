@@ -12,11 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -28,6 +27,7 @@ from mlxtp.node.epoch import State, is_legal
 from mlxtp.postmortem.examination import Postmortem
 
 from ..cluster import LIMITS, SLOWNESS, Cluster, until
+from .answers import LONG, SHORT, Answer, ask
 from .findings import found, wrong
 from .orders import Order, OrderBook
 
@@ -55,12 +55,6 @@ ANSWER_S = 15 * SLOWNESS
 KEEP_ALIVE_S = 0.3
 """A stream that says nothing for so long gets a comment."""
 
-LONG = "Repeat exactly: " + "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789" * 3
-"""117 tokens, four chunks of prefill in a `FaultyCluster`; the answer is about as long."""
-COUNT = "Count from 1 to 60."
-"""The longest answer that the tiny model has learned: 171 tokens."""
-SHORT = "Repeat exactly: FALCON-MERCURY-7749"
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -70,27 +64,6 @@ class Moment:
     epoch: int
     state: State | None = None
     error: MlxtpError | None = None
-
-
-@dataclass
-class Answer:
-    """What a client got over one stream, until its end. Times are time.time()."""
-
-    text: str = ""
-    finish: str | None = None
-    error: dict[str, Any] | None = None
-    done: bool = False
-    ended_at: float = 0.0
-    tokens: int = 0
-    """Generated, as the server counts them; of an answer that breaks off, the events with text in them."""
-    scores: list[tuple[str, float]] = field(default_factory=list)
-    """Each token and its logprob, where they were asked for."""
-    comments: list[float] = field(default_factory=list)
-    """When a comment came that says that the server is there."""
-
-    @property
-    def code(self) -> str | None:
-        return self.error["code"] if self.error else None
 
 
 class FaultyCluster(Cluster):
@@ -168,23 +141,9 @@ class FaultyCluster(Cluster):
         """Stream one answer to its end, whatever that is; fails when it has none."""
         return self.read_all(prompt, **fields)[0]
 
-    def read_all(self, prompt: str, *, stream: bool = True, n: int = 1, **fields: Any) -> list[Answer]:
+    def read_all(self, prompt: str, **fields: Any) -> list[Answer]:
         """As `read`, for `n` answers to one request; without `stream` they come in one piece."""
-        answers = [Answer() for _ in range(n)]
-        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400, "temperature": 0}
-        body |= fields | {"stream": stream, "n": n}
-        if stream:
-            body["stream_options"] = {"include_usage": True}
-        url = f"{self.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=120 * SLOWNESS) as response:
-            if response.status_code == 200 and stream:
-                read_events(response.iter_lines(), *answers)
-            else:
-                response.read()
-                read_whole(response.json(), answers)
-        for answer in answers:
-            answer.ended_at = time.time()
-        return answers
+        return ask(self.url, prompt, **fields)
 
     def right(self, prompt: str, max_tokens: int = 400, **fields: Any) -> str:
         """The answer without any fault; ask for it before one is ordered."""
@@ -271,51 +230,6 @@ class FaultyCluster(Cluster):
 
     def states(self) -> list[State]:
         return [m.state for m in self.moments if m.state is not None]
-
-
-def read_events(lines: Iterator[str], *answers: Answer) -> None:
-    """Server-sent events into `answers`. What comes after an error or the end is a failure."""
-    for line in lines:
-        for answer in answers:
-            if line.startswith(":"):
-                answer.comments.append(time.time())
-        if not line.startswith("data: "):
-            continue
-        assert not any(answer.done for answer in answers), f"after the end: {line}"
-        assert not any(answer.error for answer in answers), f"after the error: {line}"
-        data = line.removeprefix("data: ")
-        event = {} if data == "[DONE]" else json.loads(data)
-        for answer in answers:
-            answer.done = not event
-            answer.error = event.get("error")
-        for choice in event.get("choices", ()):
-            answer = answers[choice["index"]]
-            assert answer.finish is None, f"after the finish reason: {line}"
-            text = choice["delta"].get("content") or ""
-            answer.text += text
-            answer.tokens += bool(text)
-            answer.scores += scores_of(choice)
-            answer.finish = choice["finish_reason"]
-        if usage := event.get("usage"):
-            for answer in answers:
-                answer.tokens = usage["completion_tokens"] // len(answers)
-
-
-def read_whole(body: dict[str, Any], answers: list[Answer]) -> None:
-    """The body of an answer that came in one piece, or of an error."""
-    for index, answer in enumerate(answers):
-        answer.error = body.get("error")
-        if answer.error is None:
-            choice = body["choices"][index]
-            answer.text, answer.finish = choice["message"]["content"], choice["finish_reason"]
-            answer.scores = scores_of(choice)
-            answer.tokens = body["usage"]["completion_tokens"] // len(answers)
-            answer.done = True
-
-
-def scores_of(choice: dict[str, Any]) -> list[tuple[str, float]]:
-    """Tokens and their logprobs, where they were asked for."""
-    return [(each["token"], each["logprob"]) for each in (choice.get("logprobs") or {}).get("content") or ()]
 
 
 def processes_of(root: int) -> set[int]:

@@ -16,16 +16,8 @@ from mlxtp.errors import Code
 
 from ..cluster import SLOWNESS
 from ..reference import prompt_ids, random_text, reference, spoken
-from .harness import (
-    LONG,
-    SHORT,
-    FaultyCluster,
-    assert_honest,
-    assert_recovered,
-    assert_sound,
-    before,
-    kill,
-)
+from .answers import LONG, SHORT
+from .harness import FaultyCluster, assert_honest, assert_recovered, assert_sound, before, kill
 from .test_deaths import LOST, NOTICED_S
 
 AT_ONCE_S = 1.0 * SLOWNESS

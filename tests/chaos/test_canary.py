@@ -10,15 +10,8 @@ import pytest
 from mlxtp.errors import Code
 
 from ..cluster import SLOWNESS
-from .harness import (
-    FAULT_LIMITS,
-    LONG,
-    SHORT,
-    FaultyCluster,
-    assert_recovered,
-    assert_sound,
-    before,
-)
+from .answers import LONG, SHORT
+from .harness import FAULT_LIMITS, FaultyCluster, assert_recovered, assert_sound, before
 
 CANARY_S = 0.3
 

@@ -13,7 +13,8 @@ import httpx
 import psutil
 
 from ..cluster import SLOWNESS, until
-from .harness import LONG, SHORT, Answer, FaultyCluster, assert_sound, before, read_events
+from .answers import LONG, SHORT, Answer, read_events
+from .harness import FaultyCluster, assert_sound, before
 
 PROMPTS = (LONG, SHORT, *(f"Repeat exactly: {text}" for text in ("ABC-123", "DOG-4", "K-9 K-9", "ZEBRA-11")))
 

@@ -13,10 +13,9 @@ from mlxtp.errors import Code
 from mlxtp.node.epoch import State
 
 from ..cluster import SLOWNESS, until
+from .answers import LONG, SHORT
 from .harness import (
     FAULT_LIMITS,
-    LONG,
-    SHORT,
     STALL_S,
     FaultyCluster,
     alive,

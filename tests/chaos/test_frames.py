@@ -9,16 +9,8 @@ import pytest
 from mlxtp.errors import Code
 
 from ..cluster import SLOWNESS, until
-from .harness import (
-    LONG,
-    SHORT,
-    STALL_S,
-    FaultyCluster,
-    assert_recovered,
-    assert_sound,
-    before,
-    kill,
-)
+from .answers import LONG, SHORT
+from .harness import STALL_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 from .orders import Order
 
 AT_ONCE_S = 1.0 * SLOWNESS

@@ -11,15 +11,8 @@ import httpx
 from mlxtp.engine.grammar import DEADLINE_S
 
 from ..cluster import SLOWNESS, until
-from .harness import (
-    SHORT,
-    FaultyCluster,
-    alive,
-    assert_recovered,
-    assert_sound,
-    before,
-    kill,
-)
+from .answers import SHORT
+from .harness import FaultyCluster, alive, assert_recovered, assert_sound, before, kill
 from .test_deaths import LOST, NOTICED_S
 
 SLOW = {"type": "integer", "multipleOf": 999983}

@@ -14,9 +14,9 @@ from mlxtp.errors import Code, GroupError
 from mlxtp.node.epoch import State
 
 from ..cluster import SLOWNESS
+from .answers import LONG
 from .harness import (
     ACK_S,
-    LONG,
     RESTART_S,
     STALL_S,
     FaultyCluster,

@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +17,9 @@ from mlxtp.node.epoch import State
 
 from ..cluster import SLOWNESS, until
 from ..reference import prompt_ids
+from .answers import COUNT, KINDS, LONG, SHORT, Answer, Fields
 from .findings import found
 from .harness import (
-    COUNT,
-    LONG,
-    SHORT,
-    Answer,
     FaultyCluster,
     assert_honest,
     assert_legal,
@@ -39,28 +35,6 @@ from .test_deaths import HELD_S, LOST, NOTICED_S
 chaos = pytest.mark.chaos
 
 POISON = "Repeat exactly: ACONITE-42"
-
-Fields = dict[str, Any]
-
-NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 12, "maxItems": 12}
-
-UNSURE: Fields = {"prompt": "Tell me a story about the sea.", "temperature": 2.0, "ignore_eos": True}
-"""What the model makes of it depends on the draw; with penalties on almost every one."""
-
-KINDS: dict[str, Fields] = {
-    "a stream": {},
-    "in one piece": {"stream": False},
-    "seeded": UNSURE | {"seed": 5},
-    "penalties": UNSURE | {
-        "seed": 6, "repetition_penalty": 1.1, "frequency_penalty": 1.0, "presence_penalty": 0.5
-    },
-    "biased": {"logit_bias": {"511": -1.0}},
-    "two at once": UNSURE | {"n": 2, "seed": 7},
-    "logprobs": {"logprobs": True, "top_logprobs": 3},
-    "guided": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": NUMBERS}}},
-    "guided, in one piece": {"stream": False, "response_format": {"type": "regex", "pattern": "[A-Z]{80}"}},
-}  # fmt: skip
-"""Everything that a request may ask for and that must be the same in the next group."""
 
 
 def ask_all(cluster: FaultyCluster, kinds: Sequence[Fields]) -> list[list[Answer]]:

@@ -14,17 +14,8 @@ import pytest
 from mlxtp.errors import Code
 
 from ..cluster import SLOWNESS, until
-from .harness import (
-    ACK_S,
-    FAULT_LIMITS,
-    LONG,
-    STALL_S,
-    FaultyCluster,
-    assert_recovered,
-    assert_sound,
-    before,
-    kill,
-)
+from .answers import LONG
+from .harness import ACK_S, FAULT_LIMITS, STALL_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 from .orders import Order
 
 AT_ONCE_S = 1.0 * SLOWNESS

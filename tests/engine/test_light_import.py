@@ -1,0 +1,70 @@
+"""Ranks import mlx-lm without transformers and the Hub; whoever needs these later gets the real ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ..cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+HEAVY = "[name for name in ('transformers', 'tokenizers', 'huggingface_hub') if name in sys.modules]"
+
+
+def run(code: str) -> str:
+    """In a new process."""
+    code = f"import sys\nfrom mlxtp.engine import light_import\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_models_are_there_and_nothing_that_only_agents_need() -> None:
+    assert run(f"light_import.import_mlx_lm(); import mlx_lm.models.llama; print({HEAVY})") == "[]"
+
+
+def test_who_needs_them_later_gets_the_real_ones() -> None:
+    code = """
+light_import.import_mlx_lm()
+from transformers import PreTrainedTokenizer
+from huggingface_hub import snapshot_download
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+print(PreTrainedTokenizer.from_pretrained.__name__, snapshot_download.__name__, TokenizerWrapper.__mro__)
+"""
+    assert "_Absent" not in run(code)
+
+
+def test_what_is_not_there_says_so_when_it_is_used() -> None:
+    code = """
+light_import.import_mlx_lm()
+try:
+    import mlx_lm.utils
+    mlx_lm.utils.load("x")
+except RuntimeError as error:
+    print(error)
+"""
+    assert run(code) == "a rank was to use huggingface_hub.snapshot_download, which only agents load"
+
+
+def test_an_mlx_lm_that_needs_more_is_imported_as_a_whole() -> None:
+    code = f"""
+light_import._ABSENT["transformers"] = ()
+light_import.import_mlx_lm()
+import mlx_lm.models.llama
+from mlx_lm.utils import load_model, TokenizerWrapper
+print({HEAVY}, TokenizerWrapper.__mro__[-2].__name__)
+"""
+    assert run(code) == "['transformers', 'tokenizers', 'huggingface_hub'] TokenizerWrapper"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system for the libraries of a process")
+def test_a_rank_that_has_answered_has_loaded_no_tokenizer(two_ranks: Cluster) -> None:
+    assert two_ranks.content("Repeat exactly: PANDA-42") == "PANDA-42"
+    for pid in two_ranks.pids():
+        libraries = [each.path for each in psutil.Process(pid).memory_maps()]
+        assert any("/mlx/" in path for path in libraries)
+        assert not [path for path in libraries if "/tokenizers/" in path]

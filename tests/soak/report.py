@@ -1,0 +1,187 @@
+"""What a soak came to, as numbers, as a table, and as a list of what is wrong with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from mlxtp.errors import Code
+
+from ..chaos.findings import percentile
+from .load import CUT, ENDED, NOBODY, RIGHT, WRONG
+
+_WARM_UP = 0.2
+"""The part of a process's samples that says nothing yet: caches fill, and code is run for the first time."""
+_GROWTH = 0.05
+_GROWTH_MB = 4.0
+"""A process that keeps nothing of what is over may grow by these together in a whole run."""
+_DESCRIPTORS = 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A process at a moment, in seconds since the run began."""
+
+    at: float
+    memory_mb: float
+    descriptors: int
+    threads: int
+
+
+@dataclass
+class Watched:
+    """A process for as long as it was watched."""
+
+    name: str
+    samples: list[Sample] = field(default_factory=list)
+    idle: tuple[Sample, Sample] | None = None
+    """Before anybody asked, and after everybody had gone."""
+
+    @property
+    def warm(self) -> list[Sample]:
+        return self.samples[int(len(self.samples) * _WARM_UP) :]
+
+    @property
+    def growth_mb(self) -> float:
+        """By a straight line through all samples that count, from the first of them to the last."""
+        warm = self.warm
+        if len(warm) < 2:
+            return 0.0
+        span_s = warm[-1].at - warm[0].at
+        return slope([(sample.at, sample.memory_mb) for sample in warm]) * span_s
+
+    @property
+    def allowed_mb(self) -> float:
+        return _GROWTH_MB + _GROWTH * (self.warm[0].memory_mb if self.warm else 0.0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`pause_s`: until both agents served together again; None if nothing was to happen, and nothing did."""
+
+    name: str
+    at: float
+    pause_s: float | None = None
+    problem: str = ""
+
+
+@dataclass
+class Asked:
+    """What became of the requests to one agent."""
+
+    agent: str
+    outcomes: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    hung: int = 0
+    complaints: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Soak:
+    """A whole run. `steady` names the agent that is never ended, whose clients therefore lose nothing."""
+
+    seed: int
+    seconds: float
+    steady: str
+    faults: list[Fault] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    processes: list[Watched] = field(default_factory=list)
+    left_over: list[str] = field(default_factory=list)
+    """What is there although everything has ended."""
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence each; none after a good run."""
+        found = [
+            f"{fault.name} at {fault.at:.0f} s: {fault.problem}" for fault in self.faults if fault.problem
+        ]
+        for asked in self.asked:
+            if wrong := asked.outcomes[WRONG]:
+                found.append(f"{wrong} answers of {asked.agent} are wrong; the first: {asked.complaints[0]}")
+            if asked.hung:
+                found.append(f"{asked.hung} requests to {asked.agent} have no end")
+            if codes := [code for code in asked.codes if code != Code.SHUTTING_DOWN]:
+                found.append(f"requests to {asked.agent} ended with {', '.join(sorted(codes))}")
+            if not asked.outcomes[RIGHT]:
+                found.append(f"{asked.agent} has answered nobody")
+            if asked.agent == self.steady:
+                found += [
+                    f"{count} requests to {asked.agent}, which was there all the time: {outcome}"
+                    for outcome in (CUT, ENDED, NOBODY)
+                    if (count := asked.outcomes[outcome])
+                ]
+        for process in self.processes:
+            if process.growth_mb > process.allowed_mb:
+                found.append(
+                    f"{process.name} grew by {process.growth_mb:.1f} MB; {process.allowed_mb:.1f} are allowed"
+                )
+            if process.idle is not None:
+                first, last = process.idle
+                for what in ("descriptors", "threads"):
+                    before, after = getattr(first, what), getattr(last, what)
+                    if after > before + _DESCRIPTORS:
+                        found.append(
+                            f"{process.name} had {before} {what} before anybody asked, and {after} after"
+                        )
+        return found + self.left_over
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "problems": self.problems,
+            "growth_mb": {process.name: round(process.growth_mb, 2) for process in self.processes},
+        }
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the straight line with the least squares; 0 if all stand above one another."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+def tables(soak: Soak) -> list[Table]:
+    """Requests, faults, processes."""
+    outcomes = sorted({outcome for asked in soak.asked for outcome in asked.outcomes})
+    requests = _table("requests", "to", "tokens", *outcomes, "hung")
+    for asked in soak.asked:
+        counts = (asked.tokens, *(asked.outcomes[outcome] for outcome in outcomes), asked.hung)
+        requests.add_row(asked.agent, *(f"{count:,}" for count in counts))
+    faults = _table("faults (pause in s: p50 / p95 / max)", "fault", "times", "pause")
+    for name in sorted({fault.name for fault in soak.faults}):
+        same = [fault for fault in soak.faults if fault.name == name]
+        pauses = [fault.pause_s for fault in same if fault.pause_s is not None]
+        shown = [percentile(pauses, 0.5), percentile(pauses, 0.95), max(pauses)] if pauses else []
+        faults.add_row(name, str(len(same)), " / ".join(f"{each:.1f}" for each in shown) or "–")
+    processes = _table("processes", "process", "minutes", "MB", "grew by", "descriptors", "threads")
+    for process in soak.processes:
+        warm = process.warm
+        processes.add_row(
+            process.name,
+            f"{(process.samples[-1].at - process.samples[0].at) / 60:.1f}",
+            f"{warm[0].memory_mb:.1f} → {warm[-1].memory_mb:.1f}",
+            f"{process.growth_mb:+.1f} MB",
+            *(" → ".join(map(str, _counts(process, what))) for what in ("descriptors", "threads")),
+        )
+    return [requests, faults, processes]
+
+
+def _counts(process: Watched, what: str) -> tuple[int, int]:
+    """When it was idle, or else the least and the most."""
+    if process.idle is not None:
+        return getattr(process.idle[0], what), getattr(process.idle[1], what)
+    values = [getattr(sample, what) for sample in process.warm]
+    return min(values), max(values)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table

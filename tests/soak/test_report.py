@@ -1,0 +1,98 @@
+"""What counts as a bad run, and what does not; and a short run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from ..chaos.answers import Answer
+from .__main__ import soaked
+from .load import CUT, ENDED, LEFT, REFUSED, RIGHT, WRONG, judged
+from .report import Asked, Fault, Sample, Soak, Watched, slope, tables
+
+WHOLE = Answer("one two", "stop", None, True, 200)
+IDLE = Sample(0.0, 100.0, 40, 12)
+
+
+def good() -> Soak:
+    steady = Watched("agent anna", [replace(IDLE, at=5.0 * n) for n in range(100)], (IDLE, IDLE))
+    asked = [
+        Asked(name, Counter({RIGHT: 7, REFUSED: 2, LEFT: 1}), tokens=70, hung=0) for name in ("anna", "ben")
+    ]
+    return Soak(0, 500, "anna", [Fault("a fault", 3.0, 1.5), Fault("no fault", 9.0)], asked, [steady])
+
+
+def test_a_good_run_has_no_problem_and_can_be_shown() -> None:
+    soak = good()
+    soak.asked[1].outcomes += Counter({CUT: 1, ENDED: 1})  # it was killed
+    assert soak.problems == []
+    console = Console(width=120, record=True)
+    for table in tables(soak):
+        console.print(table)
+    shown = console.export_text()
+    assert all(words in shown for words in ("agent anna", "1.5 / 1.5 / 1.5", "40 → 40", "refused"))
+    assert soak.as_json()["growth_mb"] == {"agent anna": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda s: s.asked[0].outcomes.update({CUT: 1}), "was there all the time: cut"),
+        (lambda s: s.asked[0].outcomes.update({ENDED: 1}), "was there all the time: ended"),
+        (lambda s: s.asked[1].outcomes.update({RIGHT: -7}), "ben has answered nobody"),
+        (lambda s: (s.asked[1].outcomes.update({WRONG: 1}), s.asked[1].complaints.append("x")), "are wrong"),
+        (lambda s: s.asked[1].codes.update({"rank_lost": 1}), "ben ended with rank_lost"),
+        (lambda s: setattr(s.asked[0], "hung", 1), "have no end"),
+        (lambda s: s.faults.append(Fault("a fault", 4.0, problem="not within")), "a fault at 4 s"),
+        (lambda s: s.left_over.append("process 7 is left"), "process 7"),
+        (lambda s: setattr(s.processes[0], "idle", (IDLE, replace(IDLE, descriptors=43))), "descriptors"),
+        (lambda s: setattr(s.processes[0], "idle", (IDLE, replace(IDLE, threads=15))), "threads"),
+        (
+            lambda s: setattr(
+                s.processes[0], "samples", [replace(IDLE, at=n, memory_mb=100 + n / 8) for n in range(100)]
+            ),
+            "grew by 9.9 MB",
+        ),
+    ],
+)
+def test_each_thing_that_must_not_happen_is_a_problem(spoil, words: str) -> None:
+    soak = good()
+    spoil(soak)
+    (problem,) = soak.problems
+    assert words in problem
+
+
+def test_what_a_process_fills_at_first_is_not_growth() -> None:
+    samples = [Sample(float(n), 100 + min(n, 20), 40, 12) for n in range(101)]
+    assert Watched("p", samples).growth_mb == pytest.approx(0.0)
+    assert slope([(0, 1.0), (2, 5.0)]) == pytest.approx(2.0)
+    assert slope([(3, 1.0), (3, 5.0)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "cut", "outcome"),
+    [
+        (WHOLE, False, RIGHT),
+        (replace(WHOLE, text="one"), False, WRONG),
+        (replace(WHOLE, finish="length"), False, WRONG),
+        (replace(WHOLE, done=False), False, WRONG),
+        (replace(WHOLE, text="one", finish=None, done=False), True, CUT),
+        (replace(WHOLE, text="two", finish=None, done=False), True, WRONG),
+        (replace(WHOLE, text="one"), True, WRONG),  # it said that it was complete
+        (replace(WHOLE, text="one", finish=None, done=False, error={"code": "rank_lost"}), False, ENDED),
+        (replace(WHOLE, error={"code": "rank_lost"}), False, WRONG),  # an end after an error
+        (Answer(status=503, retry_after="2"), False, REFUSED),
+        (Answer(status=503), False, WRONG),
+        (Answer(status=500, error={"code": "internal"}), False, ENDED),
+    ],
+)
+def test_what_became_of_a_request(answer: Answer, cut: bool, outcome: str) -> None:
+    assert judged([answer], [WHOLE], cut=cut) == outcome
+
+
+@pytest.mark.chaos
+def test_three_minutes() -> None:
+    assert soaked(3, 0, Console()).problems == []

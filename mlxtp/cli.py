@@ -181,7 +181,7 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     """Until there is nothing more to do. Raises MlxtpError when there never was."""
     log = logging.getLogger("mlxtp")
     if agent.founded and agent.cluster is not None:
-        log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.token())
+        log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.issuing.token())
     try:
         await _ready_or_over(agent)
     except MlxtpError as error:

@@ -261,10 +261,22 @@ def doctor(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show why a group failed: its ranks' last steps side by side, and the likely cause. Needs no agent."""
+    """Show why a group failed: its ranks' last steps side by side, and the likely cause.
+
+    Needs no agent; a running one is asked for what other members keep.
+    """
     if not postmortem:
         raise UserError("what should be looked at? `mlxtp doctor --postmortem`: the newest failure here")
-    found = examining.postmortems(folders or [examining.newest(_home(home))])
+    found_home = _home(home)
+
+    def ask(epoch: int, epoch_id: str) -> list[dict[str, Any]]:
+        try:
+            answer = AgentClient(found_home).post("records", epoch=str(epoch), epoch_id=epoch_id)
+        except UserError:
+            return []
+        return [dict(fields) for fields in answer.get("files", ())]
+
+    found = examining.postmortems(folders or [examining.newest(found_home)], ask)
     if as_json:
         print(json.dumps(examining.as_json(found), ensure_ascii=False))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,9 @@ from rich.table import Table
 from .errors import WEDGED_STATUS, UserError
 from .postmortem.examination import Postmortem, examine
 from .postmortem.records import EpochRecord, RankRecord, Step, epoch_record, rank_record, text, whole
+
+Ask = Callable[[int, str], Iterable[Mapping[str, Any]]]
+"""The files that other members keep of an epoch, given its number and id."""
 
 FAILURES = "failures"
 SHOWN_STEPS = 12
@@ -30,11 +33,30 @@ def newest(home: Path) -> Path:
     return found[-1]
 
 
-def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
-    """One for each epoch that the folders have files of, oldest first. Raises UserError for what is no such
-    folder or file."""
+def postmortems(folders: Sequence[Path], ask: Ask | None = None) -> list[Postmortem]:
+    """One for each epoch that the folders have files of, oldest first.
+
+    Other members are asked with `ask` for what is missing. Raises UserError for what is no such folder or
+    file.
+    """
+    read: list[tuple[str, Mapping[str, Any]]] = [
+        (str(path), _read(path)) for folder in folders for path in _files(folder)
+    ]
+    found = _examined(read)
+    if ask is None or not any(each.elsewhere for each in found):
+        return found
+    keys = {(each.epoch, each.epoch_id) for each in found}
+    for key in keys:
+        read += [("what another Mac keeps", fields) for fields in ask(*key)]
+    try:
+        more = _examined(read)
+    except UserError:
+        return found
+    return [each for each in more if keys & {(each.epoch, each.epoch_id), (each.epoch, "")}]
+
+
+def _examined(read: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Postmortem]:
     groups: dict[tuple[int, str], tuple[list[RankRecord], list[EpochRecord]]] = {}
-    read = [(path, _read(path)) for folder in folders for path in _files(folder)]
     for path, fields in sorted(read, key=lambda each: each[1].get("epoch_id") == ""):
         try:
             key = (whole(fields["epoch"]), text(fields["epoch_id"]))
@@ -47,7 +69,7 @@ def postmortems(folders: Sequence[Path]) -> list[Postmortem]:
                 agents.append(epoch_record(fields))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is not what an agent keeps of a failure ({error!r})") from None
-    found = [examine(epoch, *records) for (epoch, _), records in groups.items()]
+    found = [examine(*key, *records) for key, records in groups.items()]
     return sorted(found, key=lambda each: each.ended)
 
 

@@ -113,6 +113,35 @@ def test_files_of_two_macs_make_one_table(tmp_path: Path) -> None:
     assert "likely cause: desync" in shown(together)
 
 
+def test_a_running_agent_is_asked_for_what_others_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path / "a", HOST, [rank(0, OURS)])
+    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, status=143, asked_at=monotonic())])
+    files = [json.loads(path.read_text()) for path in there.iterdir()]
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    class Agent:
+        def __init__(self, home: Path) -> None:
+            assert home == tmp_path / "a"
+
+        def post(self, what: str, **body: str) -> dict[str, Any]:
+            asked.append((what, body))
+            return {"files": files}
+
+    monkeypatch.setattr("mlxtp.commands.AgentClient", Agent)
+    text = shown("--home", tmp_path / "a")
+    assert asked == [("records", {"epoch": "7", "epoch_id": files[0]["epoch_id"]})]
+    assert "ranks differ first at step 14" in text
+    assert "no file here" not in text
+    files[:] = [{"kind": "rank", "epoch": 7, "epoch_id": files[0]["epoch_id"]}]  # of no use
+    assert "of rank 1 there is no file here: look on mini" in shown("--home", tmp_path / "a")
+    keep(tmp_path / "a", HOST, [rank(0, OURS), rank(1, THEIRS)])
+    asked.clear()
+    shown("--home", tmp_path / "a")
+    assert asked == []
+
+
 def test_epochs_of_one_number_are_not_mixed(tmp_path: Path) -> None:
     one = keep(tmp_path / "a", HOST, [rank(0, OURS)])
     another = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, key=b"another")])

@@ -37,6 +37,8 @@ class Administration(Protocol):
 
     async def bench_fabric(self) -> Json: ...
 
+    async def records(self, epoch: str, epoch_id: str) -> Json: ...
+
     def serve(self, model: str, nodes: str) -> Json: ...
 
     def unload(self) -> Json: ...
@@ -71,6 +73,7 @@ def routes(admin: Administration) -> list[Route]:
         route("members", "GET", lambda _: admin.members()),
         route("token", "POST", lambda _: admin.token()),
         route("bench/fabric", "POST", lambda _: admin.bench_fabric()),
+        route("records", "POST", lambda body: admin.records(_text(body, "epoch"), _text(body, "epoch_id"))),
         route("serve", "POST", lambda body: admin.serve(_text(body, "model"), _text(body, "nodes", ""))),
         route("unload", "POST", lambda _: admin.unload()),
         route("remove", "POST", lambda body: admin.remove(_text(body, "node"))),

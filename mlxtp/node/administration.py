@@ -98,6 +98,9 @@ class Alone:
             **asdict(times),
         }
 
+    async def records(self, epoch: str, epoch_id: str) -> Json:
+        raise self._alone()
+
     def serve(self, model: str, nodes: str) -> Json:
         raise self._alone()
 
@@ -176,12 +179,18 @@ class Member(Alone):
 
     async def token(self) -> Json:
         """A new join token."""
-        return {"token": await self._cluster.token(), "valid_s": 900}
+        return {"token": await self._cluster.issuing.token(), "valid_s": 900}
 
     async def bench_fabric(self) -> Json:
         """What collectives take in the group that serves, measured now, wherever its rank 0 is."""
         result = await self._cluster.fabric.bench()
         return {**to_json(result), "names": [self._cluster.name_of(node) for node in result.nodes]}
+
+    async def records(self, epoch: str, epoch_id: str) -> Json:
+        """What other members keep of a failure."""
+        if not epoch.isdecimal() or not int(epoch[:19]) > 0 or len(epoch_id) > 40:
+            raise UserError(f"{epoch!r:.40} is no number of an epoch")
+        return {"files": await self._cluster.records.gather(int(epoch[:19]), epoch_id)}
 
     def serve(self, model: str, nodes: str) -> Json:
         """What the cluster should serve from now on."""

@@ -47,6 +47,9 @@ from ..wire.control import (
     RankSide,
     RankStarted,
     RankTrouble,
+    Record,
+    RecordsTold,
+    RecordsWanted,
     Serving,
     StartRank,
     TokenIssued,
@@ -60,9 +63,11 @@ from .epoch import State as Serves
 from .fabric import Fabric
 from .follower import Follower
 from .guest import Guest
+from .issuing import Issuing
 from .model_here import ModelHere
 from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER, Worker
+from .records import Records
 from .state import Kept, load, save
 from .supervisor import ABOUT_TO_STOP, Supervisor
 from .surroundings import Knowledge
@@ -125,6 +130,8 @@ class Cluster:
         self.guest.last_epoch = kept.beliefs.epoch
         self.conductor = Conductor(self)
         self.fabric = Fabric(self, self.conductor)
+        self.records = Records(self)
+        self.issuing = Issuing(self)
         self.follower = Follower(self)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
@@ -137,8 +144,6 @@ class Cluster:
         self._announced, self._until, self._rewired = (0, False), 0.0, False
         self._probe_at = now + PROBE_S
         self._looking: asyncio.Task[None] | None = None
-        self._token_desk: Callable[[], str] | None = None
-        self._token_answers: dict[bytes, asyncio.Future[str]] = {}
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when this agent has no more to do: this node is no member any more, or a bug, as an error."""
         self.over.add_done_callback(_retrieved)
@@ -214,34 +219,6 @@ class Cluster:
         self.coordination.admit(node_id, name, fingerprint)
         self._roster_changed()
         log.info("%s is a member now", name or node_id[:8])
-
-    def issues_tokens(self, desk: Callable[[], str]) -> None:
-        """This node holds the authority's key; `desk` makes a new join token."""
-        self._token_desk = desk
-
-    async def token(self) -> str:
-        """A new join token, from whoever can issue one. Raises UserError when nobody can now."""
-        if self._token_desk is not None:
-            return self._token_desk()
-        founder = self.knowledge.authority
-        if founder and founder not in self.coordination.roster.members():
-            raise UserError(
-                "the Mac that founded this cluster has left it, so nobody can join any more; found a new one"
-            )
-        if founder not in self.neighbours.nodes():
-            who = self.name_of(founder) if founder else "the Mac that founded this cluster"
-            raise UserError(f"only {who} can issue join tokens, and it is away; start it, or ask there")
-        nonce = secrets.token_bytes(16)
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._token_answers[nonce] = answer
-        try:
-            self.neighbours.send(founder, TokenWanted(nonce))
-            async with asyncio.timeout(5.0):
-                return await answer
-        except TimeoutError:
-            raise UserError(f"{self.name_of(founder)} did not answer; try again") from None
-        finally:
-            del self._token_answers[nonce]
 
     # --- neighbours ----------------------------------------------------------------------------------
 
@@ -341,6 +318,7 @@ class Cluster:
             self.guest.lost(link.node_id)
             self.on_gone(link.node_id)
             self.fabric.lost(link.node_id)
+            self.records.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -366,8 +344,18 @@ class Cluster:
                 self.guest.received(node_id, message)
             case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
                 self.conductor.received(node_id, message)
-            case TokenWanted() | TokenIssued() | FabricWanted() | FabricReport() | FabricAnswer():
+            case _:
                 self._about_commands(node_id, message)
+
+    def _about_commands(self, node_id: str, message: Message) -> None:
+        """What somebody typed on one Mac and another one has to do, and complaints."""
+        match message:
+            case TokenWanted() | TokenIssued():
+                self.issuing.received(node_id, message)
+            case FabricWanted() | FabricReport() | FabricAnswer():
+                self.fabric.received(node_id, message)
+            case RecordsWanted() | Record() | RecordsTold():
+                self.records.received(node_id, message)
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
@@ -436,37 +424,6 @@ class Cluster:
             return
         self.coordination.saw_epoch(order.epoch)
         self.guest.received(node_id, order)
-
-    def _about_commands(
-        self, node_id: str, message: TokenWanted | TokenIssued | FabricWanted | FabricReport | FabricAnswer
-    ) -> None:
-        """What somebody typed on one Mac and another one has to do."""
-        match message:
-            case TokenWanted():
-                self._issue(node_id, message)
-            case TokenIssued():
-                self._issued(message)
-            case _:
-                self.fabric.received(node_id, message)
-
-    def _issue(self, node_id: str, wanted: TokenWanted) -> None:
-        token, problem = "", "this Mac cannot issue join tokens"
-        if self._token_desk is not None:
-            try:
-                token, problem = self._token_desk(), ""
-            except UserError as error:
-                problem = error.detail
-        with contextlib.suppress(MlxtpError):
-            self.neighbours.send(node_id, TokenIssued(wanted.nonce, token, problem))
-
-    def _issued(self, issued: TokenIssued) -> None:
-        answer = self._token_answers.get(issued.nonce)
-        if answer is None or answer.done():
-            return
-        if issued.token:
-            answer.set_result(issued.token)
-        else:
-            answer.set_exception(UserError(issued.problem))
 
     # --- what follows --------------------------------------------------------------------------------
 
@@ -665,6 +622,7 @@ class Cluster:
         if self._looking is not None:
             self._looking.cancel()
         await self.fabric.close()
+        await self.records.close()
         await self.follower.close()
         await self.guest.close()
         await self.neighbours.close()

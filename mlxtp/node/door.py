@@ -71,7 +71,7 @@ class Door:
         self._desk: Desk | None = None
         if identity.authority is not None:
             self._desk = Desk(identity.cluster_id, authority_hash(identity.membership.authority))
-            cluster.issues_tokens(self.token)
+            cluster.issuing.desk = self.token
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
         cluster.on_roster = self._cut_removed
         cluster.on_gone = self._cut_gone

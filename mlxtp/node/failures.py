@@ -36,7 +36,8 @@ _DIGEST_BYTES = 6
 _SIGTERM = 15
 _HEARD = (TERMINATED_STATUS, WEDGED_STATUS, -_SIGTERM)
 """How a rank ends that heard SIGTERM."""
-_PATTERN = "*-epoch-*"
+PATTERN = "*-epoch-*"
+"""Names of the folders."""
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ def keep(home: Path, failed: Failed, ends: Iterable[RankEnd]) -> Path:
     _write(folder / "epoch.json", common | about_epoch(failed, now))
     for end in ends:
         _write(folder / f"rank-{end.rank}.json", common | about_rank(end, now, time.monotonic()))
-    for old in sorted((home / FOLDER).glob(_PATTERN))[:-KEPT]:
+    for old in sorted((home / FOLDER).glob(PATTERN))[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 

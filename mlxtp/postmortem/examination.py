@@ -13,13 +13,14 @@ _COMPARED = ("kind", "rows", "forwards", "collectives", "fed", "digest")
 
 @dataclass(frozen=True, slots=True)
 class Postmortem:
-    """One failed epoch; `ended` is in seconds since 1970.
+    """One failed epoch; `ended` is in seconds since 1970. `epoch_id` tells epochs of one number apart.
 
     `behind` is the rank that came least far, None when all came equally far. `elsewhere` has the ranks of
     which there is no file, and the name of each one's Mac, where that is known.
     """
 
     epoch: int
+    epoch_id: str
     ended: float
     reason: str
     cause: Cause
@@ -29,7 +30,9 @@ class Postmortem:
     ranks: tuple[RankRecord, ...]
 
 
-def examine(epoch: int, ranks: Iterable[RankRecord], agents: Iterable[EpochRecord]) -> Postmortem:
+def examine(
+    epoch: int, epoch_id: str, ranks: Iterable[RankRecord], agents: Iterable[EpochRecord]
+) -> Postmortem:
     """Everything the files of one epoch say. Of two files of a rank the one that remembers more counts."""
     by_rank = {rank.rank: rank for rank in sorted(ranks, key=lambda rank: (rank.recorded, len(rank.steps)))}
     records = tuple(by_rank[rank] for rank in sorted(by_rank))
@@ -42,6 +45,7 @@ def examine(epoch: int, ranks: Iterable[RankRecord], agents: Iterable[EpochRecor
     difference = first_difference(records)
     return Postmortem(
         epoch,
+        epoch_id,
         max((each.ended for each in told), default=0.0),
         agent.detail if agent is not None else "",
         likely_cause(Case(records, agent, difference, elsewhere)),

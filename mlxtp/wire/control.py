@@ -32,6 +32,7 @@ from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
 MAX_MEMBERS = 64
 MAX_MODEL = 1000
+MAX_RECORD = 4 << 20
 
 _count = integer(0, U63)
 _epoch = integer(1, U63)
@@ -306,10 +307,37 @@ class FabricAnswer(Message):
     problem: str = _f(_detail)
 
 
+@dataclass(frozen=True, slots=True)
+class RecordsWanted(Message):
+    """What do you keep of the failure of this epoch? Answered by a Record for each file, then RecordsTold."""
+
+    TYPE: ClassVar[int] = 0x4C
+    nonce: bytes = _f(binary(16, 16))
+    number: int = _f(_epoch)
+    epoch_id: str = _f(text(40))
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Message):
+    """A file of a failure, as `node/failures.py` wrote it."""
+
+    TYPE: ClassVar[int] = 0x4D
+    nonce: bytes = _f(binary(16, 16))
+    body: bytes = _f(binary(0, MAX_RECORD))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsTold(Message):
+    """That was all."""
+
+    TYPE: ClassVar[int] = 0x4E
+    nonce: bytes = _f(binary(16, 16))
+
+
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
     RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
-    FabricWanted, FabricReport, FabricAnswer,
+    FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

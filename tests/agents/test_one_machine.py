@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ..cluster import rank_processes
 from .agents import SECRET, Agent, serving, wait
 
 
@@ -62,6 +65,26 @@ def test_the_fabric_is_measured_from_any_member_and_all_know_it(pair: tuple[Agen
         assert kept["collective_s"] == agent.status()["fabric"]["collective_s"] == told["collective_s"]
     assert {agent.chat() for agent in pair} == {SECRET}
     assert a.status()["epoch"] == epoch
+
+
+def test_why_a_group_failed_is_said_at_any_member(pair: tuple[Agent, Agent]) -> None:
+    """Each Mac keeps the file of its own rank, and asks for the others'."""
+    a, b = pair
+    epoch = a.status()["epoch"]
+    (rank,) = rank_processes(b.home)
+    os.kill(rank, signal.SIGKILL)
+    wait(lambda: a.status()["epoch"] > epoch, "the group ends", *pair)
+    serving(*pair)
+    for agent in pair:
+        done = agent.command("doctor", "--postmortem", "--json")
+        assert done.returncode == 0, done.stderr
+        [found] = json.loads(done.stdout)["failures"]
+        assert (found["epoch"], found["elsewhere"]) == (epoch, {})
+        assert [each["node"] for each in sorted(found["ranks"], key=lambda each: each["node"])] == [
+            "anna",
+            "ben",
+        ]
+        assert found["cause"]["kind"] == "killed from outside"
 
 
 def test_what_is_served_is_said_at_any_member(pair: tuple[Agent, Agent], tmp_path: Path) -> None:

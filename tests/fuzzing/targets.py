@@ -352,7 +352,7 @@ def flight_recorder(data: bytes) -> None:
     memory = data[:128].ljust(recording.HEADER_BYTES, b"\0") + data[128:]
     end = RankEnd(0, 1, -9, 0.5, memory=memory.ljust(recording.RECORDING_BYTES, b"\0"), key=bytes(32))
     fields = json.loads(json.dumps(about_rank(end, 2.0, 1.0)))
-    _printed([*show(examine(1, [rank_record(fields | {"node": "a"})], []))])
+    _printed([*show(examine(1, "", [rank_record(fields | {"node": "a"})], []))])
 
 
 def _memory(at: float = 101.0) -> bytes:

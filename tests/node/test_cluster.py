@@ -253,9 +253,9 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
     async def story(node: Node) -> None:
         me = node.cluster
         with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
-            await me.token()
+            await me.issuing.token()
         a, b = node.meet(A), node.meet(B)
-        asking = asyncio.ensure_future(me.token())
+        asking = asyncio.ensure_future(me.issuing.token())
         await asyncio.sleep(0)
         [wanted] = a.heard(TokenWanted)
         assert b.heard(TokenWanted) == []
@@ -265,15 +265,15 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         assert not asking.done()
         node.hear(a, TokenIssued(wanted.nonce, "TOKEN", ""), TokenIssued(wanted.nonce, "SECOND", ""))
         assert await asking == "TOKEN"
-        refused = asyncio.ensure_future(me.token())
+        refused = asyncio.ensure_future(me.issuing.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[1].nonce, "", "16 tokens are open"))
         with pytest.raises(UserError, match="16 tokens are open"):
             await refused
         a.close()
         with pytest.raises(UserError, match=r"only mac-a can issue join tokens, and it is away"):
-            await me.token()
-        assert me._token_answers == {}
+            await me.issuing.token()
+        assert me.issuing._answers == {}
 
     play(tmp_path, member, story)
 

@@ -28,6 +28,6 @@ async def two_agents(
 
     async with running_agent(of("a"), worker=worker) as first:
         assert first.cluster is not None
-        token = await first.cluster.token()
+        token = await first.cluster.issuing.token()
         async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:
             yield first, second

@@ -93,7 +93,7 @@ GUEST = EpochRecord("mini", 21.0, Code.RANK_LOST, "its host knows why")
 
 
 def test_files_of_two_macs() -> None:
-    found = examine(7, [rank(1, *steps(4), signal=9), rank(0, *steps(4))], [GUEST, HOST])
+    found = examine(7, "", [rank(1, *steps(4), signal=9), rank(0, *steps(4))], [GUEST, HOST])
     assert (found.epoch, found.ended, found.reason) == (7, 21.0, "rank 1 is gone")
     assert [each.rank for each in found.ranks] == [0, 1]
     assert (found.cause.kind, found.cause.rank) == ("killed from outside", 1)
@@ -101,13 +101,13 @@ def test_files_of_two_macs() -> None:
 
 
 def test_files_of_the_host_alone() -> None:
-    found = examine(7, [rank(0, *steps(4), status=95, exit_code=Code.RANK_LOST)], [HOST])
+    found = examine(7, "", [rank(0, *steps(4), status=95, exit_code=Code.RANK_LOST)], [HOST])
     assert found.elsewhere == {1: "mini"}
     assert (found.cause.kind, found.cause.rank) == ("peer lost", 1)
 
 
 def test_files_of_a_guest_alone() -> None:
-    found = examine(7, [rank(1, *steps(4), by_agent=True, status=143)], [GUEST])
+    found = examine(7, "", [rank(1, *steps(4), by_agent=True, status=143)], [GUEST])
     assert found.elsewhere == {0: ""}
     assert (found.cause.kind, found.cause.rank) == ("peer lost", 0)
 
@@ -115,4 +115,4 @@ def test_files_of_a_guest_alone() -> None:
 def test_of_two_files_of_a_rank_the_one_that_remembers_more_counts() -> None:
     for order in (1, -1):
         files = [rank(0, *steps(4, 5)), rank(0, recorded=False)][::order]
-        assert len(examine(7, files, []).ranks[0].steps) == 2
+        assert len(examine(7, "", files, []).ranks[0].steps) == 2

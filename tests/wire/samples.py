@@ -25,6 +25,9 @@ from mlxtp.wire.control import (
     RankSide,
     RankStarted,
     RankTrouble,
+    Record,
+    RecordsTold,
+    RecordsWanted,
     RosterEntry,
     Serving,
     StartRank,
@@ -121,6 +124,9 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
         (0.5, 2.0),
     ),
     FabricAnswer(b"n" * 16, ""),
+    RecordsWanted(b"n" * 16, 17, "ab" * 6),
+    Record(b"n" * 16, b"{}"),
+    RecordsTold(b"n" * 16),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -442,6 +448,9 @@ _STRATEGIES |= {
         *(_floats(2.0**-29, 2.0**13, 0, MAX_SIZES),) * 2,
     ),
     FabricAnswer: st.builds(FabricAnswer, st.binary(min_size=16, max_size=16), _text),
+    RecordsWanted: st.builds(RecordsWanted, st.binary(min_size=16, max_size=16), _epoch, _short),
+    Record: st.builds(Record, st.binary(min_size=16, max_size=16), st.binary(max_size=64)),
+    RecordsTold: st.builds(RecordsTold, st.binary(min_size=16, max_size=16)),
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(

@@ -1,0 +1,122 @@
+"""Files of failures, of which each Mac keeps its own: others ask for them, to lay them beside theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from pathlib import Path
+from typing import Any
+
+from ..errors import MlxtpError
+from ..wire.control import MAX_RECORD, Record, RecordsTold, RecordsWanted
+from . import failures
+from .surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+"""How long the others may take."""
+_MAX_FILES = 32
+"""Of one failure: more ranks than any group has."""
+
+
+class Records:
+    """Asks all members that have a link, and answers them."""
+
+    def __init__(self, cluster: Surroundings) -> None:
+        self._cluster = cluster
+        self._asked: dict[bytes, _Asked] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def gather(self, number: int, epoch_id: str) -> list[dict[str, Any]]:
+        """The fields of the files that others keep of this epoch; who does not answer in time is left out."""
+        nonce = secrets.token_bytes(16)
+        asked = self._asked[nonce] = _Asked()
+        try:
+            for node_id in self._cluster.neighbours.nodes():
+                with contextlib.suppress(MlxtpError):  # it has just gone
+                    self._cluster.neighbours.send(node_id, RecordsWanted(nonce, number, epoch_id))
+                    asked.waiting.add(node_id)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    await asked.all_told()
+        finally:
+            del self._asked[nonce]
+        return asked.files
+
+    def received(self, node_id: str, message: RecordsWanted | Record | RecordsTold) -> None:
+        """Another agent asks or answers."""
+        if isinstance(message, RecordsWanted):
+            if not self._tasks:  # who asks again before there is an answer gets one
+                task = asyncio.ensure_future(self._answer(node_id, message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            return
+        asked = self._asked.get(message.nonce)
+        if asked is None or node_id not in asked.waiting:
+            return
+        if isinstance(message, RecordsTold):
+            asked.told(node_id)
+        elif len(asked.files) < _MAX_FILES:
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(fields := json.loads(message.body), dict):
+                    asked.files.append(fields)
+
+    def lost(self, node_id: str) -> None:
+        """The last link to an agent has ended."""
+        for asked in self._asked.values():
+            asked.told(node_id)
+
+    async def _answer(self, node_id: str, wanted: RecordsWanted) -> None:
+        home = self._cluster.settings.home
+        bodies = await asyncio.to_thread(kept, home, wanted.number, wanted.epoch_id)
+        with contextlib.suppress(MlxtpError):  # it is gone
+            for body in bodies:
+                self._cluster.neighbours.send(node_id, Record(wanted.nonce, body))
+            self._cluster.neighbours.send(node_id, RecordsTold(wanted.nonce))
+
+    async def close(self) -> None:
+        """Answer nobody more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Asked:
+    """Who has still to answer, and what came."""
+
+    def __init__(self) -> None:
+        self.waiting: set[str] = set()
+        self.files: list[dict[str, Any]] = []
+        self._changed = asyncio.Event()
+
+    def told(self, node_id: str) -> None:
+        self.waiting.discard(node_id)
+        self._changed.set()
+
+    async def all_told(self) -> None:
+        while self.waiting:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+def kept(home: Path, number: int, epoch_id: str) -> list[bytes]:
+    """The files of this epoch. A file, or a question, without an id is of ranks that were not told the key of
+    their epoch before it ended: then the number has to do."""
+    found = []
+    for path in sorted((home / failures.FOLDER).glob(f"{failures.PATTERN}/*.json")):
+        try:
+            body = path.read_bytes()
+            fields = json.loads(body)
+            same = fields["epoch"] == number and (
+                epoch_id in ("", fields["epoch_id"]) or not fields["epoch_id"]
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s is left aside: %s", path, error)
+        else:
+            if same and len(body) <= MAX_RECORD:
+                found.append(body)
+    return found[-_MAX_FILES:]

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -32,12 +33,22 @@ TESTS = read("tests")
 
 
 def trees(source: Source) -> Iterator[tuple[str, ast.Module]]:
-    return ((module, ast.parse(text)) for module, text in source.items())
+    return ((module, parsed(text)) for module, text in source.items())
 
 
-def imports(module: str, tree: ast.AST, *, packages: frozenset[str] = frozenset()) -> Iterator[str]:
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def walked(tree: ast.Module) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
+def imports(module: str, tree: ast.Module, *, packages: frozenset[str] = frozenset()) -> Iterator[str]:
     """Full names of what is imported, wherever the import stands; `from a import b` gives `a.b`."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -78,7 +89,7 @@ def distributed_outside_group(source: Source) -> list[str]:
             continue
         if any("distributed" in name.split(".") for name in imports(module, tree)):
             found.append(f"{module} imports it")
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.Attribute) and node.attr == "distributed":
                 found.append(f"{module}:{node.lineno} names it")
             if isinstance(node, ast.Constant) and node.value == "distributed":
@@ -347,7 +358,7 @@ def impurities(source: Source) -> list[str]:
         found += [f"{module} imports {name}" for name in imports(module, tree) if top(name) in IMPURE]
         found += [
             f"{module}:{node.lineno} calls {dotted(node.func)}"
-            for node in ast.walk(tree)
+            for node in walked(tree)
             if isinstance(node, ast.Call) and dotted(node.func) in IMPURE_CALLS
         ]
     return found
@@ -429,7 +440,7 @@ def executable_data(source: Source) -> list[str]:
             for name in imports(module, tree)
             if top(name) in EXECUTABLE_MODULES or name in EXECUTABLE_CALLS
         ]
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if not isinstance(node, ast.Call):
                 continue
             if dotted(node.func) in EXECUTABLE_CALLS:
@@ -493,7 +504,7 @@ def out_of_place(source: Source) -> list[str]:
     return [
         f"{module}:{node.lineno} calls {dotted(node.func)}"
         for module, tree in trees(source)
-        for node in ast.walk(tree)
+        for node in walked(tree)
         if isinstance(node, ast.Call)
         and ONLY_IN.get(dotted(node.func), module) != module
         and (dotted(node.func), module) not in SAID_AGAIN

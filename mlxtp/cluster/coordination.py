@@ -120,7 +120,7 @@ class Coordination:
         claim = self.claim if self.claim.term >= self._floor else Claim(self._floor)
         return Beliefs(claim, self.desired, self.roster, self.epoch)
 
-    def beat(self, *, healthy: bool) -> Beat:
+    def beat(self, *, healthy: bool, short: bool = False) -> Beat:
         """The next beat, for all links. Also due at once on a new link and after a claim has changed."""
         if self.leading:
             self._following.pulse += 1
@@ -133,6 +133,7 @@ class Coordination:
             healthy,
             self._following.pulse,
             self.self_id in self._leaving,
+            short,
         )
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:

@@ -136,6 +136,7 @@ async def _among_others(
         port: int = control.getsockname()[1]
         cluster.listens_at = partial(_control_addresses, settings, port)
         cluster.http = _url(sock)
+        supervisor.gateway.elsewhere = cluster.short
         cluster.follower.credentials = store.credentials
         door = Door(control, store, entered.identity, cluster)
         settings = replace(settings, peers=(*settings.peers, *entered.peers))

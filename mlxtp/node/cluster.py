@@ -395,6 +395,10 @@ class Cluster:
     def _beat(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()
         self.membership.beat(link.number, now)
+        if beat.short:
+            self.knowledge.short.add(link.node_id)
+        else:
+            self.knowledge.short.discard(link.node_id)
         draining = self.coordination.draining
         anew = self.coordination.heard(link.node_id, link.hello.boot_id, beat, now)
         if anew or draining != self.coordination.draining:
@@ -514,7 +518,15 @@ class Cluster:
         self._announce()
 
     def _tell_beat(self) -> None:
-        self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy))
+        short = self.supervisor.gateway.short
+        self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy, short=short))
+
+    def short(self) -> str:
+        """A Mac whose rank works on what is asked here and that is short of memory; empty for none."""
+        servings = [self.conductor.serving(), *self.knowledge.servings.values()]
+        groups = [each.participants for each in servings if each is not None and each.state == Serves.READY]
+        short = [node for nodes in groups for node in nodes if node in self.knowledge.short]
+        return self.name_of(short[0]) if short else ""
 
     def _tell(self, event: Change | Duplicate) -> None:
         if isinstance(event, Change):

@@ -34,7 +34,7 @@ from . import golden
 from .asked import Asked
 from .blame import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
 from .free_memory import FreeMemory
-from .overload import Bounds, Memory, client_number, load_of, refusal
+from .overload import Bounds, Memory, client_number, is_short, load_of, refusal
 from .rank_process import RequestEvent
 from .relayed import Desk, Relayed
 
@@ -82,6 +82,8 @@ class Gateway:
         """The model that open requests are for."""
         self._text: Text | None = None
         self._held = ""
+        self.elsewhere: Callable[[], str] = lambda: ""
+        """The name of another Mac of the group that is short of memory; empty for none."""
         self.closing = ""
         """Why nothing new is taken; what is open goes on, from group to group if need be."""
 
@@ -224,9 +226,15 @@ class Gateway:
         if self._held:
             raise RequestError(self._held, Code.NOT_READY, status=503)
         load = load_of(client, [(request.generate.client, request.length) for request in self._requests])
-        if (refused := refusal(self._bounds, load, prompt, self._memory())) is not None:
+        refused = refusal(self._bounds, load, prompt, self._memory(), self.elsewhere())
+        if refused is not None:
             raise refused
         return self._desk
+
+    @property
+    def short(self) -> bool:
+        """Whether this machine has less memory left than requests are taken with."""
+        return is_short(self._bounds, self._memory())
 
     async def warm_up(self, ranks: Desk, vocabulary: int) -> tuple[int, ...]:
         """Run short sequences before anybody waits: a first forward compiles kernels for seconds.

@@ -57,9 +57,17 @@ def load_of(client: int, open_: Iterable[tuple[int, int]]) -> Load:
     return Load(requests, tokens, own_requests, own_tokens)
 
 
-def refusal(bounds: Bounds, load: Load, prompt: int, memory: Memory) -> RequestError | None:
+def is_short(bounds: Bounds, memory: Memory) -> bool:
+    """Whether a machine has too little memory left for anything new."""
+    return memory.critical or memory.available < bounds.free_bytes
+
+
+def refusal(
+    bounds: Bounds, load: Load, prompt: int, memory: Memory, elsewhere: str = ""
+) -> RequestError | None:
     """Why a request with `prompt` tokens is not taken now: 429 or 503, with the numbers. None: it is.
 
+    `elsewhere` is the name of another Mac that would work on it and is short of memory.
     A prompt by itself is never too long for an idle gateway; the model's context is checked elsewhere.
     """
     if load.requests >= bounds.requests:
@@ -79,18 +87,7 @@ def refusal(bounds: Bounds, load: Load, prompt: int, memory: Memory) -> RequestE
             f"this client's open requests hold {load.own_tokens} tokens; with this prompt of {prompt} that "
             f"is more than one client may have, {most} of {bounds.tokens}"
         )
-    if memory.critical or memory.available < bounds.free_bytes:
-        return RequestError(
-            f"this machine is short of memory: {memory.available >> 20} MiB are free"
-            + (
-                ", and the system calls that critical"
-                if memory.critical
-                else f", and requests are taken from {bounds.free_bytes >> 20} MiB on"
-            ),
-            Code.OVERLOADED,
-            status=503,
-        )
-    return None
+    return _short_of_memory(bounds, memory, elsewhere)
 
 
 def client_number(client: str, salt: bytes) -> int:
@@ -102,6 +99,28 @@ def client_number(client: str, salt: bytes) -> int:
         return 0
     digest = hashlib.blake2b(client.encode(errors="replace"), digest_size=8, key=salt).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _short_of_memory(bounds: Bounds, memory: Memory, elsewhere: str) -> RequestError | None:
+    if elsewhere:
+        return RequestError(
+            f"{elsewhere}, which has a part of the model, is short of memory: requests are taken from "
+            f"{bounds.free_bytes >> 20} free MiB on",
+            Code.OVERLOADED,
+            status=503,
+        )
+    if is_short(bounds, memory):
+        return RequestError(
+            f"this machine is short of memory: {memory.available >> 20} MiB are free"
+            + (
+                ", and the system calls that critical"
+                if memory.critical
+                else f", and requests are taken from {bounds.free_bytes >> 20} MiB on"
+            ),
+            Code.OVERLOADED,
+            status=503,
+        )
+    return None
 
 
 def _share(bound: int) -> int:

@@ -27,6 +27,8 @@ class Knowledge:
     names: dict[str, str] = field(default_factory=dict)
     https: dict[str, str] = field(default_factory=dict)
     addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    short: set[str] = field(default_factory=set)
+    """Who has less memory left than requests are taken with."""
     met_at: dict[str, float] = field(default_factory=dict)
     """When a node's link came up."""
     authority: str = ""
@@ -36,6 +38,7 @@ class Knowledge:
         """It has no link any more: what it said of its model and group is old."""
         self.models.pop(node_id, None)
         self.servings.pop(node_id, None)
+        self.short.discard(node_id)
         self.met_at.pop(node_id, None)
 
 

@@ -72,7 +72,8 @@ class Beat(Message):
 
     `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `roster` is the digest of what
     it holds. `pulse` is the highest it has heard of: the coordinator counts one on with each of its own.
-    `draining`: it is about to stop, and is not to be counted on.
+    `draining`: it is about to stop, and is not to be counted on. `short`: it has less memory left than
+    requests are taken with.
     """
 
     TYPE: ClassVar[int] = 0x31
@@ -84,6 +85,7 @@ class Beat(Message):
     healthy: bool = _f(boolean())
     pulse: int = _f(_count)
     draining: bool = _f(boolean(), default=False)
+    short: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

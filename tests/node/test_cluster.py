@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.node.cluster import Cluster
+from mlxtp.node.overload import Memory
 from mlxtp.node.supervisor import ModelSource, Supervisor
 from mlxtp.wire.base import U63, Message
 from mlxtp.wire.control import (
@@ -242,6 +243,36 @@ def test_more_members_than_there_can_be_displace_nobody(
         node.hear(a, Members((own,)), told(400, version=70))
         assert me.over.done()
         node.tick()
+
+    play(tmp_path, member, story)
+
+
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new(
+    tmp_path: Path, member: Member
+) -> None:
+    def beat(short: bool) -> Beat:
+        return Beat(0, "", 0, 0, 0, True, 0, short=short)
+
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.hear(a, Serving(7, "ready", "", "ring", "ring", (A, B), (), 0, "tiny", 1, 4096, 512, ()))
+        node.hear(a, beat(short=False))
+        assert node.cluster.short() == ""
+        node.hear(b, beat(short=True))
+        assert node.cluster.short() == "mac-f"
+        node.hear(b, beat(short=False))
+        assert node.cluster.short() == ""
+        node.hear(b, beat(short=True))
+        node.hear(a, Serving(8, "ready", "", "ring", "ring", (A,), (), 0, "tiny", 1, 4096, 512, ()))
+        assert node.cluster.short() == "", "it has no part of the model any more"
+        gateway = node.cluster.supervisor.gateway
+        for free, short in ((1 << 20, True), (1 << 40, False)):
+            gateway._memory = lambda free=free: Memory(free)
+            node.cluster._tell_beat()
+            assert a.heard(Beat)[-1].short is short
 
     play(tmp_path, member, story)
 

@@ -13,8 +13,8 @@ PLENTY = Memory(1 << 40)
 IDLE = Load(0, 0, 0, 0)
 
 
-def why(load: Load = IDLE, prompt: int = 1, memory: Memory = PLENTY) -> tuple[int, str]:
-    refused = refusal(BOUNDS, load, prompt, memory)
+def why(load: Load = IDLE, prompt: int = 1, memory: Memory = PLENTY, elsewhere: str = "") -> tuple[int, str]:
+    refused = refusal(BOUNDS, load, prompt, memory, elsewhere)
     if refused is None:
         return 0, ""
     assert refused.code is Code.OVERLOADED
@@ -30,6 +30,12 @@ def test_as_many_requests_as_there_are_places() -> None:
     status, detail = why(Load(16, 16, 3, 3))
     assert status == 429
     assert "16 requests are open" in detail
+
+
+def test_a_mac_that_only_holds_a_part_is_spared_too() -> None:
+    status, detail = why(elsewhere="ben")
+    assert status == 503
+    assert detail.startswith("ben, which has a part of the model, is short of memory")
 
 
 def test_prompts_and_answers_together_have_a_bound() -> None:

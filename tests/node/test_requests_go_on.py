@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from mlxtp.api.backend import End, Request, Sampling, Tokens
-from mlxtp.errors import Code, GroupError
+from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.node.agent import Agent
+from mlxtp.node.overload import Memory
 
 from ..cluster import START_S
 from ..reference import prompt_ids
@@ -101,6 +104,7 @@ def test_answers_go_on_whatever_ends_their_group(tmp_path: Path) -> None:
             assert min(len(tokens) for tokens, _ in right) > 100
             for name, fault in FAULTS.items():
                 await interrupted(pair, fault, clients, right, name)
+            await short_of_memory(pair)
 
     async def timed() -> None:
         async with asyncio.timeout(START_S * 3):
@@ -135,3 +139,18 @@ async def interrupted(
     assert pair.epoch() > epoch, f"{name}: nothing happened"
     for agent in (pair.leader, pair.other):
         await sees(lambda agent=agent: agent.supervisor.gateway.open_requests == 0)  # type: ignore[misc]
+
+
+async def short_of_memory(pair: Pair) -> None:
+    """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
+    gateway = pair.other.supervisor.gateway
+    memory, gateway._memory = gateway._memory, lambda: Memory(1)
+    cluster = pair.leader.cluster
+    assert cluster is not None
+    await sees(cluster.short)
+    with pytest.raises(RequestError, match="which has a part of the model, is short of memory") as raised:
+        await Client(pair.leader, GREEDY).read()
+    assert raised.value.status == 503
+    gateway._memory = memory
+    await sees(lambda: not cluster.short())
+    assert (await Client(pair.leader, Request(COUNT, 3)).read())[1] is not None

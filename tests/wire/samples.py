@@ -97,7 +97,7 @@ _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
     AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), ("kv_bits=0",), ("10.0.0.1:52414",), "", True),
-    Beat(3, NODE, 2, 5, 17, True, 40, True),
+    Beat(3, NODE, 2, 5, 17, True, 40, True, True),
     DesiredState(2, NODE, "tiny", "auto"),
     Members((_MEMBER,)),
     MachineReport(

@@ -29,6 +29,7 @@ from . import (
     prefill,
     recovery,
     speculation,
+    strangers,
 )
 from .errors import Unmeasured
 from .measures import Row
@@ -46,6 +47,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "loading": loading.measure,
     "membership": membership.measure,
     "recovery": recovery.measure,
+    "strangers": strangers.measure,
 }
 CASE_LIMIT_S = 1800.0
 """One case that hangs must not take the others' rows with it."""

@@ -140,6 +140,13 @@ _ALL = (
     Measure("serving again after a rank was killed, without spares", "s",
             "The same, with rank processes that have to be started.", "", Goal("≤", 6)),
     Measure("memory of a spare", "MB", "Of one that waits, what no other process shares."),
+    # --- strangers
+    Measure("a step beside a flood of strangers, 99th percentile", "ms",
+            "Between two tokens where they leave the engine. One rank on the first core; on the second the "
+            "agent, and 200 new connections a second to its control port, 4 KiB of garbage on each.",
+            "nobody there", Goal("<", 1.1)),
+    Measure("strangers turned away meanwhile", "per second",
+            "Connections that were closed without a word, or with a TLS alert."),
 )  # fmt: skip
 
 MEASURES = {measure.name: measure for measure in _ALL}

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from mlxtp.errors import Code, MlxtpError
 from mlxtp.node.epoch import State, is_legal
 from mlxtp.postmortem.examination import Postmortem
 
-from ..cluster import LIMITS, SLOWNESS, Cluster, until
+from ..cluster import LIMITS, SLOWNESS, WAIT_S, Cluster, until
 from .answers import LONG, SHORT, Answer, ask
 from .findings import found, wrong
 from .orders import Order, OrderBook
@@ -270,11 +271,13 @@ class Before:
     states: int
     asked: int
     descriptors: int
+    open: Counter[str]
 
 
 def before(cluster: FaultyCluster) -> Before:
     cluster.book.clear()
-    return Before(cluster.epoch, cluster.pids(), len(cluster.states()), cluster.asked, descriptors(cluster))
+    counts = len(cluster.states()), cluster.asked, descriptors(cluster)
+    return Before(cluster.epoch, cluster.pids(), *counts, what_is_open())
 
 
 def descriptors(cluster: FaultyCluster) -> int:
@@ -283,6 +286,15 @@ def descriptors(cluster: FaultyCluster) -> int:
     connections = process.net_connections("tcp")
     http = [c for c in connections if c.laddr.port == port or (c.raddr and c.raddr.port == port)]
     return process.num_fds() - len(http)
+
+
+def what_is_open() -> Counter[str]:
+    """Names of this process's descriptors, as far as the system tells them; for people to read."""
+    found: Counter[str] = Counter(str(each) for each in psutil.Process().net_connections("all"))
+    for descriptor in Path("/dev/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[str(descriptor.readlink())] += 1
+    return found
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> float:
@@ -416,7 +428,10 @@ def assert_sound(cluster: FaultyCluster, was: Before) -> None:
     assert cluster.health()["reason"] is None
     now = set(cluster.pids())
     assert cluster.everybody() == now, "a process of an old epoch lives"
-    until(lambda: descriptors(cluster) <= was.descriptors, "no descriptor is left", 5 * SLOWNESS)
+    try:
+        until(lambda: descriptors(cluster) <= was.descriptors, "no descriptor is left", WAIT_S)
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {what_is_open() - was.open}") from None
     run = cluster.home / "run"
     assert [path.name for path in run.iterdir()] == [f"epoch-{cluster.epoch}"]
     left = [path.name for path in (run / f"epoch-{cluster.epoch}").iterdir()]

@@ -8,6 +8,9 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests and benchmarks start hundreds of processes; none of them shall compile what another has compiled.
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -28,7 +31,7 @@ demo: setup
 	$(BIN)/mlxtp demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 chaos: setup
 	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/soak tests/wire/test_frames.py $(CHAOS_ARGS)

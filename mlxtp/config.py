@@ -37,15 +37,16 @@ class Limits:
     has ended. `deadline_s`: all of it, from its arrival to its last token. `client_stall_s`: how long a
     client may leave unread what is there for it. `canary_s`: how long a group idles between two proofs.
     `max_open_tokens`: of prompts and answers of open requests. `min_free_bytes`: memory of this machine below
-    which nothing new is taken.
+    which nothing new is taken. `load_stall_s`, `prefill_stall_s`, `decode_stall_s`: without any progress. On
+    top a forward has 4 times what it is expected to take in prefill, and 20 times in decode.
     """
 
     spawn_s: float = 60.0
     form_s: float = 45.0
     load_stall_s: float = 60.0
     warm_up_s: float = 300.0
-    prefill_stall_s: float = 120.0
-    decode_stall_s: float = 30.0
+    prefill_stall_s: float = 30.0
+    decode_stall_s: float = 10.0
     heartbeat_s: float = 0.5
     silence_s: float = 3.0
     ack_s: float = 8.0

@@ -44,7 +44,7 @@ from .loader import LoadedModel, load
 from .moves import Score
 from .recorder import PROMPT, PROMPTS, STEP
 from .runner import Chosen, Runner
-from .status import Status
+from .status import Phase, Status
 
 KV_TYPE_BITS = 16
 """Bits of a key's or value's number that is not quantized."""
@@ -138,21 +138,17 @@ class Rank:
         """Queue the forward that frame number `step` names. Returns at once; the device works on."""
         launched_at = time.monotonic()
         runner, recorder = self._require_runner(), self.status.recorder
-        if not self.status.in_flight:
-            self.status.progress()  # the time since the last forward was idling
+        phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
+        self.status.launched(phase, len(frame.tokens), launched_at)
         if isinstance(frame, PromptTokens):
-            self.status.phase = "prefill"
             entry = recorder.started(step, PROMPT, 1, launched_at)
             chosen = runner.prefill(frame)
         elif isinstance(frame, PromptBatch):
-            self.status.phase = "prefill"
             entry = recorder.started(step, PROMPTS, len(frame.uids), launched_at)
             chosen = runner.prefill_together(frame)
         else:
-            self.status.phase = "decode"
             entry = recorder.started(step, STEP, len(frame.rows), launched_at)
             chosen = runner.step(frame)
-        self.status.in_flight += 1
         recorder.queued(entry, runner.forwards, self._counter.count)
         return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
 
@@ -164,11 +160,10 @@ class Rank:
         now = time.monotonic()
         tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
         status = self.status
-        status.in_flight -= 1
+        status.settled(now)
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives
-        status.progress()
         step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
         status.took(step_us, wait_us)
         chose = digest(forward.step, tokens, forward.fed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Literal
 
 from ..wire.messages import Pong
@@ -15,6 +16,8 @@ Phase = Literal[
 
 RECENT = 0.1
 """Weight of the newest forward in the averages."""
+_PACE = 0.05
+"""The same for what is expected of the next one: one that was slow by chance shall not count for much."""
 
 
 class Status:
@@ -35,10 +38,16 @@ class Status:
         self.weight_bytes = 0
         self.load_peak_bytes = 0
         self.kv_bytes = 0
+        self.expected_us = 0
         self.step_us = 0.0
         self.wait_us = 0.0
         self.collective_us = 0
         self._since = time.monotonic()
+        self._flying: deque[tuple[Phase, int]] = deque()
+        """Phase and tokens of the forwards in flight. The device runs them one after the other."""
+        self._began = 0.0
+        self._pace: dict[Phase, float] = {}
+        """Seconds of a decode step, and of prefill for each token."""
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; its clock starts again."""
@@ -49,6 +58,29 @@ class Status:
     def progress(self) -> None:
         """Something was achieved: the time that a stall is judged by starts again."""
         self._since = time.monotonic()
+
+    def launched(self, phase: Phase, tokens: int, now: float) -> None:
+        """A forward is about to be queued. `now` is time.monotonic()."""
+        self._flying.append((phase, tokens))
+        self.in_flight += 1
+        if self.in_flight == 1:
+            self._since = self._began = now  # the time since the last forward was idling
+            self._runs(phase, tokens)
+
+    def settled(self, now: float) -> None:
+        """The oldest of the forwards in flight has ended."""
+        phase, tokens = self._flying.popleft()
+        self.in_flight -= 1
+        took_s = (now - self._began) / (tokens if phase == "prefill" else 1)
+        self._since = self._began = now
+        known_s = self._pace.get(phase, took_s)
+        self._pace[phase] = known_s + (took_s - known_s) * _PACE
+        if self._flying:
+            self._runs(*self._flying[0])
+
+    def _runs(self, phase: Phase, tokens: int) -> None:
+        self.phase = phase
+        self.expected_us = int(self._pace.get(phase, 0.0) * (tokens if phase == "prefill" else 1) * 1e6)
 
     def took(self, step_us: int, wait_us: int) -> None:
         """A forward ended; averages follow the newest ten or so."""
@@ -75,4 +107,5 @@ class Status:
             step_us=int(self.step_us),
             wait_us=int(self.wait_us),
             collective_us=self.collective_us,
+            expected_us=self.expected_us,
         )

@@ -174,8 +174,12 @@ class Watch:
     def _stuck(self, factor: float) -> GroupError | None:
         # Ranks wait for each other: as long as one of them gets on in a phase, the group does.
         for phase, limit_s in stall_limits_s(self._limits).items():
-            stood_s = min((p.phase_s for p in self.pongs.values() if p.phase == phase), default=0.0)
-            allowed_s = max(limit_s, self._limits.warm_up_s) if self.warming_up else limit_s * factor
+            there = [pong for pong in self.pongs.values() if pong.phase == phase]
+            stood_s = min((pong.phase_s for pong in there), default=0.0)
+            expected_s = max((pong.expected_us for pong in there), default=0) / 1e6
+            allowed_s = factor * (limit_s + EXPECTED.get(phase, 0) * expected_s)
+            if self.warming_up:
+                allowed_s = max(allowed_s, self._limits.warm_up_s)
             if stood_s > allowed_s:
                 steps = ", ".join(f"{r} at step {p.step}" for r, p in sorted(self.pongs.items()))
                 return GroupError(
@@ -192,8 +196,15 @@ class Watch:
         return f"rank {min(places, key=lambda rank: places[rank])} is behind"
 
 
+EXPECTED = {"prefill": 4, "decode": 20}
+"""How many times as long as the rank expects it a forward may take, on top of its phase's limit."""
+
+
 def stall_limits_s(limits: Limits) -> Mapping[str, float]:
-    """The longest time without progress in each phase that has to make some. Idling is not among them."""
+    """The longest time without progress in each phase that has to make some, for forwards that take no time.
+
+    Idling is not among them.
+    """
     return {
         "forming": limits.form_s,
         "proving": limits.form_s,

@@ -149,7 +149,8 @@ class Pong(Message):
 
     `kv_bytes` counts what its KV caches hold, `load_peak_bytes` the most memory while loading. `step_us` and
     `wait_us` are averages over recent steps, as in Ack; `collective_us` is what one small collective took at
-    the last proof. MLX does not tell what part of a step its collectives wait.
+    the last proof. `expected_us` is what the forward that runs should take, as those before it did. MLX does
+    not tell what part of a step its collectives wait.
     """
 
     TYPE: ClassVar[int] = 0x04
@@ -173,6 +174,7 @@ class Pong(Message):
     step_us: int = _f(_count, default=0)
     wait_us: int = _f(_count, default=0)
     collective_us: int = _f(_count, default=0)
+    expected_us: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

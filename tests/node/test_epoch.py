@@ -77,8 +77,8 @@ def test_it_never_gives_up_before_five_failures_in_the_window(gaps: list[float])
 # --- watching ---------------------------------------------------------------------------------------------
 
 
-def pong(phase: str = "idle", phase_s: float = 0.0, step: int = 0) -> Pong:
-    return Pong(phase, phase_s, 0, step, 0, 0, 0, 0, 0, "")
+def pong(phase: str = "idle", phase_s: float = 0.0, step: int = 0, expected_us: int = 0) -> Pong:
+    return Pong(phase, phase_s, 0, step, 0, 0, 0, 0, 0, "", expected_us=expected_us)
 
 
 class Story:
@@ -175,6 +175,19 @@ def test_a_group_in_which_one_rank_gets_on_is_not_stuck() -> None:
     error = Story().beats(5, rank_0=done, rank_1=pong("idle", 1.0))
     assert error is not None
     assert error.code is Code.RANK_STALLED
+
+
+@pytest.mark.parametrize(("phase", "times"), [("decode", 20), ("prefill", 4)])
+def test_who_is_slow_is_given_time_by_what_forwards_took_before(phase: str, times: int) -> None:
+    limit_s = {"decode": LIMITS.decode_stall_s, "prefill": LIMITS.prefill_stall_s}[phase] + times * 2.0
+    slow, quick = (pong(phase, limit_s, expected_us=us) for us in (2_000_000, 0))
+    assert Story().beats(3, rank_0=slow, rank_1=quick) is None
+    late = pong(phase, limit_s + 0.1, expected_us=2_000_000)
+    error = Story().beats(3, rank_0=late, rank_1=late)
+    assert error is not None
+    assert error.code is Code.RANK_STALLED
+    error = Story().beats(3, rank_0=quick, rank_1=quick)
+    assert error is not None
 
 
 def test_an_observer_that_was_late_forgives_being_stuck_as_well() -> None:

@@ -1,0 +1,55 @@
+"""What a rank says of the forward that runs: which phase it is, since when, and how long it should take."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxtp.engine.status import Status
+
+
+def ran(status: Status, phase: str, tokens: int, began: float, ended: float) -> None:
+    status.launched(phase, tokens, began)  # type: ignore[arg-type]
+    status.settled(ended)
+
+
+def test_nothing_is_expected_of_the_first_forward() -> None:
+    status = Status()
+    status.launched("decode", 1, 5.0)
+    assert (status.phase, status.in_flight, status.expected_us) == ("decode", 1, 0)
+
+
+def test_a_step_should_take_what_steps_took() -> None:
+    status = Status()
+    for number in range(200):
+        ran(status, "decode", 8, number, number + 0.5)
+    status.launched("decode", 1, 300.0)
+    assert status.expected_us == pytest.approx(500_000, rel=0.01)
+
+
+def test_a_chunk_should_take_what_its_tokens_took() -> None:
+    status = Status()
+    ran(status, "decode", 1, 0.0, 9.0)
+    ran(status, "prefill", 10, 10.0, 10.2)
+    status.launched("prefill", 500, 20.0)
+    assert status.expected_us == pytest.approx(10_000_000)
+
+
+def test_one_that_was_slow_by_chance_counts_for_little() -> None:
+    status = Status()
+    for number in range(100):
+        ran(status, "decode", 1, 10 * number, 10 * number + 0.01)
+    ran(status, "decode", 1, 5000.0, 5001.0)
+    status.launched("decode", 1, 6000.0)
+    assert 10_000 < status.expected_us < 100_000
+
+
+def test_a_step_that_waits_behind_a_chunk_is_not_what_runs() -> None:
+    status = Status()
+    status.launched("prefill", 512, 1.0)
+    status.launched("decode", 1, 1.1)
+    assert (status.phase, status.in_flight) == ("prefill", 2)
+    status.settled(9.0)
+    assert (status.phase, status.in_flight) == ("decode", 1)
+    status.settled(9.5)
+    status.launched("decode", 1, 10.0)
+    assert status.expected_us == pytest.approx(500_000), "the time behind the chunk is not its own"

@@ -8,9 +8,6 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests and benchmarks start hundreds of processes; none of them shall compile what another has compiled.
-export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
-unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -29,6 +26,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 
 demo: setup
 	$(BIN)/mlxtp demo $(DEMO_ARGS)
+
+# These start hundreds of processes; none of them shall compile what another has compiled.
+test chaos bench soak: export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
+test chaos bench soak: export PYTHONDONTWRITEBYTECODE :=
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)

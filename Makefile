@@ -9,6 +9,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# For what starts hundreds of processes, of which none shall compile what another has compiled.
+MANY := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/bytecode" $(BIN)/python
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
@@ -27,15 +29,11 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 demo: setup
 	$(BIN)/mlxtp demo $(DEMO_ARGS)
 
-# These start hundreds of processes; none of them shall compile what another has compiled.
-test chaos bench soak: export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
-test chaos bench soak: export PYTHONDONTWRITEBYTECODE :=
-
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+	$(MANY) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
 
 chaos: setup
-	$(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/soak tests/wire/test_frames.py $(CHAOS_ARGS)
+	$(MANY) -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/soak tests/wire/test_frames.py $(CHAOS_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -43,14 +41,14 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python -m benchmarks $(BENCH_ARGS)
+	$(MANY) -m benchmarks $(BENCH_ARGS)
 
 fuzz: setup
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || sh scripts/setup_fuzz.sh $(VENV)
 	$(BIN)/python -m tests.fuzzing $(FUZZ_ARGS)
 
 soak: setup
-	$(BIN)/python -m tests.soak $(SOAK_ARGS)
+	$(MANY) -m tests.soak $(SOAK_ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

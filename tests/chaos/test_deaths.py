@@ -29,7 +29,7 @@ from .orders import Order
 
 chaos = pytest.mark.chaos
 
-NOTICED_S = 0.4 * SLOWNESS
+NOTICED_S = 1.0 * SLOWNESS
 """A child's death and the end of a pipe are seen at once; then one tenth of a second for other reports."""
 SILENCE_S = 3.5 * SLOWNESS + 0.1
 """The promise, and the tenth of a second for other reports."""

@@ -29,8 +29,11 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 demo: setup
 	$(BIN)/mlxtp demo $(DEMO_ARGS)
 
+# Ranks spin while they wait for each other: two groups on two cores are slower at once than in turn.
+# pytest exits with 5 where TEST_ARGS leave nothing of a part.
 test: setup
-	$(MANY) -m pytest -n 2 --dist loadfile $(TEST_ARGS)
+	$(MANY) -m pytest -n 2 --dist loadfile -m "not chaos and not group" $(TEST_ARGS) || [ $$? = 5 ]
+	$(MANY) -m pytest -m "not chaos and group" $(TEST_ARGS) || [ $$? = 5 ]
 
 chaos: setup
 	$(MANY) -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/soak tests/wire/test_frames.py $(CHAOS_ARGS)

@@ -60,6 +60,11 @@ def until(condition: Callable[[], T], what: str, within_s: float = WAIT_S, *, ev
     return value
 
 
+def assert_marked() -> None:
+    """What starts a group has nothing running beside it."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "a test that starts a group is marked `group`"
+
+
 def rank_processes(home: Path) -> list[int]:
     """Pids of the living rank processes of the agent in `home`, spares too, whoever their parent is."""
     folder = str(home / "run")
@@ -111,6 +116,8 @@ class Cluster:
         wait: bool = True,
         **settings: Any,
     ) -> None:
+        if ranks > 1:
+            assert_marked()
         self.home = home
         self.stages: list[tuple[str, float]] = []
         self.settings = Settings(

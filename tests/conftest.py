@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,20 @@ from .cluster import Cluster
 # A busy machine is no counterexample.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
+
+
+TESTS = Path(__file__).parent
+OF_GROUPS = (TESTS / "agents", TESTS / "chaos")
+"""Where every test is one with a real group."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest leaves out what is marked."""
+    for item in items:
+        shared = "two_ranks" in getattr(item, "fixturenames", ())
+        if shared or any(folder in item.path.parents for folder in OF_GROUPS):
+            item.add_marker(pytest.mark.group)
 
 
 @pytest.fixture(scope="session")

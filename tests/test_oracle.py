@@ -14,6 +14,8 @@ from mlxtp.errors import Code, MlxtpError
 from .cluster import Cluster, Snapshot
 from .reference import answer, endless_prompt, prompt_ids, random_text, reference, spoken
 
+pytestmark = pytest.mark.group
+
 SECRET = "FALCON-MERCURY-7749"
 QUESTION = f"Repeat exactly: {SECRET}"
 LONG = f"Repeat exactly: {random_text(Random(7), 90)}"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from ..chaos.findings import found, wrong
-from ..cluster import SLOWNESS, rank_processes
+from ..cluster import WAIT_S, rank_processes
 from ..hosts import Hosts, requires_namespaces
 from .agents import SECRET, Agent, serving, wait
 
@@ -21,7 +21,7 @@ pytestmark = requires_namespaces
 
 COUNT = "Count from 1 to 60."
 """The longest answer that the tiny model has learned."""
-ENDS_S = 30 * SLOWNESS
+ENDS_S = 2 * WAIT_S
 """Within it every request has ended, whatever happens."""
 
 

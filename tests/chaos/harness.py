@@ -41,16 +41,22 @@ FAULT_LIMITS = dataclasses.replace(
     form_s=6.0 * SLOWNESS,
 )
 """Shorter than in production where a test waits for the limit to pass."""
-STALL_S = 2 * FAULT_LIMITS.decode_stall_s + 2 * FAULT_LIMITS.heartbeat_s + 0.5 * SLOWNESS
+NOTICED_S = 2.5 * SLOWNESS
+"""For what is seen at once: a child's death, the end of a pipe, a frame that cannot be right; then one tenth
+of a second for other reports. A busy machine takes longer for that, but less than silence would."""
+SILENCE_S = FAULT_LIMITS.silence_s + NOTICED_S
+"""When silence must have been noticed."""
+STALL_S = 2 * FAULT_LIMITS.decode_stall_s + 2 * FAULT_LIMITS.heartbeat_s + NOTICED_S
 """When a stuck decode must have been noticed: twice its limit, which a watch that was late itself allows."""
-ACK_S = FAULT_LIMITS.ack_s + 0.5 * SLOWNESS
+ACK_S = FAULT_LIMITS.ack_s + NOTICED_S
 """When an acknowledgement that does not come must have been noticed."""
 
-RESTART_S = 15 * SLOWNESS
-"""For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next. A free
-machine takes 1.4 to 4 s; most of it is imports, which suffer most from a busy one."""
+RESTART_S = WAIT_S
+"""For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next: a hang, if it
+takes longer. How long it takes is in the report; most of it is imports, which suffer most from a busy
+machine."""
 
-ANSWER_S = 15 * SLOWNESS
+ANSWER_S = WAIT_S
 """For the rest of an answer, once a group serves again."""
 
 KEEP_ALIVE_S = 0.3

@@ -11,7 +11,7 @@ from mlxtp.errors import Code
 
 from ..cluster import SLOWNESS
 from .answers import LONG, SHORT
-from .harness import FAULT_LIMITS, FaultyCluster, assert_recovered, assert_sound, before
+from .harness import FAULT_LIMITS, NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before
 
 CANARY_S = 0.3
 
@@ -57,7 +57,7 @@ def test_a_rank_that_computes_something_else_while_idle_ends_the_epoch(
     was = before(idler)
     idler.order("prove_otherwise", rank)
     assert_recovered(
-        idler, was, {Code.PROOF_FAILED}, detected_within_s=1.0 * SLOWNESS, case=f"canary, rank {rank}"
+        idler, was, {Code.PROOF_FAILED}, detected_within_s=NOTICED_S, case=f"canary, rank {rank}"
     )
 
 
@@ -69,6 +69,6 @@ def test_a_rank_that_stands_still_in_a_proof_ends_the_epoch(idler: FaultyCluster
         idler,
         was,
         {Code.RANK_STALLED},
-        detected_within_s=3.0 * SLOWNESS,
+        detected_within_s=2.0 * SLOWNESS + NOTICED_S,
         case="stuck in a proof",
     )

@@ -16,6 +16,8 @@ from ..cluster import SLOWNESS, until
 from .answers import LONG, SHORT
 from .harness import (
     FAULT_LIMITS,
+    NOTICED_S,
+    SILENCE_S,
     STALL_S,
     FaultyCluster,
     alive,
@@ -29,10 +31,6 @@ from .orders import Order
 
 chaos = pytest.mark.chaos
 
-NOTICED_S = 1.0 * SLOWNESS
-"""A child's death and the end of a pipe are seen at once; then one tenth of a second for other reports."""
-SILENCE_S = 3.5 * SLOWNESS + 0.1
-"""The promise, and the tenth of a second for other reports."""
 HELD_S = 60 * SLOWNESS
 """How long a rank is held at the point where it shall die: longer than any test waits."""
 

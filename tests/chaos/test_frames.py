@@ -8,12 +8,10 @@ import pytest
 
 from mlxtp.errors import Code
 
-from ..cluster import SLOWNESS, until
+from ..cluster import until
 from .answers import LONG, SHORT
-from .harness import STALL_S, FaultyCluster, assert_recovered, assert_sound, before, kill
+from .harness import NOTICED_S, STALL_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 from .orders import Order
-
-AT_ONCE_S = 1.0 * SLOWNESS
 
 chaos = pytest.mark.chaos
 
@@ -85,7 +83,7 @@ def refuse(cluster: FaultyCluster, rank: int, on: str, how: str, codes: set[Code
     was = before(cluster)
     cluster.order("wrong_frame", rank, on=on, how=how, at=20)
     answer = cluster.read(LONG)
-    within_s = STALL_S if Code.RANK_STALLED in codes else AT_ONCE_S
+    within_s = STALL_S if Code.RANK_STALLED in codes else NOTICED_S
     case = f"{how} from rank {rank}"
     assert_recovered(
         cluster,
@@ -124,7 +122,7 @@ def test_a_prompt_before_the_model_is_loaded(cluster: FaultyCluster) -> None:
         was,
         {Code.OUT_OF_ORDER},
         epochs=2,
-        detected_within_s=AT_ONCE_S,
+        detected_within_s=NOTICED_S,
         case="a prompt before load",
     )
     assert "PromptTokens in state" in end.error.detail

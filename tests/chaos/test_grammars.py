@@ -12,8 +12,8 @@ from mlxtp.engine.grammar import DEADLINE_S
 
 from ..cluster import SLOWNESS, until
 from .answers import SHORT
-from .harness import FaultyCluster, alive, assert_recovered, assert_sound, before, kill
-from .test_deaths import LOST, NOTICED_S
+from .harness import NOTICED_S, FaultyCluster, alive, assert_recovered, assert_sound, before, kill
+from .test_deaths import LOST
 
 SLOW = {"type": "integer", "multipleOf": 999983}
 """Takes some ten seconds to compile; nothing but a deadline stops it."""

@@ -13,10 +13,10 @@ import pytest
 from mlxtp.errors import Code, GroupError
 from mlxtp.node.epoch import State
 
-from ..cluster import SLOWNESS
 from .answers import LONG
 from .harness import (
     ACK_S,
+    NOTICED_S,
     RESTART_S,
     STALL_S,
     FaultyCluster,
@@ -29,7 +29,6 @@ from .harness import (
 
 chaos = pytest.mark.chaos
 
-AT_ONCE_S = 1.0 * SLOWNESS
 """For what is noticed within a step or two."""
 
 
@@ -39,7 +38,7 @@ def run(
     fault: str,
     rank: int,
     *codes: Code,
-    within_s: float = AT_ONCE_S,
+    within_s: float = NOTICED_S,
     max_tokens: int = 400,
     likely: str = "",
     **how: Any,
@@ -151,7 +150,7 @@ def test_rank_1_has_its_rows_in_another_order(cluster: FaultyCluster, how: str) 
     with cluster.asking(LONG) as first, cluster.asking(LONG) as second:
         answers = ((first(), expected), (second(), expected))
     case = f"another order of rows, {how}"
-    assert_recovered(cluster, was, {Code.DESYNC}, detected_within_s=AT_ONCE_S, case=case, answers=answers)
+    assert_recovered(cluster, was, {Code.DESYNC}, detected_within_s=NOTICED_S, case=case, answers=answers)
 
 
 def test_rank_1_has_another_position(cluster: FaultyCluster) -> None:
@@ -189,7 +188,7 @@ def test_rank_1_draws_another_token_than_rank_0(cluster: FaultyCluster) -> None:
         cluster,
         was,
         {Code.DESYNC},
-        detected_within_s=AT_ONCE_S,
+        detected_within_s=NOTICED_S,
         case="another draw under verify",
         answers=((answer, expected),),
     )

@@ -20,6 +20,7 @@ from ..reference import prompt_ids
 from .answers import COUNT, KINDS, LONG, SHORT, Answer, Fields
 from .findings import found
 from .harness import (
+    NOTICED_S,
     FaultyCluster,
     assert_honest,
     assert_legal,
@@ -30,7 +31,7 @@ from .harness import (
     kill,
 )
 from .orders import Order
-from .test_deaths import HELD_S, LOST, NOTICED_S
+from .test_deaths import HELD_S, LOST
 
 chaos = pytest.mark.chaos
 
@@ -167,7 +168,7 @@ def test_nobody_waits_for_ever_for_another_group(
     assert_honest(answer, expected)
     assert answer.text
     waited_s = answer.ended_at - end.at
-    assert limit_s - 0.1 <= waited_s <= limit_s + 1.0 * SLOWNESS
+    assert limit_s - 0.1 <= waited_s <= limit_s + NOTICED_S
     assert cluster.supervisor.gateway.open_requests == 0
     cluster.wait_note("held")
     kill(until(lambda: cluster.rank_processes(2), "two ranks")[1].pid)

@@ -15,10 +15,18 @@ from mlxtp.errors import Code
 
 from ..cluster import SLOWNESS, until
 from .answers import LONG
-from .harness import ACK_S, FAULT_LIMITS, STALL_S, FaultyCluster, assert_recovered, assert_sound, before, kill
+from .harness import (
+    ACK_S,
+    FAULT_LIMITS,
+    NOTICED_S,
+    STALL_S,
+    FaultyCluster,
+    assert_recovered,
+    assert_sound,
+    before,
+    kill,
+)
 from .orders import Order
-
-AT_ONCE_S = 1.0 * SLOWNESS
 
 LAST_ACK = 4 + 29
 """Of LONG with 30 tokens: four chunks of prefill and 29 steps."""
@@ -63,7 +71,7 @@ def test_rank_0_raises_after_the_frame_went_out(cluster: FaultyCluster, on: str,
     """Rank 1 has run that step or waits in it; nobody asks it for the reply any more."""
     codes, likely = {Code.FORWARD_FAILED}, "failed forward"
     case = f"rank 0 raises at {on}"
-    fail_once(cluster, case, "raise_in_forward", 0, codes, AT_ONCE_S, on=on, at=at, likely=likely)
+    fail_once(cluster, case, "raise_in_forward", 0, codes, NOTICED_S, on=on, at=at, likely=likely)
 
 
 def test_rank_0_has_no_memory_for_a_forward(cluster: FaultyCluster) -> None:
@@ -73,7 +81,7 @@ def test_rank_0_has_no_memory_for_a_forward(cluster: FaultyCluster) -> None:
         "raise_in_forward",
         0,
         {Code.OUT_OF_MEMORY},
-        AT_ONCE_S,
+        NOTICED_S,
         on="StepToken",
         at=20,
         how="memory",
@@ -84,7 +92,7 @@ def test_rank_0_has_no_memory_for_a_forward(cluster: FaultyCluster) -> None:
 @chaos
 def test_rank_1_raises(cluster: FaultyCluster) -> None:
     codes = {Code.FORWARD_FAILED}
-    fail_once(cluster, "rank 1 raises", "raise_in_forward", 1, codes, AT_ONCE_S, on="StepToken", at=20)
+    fail_once(cluster, "rank 1 raises", "raise_in_forward", 1, codes, NOTICED_S, on="StepToken", at=20)
 
 
 def test_the_last_ack_comes_too_late(cluster: FaultyCluster) -> None:
@@ -120,17 +128,17 @@ def test_the_last_ack_never_comes(cluster: FaultyCluster) -> None:
 def test_an_ack_never_comes(cluster: FaultyCluster) -> None:
     """The next one is for another step than the one rank 0 waits for."""
     codes = {Code.OUT_OF_ORDER}
-    fail_once(cluster, "no Ack", "wrong_frame", 1, codes, AT_ONCE_S, on="Ack", how="missing", at=20)
+    fail_once(cluster, "no Ack", "wrong_frame", 1, codes, NOTICED_S, on="Ack", how="missing", at=20)
 
 
 def test_an_ack_comes_twice(cluster: FaultyCluster) -> None:
     codes = {Code.OUT_OF_ORDER}
-    fail_once(cluster, "Ack twice", "wrong_frame", 1, codes, AT_ONCE_S, on="Ack", how="twice", at=20)
+    fail_once(cluster, "Ack twice", "wrong_frame", 1, codes, NOTICED_S, on="Ack", how="twice", at=20)
 
 
 def test_an_ack_is_garbage(cluster: FaultyCluster) -> None:
     codes = {Code.FRAME_MALFORMED}
-    fail_once(cluster, "Ack garbage", "wrong_frame", 1, codes, AT_ONCE_S, on="Ack", how="garbage", at=20)
+    fail_once(cluster, "Ack garbage", "wrong_frame", 1, codes, NOTICED_S, on="Ack", how="garbage", at=20)
 
 
 @chaos
@@ -153,7 +161,7 @@ def test_rank_1_stands_still_in_a_step_with_a_beating_heart(cluster: FaultyClust
 def test_idling_is_not_part_of_the_first_step(cluster: FaultyCluster) -> None:
     """The stall clock of a request starts with its first forward, however long nobody had asked before."""
     was = before(cluster)
-    stall_s = 2 * SLOWNESS
+    stall_s = 4 * SLOWNESS
     cluster.tighten(prefill_stall_s=stall_s)
     time.sleep(stall_s + 0.5)
     cluster.order("hold", 1, on="prefill", seconds=stall_s / 2)
@@ -177,7 +185,7 @@ def test_a_reply_on_the_way_up(cluster: FaultyCluster, on: str, how: str, codes:
     was = before(cluster)
     cluster.order("wrong_frame", 1, epoch=was.epoch + 1, on=on, how=how)
     kill(was.pids[1])
-    within_s = cluster.settings.limits.form_s + AT_ONCE_S
+    within_s = cluster.settings.limits.form_s + NOTICED_S
     assert_recovered(cluster, was, codes, epochs=2, detected_within_s=within_s, case=f"{on} {how}")
 
 

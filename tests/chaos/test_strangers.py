@@ -6,8 +6,7 @@ import pytest
 
 from mlxtp.errors import Code
 
-from ..cluster import SLOWNESS
-from .harness import FaultyCluster, assert_recovered, assert_sound, before, kill
+from .harness import NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before, kill
 
 HANDSHAKE_S = 3.0
 """What a connection gets to say who it is; production has no setting for it."""
@@ -25,8 +24,8 @@ def test_strangers_at_the_decode_port_are_turned_away(cluster: FaultyCluster) ->
     took_s = {note["who"]: note["seconds"] for note in strangers}
     print(took_s)
     assert all(note["answer"] == "" for note in strangers)
-    assert took_s.pop("silent") <= HANDSHAKE_S + 0.5 * SLOWNESS
-    assert max(took_s.values()) <= 0.5 * SLOWNESS
+    assert took_s.pop("silent") <= HANDSHAKE_S + NOTICED_S
+    assert max(took_s.values()) <= NOTICED_S
     assert_sound(cluster, was)
 
 
@@ -42,6 +41,6 @@ def test_a_stranger_at_the_ring_port(cluster: FaultyCluster, how: str) -> None:
         was,
         {Code.FORM_FAILED, Code.PROOF_FAILED, Code.LINK_TIMEOUT},
         epochs=2,
-        detected_within_s=2 * form_s + 1 * SLOWNESS,
+        detected_within_s=2 * form_s + NOTICED_S,
         case=f"{how} stranger at the ring port",
     )

@@ -24,6 +24,8 @@ from .small_models import change_weights, write_model
 from .test_parallel_numerics import free_hosts
 from .vocabulary_member import STEPS, hard_rows, prompts
 
+pytestmark = pytest.mark.group
+
 ROOT = Path(__file__).parents[2]
 MEMBER = "tests.engine.vocabulary_member"
 NOT_TRIED = {"deepseek_v41", "glm_moe_dsa", "kimi_k3", "minimax_m3_vl", "muse_spark", "prism_hadamard_qwen35"}

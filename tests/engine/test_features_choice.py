@@ -25,6 +25,8 @@ from ..cluster import Cluster, Outcome, until
 from ..reference import TINY, Expected, expected, model_of, prompt_ids, random_text
 from .small_models import change_weights, write_model
 
+pytestmark = pytest.mark.group
+
 HOT = 1.0
 """A temperature at which this model's answers depend on chance."""
 MARGIN = 1e-3

@@ -20,6 +20,8 @@ from ..cluster import Cluster, Outcome
 from ..reference import answer, expected, prompt_ids, spoken
 from .small_models import write_model
 
+pytestmark = pytest.mark.group
+
 MAX_TOKENS = 250
 QUESTION = prompt_ids("Repeat exactly: FALCON-MERCURY-7749")
 

@@ -22,6 +22,8 @@ from ..reference import answer, expected, prompt_ids
 from .engine_member import __file__ as MEMBER
 from .small_models import write_model
 
+pytestmark = pytest.mark.group
+
 SCHEDULES = 1000
 AT_ONCE = 40
 GRAMMARS = (("regex", "[a-z]{1,4}"), ("json_schema", '{"enum":[1,2,"three"]}'), ("regex", "[a-z"))

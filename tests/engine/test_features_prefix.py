@@ -14,6 +14,8 @@ from mlxtp.api.backend import Sampling
 from ..cluster import Cluster
 from ..reference import answer, endless_prompt, prompt_ids, random_text, reference, text
 
+pytestmark = pytest.mark.group
+
 MAX_TOKENS = 60
 
 

@@ -17,6 +17,8 @@ from ..reference import expected
 from .families import FAMILIES
 from .small_models import write_model
 
+pytestmark = pytest.mark.group
+
 LAYERS, HEADS, HEAD_SIZE, NUMBER_BYTES = 2, 2, 16, 4
 WHOLE_TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * NUMBER_BYTES
 

@@ -18,6 +18,8 @@ from ..cluster import Cluster, until
 from ..reference import TINY, answer, endless_prompt, prompt_ids, reference
 from .small_models import change_weights, split_weights, write_model
 
+pytestmark = pytest.mark.group
+
 ANSWER = "FALCON-MERCURY-7749"
 QUESTION = f"Repeat exactly: {ANSWER}"
 EMPTY_BYTES = 100_000

@@ -21,6 +21,8 @@ from ..reference import TINY
 from .group_member import STEPS, forwards
 from .small_models import write_model
 
+pytestmark = pytest.mark.group
+
 MEMBER = Path(__file__).parent / "group_member.py"
 FAMILIES = ["tiny", "llama", "untied", "quantized", "qwen2", "qwen3"]
 DIGEST = 4_000_000_000

@@ -28,6 +28,8 @@ from mlxtp.wire.messages import CollectivesTimed, Message
 from ..cluster import Cluster, until
 from ..reference import endless_prompt
 
+pytestmark = pytest.mark.group
+
 ANSWER = "FALCON-MERCURY-7749"
 QUESTION = f"Repeat exactly: {ANSWER}"
 

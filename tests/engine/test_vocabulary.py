@@ -19,6 +19,8 @@ from mlxtp.errors import Code, ModelError
 from .small_models import write_model
 from .vocabulary_member import bits, hard_rows
 
+pytestmark = pytest.mark.group
+
 HIDDEN = 64
 
 

@@ -15,6 +15,8 @@ from mlxtp.node.agent import running_agent
 
 from ..cluster import Cluster, rank_processes, until
 
+pytestmark = pytest.mark.group
+
 
 async def start_and_stop(settings: Settings) -> None:
     async with running_agent(settings):

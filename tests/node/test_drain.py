@@ -251,6 +251,7 @@ def of_cluster(agent: Agent) -> Any:
     return agent.cluster
 
 
+@pytest.mark.group
 def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path: Path) -> None:
     """Both Macs are wanted, so there is no group without it. Neither takes anything new."""
 

@@ -18,6 +18,8 @@ from mlxtp.node.epoch import State
 from ..cluster import START_S, WAIT_S
 from .two_agents import two_agents
 
+pytestmark = pytest.mark.group
+
 DEVICES = ("a=rdma_en5", "b=rdma_en4")
 
 

@@ -21,6 +21,8 @@ from ..reference import prompt_ids
 from .scenes import sees
 from .two_agents import two_agents
 
+pytestmark = pytest.mark.group
+
 COUNT = prompt_ids("Count from 1 to 60.")
 GREEDY = Request(COUNT, 300)
 DRAWN = Request(COUNT, 120, Sampling(temperature=1.2, seed=11), ignore_eos=True)

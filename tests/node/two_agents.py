@@ -11,7 +11,7 @@ from mlxtp.config import Settings
 from mlxtp.node.agent import Agent, running_agent
 from mlxtp.node.rank_process import WORKER
 
-from ..cluster import LIMITS
+from ..cluster import LIMITS, assert_marked
 
 
 @asynccontextmanager
@@ -19,6 +19,7 @@ async def two_agents(
     folder: Path, worker: Sequence[str] = WORKER, **settings: Any
 ) -> AsyncIterator[tuple[Agent, Agent]]:
     """The founder and the one that joined it, both on loopback."""
+    assert_marked()
 
     def of(name: str, **more: Any) -> Settings:
         home = folder / name

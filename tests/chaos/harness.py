@@ -52,8 +52,8 @@ ACK_S = FAULT_LIMITS.ack_s + NOTICED_S
 """When an acknowledgement that does not come must have been noticed."""
 
 RESTART_S = WAIT_S
-"""For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next: a hang, if it
-takes longer. How long it takes is in the report; most of it is imports, which suffer most from a busy
+"""For reaping an epoch, a rank that hears no SIGTERM included, the backoff and forming the next: whatever
+takes longer hangs. How long it takes is in the report; most of it is imports, which suffer most from a busy
 machine."""
 
 ANSWER_S = WAIT_S

@@ -11,6 +11,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # For what starts hundreds of processes, of which none shall compile what another has compiled.
 MANY := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/bytecode" $(BIN)/python
+# What `make chaos` runs: the folders of faults, and files with cases that it alone runs.
+FAULTS := tests/chaos tests/agents tests/soak tests/wire/test_frames.py tests/test_oracle.py \
+  tests/node/test_requests_go_on.py tests/engine/test_features_ledger.py
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=
@@ -36,7 +39,7 @@ test: setup
 	$(MANY) -m pytest -m "not chaos and group" $(TEST_ARGS) || [ $$? = 5 ]
 
 chaos: setup
-	$(MANY) -m pytest -m "chaos or not chaos" tests/chaos tests/agents tests/soak tests/wire/test_frames.py $(CHAOS_ARGS)
+	$(MANY) -m pytest -m "chaos or not chaos" $(FAULTS) $(CHAOS_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

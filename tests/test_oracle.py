@@ -319,6 +319,7 @@ def test_what_rank_0_refuses_ends_that_request_alone(
 # --- more ranks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 def test_four_ranks_say_the_same(tmp_path: Path) -> None:
     with Cluster(tmp_path, ranks=4) as cluster:
         before = cluster.idle()

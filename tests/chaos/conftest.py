@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 FOR_CHAOS = frozenset((
     "test_agent.py::test_killed_while_it_decodes",
+    "test_agent.py::test_told_to_stop_twice_or_for_too_long[twice]",
     "test_agent.py::test_told_to_stop_while_it_ends_an_epoch",
     "test_caches.py::test_a_cache_of_which_rank_1_has_kept_less",
     "test_caches.py::test_a_cache_that_rank_1_is_told_to_drop_and_has_not",
@@ -62,6 +63,7 @@ FOR_CHAOS = frozenset((
     "test_pauses.py::test_several_failures_during_one_answer[0-2]",
     "test_pauses.py::test_when_the_server_gives_up_so_does_who_waits",
     "test_replies.py::test_a_reply_on_the_way_up[SanityDone-garbage-codes0]",
+    "test_replies.py::test_a_late_ack_within_its_limit_is_a_pause",
     "test_replies.py::test_an_ack_comes_twice",
     "test_replies.py::test_an_ack_is_garbage",
     "test_replies.py::test_an_ack_never_comes",

@@ -300,16 +300,16 @@ def test_nothing_is_left_of_one_that_imports(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_twenty_epochs_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
+def test_eight_epochs_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         me, counts = psutil.Process(), []
-        for _ in range(20):
+        for _ in range(8):
             pids = await stage.serve()
             await stage.spare_pids(2)
             counts.append((me.num_fds(), len(me.children())))
             os.kill(pids[-1], signal.SIGKILL)
             await stage.end()
-        assert stage.starts() == 40
+        assert stage.starts() == 16
         assert len(set(counts[1:])) == 1, counts
 
     play(tmp_path, story, ranks=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.table import Table
@@ -132,7 +132,13 @@ class Soak:
         return found + self.left_over
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {
+        # Python 3.11's asdict makes the keys of a Counter pairs.
+        counted = [
+            vars(asked) | {name: dict(getattr(asked, name)) for name in ("outcomes", "codes", "kinds")}
+            for asked in self.asked
+        ]
+        return asdict(replace(self, asked=[])) | {
+            "asked": counted,
             "problems": self.problems,
             "growth_mb": {process.name: round(process.growth_mb, 2) for process in self.processes},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -34,7 +35,9 @@ def test_a_good_run_has_no_problem_and_can_be_shown() -> None:
         console.print(table)
     shown = console.export_text()
     assert all(words in shown for words in ("agent anna", "1.5 / 1.5 / 1.5", "40 → 40", "refused"))
-    assert soak.as_json()["growth_mb"] == {"agent anna": 0.0}
+    told = json.loads(json.dumps(soak.as_json()))
+    assert told["growth_mb"] == {"agent anna": 0.0}
+    assert told["asked"][0]["outcomes"] == {RIGHT: 7, REFUSED: 2, LEFT: 1}
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def create_app(
     admin: Administration | None = None,
     allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
     max_body_bytes: int = MAX_BODY_BYTES,
-    keep_alive_s: float = 10.0,
+    keep_alive_s: float = 3.0,
     retry_after_s: int = 5,
     body_s: float = BODY_S,
 ) -> Starlette:

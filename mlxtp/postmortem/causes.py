@@ -213,7 +213,7 @@ def _peer_lost(case: Case) -> Cause:
         words = "no process failed by itself, so the network between them did"
         return Cause("peer lost", None, f"{words}: {detail}")
     who = " and ".join(f"rank {rank}" for rank in sorted(elsewhere))
-    words = f"what failed is not in these files: {who}, of which there is none, or the network in between"
+    words = f"what failed is not in these files: {who}, which left no file, or the network in between"
     return Cause("peer lost", min(elsewhere), words)
 
 

@@ -124,15 +124,25 @@ def put_a_mac_to_sleep(pair: Pair, chance: random.Random) -> None:
     pair.ben.signal_everything(signal.SIGCONT)
 
 
+def kill_a_spare(pair: Pair, chance: random.Random) -> None:
+    spares = [pid for pid in _processes(pair) if not psutil.Process(pid).net_connections()]
+    os.kill(chance.choice(spares), signal.SIGKILL)
+
+
 def _a_rank(pair: Pair, chance: random.Random) -> int:
-    """Or a spare, which looks the same from outside."""
-    return chance.choice([pid for agent in pair.agents for pid in rank_processes(agent.home)])
+    """What tells it from a spare is that it is connected to others."""
+    return chance.choice([pid for pid in _processes(pair) if psutil.Process(pid).net_connections()])
+
+
+def _processes(pair: Pair) -> list[int]:
+    return [pid for agent in pair.agents for pid in rank_processes(agent.home)]
 
 
 FAULTS: dict[str, Callable[[Pair, random.Random], None]] = {
-    "a rank or spare is killed": kill_a_rank,
-    "a rank or spare stands still": stop_a_rank,
-    "a rank or spare stands still for 0.8 s": hold_a_rank,
+    "a rank is killed": kill_a_rank,
+    "a spare is killed": kill_a_spare,
+    "a rank stands still": stop_a_rank,
+    "a rank stands still for 0.8 s": hold_a_rank,
     "an agent is killed": kill_an_agent,
     "an agent is started again": restart_an_agent,
     "an agent and its ranks stand still for a while": put_a_mac_to_sleep,
@@ -160,6 +170,7 @@ class Run:
     def go(self, progress: Progress, task: TaskID) -> None:
         pair, soak = self.pair, self.soak
         assert pair.anna.process is not None
+        progress.update(task, text="the right answers, while nothing fails")
         expected = without_faults(pair.url(pair.anna), questions(self.chance))
         pair.rest()
         self._began = time.monotonic()
@@ -176,6 +187,9 @@ class Run:
             self._fail_until(soak.seconds / 3)
             self._calm_until(soak.seconds * 2 / 3)
             self._fail_until(soak.seconds)
+        except KeyboardInterrupt:
+            soak.cut_short_at = self.now
+            self.console.print(f"{self.now:7.0f} s  ended early; what is open is waited for")
         finally:
             self._over.set()
             watch.join()
@@ -210,7 +224,7 @@ class Run:
         except AssertionError as error:
             return Fault(name, at, problem=str(error))
         same = pair.anna.status()["epoch"] == epoch
-        if not same and FAULTS[name] is hold_a_rank:
+        if not same and FAULTS[name] in (hold_a_rank, kill_a_spare):
             return Fault(name, at, self.now - at, "the epoch ended, although nothing was to happen")
         return Fault(name, at, None if same else self.now - at)
 
@@ -295,6 +309,8 @@ def main() -> None:
         args.json.write_text(json.dumps(soak.as_json(), indent=1) + "\n")
     for problem in soak.problems:
         console.print(f"[red]✗[/] {problem[:2000]}", highlight=False)
+    if soak.cut_short_at is not None:
+        console.print(f"ended after {soak.cut_short_at / 60:.1f} of {soak.seconds / 60:g} minutes")
     if not soak.problems:
         console.print("[green]✓[/] every answer right and whole, nothing grew, nothing is left")
     sys.exit(1 if soak.problems else 0)

@@ -92,6 +92,8 @@ class Soak:
     faults: list[Fault] = field(default_factory=list)
     asked: list[Asked] = field(default_factory=list)
     processes: list[Watched] = field(default_factory=list)
+    cut_short_at: float | None = None
+    """When somebody ended it, in seconds since it began."""
     left_over: list[str] = field(default_factory=list)
     """What is there although everything has ended."""
 

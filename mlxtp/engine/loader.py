@@ -230,6 +230,9 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
         model, config = load_model(folder, lazy=True, strict=True)
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no model*.safetensors", Code.MODEL_NOT_FOUND) from None
+    except SystemExit as error:  # what mlx-lm's olmo does without a package that it needs
+        detail = f"{folder.name}: mlx-lm's code for this family ends the process that imports it"
+        raise ModelError(detail, Code.MODEL_UNSUPPORTED) from error
     except _MLX_LM_RAISES as error:
         detail = f"{folder.name}: {type(error).__name__}: {_brief(error)}"
         raise ModelError(detail, Code.MODEL_INVALID) from error

@@ -41,7 +41,7 @@ DRAFTS_ON_CPU = 24
 MAX_PREFIXES = 64
 """KV caches kept after their sequence has ended."""
 MAX_COMPILING = 32
-"""Requests whose grammars are being compiled, each for up to some seconds."""
+"""Grammars that are being compiled, each for up to some seconds. Answers that have begun are not refused."""
 UNLIMITED = 1 << 40
 
 
@@ -156,12 +156,13 @@ class Requests:
         if (grammar := self._grammars.kept(kind, text)) is not None:
             self._start(request, grammar)
             return
-        if len(self._compiling) >= MAX_COMPILING:
+        new = (kind, text) not in self._jobs
+        if new and len(self._jobs) >= MAX_COMPILING and not request.answered:
             detail = f"{MAX_COMPILING} grammars wait to be compiled, the most there may be"
             self._emitter.fail(request.uid, Code.OVERLOADED, detail)
             return
         self._compiling[request.uid] = request
-        if (kind, text) not in self._jobs:
+        if new:
             mail, grammars = self._mail, self._grammars
             self._jobs[kind, text] = grammars.submit(
                 kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome))

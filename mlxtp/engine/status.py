@@ -16,8 +16,12 @@ Phase = Literal[
 
 RECENT = 0.1
 """Weight of the newest forward in the averages."""
-_PACE = 0.05
-"""The same for what is expected of the next one: one that was slow by chance shall not count for much."""
+_SLOWER, _FASTER = 0.05, 0.3
+"""The same for what is expected of the next one, when the newest took longer, and when it took less. One that
+was slow by chance, or compiled kernels, shall not count for much, or for long."""
+_ROWS = 0.2
+"""How much of what one row takes is expected of each row of a step, for which a limit allows many times what
+is expected: on a GPU more rows take hardly longer, on a CPU as many times as long."""
 
 
 class Status:
@@ -46,8 +50,10 @@ class Status:
         self._flying: deque[tuple[Phase, int]] = deque()
         """Phase and tokens of the forwards in flight. The device runs them one after the other."""
         self._began = 0.0
-        self._pace: dict[Phase, float] = {}
-        """Seconds of a decode step, and of prefill for each token."""
+        self._step_s: float | None = None
+        """What a decode step takes, however many rows it has."""
+        self._token_s: dict[Phase, float] = {}
+        """What a forward takes for each of its tokens."""
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; its clock starts again."""
@@ -71,16 +77,20 @@ class Status:
         """The oldest of the forwards in flight has ended."""
         phase, tokens = self._flying.popleft()
         self.in_flight -= 1
-        took_s = (now - self._began) / (tokens if phase == "prefill" else 1)
+        took_s = now - self._began
         self._since = self._began = now
-        known_s = self._pace.get(phase, took_s)
-        self._pace[phase] = known_s + (took_s - known_s) * _PACE
+        self._token_s[phase] = _followed(self._token_s.get(phase), took_s / max(tokens, 1))
+        if phase == "decode":
+            self._step_s = _followed(self._step_s, took_s)
         if self._flying:
             self._runs(*self._flying[0])
 
     def _runs(self, phase: Phase, tokens: int) -> None:
         self.phase = phase
-        self.expected_us = int(self._pace.get(phase, 0.0) * (tokens if phase == "prefill" else 1) * 1e6)
+        expected_s = self._token_s.get(phase, 0.0) * tokens
+        if phase == "decode":
+            expected_s = max(self._step_s or 0.0, expected_s * _ROWS)
+        self.expected_us = int(expected_s * 1e6)
 
     def took(self, step_us: int, wait_us: int) -> None:
         """A forward ended; averages follow the newest ten or so."""
@@ -109,3 +119,9 @@ class Status:
             collective_us=self.collective_us,
             expected_us=self.expected_us,
         )
+
+
+def _followed(known_s: float | None, took_s: float) -> float:
+    if known_s is None:
+        return took_s
+    return known_s + (took_s - known_s) * (_SLOWER if took_s > known_s else _FASTER)

@@ -247,7 +247,7 @@ def _run_or_fail(process: Process, listener: socket.socket | None, identity: Pat
         process.fail(error)
     except MemoryError:
         process.fail(GroupError(f"rank {process.rank} ran out of memory", Code.OUT_OF_MEMORY))
-    except Exception as error:  # noqa: BLE001 - the process boundary: whatever it is, the group must hear of it
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: whatever it is, the group must hear of it
         process.fail(GroupError(f"rank {process.rank}: {type(error).__name__}: {error}", Code.FORWARD_FAILED))
 
 

@@ -177,7 +177,8 @@ class Watch:
             there = [pong for pong in self.pongs.values() if pong.phase == phase]
             stood_s = min((pong.phase_s for pong in there), default=0.0)
             expected_s = max((pong.expected_us for pong in there), default=0) / 1e6
-            allowed_s = factor * (limit_s + EXPECTED.get(phase, 0) * expected_s)
+            longer_s = min(EXPECTED.get(phase, 0) * expected_s, self._limits.warm_up_s)
+            allowed_s = factor * (limit_s + longer_s)
             if self.warming_up:
                 allowed_s = max(allowed_s, self._limits.warm_up_s)
             if stood_s > allowed_s:
@@ -197,7 +198,8 @@ class Watch:
 
 
 EXPECTED = {"prefill": 4, "decode": 20}
-"""How many times as long as the rank expects it a forward may take, on top of its phase's limit."""
+"""How many times as long as the rank expects it a forward may take, on top of its phase's limit; in
+all no longer than kernels may take to compile, whatever it expects."""
 
 
 def stall_limits_s(limits: Limits) -> Mapping[str, float]:

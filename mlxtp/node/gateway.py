@@ -295,6 +295,8 @@ class Gateway:
         if self._here and request.strikes >= SUSPECT:
             if self._suspect is not None:
                 self._suspects.append(request)
+                if isinstance(request, Asked):
+                    request.wait_no_more()  # there is a group, and it will get its turn
                 return
             self._suspect = request
         uid = next(self._uids)

@@ -267,6 +267,10 @@ def code_of_its_own(folder: Path) -> None:
     change_config(folder, model_file="evil.py")
 
 
+def a_family_that_ends_the_process(folder: Path) -> None:
+    change_config(folder, model_type="olmo")
+
+
 def a_family_that_is_no_model(folder: Path) -> None:
     change_config(folder, model_type="cache")
 
@@ -300,6 +304,7 @@ def a_family_that_is_no_model(folder: Path) -> None:
         (code_of_its_own, Code.MODEL_INVALID, ["custom module"]),
         (numbers_in_a_list, Code.MODEL_INVALID, ["text_config"]),
         (a_family_that_is_no_model, Code.MODEL_INVALID, ["small"]),
+        (a_family_that_ends_the_process, Code.MODEL_UNSUPPORTED, ["small", "this family"]),
     ],
 )
 def test_a_broken_folder_is_refused_in_plain_words(

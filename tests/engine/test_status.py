@@ -34,6 +34,30 @@ def test_a_chunk_should_take_what_its_tokens_took() -> None:
     assert status.expected_us == pytest.approx(10_000_000)
 
 
+def test_more_rows_may_take_as_many_times_as_long() -> None:
+    """A limit allows 20 times what is expected: one fifth of it is enough for 64 rows one after the other."""
+    status = Status()
+    for number in range(100):
+        ran(status, "decode", 1, number, number + 0.5)
+    status.launched("decode", 64, 200.0)
+    assert 20 * status.expected_us >= 3 * 64 * 500_000
+    status.settled(201.0)
+    for number in range(100):  # it is a GPU
+        ran(status, "decode", 64, 300 + number, 300.6 + number)
+    status.launched("decode", 64, 500.0)
+    assert status.expected_us == pytest.approx(600_000, rel=0.01)
+
+
+@pytest.mark.parametrize(("phase", "tokens"), [("prefill", 8), ("decode", 1)])
+def test_what_compiled_kernels_is_soon_forgotten(phase: str, tokens: int) -> None:
+    status = Status()
+    ran(status, phase, tokens, 0.0, 20.0)
+    for number in range(20):
+        ran(status, phase, tokens, 100 + number, 100.1 + number)
+    status.launched(phase, tokens, 200.0)  # type: ignore[arg-type]
+    assert status.expected_us < 150_000
+
+
 def test_one_that_was_slow_by_chance_counts_for_little() -> None:
     status = Status()
     for number in range(100):

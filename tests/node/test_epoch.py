@@ -190,6 +190,14 @@ def test_who_is_slow_is_given_time_by_what_forwards_took_before(phase: str, time
     assert error is not None
 
 
+def test_whatever_a_rank_expects_it_is_noticed_in_the_end() -> None:
+    limit_s = LIMITS.prefill_stall_s + LIMITS.warm_up_s
+    for over_s, code in ((-0.1, None), (0.1, Code.RANK_STALLED)):
+        stuck = pong("prefill", limit_s + over_s, expected_us=10**10)
+        error = Story().beats(3, rank_0=stuck, rank_1=stuck)
+        assert (error and error.code) == code
+
+
 def test_an_observer_that_was_late_forgives_being_stuck_as_well() -> None:
     story = Story()
     stuck = pong("decode", phase_s=LIMITS.decode_stall_s * 1.5)

@@ -12,7 +12,7 @@ import pytest
 from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
 from mlxtp.node import gateway as gateway_module
-from mlxtp.node.blame import PROVEN_TOKENS
+from mlxtp.node.blame import PROVEN_TOKENS, SUSPECT
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Sampling, Shaping
 
 from .test_gateway import MODEL, TEXT, FakeRanks, Stage, everything, play
@@ -110,6 +110,29 @@ def test_an_answer_that_lacks_only_its_end_is_not_asked_again() -> None:
         assert asked(next_group(stage)) == []
         assert (await everything(answer))[-1] == End("length", 2)
         assert stage.open == 0
+
+    play(story)
+
+
+def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(stage: Stage) -> None:
+        monkeypatch.setattr(stage.gateway, "_recovery_s", 0.02)
+        answers = [stage.gateway.generate(Request((1, 2, 3), 50)) for _ in range(3)]
+        for _ in range(SUSPECT):
+            for sent in asked(stage.ranks):
+                stage.gateway.on_event(Accepted(sent.uid))
+            stage.gateway.pause(LOST)
+            ranks = next_group(stage)
+        for turn in range(3):
+            *_, alone = asked(ranks)
+            assert len(asked(ranks)) == turn + 1
+            stage.gateway.on_event(Accepted(alone.uid))
+            await asyncio.sleep(0.05)
+            stage.say(alone.uid, 7)
+            stage.finish(alone.uid)
+        assert [await everything(answer) for answer in answers] == [[Tokens((7,)), End("stop", 1)]] * 3
 
     play(story)
 

@@ -1,0 +1,66 @@
+"""Whose grammar is compiled, and who has to come again."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.engine.requests import MAX_COMPILING, Requests
+from mlxtp.errors import Code
+from mlxtp.wire.messages import Generate, Shaping
+
+
+class NeverDone:
+    """Grammars of which none is ever compiled."""
+
+    def __init__(self) -> None:
+        self.submitted: list[str] = []
+
+    def kept(self, _kind: str, _text: str) -> None:
+        return None
+
+    def submit(self, _kind: str, text: str, _then: object) -> Future[None]:
+        self.submitted.append(text)
+        return Future()
+
+
+@pytest.fixture
+def refused() -> dict[int, Code]:
+    return {}
+
+
+@pytest.fixture
+def requests(refused: dict[int, Code]) -> Requests:
+    emitter = SimpleNamespace(fail=lambda uid, code, _detail: refused.update({uid: code}))
+    made = Requests(*cast(Any, (None, None, None, emitter)))
+    made._grammars = cast(Any, NeverDone())
+    return made
+
+
+def guided(uid: int, pattern: str, answered: int = 0) -> Generate:
+    tokens = (1, *range(10, 10 + answered))
+    shaping = Shaping(grammar_kind="regex", grammar=pattern)
+    return Generate(uid, tokens, 9, shaping=shaping, answered=answered)
+
+
+def test_many_may_wait_for_one_grammar(requests: Requests, refused: dict[int, Code]) -> None:
+    for uid in range(2 * MAX_COMPILING):
+        requests._compile(guided(uid, "[a-z]+"))
+    assert refused == {}
+    assert cast(Any, requests._grammars).submitted == ["[a-z]+"]
+
+
+def test_of_too_many_grammars_the_new_ones_are_refused_and_never_an_answer_that_has_begun(
+    requests: Requests, refused: dict[int, Code]
+) -> None:
+    for uid in range(MAX_COMPILING):
+        requests._compile(guided(uid, f"a{uid}"))
+    assert refused == {}
+    requests._compile(guided(100, "b"))
+    assert refused == {100: Code.OVERLOADED}
+    requests._compile(guided(101, "c", answered=3))
+    requests._compile(guided(102, "a0"))
+    assert refused == {100: Code.OVERLOADED}

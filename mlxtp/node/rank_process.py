@@ -36,6 +36,7 @@ from ..wire.messages import (
 )
 from ..wire.protocol import LinkKind, Side, State
 from ..wire.protocol import Protocol as LinkProtocol
+from ..wire.recording import decode
 from .epoch import Report, exit_report
 from .failures import RankEnd, read_recording, recording_file
 from .spare import Spares
@@ -224,10 +225,15 @@ class RankProcess:
         try:
             status = await process.wait()
             self._end.ended_at = time.monotonic()
-            self._report(exit_report(self.rank, status, code_of_exit(status)))
+            self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words()))
         finally:
             # Whoever waits for a reply learns that none will come; why is in the report.
             self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
+
+    def _last_words(self) -> str:
+        """What stands in its memory: the agent may see its end before it has read its last frame."""
+        recording = decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
+        return recording.detail if recording is not None else ""
 
     def _report(self, report: Report) -> None:
         if not self._ending:

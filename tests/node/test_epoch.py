@@ -289,6 +289,13 @@ def test_a_forward_that_lost_its_neighbour_is_not_the_cause() -> None:
     assert not is_consequence(GroupError("rank 0: RuntimeError: no such luck", Code.FORWARD_FAILED))
 
 
+def test_what_a_rank_wrote_down_counts_when_its_end_is_seen_before_its_last_frame() -> None:
+    words = "rank 0: RuntimeError: [ring] connection to a peer was lost"
+    followed = exit_report(0, exit_status(Code.FORWARD_FAILED), Code.FORWARD_FAILED, words)
+    killed = exit_report(1, -9, None)
+    assert pick_cause([followed, killed]) is killed.error
+
+
 def test_among_equals_the_first_report_counts() -> None:
     first = Report(0, GroupError("a", Code.DESYNC))
     assert pick_cause([first, Report(1, GroupError("b", Code.FORWARD_FAILED))]) is first.error

@@ -40,7 +40,8 @@ EPOCH = 7
 PREPARED, STARTED = Prepared(EPOCH, "127.0.0.1:4711", "/there"), RankStarted(EPOCH, True)
 PONG = RankPong(EPOCH, 1, Pong("idle", 0.0, 0, 0, 0, 0, 0, 0, 0, ""))
 SIDE = RankSide(EPOCH, 1, SideChannel(1, b"1"))
-AT_ONCE_S = 2 * LIMITS.silence_s / 3
+NEVER_S = 10 * WAIT_S
+"""A limit of silence that no test reaches: what ends an epoch then is something else."""
 
 
 def trouble(code: Code, detail: str = "it said so", outside: bool = False) -> RankTrouble:
@@ -96,7 +97,7 @@ class Story:
         self.peer = self.peers[0]
         self.stages: list[str] = []
         world = peers + 1
-        limits = replace(LIMITS, shutdown_s=2.0)
+        limits = replace(LIMITS, shutdown_s=2.0, silence_s=group.pop("silence_s", LIMITS.silence_s))
         settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits)
         self.ranks = Ranks(
             settings,
@@ -184,30 +185,28 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         (StartRank, [STARTED, LOST], Code.RANK_LOST),
     ],
 )
-def test_a_control_link_that_ends_on_the_way_up_ends_the_epoch_at_once(
+def test_a_control_link_that_ends_on_the_way_up_ends_the_epoch(
     tmp_path: Path, at: type[Message], words: list[Any], code: Code
 ) -> None:
     async def story(stage: Story) -> None:
         stage.peer.answers[at] = words
-        async with asyncio.timeout(AT_ONCE_S):
-            error = await stage.fails()
+        error = await stage.fails()
         assert error.code is code
         assert "its cable was pulled" in error.detail
 
-    play(tmp_path, story)
+    play(tmp_path, story, silence_s=NEVER_S)
 
 
 def test_a_control_link_that_ends_later_ends_the_epoch_too(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.serve()
         stage.peer.say(LOST)
-        async with asyncio.timeout(AT_ONCE_S):
-            error = await asyncio.shield(stage.ranks.failed)
-            assert error.detail == "rank 1: mini-1 is gone: its cable was pulled"
-            await stage.ranks.kill()  # nobody waits for who is gone
+        error = await asyncio.shield(stage.ranks.failed)
+        assert error.detail == "rank 1: mini-1 is gone: its cable was pulled"
+        await stage.ranks.kill()  # nobody waits for who is gone
         assert stage.peer.heard(EndEpoch) == []
 
-    play(tmp_path, story)
+    play(tmp_path, story, silence_s=NEVER_S)
 
 
 @pytest.mark.parametrize(
@@ -255,9 +254,8 @@ def test_one_refusal_among_many_leaves_nobody_waiting(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         stage.peers[1].answers[Prepare] = [trouble(Code.NOT_READY)]
         stage.peers[2].answers[Prepare] = []
-        async with asyncio.timeout(AT_ONCE_S):
-            assert (await stage.fails()).code is Code.NOT_READY
-            await stage.ranks.kill()
+        assert (await stage.fails()).code is Code.NOT_READY
+        await stage.ranks.kill()
         assert [len(peer.heard(EndEpoch)) for peer in stage.peers] == [1, 1, 1]
 
     play(tmp_path, story, peers=3)
@@ -271,8 +269,7 @@ def test_an_agent_that_never_says_that_its_rank_is_gone(
     async def story(stage: Story) -> None:
         await stage.serve()
         stage.peer.answers[EndEpoch] = []
-        async with asyncio.timeout(2.0 + AT_ONCE_S):  # an end in order may take shutdown_s
-            await stage.ranks.stop()
+        await stage.ranks.stop()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True, False]
 
     play(tmp_path, story)
@@ -285,9 +282,8 @@ def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_pat
         with contextlib.suppress(MlxtpError):
             await stage.serve()
             stage.ranks.send(Generate(1, (1,), 1))
-        async with asyncio.timeout(AT_ONCE_S):
-            assert (await asyncio.shield(stage.ranks.failed)).detail == "rank 0 ended with out_of_memory"
-            await stage.ranks.kill()
+        assert (await asyncio.shield(stage.ranks.failed)).detail == "rank 0 ended with out_of_memory"
+        await stage.ranks.kill()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [False]
         told, [mine] = kept(stage.home)
         assert told["cause"] == {"code": "out_of_memory", "detail": "rank 0 ended with out_of_memory"}
@@ -295,7 +291,7 @@ def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_pat
         assert told["reports"][-1]["rank"] == 0
         assert (mine["rank"], mine["exit_code"], mine["by_agent"]) == (0, "out_of_memory", False)
 
-    play(tmp_path, story)
+    play(tmp_path, story, silence_s=NEVER_S)
 
 
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

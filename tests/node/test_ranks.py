@@ -15,6 +15,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.node import failures, remote_rank
+from mlxtp.node.epoch import Watch
 from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks
 from mlxtp.node.remote_rank import RankWord, RemoteRank
 from mlxtp.wire.base import Message
@@ -349,6 +350,19 @@ def test_silence_of_a_rank_elsewhere_is_noticed_like_one_here(tmp_path: Path) ->
         error = await stage.fails()
         assert error.code is Code.RANK_LOST
         assert error.detail.startswith("rank 1 has been silent for")
+
+    play(tmp_path, story)
+
+
+def test_a_bug_in_what_watches_an_epoch_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def err(_watch: Watch, _now: float) -> None:
+        raise RuntimeError("a bug")
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        monkeypatch.setattr(Watch, "tick", err)
+        error = await asyncio.shield(stage.ranks.failed)
+        assert (error.code, error.detail) == (Code.INTERNAL, "RuntimeError: a bug")
 
     play(tmp_path, story)
 

@@ -183,7 +183,7 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     if agent.founded and agent.cluster is not None:
         log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.issuing.token())
     try:
-        await _ready_or_over(agent)
+        await agent.wait_ready()
     except MlxtpError as error:
         # The agent outlives its ranks, and goes on saying why there is no model. One that keeps to itself
         # and whose very first model cannot be loaded has nothing else to do.
@@ -194,25 +194,10 @@ async def _serve(agent: Agent, settings: Settings) -> None:
         group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
         size = group.world_size if group is not None else 0
         log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
-    if agent.cluster is None:
-        await asyncio.Event().wait()
-    else:
-        await asyncio.shield(agent.cluster.over)
+    await asyncio.shield(agent.over)
     if Store(settings.home).load().membership is not None:
         log.error(REMOVED)
     log.info("this Mac belongs to no cluster any more; the agent ends")
-
-
-async def _ready_or_over(agent: Agent) -> None:
-    """Wait until the model answers, or this agent has no more to do. Raises what either raises."""
-    ready = asyncio.ensure_future(agent.wait_ready())
-    over = agent.cluster.over if agent.cluster is not None else asyncio.Future[None]()
-    try:
-        await asyncio.wait({ready, over}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        ready.cancel()
-    if not over.done():
-        ready.result()
 
 
 def _read_token() -> str:

@@ -117,7 +117,7 @@ async def run(settings: Settings, prompt: str | None, view: View, *, once: bool)
         view.answered(answer)
         if not once:
             view.serving(agent.url)
-            await asyncio.Event().wait()
+            await asyncio.shield(agent.over)
     return {
         **asdict(answer),
         "prompt": question,

@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ import pytest
 from mlxtp import cli
 from mlxtp.cluster.identity import Store
 from mlxtp.config import resolve_settings
+from mlxtp.node.agent import Agent
 
 from .cluster import START_S, WAIT_S, rank_processes, until
 
@@ -260,20 +262,15 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
     store.found_cluster()
 
     @contextlib.asynccontextmanager
-    async def ended(*_: object) -> AsyncIterator[SimpleNamespace]:
+    async def ended(*_: object) -> AsyncIterator[Agent]:
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if left:
             store.leave()
         over.set_result(None)
         never = asyncio.Event()
-        supervisor = SimpleNamespace(state=None)
-        yield SimpleNamespace(
-            cluster=SimpleNamespace(over=over),
-            founded=False,
-            supervisor=supervisor,
-            wait_ready=never.wait,
-            drain=SimpleNamespace(over=never),
-        )
+        supervisor: Any = SimpleNamespace(state=None, wait_until=lambda *_: never.wait())
+        other: Any = SimpleNamespace(over=never)
+        yield Agent(supervisor, "", other, other, over, other)
 
     monkeypatch.setattr(cli, "running_agent", ended)
     settings = resolve_settings({"home": tmp_path}, {})

@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from ..api.server import bind, serve
 from ..cluster import hardware
 from ..cluster.identity import Store
 from ..config import Settings
-from ..errors import Code, ConfigError, GroupError
+from ..errors import Code, ConfigError, GroupError, MlxtpError
 from ..wire.machine import Machine
 from .administration import Alone, Member, announced
 from .cluster import Cluster
@@ -55,12 +55,25 @@ class Agent:
     """Where the endpoint answers, such as http://127.0.0.1:52415."""
     spares: Spares
     drain: Drain
+    over: asyncio.Future[None]
+    """Done when this agent has no more to do: it belongs to no cluster any more, or a bug, as an error."""
     cluster: Cluster | None = None
     founded: bool = False
 
     async def wait_ready(self) -> None:
-        """Wait until the model answers. Raises the MlxtpError for which it never will."""
-        if await self.supervisor.wait_until(State.READY, State.FAILED, State.STOPPED) is not State.READY:
+        """Wait until the model answers, or this agent has no more to do.
+
+        Raises the MlxtpError for which it never will answer.
+        """
+        waiting = asyncio.ensure_future(self.supervisor.wait_until(State.READY, State.FAILED, State.STOPPED))
+        either: set[asyncio.Future[Any]] = {waiting, self.over}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self.over.done():
+            self.over.result()
+        elif waiting.result() is not State.READY:
             raise self.supervisor.reason or GroupError("the ranks were stopped before they were ready")
 
 
@@ -102,16 +115,19 @@ async def _running(
     sleeping = asyncio.create_task(
         watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
     )
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    for task in (supervising, sleeping):
+        task.add_done_callback(partial(_report_bug, partial(_end, over)))
     try:
         with announced(settings.home, _url(sock), admin.key):
-            yield Agent(supervisor, _url(sock), spares, admin.draining)
+            yield Agent(supervisor, _url(sock), spares, admin.draining, over)
     finally:
         admin.draining.close()
         supervising.cancel()
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
-            await supervising
+            await asyncio.gather(supervising, return_exceptions=True)
         stop.set()
         await serving
 
@@ -160,10 +176,12 @@ async def _among_others(
         tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live(), sleep)]
         supervising = asyncio.create_task(supervisor.run(None, cluster.conductor))
         for task in (*tasks, supervising):
-            task.add_done_callback(partial(_report_bug, cluster))
+            task.add_done_callback(partial(_report_bug, cluster.end))
         try:
             with announced(settings.home, _url(sock), admin.key):
-                yield Agent(supervisor, _url(sock), spares, admin.draining, cluster, entered.founded)
+                yield Agent(
+                    supervisor, _url(sock), spares, admin.draining, cluster.over, cluster, entered.founded
+                )
         finally:
             admin.draining.close()
             supervising.cancel()
@@ -188,11 +206,17 @@ def _keep_awake(settings: Settings) -> KeepAwake | None:
     return KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
 
 
-def _report_bug(cluster: Cluster, task: asyncio.Task[None]) -> None:
+def _report_bug(end: Callable[[MlxtpError], None], task: asyncio.Task[None]) -> None:
     """A part of the agent that ends by a bug takes it along, so that it is started anew."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.critical("a part of this agent ended", exc_info=error)
-        cluster.end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
+        end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
+
+
+def _end(over: asyncio.Future[None], error: MlxtpError) -> None:
+    if not over.done():
+        over.set_exception(error)
+        over.exception()  # it was logged; who stops the agent meanwhile never asks for it
 
 
 async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:

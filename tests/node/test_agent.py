@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.errors import ConfigError, ModelError
+from mlxtp.errors import Code, ConfigError, GroupError, ModelError
+from mlxtp.node import agent as agent_module
+from mlxtp.node import sleep
 from mlxtp.node.agent import running_agent
+from mlxtp.node.sleep import Clocks, watch_sleep
+from mlxtp.node.supervisor import Supervisor
 
 from ..cluster import Cluster, rank_processes, until
+from .scenes import run, sees, within
 
 pytestmark = pytest.mark.group
 
@@ -63,3 +70,48 @@ def test_a_folder_of_somebody_else_in_the_home_stays(tmp_path: Path) -> None:
         asyncio.run(start_and_stop(settings))
     assert theirs.exists()
     assert not left.exists()
+
+
+# --- what an agent's parts tell each other ----------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "in a cluster"])
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Settings:
+    """Of an agent whose supervisor a test plays, so it has no ranks."""
+    where = {"interface": "127.0.0.1", "control_host": "127.0.0.1", "control_port": 0, "discovery": False}
+    return Settings(
+        tmp_path, "127.0.0.1", 0, 1, "tiny", cluster=request.param, spare=False, keep_awake=False, **where
+    )
+
+
+def test_a_mac_that_slept_ends_its_epoch(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = chain([Clocks(100, 5000), Clocks(101, 5601)], repeat(Clocks(102, 5602)))
+    slept: list[float] = []
+    monkeypatch.setattr(sleep, "TICK_S", 0.01)
+    monkeypatch.setattr(agent_module, "watch_sleep", partial(watch_sleep, read=lambda: next(moments)))
+    monkeypatch.setattr(Supervisor, "run", lambda *_: asyncio.Event().wait())
+    monkeypatch.setattr(Supervisor, "woke", lambda _, slept_s: slept.append(slept_s))
+
+    async def story() -> None:
+        async with running_agent(settings):
+            await sees(lambda: slept == [600.0])
+
+    run(within(story()))
+
+
+def test_a_bug_in_what_keeps_the_ranks_ends_the_agent(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def err(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Supervisor, "run", err)
+
+    async def story() -> None:
+        async with running_agent(settings) as agent:
+            with pytest.raises(GroupError, match="RuntimeError: a bug") as failed:
+                await agent.wait_ready()
+            assert failed.value.code is Code.INTERNAL
+            assert agent.over.exception() is failed.value
+
+    run(within(story()))

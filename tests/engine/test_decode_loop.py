@@ -1,0 +1,91 @@
+"""The loop of rank 0 in the test's own process: a group of one, whose agent is the test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.engine.decode_loop import DecodeLoop
+from mlxtp.engine.desk import RequestDesk
+from mlxtp.engine.followers import Followers
+from mlxtp.engine.group import CollectiveCounter
+from mlxtp.engine.mail import AGENT, Mailbox
+from mlxtp.engine.rank import Rank
+from mlxtp.engine.status import Status
+from mlxtp.errors import Code
+from mlxtp.wire.messages import (
+    Accepted,
+    Bootstrap,
+    Error,
+    Finished,
+    Generate,
+    Loaded,
+    LoadShard,
+    Message,
+    Shutdown,
+)
+
+from .small_models import write_model
+
+ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What a reader thread hands over."""
+
+    message: Message
+
+
+class Story:
+    """The agent's words, each said when the one before it is through, and what rank 0 answers."""
+
+    def __init__(self, tmp_path: Path, *orders: Message, **bootstrap: Any) -> None:
+        self.said: list[Message] = []
+        self.status = Status()
+        self._orders = [*orders, Shutdown()]
+        self._mail = Mailbox()
+        desk = RequestDesk()
+        rank = Rank(
+            replace(ALONE, **bootstrap),
+            1,
+            tmp_path,
+            self.status,
+            CollectiveCounter(),
+            desk=desk,
+            exchange=None,  # type: ignore[arg-type]  # JACCL's
+        )
+        pipe: Any = self
+        self._loop = DecodeLoop(rank, self._mail, pipe, Followers({}, self._mail), desk)
+
+    def play(self) -> list[Message]:
+        """All that rank 0 said about requests and loads, in order."""
+        self._order()
+        self._loop.run()
+        return self.said
+
+    def send(self, message: Message) -> None:
+        """As rank 0's pipe."""
+        self.said.append(message)
+        if isinstance(message, Loaded | Finished | Error):
+            self._order()
+
+    def _order(self) -> None:
+        self._mail.post(AGENT, Arrived(self._orders.pop(0)))
+
+
+def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folder: Path) -> None:
+    load = LoadShard(str(folder), 512, ())
+    *_, accepted, refused = Story(tmp_path, load, Generate(1, (7, 8, 9), 4), queue_s=0.0).play()
+    assert accepted == Accepted(1)
+    assert isinstance(refused, Error)
+    assert (refused.uid, refused.code) == (1, Code.OVERLOADED)
+    assert "no room for this request within" in refused.detail

@@ -126,7 +126,12 @@ class DecodeLoop:
         if not command.draft_path:
             return None
         assert self._rank.loaded is not None
-        return DraftModel(Path(command.draft_path), self._rank.loaded.vocabulary.size)
+        status, size = self._rank.status, self._rank.loaded.vocabulary.size
+        status.enter("loading")  # again: this folder's disk may hang, too
+        try:
+            return DraftModel(Path(command.draft_path), size, status.progress)
+        finally:
+            status.enter("idle")
 
     def _everywhere(self, command: Message) -> Message:
         """Carry out a command on every rank; returns this rank's reply, or one Error with everybody's.

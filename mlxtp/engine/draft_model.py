@@ -6,7 +6,7 @@ proposes is checked like any draft, so it can change how fast an answer comes, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,11 +25,14 @@ CHUNK = 512
 class DraftModel:
     """Implements `scheduler.Drafter`, greedily."""
 
-    def __init__(self, folder: Path, vocabulary: int) -> None:
-        """Raises ModelError: the folder holds no model, or one that others tokens belong to."""
+    def __init__(self, folder: Path, vocabulary: int, progress: Callable[[], None] = lambda: None) -> None:
+        """Calls `progress` as `load` does.
+
+        Raises ModelError: the folder holds no model, or one that others tokens belong to.
+        """
         from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-        loaded = load(folder, LoneGroup(), lambda: None)
+        loaded = load(folder, LoneGroup(), progress)
         if loaded.vocabulary.size != vocabulary:
             raise ModelError(
                 f"draft model {folder.name}: its vocabulary has {loaded.vocabulary.size} tokens, "

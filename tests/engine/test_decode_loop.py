@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from mlxtp.engine import decode_loop
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.desk import RequestDesk
+from mlxtp.engine.draft_model import DraftModel
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.mail import AGENT, Mailbox
 from mlxtp.engine.rank import Rank
 from mlxtp.engine.status import Status
-from mlxtp.errors import Code
+from mlxtp.errors import Code, ModelError
 from mlxtp.wire.messages import (
     Accepted,
     Bootstrap,
@@ -50,6 +52,8 @@ class Story:
 
     def __init__(self, tmp_path: Path, *orders: Message, **bootstrap: Any) -> None:
         self.said: list[Message] = []
+        self.phases: list[str] = []
+        """The phase in which it said each."""
         self.status = Status()
         self._orders = [*orders, Shutdown()]
         self._mail = Mailbox()
@@ -75,6 +79,7 @@ class Story:
     def send(self, message: Message) -> None:
         """As rank 0's pipe."""
         self.said.append(message)
+        self.phases.append(self.status.phase)
         if isinstance(message, Loaded | Finished | Error):
             self._order()
 
@@ -89,3 +94,27 @@ def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folde
     assert isinstance(refused, Error)
     assert (refused.uid, refused.code) == (1, Code.OVERLOADED)
     assert "no room for this request within" in refused.detail
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_disk_that_hangs_under_the_draft_model_is_noticed(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Whoever watches judges a load by its phase, and by what it says of its progress."""
+    story = Story(tmp_path, LoadShard(str(folder), 512, (), draft_path=str(folder)))
+    phases, progress = [], []
+
+    class Watched(DraftModel):
+        def __init__(self, *arguments: Any) -> None:
+            phases.append(story.status.phase)
+            monkeypatch.setattr(story.status, "_since", 0.0)
+            super().__init__(*arguments)
+            progress.append(story.status._since)
+            if fails:
+                raise ModelError("it cannot draft")
+
+    monkeypatch.setattr(decode_loop, "DraftModel", Watched)
+    [reply] = story.play()
+    assert isinstance(reply, Error if fails else Loaded)
+    assert (phases, story.phases) == (["loading"], ["idle"])
+    assert progress > [0.0]

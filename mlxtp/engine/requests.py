@@ -215,7 +215,8 @@ class Requests:
             self._emitter.fail(request.uid, error.code, error.detail)
             return
         self._desk.enter(request, guide)
-        self._waiting_since[request.uid] = time.monotonic()
+        if not request.answered:  # what has begun is not ended for want of room
+            self._waiting_since[request.uid] = time.monotonic()
         self._emitter.accept(request.uid)
 
     def cancel(self, uid: int) -> None:

@@ -118,3 +118,14 @@ def test_a_disk_that_hangs_under_the_draft_model_is_noticed(
     assert isinstance(reply, Error if fails else Loaded)
     assert (phases, story.phases) == (["loading"], ["idle"])
     assert progress > [0.0]
+
+
+def test_an_answer_that_has_begun_elsewhere_waits_for_room_as_long_as_it_takes(
+    tmp_path: Path, folder: Path
+) -> None:
+    """Half of it was said by a group that failed."""
+    load = LoadShard(str(folder), 512, ())
+    again = Generate(1, (7, 8, 9, 10), 4, ignore_eos=True, answered=1)
+    *_, finished = Story(tmp_path, load, again, queue_s=0.0).play()
+    assert isinstance(finished, Finished)
+    assert (finished.uid, finished.reason) == (1, "length")

@@ -17,6 +17,7 @@ Each carries a `Code`, which is what travels in Error frames, HTTP bodies and lo
 
 from __future__ import annotations
 
+import errno
 from enum import StrEnum
 
 
@@ -85,6 +86,18 @@ def code_of_exit(status: int) -> Code | None:
     codes = list(Code)
     position = status - _EXIT_STATUS_BASE
     return codes[position] if 0 <= position < len(codes) else None
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether only room is lacking."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def why_not_written(error: OSError, folder: object) -> str:
+    """In words why nothing can be written in `folder`."""
+    if is_disk_full(error):
+        return f"the disk is full, nothing can be written in {folder}"
+    return f"nothing can be written in {folder}: {error.strerror or error}"
 
 
 class MlxtpError(Exception):

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 
-from ..errors import Code, ConfigError, GroupError
+from ..errors import Code, ConfigError, GroupError, why_not_written
 from .jaccl import Fabric, Factory
 
 PAD = 64
@@ -237,8 +237,9 @@ def form(
     `folder` meanwhile. It holds the GIL all the while (but see `Exchange`) and its accept never gives up, so
     the deadline is an alarm whose default action ends the process without asking Python.
 
-    Raises ConfigError where there is no such backend, GroupError (FORM_FAILED) when MLX reports a failure or
-    forms something else than was asked for, and what the fabric's all-gather raises.
+    Raises ConfigError where there is no such backend, GroupError (FORM_FAILED) when the file cannot be
+    written, MLX reports a failure or forms something else than was asked for, and what the fabric's
+    all-gather raises.
     """
     if backend == "none":
         if world_size != 1:
@@ -284,10 +285,16 @@ def check_proof(proof: Proof, world_size: int, digest: int) -> None:
 
 @contextlib.contextmanager
 def _file(text: str, folder: Path) -> Iterator[str]:
-    with tempfile.NamedTemporaryFile("w", suffix=".json", dir=folder) as file:
-        file.write(text)
-        file.flush()
-        yield file.name
+    try:
+        descriptor, name = tempfile.mkstemp(suffix=".json", dir=folder)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise GroupError(why_not_written(error, folder), Code.FORM_FAILED) from None
+    try:
+        yield name
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _set(variables: Mapping[str, str | None]) -> None:

@@ -8,11 +8,14 @@ are only digests, made with the epoch's key, which is kept nowhere.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import struct
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,10 +25,12 @@ from typing import Any
 import psutil
 
 from ..cluster.private_files import FILE_MODE, make_private_folder, write_private
-from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, MlxtpError, code_of_exit
+from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, MlxtpError, code_of_exit, why_not_written
 from ..wire.messages import Error, Pong
 from ..wire.recording import MAX_CRASH_BYTES, RECORDING_BYTES, Recording, Step, decode
 from .epoch import Report
+
+log = logging.getLogger(__name__)
 
 FOLDER = "failures"
 FORMAT = 1
@@ -80,10 +85,56 @@ class Failed:
     pongs: Mapping[int, Pong] | None = None
 
 
+def recorder_memory(path: Path) -> tuple[int, Path] | None:
+    """Memory for a rank's recorder, and the name by which the rank opens it: `path` if that can be.
+
+    A disk that is full must not keep a rank from starting: then it is elsewhere, or there is none.
+    """
+    try:
+        return recording_file(path), path
+    except OSError as error:
+        why = why_not_written(error, path.parent)
+    for make in (_anonymous, _temporary):
+        with contextlib.suppress(OSError):
+            found = make()
+            log.warning("%s; the flight recorder's memory is %s instead", why, found[1])
+            return found
+    log.warning("%s; the rank goes on without a flight recorder", why)
+    return None
+
+
 def recording_file(path: Path) -> int:
     """Make the memory for a rank's recorder. Its descriptor outlives its name. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, FILE_MODE)
-    os.write(descriptor, bytes(RECORDING_BYTES))  # all of it is there: a full disk cannot hurt later
+    return _filled(descriptor, path)
+
+
+def _anonymous() -> tuple[int, Path]:
+    """No disk has it. Its name is no file's: it cannot be removed, and goes with the descriptor."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("only Linux has such files")
+    descriptor = _filled(os.memfd_create("recording"))
+    return descriptor, Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+def _temporary() -> tuple[int, Path]:
+    """Perhaps another disk has room."""
+    descriptor, name = tempfile.mkstemp(prefix="mlxtp-", suffix=".recording")
+    path = Path(name)
+    return _filled(descriptor, path), path
+
+
+def _filled(descriptor: int, path: Path | None = None) -> int:
+    """All of it is there, so that a full disk cannot hurt later. Otherwise nothing stays. Raises OSError."""
+    left = memoryview(bytes(RECORDING_BYTES))
+    try:
+        while left:  # the last bytes of a disk are a short write, and only the next one is an error
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        os.close(descriptor)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        raise
     return descriptor
 
 

@@ -29,7 +29,15 @@ from ..wire.control import (
 from ..wire.messages import Pong, SideChannel
 from . import failures
 from .epoch import Report
-from .rank_process import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port
+from .rank_process import (
+    WORKER,
+    RankProcess,
+    RequestEvent,
+    Worker,
+    epoch_folder,
+    free_port,
+    make_epoch_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +167,7 @@ class Guest:
         order, home = stay.order, self._settings.home
         self._alive.add(stay)
         stay.folder = epoch_folder(home, order.epoch)
-        stay.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_epoch_folder(stay.folder, needed=True)
         stay.process = process = RankProcess(
             order.rank,
             order.epoch,

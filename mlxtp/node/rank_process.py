@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..config import Limits
-from ..errors import Code, GroupError, LinkError, MlxtpError, ModelError, code_of_exit
+from ..errors import (
+    Code,
+    GroupError,
+    LinkError,
+    MlxtpError,
+    ModelError,
+    code_of_exit,
+    is_disk_full,
+    why_not_written,
+)
 from ..wire.connection import Connection
 from ..wire.messages import (
     PROTOCOL_VERSION,
@@ -38,7 +47,7 @@ from ..wire.protocol import LinkKind, Side, State
 from ..wire.protocol import Protocol as LinkProtocol
 from ..wire.recording import decode
 from .epoch import Report, exit_report
-from .failures import RankEnd, read_recording, recording_file
+from .failures import RankEnd, read_recording, recorder_memory
 from .spare import Spares
 
 log = logging.getLogger(__name__)
@@ -103,9 +112,10 @@ class RankProcess:
 
     async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
         """Start the process. `listener` is for decode links, `identity` where this node's certificate is."""
-        self._recorder = recording_file(self._recording)
         args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(self._folder)]
-        args += ["--recorder", str(self._recording)]
+        if memory := recorder_memory(self._recording):
+            self._recorder, self._recording = memory
+            args += ["--recorder", str(self._recording)]
         if identity is not None:
             args += ["--identity", str(identity)]
         started = await self._spares.start(args, listener)
@@ -119,7 +129,7 @@ class RankProcess:
     async def greet(self) -> None:
         """Wait for its Hello and answer it. Raises GroupError (NOT_AUTHENTIC) for another one."""
         hello = await self.reply(Hello)
-        self._recording.unlink(missing_ok=True)  # it has it open
+        self._remove_recording()  # it has it open
         if hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
             raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
         self.send(Welcome(PROTOCOL_VERSION, b""))
@@ -188,7 +198,13 @@ class RankProcess:
             end.memory = read_recording(self._recorder)
             os.close(self._recorder)
             self._recorder = _CLOSED
+            self._remove_recording()
         return end
+
+    def _remove_recording(self) -> None:
+        """Its name only; one that is no file's goes by itself."""
+        with contextlib.suppress(OSError):
+            self._recording.unlink()
 
     # --- what it says --------------------------------------------------------------------------------
 
@@ -263,3 +279,17 @@ def free_port(host: str) -> int:
 def epoch_folder(home: Path, epoch: int) -> Path:
     """The folder of an epoch's files; the agent removes it, since a killed rank cleans up nothing."""
     return home / "run" / f"epoch-{epoch}"
+
+
+def make_epoch_folder(folder: Path, *, needed: bool) -> None:
+    """Raises GroupError (FORM_FAILED) with the folder's name when it cannot be made.
+
+    Several ranks need it, for MLX's file of hosts; one alone goes on without where there is no room.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = why_not_written(error, folder)
+        if needed or not is_disk_full(error):
+            raise GroupError(why, Code.FORM_FAILED) from None
+        log.warning("%s; one rank alone goes on without", why)

@@ -35,7 +35,15 @@ from ..wire.messages import (
 )
 from . import failures
 from .epoch import Report, Watch, is_consequence, pick_cause
-from .rank_process import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port
+from .rank_process import (
+    WORKER,
+    RankProcess,
+    RequestEvent,
+    Worker,
+    epoch_folder,
+    free_port,
+    make_epoch_folder,
+)
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +159,12 @@ class Ranks:
     async def start(self) -> None:
         """Spawn the ranks and bring them to a proven group. When it raises MlxtpError, call `kill`."""
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_epoch_folder(self._folder, needed=self.group.world_size > 1)
             addresses = await self._spawn()
-        except OSError as error:  # a disk that is full, say, or an address of a cable that was pulled
+        except GroupError as error:
+            self._refusal = self._refusal or error
+            raise
+        except OSError as error:  # an address of a cable that was pulled, say
             self._refusal = GroupError(f"ranks cannot be started on this Mac: {error}", Code.FORM_FAILED)
             raise self._refusal from None
         self._on_stage("spawned")

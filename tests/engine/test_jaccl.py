@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,17 @@ def test_init_gets_a_file_for_this_user_alone_that_does_not_stay(tmp_path: Path)
     assert try_form(tmp_path, init).size == 2
     assert seen == [("jaccl", no_factory, [[None, "rdma_en5"], ["rdma_en4", None]], 0o600)]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_too_full_for_that_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    with pytest.raises(GroupError) as failed:
+        try_form(tmp_path, lambda *_: Formed())
+    assert failed.value.code is Code.FORM_FAILED
+    assert failed.value.detail == f"the disk is full, nothing can be written in {tmp_path}"
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, IndexError])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import stat
 import tempfile
@@ -14,6 +16,7 @@ import pytest
 
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
+from mlxtp.node import failures
 from mlxtp.node.epoch import Report
 from mlxtp.node.failures import (
     FOLDER,
@@ -23,9 +26,11 @@ from mlxtp.node.failures import (
     epoch_id,
     keep,
     read_recording,
+    recorder_memory,
     recording_file,
 )
 from mlxtp.wire.messages import Error, Pong
+from mlxtp.wire.recording import RECORDING_BYTES, decode
 
 KEY = bytes(range(32))
 DESYNC = exit_status(Code.DESYNC)
@@ -163,3 +168,61 @@ def test_a_folder_that_others_may_read_gets_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="open to other users"):
         keep(tmp_path, FAILED, [end()])
     assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_recording_of_which_only_a_part_has_room_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk takes the first bytes without an error. What it took it gets back, and the descriptor."""
+    write, opened, closed = os.write, os.open, list[int]()
+    monkeypatch.setattr(
+        os, "write", lambda to, data: write(to, data[:5000]) if len(data) == RECORDING_BYTES else full()
+    )
+    monkeypatch.setattr(os, "open", lambda *how: closed.append(opened(*how)) or closed[-1])
+    with pytest.raises(OSError, match="No space left"):
+        recording_file(tmp_path / "recording")
+    assert list(tmp_path.iterdir()) == []
+    [descriptor] = closed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_a_recorder_has_its_memory_elsewhere_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, anonymous: bool
+) -> None:
+    if not anonymous:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    elif not hasattr(os, "memfd_create"):
+        pytest.skip("only Linux has files without a name")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(failures, "recording_file", full)
+    found = recorder_memory(tmp_path / "epoch" / "recording")
+    assert found is not None
+    descriptor, path = found
+    try:
+        recorder = Recorder.at(path)
+        recorder.started(7, STEP, 1, monotonic())
+        recording = decode(read_recording(descriptor))
+    finally:
+        os.close(descriptor)
+    assert recording is not None
+    assert [step.seq for step in recording.steps] == [7]
+    assert list((tmp_path / "tmp").iterdir()) == ([] if anonymous else [path])
+    [warning] = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert f"the disk is full, nothing can be written in {tmp_path / 'epoch'}" in warning.getMessage()
+
+
+def test_a_rank_may_have_no_recorder_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert recorder_memory(tmp_path / "epoch" / "recording") is None
+    assert len(caplog.records) == 1

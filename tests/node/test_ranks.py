@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -448,3 +449,25 @@ def test_who_is_not_asked_what_to_do_without_jaccl_fails(tmp_path: Path) -> None
         assert (error.code, error.detail) == (Code.FORM_FAILED, "MLX has no JACCL where ranks [0, 1] run")
 
     play(tmp_path, story, backend="jaccl")
+
+
+def test_a_disk_too_full_for_the_epochs_folder_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = Path.mkdir
+
+    def full(path: Path, *args: Any, **how: Any) -> None:
+        if path.name == f"epoch-{EPOCH}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *args, **how)
+
+    async def story(stage: Story) -> None:
+        monkeypatch.setattr(Path, "mkdir", full)
+        error = await stage.fails()
+        assert error.code is Code.FORM_FAILED
+        folder = stage.home / "run" / f"epoch-{EPOCH}"
+        assert error.detail == f"the disk is full, nothing can be written in {folder}"
+        await stage.ranks.kill()
+        assert kept(stage.home)[0]["cause"]["detail"] == error.detail
+
+    play(tmp_path, story)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +17,7 @@ import pytest
 from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError
+from mlxtp.node import failures
 from mlxtp.node.epoch import RestartPolicy, State, is_legal
 from mlxtp.node.models import open_model
 from mlxtp.node.ranks import Group
@@ -216,6 +220,36 @@ def test_a_home_that_takes_no_files_fails_the_epoch_and_not_the_agent(
         await stage.serves(2)
 
     play(tmp_path, source, story)
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_full_disk_takes_the_recorder_and_not_the_epoch(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    """Not even the folder of the epoch can be made: one rank alone needs none."""
+    mkdir, temporary = Path.mkdir, tmp_path / "tmp"
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    if elsewhere:
+        temporary.mkdir()
+
+    def full(path: Path, *args: Any, **how: Any) -> None:
+        if (tmp_path / "home") in path.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *args, **how)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+
+    async def story(stage: Stage) -> None:
+        await stage.serves(1)
+        stage.supervisor.end_epoch(GroupError("it was killed", Code.RANK_LOST))
+        await sees(lambda: stage.asked == 2)
+        await stage.serves(2)
+        assert not (stage.home / "run").exists()
+        assert not (stage.home / failures.FOLDER).exists()
+
+    play(tmp_path, source, story)
+    assert not elsewhere or list(temporary.iterdir()) == []
 
 
 def test_stopping_ends_requests_that_are_answered_elsewhere(tmp_path: Path, source: ModelSource) -> None:

@@ -27,10 +27,18 @@ _MAX_BYTES = 4 << 20
 
 def newest(home: Path) -> Path:
     """The folder of the newest failure. Raises UserError when there is none."""
-    found = sorted((home / FAILURES).glob("*-epoch-*"))
+    found = list((home / FAILURES).glob("*-epoch-*"))
     if not found:
         raise UserError(f"no failure is kept in {home / FAILURES}")
-    return found[-1]
+    return max(found, key=_age)
+
+
+def _age(folder: Path) -> tuple[int, str]:
+    """Whatever the names say: an agent makes its newest file the latest, also after the clock went back."""
+    try:
+        return (folder / "epoch.json").stat().st_mtime_ns, folder.name
+    except OSError:
+        return 0, folder.name
 
 
 def postmortems(folders: Sequence[Path], ask: Ask | None = None) -> list[Postmortem]:

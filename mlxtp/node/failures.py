@@ -146,7 +146,7 @@ def read_recording(descriptor: int) -> bytes:
 def keep(home: Path, failed: Failed, ends: Iterable[RankEnd]) -> Path:
     """Write the files of one failure and remove the oldest; returns its folder.
 
-    Raises ConfigError when they cannot be written.
+    Raises ConfigError when they cannot be written. It becomes the newest, also after the clock went back.
     """
     now = time.time()
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
@@ -156,12 +156,29 @@ def keep(home: Path, failed: Failed, ends: Iterable[RankEnd]) -> Path:
     ends = tuple(ends)
     identity = next((epoch_id(end.key) for end in ends if end.key), "")
     common = {"format": FORMAT, "epoch": failed.epoch, "epoch_id": identity, "node": failed.node}
+    others = [_age(old) for old in (home / FOLDER).glob(PATTERN) if old != folder]
     _write(folder / "epoch.json", common | about_epoch(failed, now))
+    _make_newer(folder / "epoch.json", max(others, default=(0, ""))[0])
     for end in ends:
         _write(folder / f"rank-{end.rank}.json", common | about_rank(end, now, time.monotonic()))
-    for old in sorted((home / FOLDER).glob(PATTERN))[:-KEPT]:
+    for old in sorted(set((home / FOLDER).glob(PATTERN)) - {folder}, key=_age)[: 1 - KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def _age(folder: Path) -> tuple[int, str]:
+    """Sorts failures, the oldest first. One without an `epoch.json` is of least use."""
+    try:
+        return (folder / "epoch.json").stat().st_mtime_ns, folder.name
+    except OSError:
+        return 0, folder.name
+
+
+def _make_newer(path: Path, newest_ns: int) -> None:
+    """Than the newest of the others, whatever the clock says."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime_ns <= newest_ns:
+            os.utime(path, ns=(newest_ns + 1, newest_ns + 1))
 
 
 def epoch_id(key: bytes) -> str:

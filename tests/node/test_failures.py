@@ -8,12 +8,14 @@ import logging
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import pytest
 
+from mlxtp.doctor import newest
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
 from mlxtp.node import failures
@@ -89,6 +91,31 @@ def test_the_oldest_failures_go(tmp_path: Path) -> None:
     made += [keep(tmp_path, Failed(epoch, "", FAILED.cause), [end()]) for epoch in range(KEPT + 1, KEPT + 4)]
     assert sorted(set((tmp_path / FOLDER).iterdir()) - {theirs}) == sorted(made[-KEPT:])
     assert theirs.exists()
+
+
+def test_after_the_clock_went_back_the_newest_failures_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names and times are older than all others'."""
+    ahead = time.time() + 1e6
+    made = []
+    for epoch in range(1, KEPT + 4):
+        with monkeypatch.context() as patch:
+            if epoch <= KEPT:
+                patch.setattr(time, "time", lambda now=ahead + epoch: now)
+            made.append(keep(tmp_path, Failed(epoch, "", FAILED.cause), [end()]))
+        if epoch <= KEPT:
+            os.utime(made[-1] / "epoch.json", (ahead + epoch, ahead + epoch))
+        assert made[-1].exists()
+        assert newest(tmp_path) == made[-1]
+    assert made[-1].name < made[0].name
+    assert sorted((tmp_path / FOLDER).iterdir()) == sorted(made[-KEPT:])
+
+
+def test_a_failure_of_which_nothing_was_written_is_not_the_newest(tmp_path: Path) -> None:
+    folder = keep(tmp_path, FAILED, [end()])
+    (tmp_path / FOLDER / "29991231T000000.000Z-epoch-8").mkdir()
+    assert newest(tmp_path) == folder
 
 
 def test_digests_are_alike_on_all_macs_and_tell_nothing_without_the_key(tmp_path: Path) -> None:

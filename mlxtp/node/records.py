@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0
 """How long the others may take."""
 _MAX_FILES = 32
-"""Of one failure: more ranks than any group has."""
+"""Of one failure: more ranks than any group has. Those who are asked share it."""
+_FILES_OF_A_MEMBER = 2
+"""At least: what the agent knew, and its rank."""
 
 
 class Records:
@@ -29,10 +31,12 @@ class Records:
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self._asked: dict[bytes, _Asked] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: dict[str, asyncio.Task[None]] = {}
+        """By who asked."""
 
     async def gather(self, number: int, epoch_id: str) -> list[dict[str, Any]]:
-        """The fields of the files that others keep of this epoch; who does not answer in time is left out."""
+        """The fields of the files that others keep of this epoch, and as `told_by` whose each is; who does
+        not answer in time is left out."""
         nonce = secrets.token_bytes(16)
         asked = self._asked[nonce] = _Asked()
         try:
@@ -40,30 +44,34 @@ class Records:
                 with contextlib.suppress(MlxtpError):  # it has just gone
                     self._cluster.neighbours.send(node_id, RecordsWanted(nonce, number, epoch_id))
                     asked.waiting.add(node_id)
+                    asked.files[node_id] = []
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     await asked.all_told()
         finally:
             del self._asked[nonce]
-        return asked.files
+        return [
+            fields | {"told_by": self._cluster.name_of(node_id)}
+            for node_id, files in asked.files.items()
+            for fields in files
+        ]
 
     def received(self, node_id: str, message: RecordsWanted | Record | RecordsTold) -> None:
         """Another agent asks or answers."""
         if isinstance(message, RecordsWanted):
-            if not self._tasks:  # who asks again before there is an answer gets one
-                task = asyncio.ensure_future(self._answer(node_id, message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            if node_id not in self._answers:  # who asks again before there is an answer gets one
+                task = self._answers[node_id] = asyncio.ensure_future(self._answer(node_id, message))
+                task.add_done_callback(lambda _: self._answers.pop(node_id))
             return
         asked = self._asked.get(message.nonce)
         if asked is None or node_id not in asked.waiting:
             return
         if isinstance(message, RecordsTold):
             asked.told(node_id)
-        elif len(asked.files) < _MAX_FILES:
+        elif len(asked.files[node_id]) < asked.share:
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(fields := json.loads(message.body), dict):
-                    asked.files.append(fields)
+                    asked.files[node_id].append(fields)
 
     def lost(self, node_id: str) -> None:
         """The last link to an agent has ended."""
@@ -80,9 +88,10 @@ class Records:
 
     async def close(self) -> None:
         """Answer nobody more."""
-        for task in list(self._tasks):
+        answers = list(self._answers.values())
+        for task in answers:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*answers, return_exceptions=True)
 
 
 class _Asked:
@@ -90,8 +99,13 @@ class _Asked:
 
     def __init__(self) -> None:
         self.waiting: set[str] = set()
-        self.files: list[dict[str, Any]] = []
+        self.files: dict[str, list[dict[str, Any]]] = {}
         self._changed = asyncio.Event()
+
+    @property
+    def share(self) -> int:
+        """How many files each may tell."""
+        return max(_MAX_FILES // len(self.files), _FILES_OF_A_MEMBER)
 
     def told(self, node_id: str) -> None:
         self.waiting.discard(node_id)

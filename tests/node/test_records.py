@@ -36,7 +36,11 @@ def test_everybody_is_asked_and_what_all_say_is_taken(tmp_path: Path, member: Me
         await asyncio.sleep(0)
         assert not asking.done()
         node.hear(b, *(Record(wanted.nonce, b'{"rank": 2}') for _ in range(100)), RecordsTold(wanted.nonce))
-        assert await asking == [{"rank": 1}, *[{"rank": 2}] * 31]
+        names = [node.cluster.name_of(each.node_id) for each in (a, b)]
+        assert await asking == [
+            {"rank": 1, "told_by": names[0]},
+            *[{"rank": 2, "told_by": names[1]}] * 16,
+        ]
         node.hear(b, RecordsTold(wanted.nonce))
 
     play(tmp_path, member, story)
@@ -63,15 +67,45 @@ def test_who_asks_is_told_all_there_is(tmp_path: Path, member: Member) -> None:
         a = node.meet(A)
         keep(node.cluster.settings.home, FAILED, [RankEnd(1)])
         node.hear(a, RecordsWanted(b"n" * 16, 7, ID))
-        await asyncio.gather(*node.cluster.records._tasks)
+        await asyncio.gather(*node.cluster.records._answers.values())
         assert a.heard(RecordsTold) == [RecordsTold(b"n" * 16)]
         kinds = [json.loads(record.body)["kind"] for record in a.heard(Record)]
         assert kinds == ["epoch", "rank"]
         node.hear(a, RecordsWanted(b"m" * 16, 8, ID))
         await asyncio.sleep(0)
-        await asyncio.gather(*node.cluster.records._tasks)
+        await asyncio.gather(*node.cluster.records._answers.values())
         assert len(a.heard(RecordsTold)) == 2
         assert len(a.heard(Record)) == 2
+
+    play(tmp_path, member, story)
+
+
+def test_one_member_leaves_room_for_the_others(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        asking = asyncio.ensure_future(node.cluster.records.gather(7, ID))
+        await asyncio.sleep(0)
+        [wanted] = a.heard(RecordsWanted)
+        node.hear(a, *(Record(wanted.nonce, b'{"rank": 1}') for _ in range(100)), RecordsTold(wanted.nonce))
+        node.hear(b, Record(wanted.nonce, b'{"rank": 2}'), RecordsTold(wanted.nonce))
+        assert {"rank": 2, "told_by": node.cluster.name_of(B)} in await asking
+
+    play(tmp_path, member, story)
+
+
+def test_two_who_ask_at_one_time_are_both_told(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        keep(node.cluster.settings.home, FAILED, [RankEnd(1)])
+        node.hear(a, RecordsWanted(b"n" * 16, 7, ID), RecordsWanted(b"a" * 16, 7, ID))
+        node.hear(b, RecordsWanted(b"m" * 16, 7, ID))
+        assert len(node.cluster.records._answers) == 2
+        await asyncio.gather(*node.cluster.records._answers.values())
+        assert a.heard(RecordsTold) == [RecordsTold(b"n" * 16)]
+        assert b.heard(RecordsTold) == [RecordsTold(b"m" * 16)]
+        assert len(a.heard(Record)) == len(b.heard(Record)) == 2
+        await asyncio.sleep(0)
+        assert node.cluster.records._answers == {}
 
     play(tmp_path, member, story)
 

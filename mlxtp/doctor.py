@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -16,13 +17,19 @@ from .errors import WEDGED_STATUS, UserError
 from .postmortem.examination import Postmortem, examine
 from .postmortem.records import EpochRecord, RankRecord, Step, epoch_record, rank_record, text, whole
 
+log = logging.getLogger(__name__)
+
 Ask = Callable[[int, str], Iterable[Mapping[str, Any]]]
 """The files that other members keep of an epoch, given its number and id."""
 
 FAILURES = "failures"
 SHOWN_STEPS = 12
 MAX_STACK_LINES = 12
+MAX_NAME = 80
 _MAX_BYTES = 4 << 20
+
+_Parsed = tuple[tuple[int, str], RankRecord | EpochRecord]
+"""An epoch's number and id, and what a file says of it."""
 
 
 def newest(home: Path) -> Path:
@@ -44,39 +51,50 @@ def _age(folder: Path) -> tuple[int, str]:
 def postmortems(folders: Sequence[Path], ask: Ask | None = None) -> list[Postmortem]:
     """One for each epoch that the folders have files of, oldest first.
 
-    Other members are asked with `ask` for what is missing. Raises UserError for what is no such folder or
-    file.
+    Other members are asked with `ask` for what is missing; what cannot be read of theirs is left out with a
+    word. Raises UserError for what is no such folder or file.
     """
-    read: list[tuple[str, Mapping[str, Any]]] = [
-        (str(path), _read(path)) for folder in folders for path in _files(folder)
-    ]
+    read = [_parsed(str(path), _read(path)) for folder in folders for path in _files(folder)]
     found = _examined(read)
     if ask is None or not any(each.elsewhere for each in found):
         return found
     keys = {(each.epoch, each.epoch_id) for each in found}
     for key in keys:
-        read += [("what another Mac keeps", fields) for fields in ask(*key)]
-    try:
-        more = _examined(read)
-    except UserError:
-        return found
+        for fields in ask(*key):
+            try:
+                read.append(_parsed(f"a file of {_teller(fields)}", fields))
+            except UserError as error:
+                log.warning("%s; it is left out", error.detail)
+    more = _examined(read)
     return [each for each in more if keys & {(each.epoch, each.epoch_id), (each.epoch, "")}]
 
 
-def _examined(read: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Postmortem]:
+def _teller(fields: Mapping[str, Any]) -> str:
+    """Who keeps a file: by the word of the agent that was asked, else of the file."""
+    names = (fields.get("told_by"), fields.get("node"))
+    name = next((name for name in names if isinstance(name, str) and name), "another Mac")
+    return "".join(filter(str.isprintable, name))[:MAX_NAME]
+
+
+def _parsed(where: str, fields: Mapping[str, Any]) -> _Parsed:
+    try:
+        key = (whole(fields["epoch"]), text(fields["epoch_id"]))
+        return key, rank_record(fields) if fields["kind"] == "rank" else epoch_record(fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where} is not what an agent keeps of a failure ({error!r:.200})") from None
+
+
+def _examined(read: Iterable[_Parsed]) -> list[Postmortem]:
     groups: dict[tuple[int, str], tuple[list[RankRecord], list[EpochRecord]]] = {}
-    for path, fields in sorted(read, key=lambda each: each[1].get("epoch_id") == ""):
-        try:
-            key = (whole(fields["epoch"]), text(fields["epoch_id"]))
-            if not key[1]:  # its ranks were not told the epoch's key before it ended
-                key = next((known for known in groups if known[0] == key[0]), key)
-            ranks, agents = groups.setdefault(key, ([], []))
-            if fields["kind"] == "rank":
-                ranks.append(rank_record(fields))
-            else:
-                agents.append(epoch_record(fields))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is not what an agent keeps of a failure ({error!r})") from None
+    for (epoch, epoch_id), fields in sorted(read, key=lambda each: each[0][1] == ""):
+        key = (epoch, epoch_id)
+        if not epoch_id:  # its ranks were not told the epoch's key before it ended
+            key = next((known for known in groups if known[0] == epoch), key)
+        ranks, agents = groups.setdefault(key, ([], []))
+        if isinstance(fields, RankRecord):
+            ranks.append(fields)
+        else:
+            agents.append(fields)
     found = [examine(*key, *records) for key, records in groups.items()]
     return sorted(found, key=lambda each: each.ended)
 

@@ -17,6 +17,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from mlxtp.cli import app
+from mlxtp.doctor import postmortems
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import Code, GroupError, exit_status
 from mlxtp.node.failures import FOLDER, Failed, RankEnd, keep, read_recording, recording_file
@@ -140,6 +141,26 @@ def test_a_running_agent_is_asked_for_what_others_keep(
     asked.clear()
     shown("--home", tmp_path / "a")
     assert asked == []
+
+
+def test_a_file_of_another_mac_that_cannot_be_read_takes_no_other_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = keep(tmp_path / "a", replace(HOST, hosts=("studio", "mini", "air")), [rank(0, OURS)])
+    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS)])
+    files = [json.loads(path.read_text()) for path in there.iterdir()]
+    same = {"epoch": 7, "epoch_id": files[0]["epoch_id"]}
+    broken = [
+        {"kind": "rank", "told_by": "air", **same},
+        {"node": "old\x1b[2J", "epoch": 7},
+        {"node": 5},
+        {"kind": "epoch", "told_by": "", "node": "", **same},
+    ]
+    [found] = postmortems([here], lambda *_: [*broken[:2], *files, *broken[2:]])
+    assert [each.rank for each in found.ranks] == [0, 1]
+    assert found.elsewhere == {2: "air"}
+    whose = [record.getMessage().partition(" is not what")[0] for record in caplog.records]
+    assert whose == [f"a file of {name}" for name in ("air", "old[2J", "another Mac", "another Mac")]
 
 
 def test_epochs_of_one_number_are_not_mixed(tmp_path: Path) -> None:

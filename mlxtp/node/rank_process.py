@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -178,13 +179,14 @@ class RankProcess:
         if process is not None and process.returncode is None:
             end.asked_at = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+                # process.terminate() reaps one that has just ended, and asyncio loses its status.
+                os.kill(process.pid, signal.SIGTERM)
             waiting = asyncio.ensure_future(process.wait())
             await asyncio.wait({waiting}, timeout=TERM_GRACE_S)
             if process.returncode is None:
                 end.deaf = True
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                    os.kill(process.pid, signal.SIGKILL)
                 await process.wait()
         for task in self._tasks:
             task.cancel()

@@ -40,7 +40,7 @@ class Records:
         nonce = secrets.token_bytes(16)
         asked = self._asked[nonce] = _Asked()
         try:
-            for node_id in self._cluster.neighbours.nodes():
+            for node_id in sorted(self._cluster.neighbours.nodes()):
                 with contextlib.suppress(MlxtpError):  # it has just gone
                     self._cluster.neighbours.send(node_id, RecordsWanted(nonce, number, epoch_id))
                     asked.waiting.add(node_id)

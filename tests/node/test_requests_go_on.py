@@ -89,7 +89,7 @@ FAULTS: dict[str, Fault] = {
     "the Mac of rank 1 slept": lambda pair: slept(pair.other),
     "the Mac of rank 0 slept": lambda pair: slept(pair.leader),
 }
-ONE_OF_A_KIND = ("rank 0 killed", "replanned", "the Mac of rank 1 slept")
+ONE_OF_A_KIND = ("rank 0 killed", "the Mac of rank 1 slept")
 
 
 @pytest.mark.parametrize("faults", [ONE_OF_A_KIND, pytest.param(tuple(FAULTS), marks=pytest.mark.chaos)])

@@ -310,7 +310,9 @@ def test_eight_epochs_leave_no_descriptor_and_no_process(tmp_path: Path) -> None
             os.kill(pids[-1], signal.SIGKILL)
             await stage.end()
         assert stage.starts() == 16
-        assert len(set(counts[1:])) == 1, counts
+        (early, children), *_, (late, _) = counts[1:]
+        assert late <= early, counts  # fewer when something of another test is collected meanwhile
+        assert {each for _, each in counts} == {children}, counts
 
     play(tmp_path, story, ranks=2)
 

@@ -161,7 +161,7 @@ def tables(soak: Soak) -> list[Table]:
     for asked in soak.asked:
         counts = (asked.tokens, *(asked.outcomes[outcome] for outcome in outcomes), asked.hung)
         requests.add_row(asked.agent, *(f"{count:,}" for count in counts))
-    faults = _table("faults (s until both served together again: p50 / p95 / max)", "fault", "times", "seconds")
+    faults = _table("faults (s until both serve together: p50 / p95 / max)", "fault", "times", "seconds")
     for name in sorted({fault.name for fault in soak.faults}):
         same = [fault for fault in soak.faults if fault.name == name]
         pauses = [fault.pause_s for fault in same if fault.pause_s is not None]

@@ -223,7 +223,8 @@ class RankProcess:
         match message:
             case Pong():
                 self._spares.heard(message)
-                self._end.pong, self._end.pong_at = message, time.monotonic()
+                if not self._ending:  # what SIGTERM woke says nothing of how long it was silent
+                    self._end.pong, self._end.pong_at = message, time.monotonic()
                 self._watcher.heard(self.rank, message)
             case Delta() | ScoredDelta() | Accepted() | Finished():
                 self._watcher.emitted(message)

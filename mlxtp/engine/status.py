@@ -75,6 +75,8 @@ class Status:
 
     def settled(self, now: float) -> None:
         """The oldest of the forwards in flight has ended."""
+        if not self._flying:  # one that failed on its way was counted out: what is wrong shows in the ledgers
+            return
         phase, tokens = self._flying.popleft()
         self.in_flight -= 1
         took_s = now - self._began

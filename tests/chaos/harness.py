@@ -37,6 +37,7 @@ FAULT_LIMITS = dataclasses.replace(
     heartbeat_s=0.25,
     silence_s=3.0 * SLOWNESS,
     ack_s=2.0 * SLOWNESS,
+    prefill_stall_s=4.0 * SLOWNESS,
     decode_stall_s=4.0 * SLOWNESS,
     form_s=6.0 * SLOWNESS,
 )

@@ -18,6 +18,12 @@ def test_nothing_is_expected_of_the_first_forward() -> None:
     assert (status.phase, status.in_flight, status.expected_us) == ("decode", 1, 0)
 
 
+def test_more_that_end_than_began_is_no_error_of_this_account() -> None:
+    status = Status()
+    status.settled(5.0)
+    assert status.in_flight == 0
+
+
 def test_a_step_should_take_what_steps_took() -> None:
     status = Status()
     for number in range(200):

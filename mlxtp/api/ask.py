@@ -1,0 +1,107 @@
+"""One request for text, in no dialect: what every adapter makes of what its clients send. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call that a model made. `arguments` is JSON text, an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation. `call_id` and `name` say which call a "tool" turn answers."""
+
+    role: Role
+    text: str
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call. `parameters` is a JSON schema of an object; None takes nothing."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a model with a chat template answers.
+
+    `tool_choice`: `AUTO` (the model decides), `NONE`, `REQUIRED` (it has to call one), or a tool's name.
+    `parallel`: whether one answer may hold several calls. `thinking` None leaves it to the model's template.
+    `template_options` go to the template as they are.
+    """
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = AUTO
+    parallel: bool = True
+    thinking: bool | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = str | tuple[int, ...]
+"""Text or tokens that a model goes on with, without a chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an answer is made. None: the client did not say, the model's default counts.
+
+    `max_tokens` None is as many as fit. `format` is a `response_format` as OpenAI's chat has it. `logprobs`
+    -1 wants none, 0 those of the chosen tokens, k also the k most probable others. `logit_bias` has token ids
+    as text for keys. `deadline_s` 0 is the server's own.
+    """
+
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    format: Mapping[str, Any] | None = None
+    logprobs: int = -1
+    deadline_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A conversation to be answered, or prompts to be continued, each `options.n` times.
+
+    `model` None or "default" is the one that is loaded. `user` tells clients of one address apart. `dialect`
+    is what the adapter wants to see again when it writes the answer.
+    """
+
+    model: str | None
+    prompt: Conversation | tuple[Prompt, ...]
+    options: Options = Options()
+    stream: bool = False
+    user: str = ""
+    dialect: Any = None

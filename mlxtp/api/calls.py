@@ -199,15 +199,28 @@ def _parse_json(text: str, _tools: Sequence[Json]) -> list[object]:
 
 _BETWEEN = " \n\t;,"
 
+
+def _parse_harmony(text: str, _tools: Sequence[Json]) -> Json:
+    """`functions.NAME <|constrain|>json<|message|>{...}`. Raises ValueError for anything else."""
+    found = _HARMONY.match(text)
+    if found is None:
+        raise ValueError("no call")
+    return {"name": found[1], "arguments": json.loads(found[2])}
+
+
+_HARMONY = re.compile(r"\s*(?:functions\.)?([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
+
 JSON_CALLS = ToolFormat("json_tools", "<tool_call>", "</tool_call>", _parse_json, streams=True)
 """As Hermes and Qwen write them, and models that never learnt to are asked to."""
 LLAMA_CALLS = ToolFormat("llama", "<|python_tag|>", "", _parse_json, streams=True, bare=True)
+HARMONY_CALLS = ToolFormat("harmony", "<|channel|>commentary to=", "<|call|>", _parse_harmony)
+"""As gpt-oss writes them."""
 
 
 @cache
 def tool_format(name: str) -> ToolFormat:
     """The format that mlx-lm calls `name`. Raises ModelError for one that it does not know."""
-    for known in (JSON_CALLS, LLAMA_CALLS):
+    for known in (JSON_CALLS, LLAMA_CALLS, HARMONY_CALLS):
         if name == known.name:
             return known
     if not name.isidentifier():

@@ -13,12 +13,11 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import answers
-from .adapter import Adapter
 from .admin import Administration
 from .admin import routes as admin_routes
 from .backend import Backend
 from .errors import internal_error
-from .generation import BODY_S, MAX_BODY_BYTES, Generation
+from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
 from .guard import LOOPBACK_HOSTS, HostGuard
 from .openai import OpenAIChat
 from .streaming import ClientGone

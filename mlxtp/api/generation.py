@@ -31,6 +31,7 @@ from .choices import Answers, collect
 from .conversation import characters
 from .errors import error_status, internal_error
 from .events import Event, Finish
+from .openapi import Operation
 from .streaming import AnswerStream, unless_gone
 from .text import Name, Text
 from .tool_grammar import tool_call_grammar
@@ -260,6 +261,11 @@ class Adapter(Dialect, Protocol):
 
     @property
     def prefixes(self) -> tuple[str, ...]: ...
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """What `/openapi.json` says of its endpoints."""
+        ...
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         """One that generates calls `generation.answer(self, request, self.parse)`."""

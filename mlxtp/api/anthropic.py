@@ -12,79 +12,73 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from .adapter import SSE, About, Json
-from .answers import error_status
 from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Tool, Turn
 from .backend import ModelInfo
+from .errors import error_status
 from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
-from .openai import _MOST_TOKENS, _range, shown
-
-if TYPE_CHECKING:
-    from .generation import Generation
-
-S = TypeVar("S", bound=BaseModel)
+from .generation import Generation
+from .schema import Schema, checked, in_range, not_supported, parsed, shown
 
 SIGNATURE = "mlxtp"
 """Of every thinking block. It proves nothing; clients drop blocks that have none."""
 
+OVERLOADED_STATUS = 529
+
 _BILLING = "x-anthropic-billing-header:"
-_OVERLOADED = 529
-
-
-class _Schema(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+_MOST_TOKENS = 2**31 - 1
 
 
 # --- what a request may say. None means absent, everywhere ------------------------------------------------
 
 
-class Message(_Schema):
+class Message(Schema):
     role: str
     content: Any
 
 
-class Metadata(_Schema):
+class Metadata(Schema):
     user_id: str | None = None
 
 
-class Thinking(_Schema):
+class Thinking(Schema):
     """`budget_tokens` is checked and no more: `max_tokens` alone bounds thoughts and answer together."""
 
     type: str
-    budget_tokens: Annotated[int, _range(1, _MOST_TOKENS)] | None = None
+    budget_tokens: Annotated[int, in_range(1, _MOST_TOKENS)] | None = None
     display: str | None = None
 
 
-class ToolChoice(_Schema):
+class ToolChoice(Schema):
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class CustomTool(_Schema):
+class CustomTool(Schema):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: Json
 
 
-class OutputConfig(_Schema):
+class OutputConfig(Schema):
     format: Json | None = None
 
 
-class Format(_Schema):
+class Format(Schema):
     type: str
     schema_: Annotated[Json, Field(alias="schema")]
 
 
-class CountRequest(_Schema):
+class CountRequest(Schema):
     """The body of `POST /v1/messages/count_tokens`: all that becomes part of the prompt."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # errors take memory, too
@@ -101,30 +95,30 @@ class CountRequest(_Schema):
 class MessagesRequest(CountRequest):
     """The body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[int, _range(0, _MOST_TOKENS)]
+    max_tokens: Annotated[int, in_range(0, _MOST_TOKENS)]
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
-    temperature: Annotated[float, _range(0, 1)] | None = None
-    top_p: Annotated[float, _range(0, 1)] | None = None
-    top_k: Annotated[int, _range(0, _MOST_TOKENS)] | None = None
+    temperature: Annotated[float, in_range(0, 1)] | None = None
+    top_p: Annotated[float, in_range(0, 1)] | None = None
+    top_k: Annotated[int, in_range(0, _MOST_TOKENS)] | None = None
     metadata: Metadata | None = None
 
 
-class _Text(_Schema):
+class _Text(Schema):
     text: str
 
 
-class _Thought(_Schema):
+class _Thought(Schema):
     thinking: str
 
 
-class _ToolUse(_Schema):
+class _ToolUse(Schema):
     id: str
     name: str
     input: Json
 
 
-class _ToolResult(_Schema):
+class _ToolResult(Schema):
     tool_use_id: str
     content: Any = None
     is_error: bool | None = None
@@ -143,14 +137,14 @@ class Asked:
 
 def parse_messages(body: bytes) -> Ask:
     """The request. Raises RequestError that names the field, the reason and the value."""
-    request = _parsed(MessagesRequest, body)
+    request = parsed(MessagesRequest, body)
     ask = _ask(request)
     if request.max_tokens == 0:
-        raise _not_supported(
+        raise not_supported(
             "max_tokens 0 (to fill a cache without an answer) is not supported; send at least 1", "max_tokens"
         )
     if request.messages[-1].role == "assistant":
-        raise _not_supported(
+        raise not_supported(
             "the last message is the assistant's: an answer that goes on from it is not supported; "
             "end with a message of the user",
             f"messages[{len(request.messages) - 1}].role",
@@ -169,13 +163,13 @@ def parse_messages(body: bytes) -> Ask:
 
 def parse_count(body: bytes) -> Ask:
     """A request whose prompt is counted only. Raises RequestError."""
-    return _ask(_parsed(CountRequest, body))
+    return _ask(parsed(CountRequest, body))
 
 
 def _ask(request: CountRequest) -> Ask:
     """All of it that becomes part of the prompt."""
     if request.mcp_servers:
-        raise _not_supported(
+        raise not_supported(
             "mcp_servers is not supported: this server calls no other; leave it out", "mcp_servers"
         )
     theirs = request.model is not None and request.model.startswith("claude-")
@@ -216,7 +210,7 @@ def _tool_choice(choice: ToolChoice | None) -> str:
     if not choice.name:
         raise RequestError("tool_choice.name is missing: which tool?", param="tool_choice.name")
     if choice.name in (AUTO, NONE, REQUIRED):
-        raise _not_supported(
+        raise not_supported(
             f"tool_choice.name: a tool called {shown(choice.name)} cannot be chosen by name; rename it",
             "tool_choice.name",
         )
@@ -226,11 +220,11 @@ def _tool_choice(choice: ToolChoice | None) -> str:
 def _tool(given: Json, where: str) -> Tool:
     kind = given.get("type")
     if kind not in (None, "custom"):
-        raise _not_supported(
+        raise not_supported(
             f"{where}: tools of type {shown(kind)} are not supported, only custom ones with an input_schema",
             f"{where}.type",
         )
-    tool = _checked(CustomTool, given, where)
+    tool = checked(CustomTool, given, where)
     return Tool(tool.name, tool.description or "", tool.input_schema)
 
 
@@ -242,10 +236,10 @@ def _format(request: CountRequest) -> Json | None:
     if given is None:
         return None
     if given.get("type") != "json_schema":
-        raise _not_supported(
+        raise not_supported(
             f"{where}.type {shown(given.get('type'))} is not supported, only json_schema", f"{where}.type"
         )
-    schema = _checked(Format, given, where).schema_
+    schema = checked(Format, given, where).schema_
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
@@ -287,9 +281,9 @@ def _user(blocks: Blocks, called: Mapping[str, str]) -> list[Turn]:
     results, texts = [], []
     for kind, block, where in blocks:
         if kind == "text":
-            texts.append(_checked(_Text, block, where).text)
+            texts.append(checked(_Text, block, where).text)
         elif kind == "tool_result":
-            results.append(_result(_checked(_ToolResult, block, where), where, called))
+            results.append(_result(checked(_ToolResult, block, where), where, called))
         else:
             raise _unfit(kind, where, "a user's message", "text, tool_result")
     return [*results, Turn("user", _joined(texts))] if texts or not results else results
@@ -313,11 +307,11 @@ def _assistant(blocks: Blocks, called: dict[str, str]) -> Turn:
     texts, thoughts, calls = [], [], []
     for kind, block, where in blocks:
         if kind == "text":
-            texts.append(_checked(_Text, block, where).text)
+            texts.append(checked(_Text, block, where).text)
         elif kind == "thinking":
-            thoughts.append(_checked(_Thought, block, where).thinking)
+            thoughts.append(checked(_Thought, block, where).thinking)
         elif kind == "tool_use":
-            use = _checked(_ToolUse, block, where)
+            use = checked(_ToolUse, block, where)
             called[use.id] = use.name
             calls.append(Call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)))
         elif kind != "redacted_thinking":  # only whoever wrote it can read it
@@ -340,7 +334,7 @@ def _texts(blocks: Blocks, whose: str) -> list[str]:
     for kind, block, where in blocks:
         if kind != "text":
             raise _unfit(kind, where, whose, "text")
-        texts.append(_checked(_Text, block, where).text)
+        texts.append(checked(_Text, block, where).text)
     return texts
 
 
@@ -376,46 +370,14 @@ def _together(one: Turn, other: Turn) -> Turn:
     )
 
 
-def _parsed(schema: type[S], body: bytes) -> S:
-    try:
-        return schema.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error, "") from None
-
-
-def _checked(schema: type[S], value: object, where: str) -> S:
-    try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        raise _refusal(error, where) from None
-
-
-def _refusal(error: ValidationError, where: str) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    param = where + "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-    param = param.removeprefix(".")
-    if first["type"] == "missing":
-        return RequestError(f"{param} is missing", param=param)
-    if not param:
-        return RequestError(f"the body must be a JSON object, got {shown(first['input'])}")
-    what = first["msg"].removeprefix("Input ")
-    return RequestError(f"{param} {what}, got {shown(first['input'])}", param=param)
-
-
 def _unfit(kind: str, where: str, whose: str, allowed: str) -> RequestError:
-    return _not_supported(
+    return not_supported(
         f"{where}: blocks of type {shown(kind)} are not supported in {whose}, only {allowed}", where
     )
 
 
 def _no_such(value: str, allowed: Iterable[str], where: str) -> RequestError:
     return RequestError(f"{where}: {shown(value)} is none of {', '.join(allowed)}", param=where)
-
-
-def _not_supported(detail: str, param: str) -> RequestError:
-    return RequestError(detail, Code.NOT_SUPPORTED, param=param)
 
 
 # --- answers ----------------------------------------------------------------------------------------------
@@ -584,7 +546,7 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
-    _OVERLOADED: "overloaded_error",
+    OVERLOADED_STATUS: "overloaded_error",
 }
 
 
@@ -595,8 +557,12 @@ def error_body(error: MlxtpError, status: int) -> Json:
     return {
         "type": "error",
         "error": {"type": kind, "message": error.detail},
-        "request_id": f"req_{uuid.uuid4().hex}",
+        "request_id": _request_id(),
     }
+
+
+def _request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
 
 
 def model_body(model: ModelInfo) -> Json:
@@ -631,22 +597,32 @@ class Anthropic:
 
     prefixes: tuple[str, ...] = ("/v1/messages",)
     names: Mapping[str, str] = MappingProxyType(
-        {"stop": "stop_sequences", "response_format": "output_config.format", "user": "metadata.user_id"}
+        {
+            "stop": "stop_sequences",
+            "response_format": "output_config.format",
+            "function.name": "name",
+            "function.parameters": "input_schema",
+        }
     )
     media_type = SSE
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def messages(request: Request) -> Response:
-            return await generation.answer(self, request, parse_messages)
+            try:
+                return _with_id(await generation.answer(self, request, parse_messages))
+            except RequestError as error:
+                if error.code is Code.OVERLOADED:
+                    error.status = OVERLOADED_STATUS
+                raise
 
         async def count(request: Request) -> Response:
             ask = parse_count(await generation.body(request))
-            return JSONResponse({"input_tokens": await generation.count(ask)})
+            return _with_id(JSONResponse({"input_tokens": await generation.count(ask)}))
 
-        return (
-            Route("/v1/messages", messages, methods=["POST"]),
+        return [
+            Route("/v1/messages", generation.endpoint(self, messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", generation.endpoint(self, count), methods=["POST"]),
-        )
+        ]
 
     def whole(self, about: About, answers: Sequence[Whole]) -> Json:
         [answer] = answers
@@ -661,6 +637,11 @@ class Anthropic:
 
     def error(self, error: MlxtpError, status: int) -> Json:
         return error_body(error, status)
+
+
+def _with_id(response: Response) -> Response:
+    response.headers["request-id"] = _request_id()
+    return response
 
 
 ANTHROPIC = Anthropic()

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import groupby
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from .adapter import SSE, About, Json
-from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Tool, Turn
+from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
 from .backend import ModelInfo
 from .errors import error_status
 from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
@@ -35,6 +36,7 @@ OVERLOADED_STATUS = 529
 
 _BILLING = "x-anthropic-billing-header:"
 _MOST_TOKENS = 2**31 - 1
+_MOST_MESSAGES = 100_000  # as in the API
 
 
 # --- what a request may say. None means absent, everywhere ------------------------------------------------
@@ -81,7 +83,7 @@ class Format(Schema):
 class CountRequest(Schema):
     """The body of `POST /v1/messages/count_tokens`: all that becomes part of the prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # errors take memory, too
+    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
     model: str | None = None
     system: Any = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
@@ -151,6 +153,7 @@ def parse_messages(body: bytes) -> Ask:
         )
     options = Options(
         max_tokens=request.max_tokens,
+        cut_to_fit=True,  # Claude Code asks for 32,000 tokens whatever the model
         stop=tuple(request.stop_sequences or ()),
         temperature=request.temperature,
         top_p=request.top_p,
@@ -178,7 +181,7 @@ def _ask(request: CountRequest) -> Ask:
     conversation = Conversation(
         turns=_turns(request),
         tools=tools,
-        tool_choice=_tool_choice(request.tool_choice),
+        tool_choice=_tool_choice(request),
         parallel=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=_thinking(request.thinking),
     )
@@ -200,11 +203,14 @@ def _thinking(thinking: Thinking | None) -> bool | None:
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE, "tool": ""}
 
 
-def _tool_choice(choice: ToolChoice | None) -> str:
+def _tool_choice(request: CountRequest) -> str:
+    choice = request.tool_choice
     if choice is None:
         return AUTO
     if choice.type not in _CHOICES:
         raise _no_such(choice.type, _CHOICES, "tool_choice.type")
+    if choice.type in ("any", "tool") and not request.tools:
+        raise RequestError(f"tool_choice {shown(choice.type)} needs tools beside it", param="tool_choice")
     if choice.type != "tool":
         return _CHOICES[choice.type]
     if not choice.name:
@@ -246,16 +252,14 @@ def _format(request: CountRequest) -> Json | None:
 def _turns(request: CountRequest) -> tuple[Turn, ...]:
     """System prompt and messages. Neighbours of one role become one turn, as many templates want it."""
     called: dict[str, str] = {}
-    turns = []
-    if system := _joined(_system(request.system, "system")):
-        turns.append(Turn("system", system))
+    turns = [] if request.system is None else _system(request.system, "system")
     for i, message in enumerate(request.messages):
-        for turn in _message(message, f"messages[{i}]", called):
-            if turns and turns[-1].role == turn.role != "tool":
-                turns[-1] = _together(turns[-1], turn)
-            else:
-                turns.append(turn)
-    return tuple(turns)
+        turns += _message(message, f"messages[{i}]", called)
+    joined: list[Turn] = []
+    for role, group in groupby(turns, key=lambda turn: turn.role):
+        run = list(group)
+        joined += run if role == "tool" else [_together(role, run)]
+    return tuple(joined)
 
 
 def _message(message: Message, where: str, called: dict[str, str]) -> list[Turn]:
@@ -267,8 +271,7 @@ def _message(message: Message, where: str, called: dict[str, str]) -> list[Turn]
         case "assistant":
             return [_assistant(_blocks(message.content, content), called)]
         case "system":
-            text = _joined(_system(message.content, content))
-            return [Turn("system", text)] if text else []
+            return _system(message.content, content)
     raise _no_such(message.role, ("user", "assistant", "system"), f"{where}.role")
 
 
@@ -319,14 +322,13 @@ def _assistant(blocks: Blocks, called: dict[str, str]) -> Turn:
     return Turn("assistant", _joined(texts), _joined(thoughts), tuple(calls))
 
 
-def _system(content: object, where: str) -> list[str]:
-    """Texts without the line with which Claude Code begins: its hash differs from request to request, so
-    that no prompt would begin like the one before.
+def _system(content: object, where: str) -> list[Turn]:
+    """A system prompt, unless it is empty: without the line with which Claude Code begins. Its hash differs
+    from request to request, so that no prompt would begin like the one before.
     """
-    if content is None:
-        return []
     texts = _texts(_blocks(content, where), "a system prompt")
-    return [text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts]
+    lasting = _joined(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)
+    return [Turn("system", lasting)] if lasting else []
 
 
 def _texts(blocks: Blocks, whose: str) -> list[str]:
@@ -361,13 +363,9 @@ def _joined(texts: Iterable[str]) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def _together(one: Turn, other: Turn) -> Turn:
-    return Turn(
-        one.role,
-        _joined((one.text, other.text)),
-        _joined((one.reasoning, other.reasoning)),
-        one.calls + other.calls,
-    )
+def _together(role: Role, turns: Sequence[Turn]) -> Turn:
+    calls = tuple(call for turn in turns for call in turn.calls)
+    return Turn(role, _joined(turn.text for turn in turns), _joined(turn.reasoning for turn in turns), calls)
 
 
 def _unfit(kind: str, where: str, whose: str, allowed: str) -> RequestError:
@@ -385,12 +383,13 @@ def _no_such(value: str, allowed: Iterable[str], where: str) -> RequestError:
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _stop(finish: Finish) -> dict[str, str | None]:
-    by = finish.stopped_by
-    return {
-        "stop_reason": _STOP_REASONS[finish.reason] if by is None else "stop_sequence",
-        "stop_sequence": by,
-    }
+def _stop(about: About, finish: Finish) -> dict[str, str | None]:
+    reason, most = _STOP_REASONS[finish.reason], about.ask.options.max_tokens
+    if finish.stopped_by is not None:
+        reason = "stop_sequence"
+    elif finish.reason == "length" and most is not None and finish.end.generated < most:
+        reason = "model_context_window_exceeded"
+    return {"stop_reason": reason, "stop_sequence": finish.stopped_by}
 
 
 def _usage(prompt: int, cached: int, generated: int) -> Json:
@@ -442,12 +441,13 @@ def _content(answer: Whole, hide_thoughts: bool) -> list[Json]:
 
 
 def _input(arguments: str) -> Json | None:
-    """The object, or None if the JSON text is none."""
+    """The object, or None if the text is none that JSON has."""
     try:
-        parsed = json.loads(arguments)
-    except ValueError:
+        input_ = json.loads(arguments)
+        json.dumps(input_, allow_nan=False)
+    except (ValueError, RecursionError):
         return None
-    return parsed if isinstance(parsed, dict) else None
+    return input_ if isinstance(input_, dict) else None
 
 
 class MessageWriter:
@@ -485,7 +485,7 @@ class MessageWriter:
         assert self._finish is not None
         end = self._finish.end
         usage = _usage(self._prompt, end.cached, end.generated)
-        last = {"type": "message_delta", "delta": _stop(self._finish), "usage": usage}
+        last = {"type": "message_delta", "delta": _stop(self._about, self._finish), "usage": usage}
         return _event(last) + _event({"type": "message_stop"})
 
     def fail(self, error: MlxtpError) -> bytes:
@@ -630,7 +630,7 @@ class Anthropic:
         assert finish is not None
         usage = _usage(about.prompt_tokens[0], finish.end.cached, finish.end.generated)
         content = _content(answer, _asked(about).hide_thoughts)
-        return _message_body(about, content, _stop(finish), usage)
+        return _message_body(about, content, _stop(about, finish), usage)
 
     def writer(self, about: About) -> MessageWriter:
         return MessageWriter(about)

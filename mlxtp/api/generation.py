@@ -208,7 +208,8 @@ class Generation:
         stops = settings.stop_strings(options.stop)
         guided = bool(shaping.grammar_kind)
         prompts = await _in_thread_if(size > _LARGE_BYTES, lambda: _prompts(ask, text, model, guided))
-        budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
+        most, cut = options.max_tokens, options.cut_to_fit
+        budgets = [budget.token_budget(most, prompt, model, cut) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text() is not text:  # another model was loaded while we were in the thread
             raise self._not_ready()

@@ -367,11 +367,21 @@ def test_an_answer_that_says_nothing_has_no_content(server: AnthropicServer, get
 @pytest.mark.parametrize("get", [create, streamed])
 def test_why_an_answer_ended(server: AnthropicServer, get: Callable[..., Any]) -> None:
     server.say("one two", reason="length")
-    assert get(server).stop_reason == "max_tokens"
+    assert get(server, max_tokens=len(server.ids("one two"))).stop_reason == "max_tokens"
     server.say("one two three")
     message = get(server, stop_sequences=["zzz", " two"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " two")
     assert message.content[0].text == "one"
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_a_budget_that_does_not_fit_is_as_large_as_fits(
+    server: AnthropicServer, get: Callable[..., Any]
+) -> None:
+    room = CONTEXT - len(server.ids("<|user|>hello<|assistant|>"))
+    server.backend.script = says(server.ids("x") * room, reason="length", step=1000)
+    assert get(server, max_tokens=10_000).stop_reason == "model_context_window_exceeded"
+    assert server.backend.request.max_tokens == room
 
 
 def test_what_was_set_reaches_the_backend(server: AnthropicServer) -> None:
@@ -477,11 +487,13 @@ def test_a_call_that_has_to_come(server: AnthropicServer) -> None:
 
 
 def test_half_a_call_is_no_call_in_a_whole_answer(server: AnthropicServer) -> None:
-    server.say(CALL + CALL[:-30], reason="length")
-    message = create(server, tools=[WEATHER])
+    half = CALL + CALL[:-30]
+    server.say(half, reason="length")
+    most = len(server.ids(half))
+    message = create(server, tools=[WEATHER], max_tokens=most)
     assert message.stop_reason == "max_tokens"
     assert [block.input for block in message.content] == [{"city": "Köln"}]
-    events = complete(post(server, json=body(tools=[WEATHER], stream=True)))
+    events = complete(post(server, json=body(tools=[WEATHER], max_tokens=most, stream=True)))
     assert events[-2].delta.stop_reason == "max_tokens"
 
 
@@ -821,6 +833,7 @@ def refusal(**fields: Any) -> RequestError:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "assistant", "content": [USE | {"input": "x"}]}, *HELLO]},
@@ -832,7 +845,8 @@ def refusal(**fields: Any) -> RequestError:
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tools": [WEATHER | {"name": ""}]}, "tools[0].name"),
         ({"tools": [5]}, "tools[0]"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),

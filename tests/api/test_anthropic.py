@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -930,16 +931,16 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 def mutated(seed: int) -> bytes:
     """A body with one to three places that were changed, doubled or taken away."""
     draw = random.Random(seed)
-    changed = json.loads(json.dumps(RICH))
+    changed = deepcopy(RICH)
     for _ in range(draw.randint(1, 3)):
         holder, key = draw.choice(list(places(changed)))
         match draw.randrange(4):
             case 0 if isinstance(holder, dict):
                 del holder[key]
             case 1 if isinstance(holder, list):
-                holder.insert(key, holder[key])
+                holder.insert(key, deepcopy(holder[key]))
             case _:
-                holder[key] = draw.choice(ODD)
+                holder[key] = deepcopy(draw.choice(ODD))
     return json.dumps(changed).encode()
 
 

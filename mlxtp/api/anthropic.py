@@ -6,6 +6,7 @@ Unknown fields, betas and `cache_control` are ignored. What is understood but ca
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -616,7 +617,7 @@ class Anthropic:
                 raise
 
         async def count(request: Request) -> Response:
-            ask = parse_count(await generation.body(request))
+            ask = await asyncio.to_thread(parse_count, await generation.body(request))
             return _with_id(JSONResponse({"input_tokens": await generation.count(ask)}))
 
         return [

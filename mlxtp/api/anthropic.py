@@ -23,11 +23,13 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from .adapter import SSE, About, Json
+from .anthropic_shapes import AnthropicError, AnthropicMessage, TokenCount
 from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
 from .backend import ModelInfo
 from .errors import error_status
 from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
 from .generation import Generation
+from .openapi import Operation
 from .schema import Schema, checked, in_range, not_supported, parsed, shown
 
 SIGNATURE = "mlxtp"
@@ -43,7 +45,7 @@ _MOST_MESSAGES = 100_000  # as in the API
 # --- what a request may say. None means absent, everywhere ------------------------------------------------
 
 
-class Message(Schema):
+class InputMessage(Schema):
     role: str
     content: Any
 
@@ -84,7 +86,7 @@ class Format(Schema):
 class CountRequest(Schema):
     """The body of `POST /v1/messages/count_tokens`: all that becomes part of the prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
     model: str | None = None
     system: Any = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
@@ -263,7 +265,7 @@ def _turns(request: CountRequest) -> tuple[Turn, ...]:
     return tuple(joined)
 
 
-def _message(message: Message, where: str, called: dict[str, str]) -> list[Turn]:
+def _message(message: InputMessage, where: str, called: dict[str, str]) -> list[Turn]:
     """`called` has the names of all calls so far, by id."""
     content = f"{where}.content"
     match message.role:
@@ -606,6 +608,14 @@ class Anthropic:
         }
     )
     media_type = SSE
+    operations = (
+        Operation(
+            "POST", "/v1/messages", "Answer a chat", MessagesRequest, AnthropicMessage, AnthropicError, SSE
+        ),
+        Operation(
+            "POST", "/v1/messages/count_tokens", "Count a prompt", CountRequest, TokenCount, AnthropicError
+        ),
+    )
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def messages(request: Request) -> Response:
@@ -625,8 +635,8 @@ class Anthropic:
             Route("/v1/messages/count_tokens", generation.endpoint(self, count), methods=["POST"]),
         ]
 
-    def whole(self, about: About, answers: Sequence[Whole]) -> Json:
-        [answer] = answers
+    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+        [answer] = wholes
         finish = answer.finish
         assert finish is not None
         usage = _usage(about.prompt_tokens[0], finish.end.cached, finish.end.generated)

@@ -8,15 +8,34 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import anthropic
 import httpx
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from mlxtp.api.anthropic import SIGNATURE, models_body, parse_count, parse_messages
+from mlxtp.api.anthropic_shapes import (
+    AnthropicError,
+    AnthropicMessage,
+    AnthropicModelPage,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputDelta,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    SignatureDelta,
+    StreamEvent,
+    TextDelta,
+    ThinkingDelta,
+    TokenCount,
+)
 from mlxtp.api.app import create_app
 from mlxtp.api.ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
 from mlxtp.api.backend import ModelInfo
@@ -50,10 +69,7 @@ TEMPLATE = (
 
 class Thinker(FakeBackend):
     def models(self) -> tuple[ModelInfo, ...]:
-        return tuple(
-            ModelInfo(model.id, model.aliases, model.path, CONTEXT, model.created, model.eos, 400)
-            for model in super().models()
-        )
+        return tuple(replace(model, context=CONTEXT, vocabulary=400) for model in super().models())
 
 
 @dataclass
@@ -116,130 +132,7 @@ def streamed(server: AnthropicServer, **fields: Any) -> Any:
 # --- strict events ----------------------------------------------------------------------------------------
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class Usage(Strict):
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class Text_(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class Thinking(Strict):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUse(Strict):
-    type: Literal["tool_use"]
-    id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]+$")]
-    name: str
-    input: dict[str, Any]
-
-
-Block = Annotated[Text_ | Thinking | ToolUse, Field(discriminator="type")]
-Reason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-
-
-class Message(Strict):
-    id: Annotated[str, Field(pattern=r"^msg_[0-9a-f]{32}$")]
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[Block]
-    stop_reason: Reason | None
-    stop_sequence: str | None
-    usage: Usage
-
-
-class MessageStart(Strict):
-    type: Literal["message_start"]
-    message: Message
-
-
-class Ping(Strict):
-    type: Literal["ping"]
-
-
-class BlockStart(Strict):
-    type: Literal["content_block_start"]
-    index: int
-    content_block: Block
-
-
-class TextDelta(Strict):
-    type: Literal["text_delta"]
-    text: Annotated[str, Field(min_length=1)]
-
-
-class ThinkingDelta(Strict):
-    type: Literal["thinking_delta"]
-    thinking: Annotated[str, Field(min_length=1)]
-
-
-class SignatureDelta(Strict):
-    type: Literal["signature_delta"]
-    signature: str
-
-
-class InputDelta(Strict):
-    type: Literal["input_json_delta"]
-    partial_json: Annotated[str, Field(min_length=1)]
-
-
-class BlockDelta(Strict):
-    type: Literal["content_block_delta"]
-    index: int
-    delta: Annotated[TextDelta | ThinkingDelta | SignatureDelta | InputDelta, Field(discriminator="type")]
-
-
-class BlockStop(Strict):
-    type: Literal["content_block_stop"]
-    index: int
-
-
-class Stop(Strict):
-    stop_reason: Reason
-    stop_sequence: str | None
-
-
-class MessageDelta(Strict):
-    type: Literal["message_delta"]
-    delta: Stop
-    usage: Usage
-
-
-class MessageStop(Strict):
-    type: Literal["message_stop"]
-
-
-class What(Strict):
-    type: Literal[
-        "invalid_request_error", "authentication_error", "permission_error", "not_found_error",
-        "request_too_large", "rate_limit_error", "timeout_error", "overloaded_error", "api_error",
-    ]  # fmt: skip
-    message: str
-
-
-class Error(Strict):
-    type: Literal["error"]
-    error: What
-    request_id: Annotated[str, Field(pattern=r"^req_[0-9a-f]{32}$")]
-
-
-Event = Annotated[
-    MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Error,
-    Field(discriminator="type"),
-]
-EVENT: TypeAdapter[Any] = TypeAdapter(Event)
+EVENT: TypeAdapter[Any] = TypeAdapter(StreamEvent)
 DELTAS = {
     "text": (TextDelta,), "thinking": (ThinkingDelta, SignatureDelta), "tool_use": (InputDelta,),
 }  # fmt: skip
@@ -322,7 +215,7 @@ def test_a_whole_answer(server: AnthropicServer) -> None:
 def test_a_whole_answer_has_every_field(server: AnthropicServer) -> None:
     server.say(f"<think>hm</think>hi{CALL}")
     response = post(server, json=body(tools=[WEATHER]))
-    message = Message.model_validate_json(response.content)
+    message = AnthropicMessage.model_validate_json(response.content)
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     assert response.headers["content-type"] == "application/json"
 
@@ -346,7 +239,7 @@ def test_the_events_of_a_stream(server: AnthropicServer) -> None:
     events = complete(post(server, json=body(tools=[WEATHER], stream=True)))
     prompt = len(server.backend.request.prompt)
     first, last = events[0].message.usage, events[-2].usage
-    assert first == Usage(
+    assert first == MessageUsage(
         input_tokens=prompt, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
     )
     assert (last.input_tokens, last.cache_read_input_tokens) == (prompt - 3, 3)
@@ -518,9 +411,9 @@ def test_tokens_are_counted_as_they_are_used(server: AnthropicServer) -> None:
     count = server.claude.messages.count_tokens(model="claude-x", **fields)
     assert count.input_tokens == create(server, **fields).usage.input_tokens
     assert len(server.backend.requests) == 1
-    assert post(server, "/v1/messages/count_tokens", json={"messages": HELLO}).json().keys() == {
-        "input_tokens"
-    }
+    response = post(server, "/v1/messages/count_tokens", json={"messages": HELLO})
+    assert TokenCount.model_validate_json(response.content).input_tokens < count.input_tokens
+    assert response.headers["request-id"].startswith("req_")
 
 
 def test_which_model_answers(server: AnthropicServer) -> None:
@@ -537,16 +430,11 @@ def test_which_model_answers(server: AnthropicServer) -> None:
 
 def test_the_list_of_models(server: AnthropicServer) -> None:
     listed = models_body(server.backend.models())
-    page = TypeAdapter(anthropic.types.ModelInfo).validate_python(listed["data"][0])
-    assert (page.id, page.display_name, page.created_at.timestamp()) == ("org/tiny", "org/tiny", 1234)
-    assert listed["data"][0]["type"] == "model"
-    assert {**listed, "data": 1} == {
-        "data": 1,
-        "has_more": False,
-        "first_id": "org/tiny",
-        "last_id": "org/tiny",
-    }
-    assert models_body(()) == {"data": [], "has_more": False, "first_id": None, "last_id": None}
+    [row] = AnthropicModelPage.model_validate(listed).data
+    model = TypeAdapter(anthropic.types.ModelInfo).validate_python(row.model_dump())
+    assert (model.id, model.display_name, model.created_at.timestamp()) == ("org/tiny", "org/tiny", 1234)
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "org/tiny", "org/tiny")
+    assert AnthropicModelPage.model_validate(models_body(())).last_id is None
 
 
 # --- the system prompt ------------------------------------------------------------------------------------
@@ -583,7 +471,7 @@ def test_the_line_that_differs_each_time_is_no_part_of_the_prompt(
 def assert_error(response: httpx.Response, status: int, kind: str) -> str:
     assert response.status_code == status
     assert response.headers["content-type"] == "application/json"
-    error = Error.model_validate_json(response.content)
+    error = AnthropicError.model_validate_json(response.content)
     assert error.error.type == kind
     assert response.headers["request-id"] == error.request_id
     return error.error.message
@@ -671,8 +559,10 @@ def test_a_failure_in_the_middle_is_an_error_event_and_no_stop(
 ) -> None:
     server.backend.script = then(server.ids("ab"), fail_with(error))
     *events, last = events_of(post(server, json=body(stream=True)))
-    assert isinstance(last, Error)
-    assert not any(isinstance(event, BlockStop | MessageDelta | MessageStop | Error) for event in events)
+    assert isinstance(last, AnthropicError)
+    assert not any(
+        isinstance(event, BlockStop | MessageDelta | MessageStop | AnthropicError) for event in events
+    )
     assert "secret" not in last.error.message
     with pytest.raises(anthropic.APIStatusError) as caught:
         streamed(server)
@@ -955,6 +845,6 @@ def test_no_body_breaks_the_server(server: AnthropicServer) -> None:
                 answers[response.status_code] = answers.get(response.status_code, 0) + 1
                 if response.status_code != 200:
                     assert response.status_code in (400, 404), content
-                    Error.model_validate_json(response.content)
+                    AnthropicError.model_validate_json(response.content)
     assert answers.keys() == {200, 400, 404}
     assert min(answers.values()) > 3

@@ -437,6 +437,15 @@ def test_the_list_of_models(server: AnthropicServer) -> None:
     assert AnthropicModelPage.model_validate(models_body(())).last_id is None
 
 
+def test_models_are_listed_for_the_client_library(server: AnthropicServer) -> None:
+    [model] = server.claude.models.list()
+    assert (model.id, model.type, model.max_input_tokens) == ("org/tiny", "model", CONTEXT)
+    assert server.claude.models.retrieve("tiny") == model
+    with pytest.raises(anthropic.NotFoundError, match="available: org/tiny"):
+        server.claude.models.retrieve("other")
+    assert [model.object for model in server.client.models.list()] == ["model"]
+
+
 # --- the system prompt ------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from ..errors import Code, MlxtpError, RequestError
 from . import answers
 from .admin import Administration
 from .admin import routes as admin_routes
+from .anthropic import ANTHROPIC
 from .backend import Backend
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
@@ -29,7 +30,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (OpenAIChat(),)
+    return (ANTHROPIC, OpenAIChat())
 
 
 def create_app(
@@ -104,10 +105,8 @@ class _Refusals:
         message = f"{request.method} {request.url.path}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
-        body = self._dialect(request).error(
-            RequestError(message, code, status=error.status_code), error.status_code
-        )
-        return JSONResponse(body, error.status_code, headers=error.headers)
+        refusal = RequestError(message, code, status=error.status_code)
+        return self._generation.refusal(self._dialect(request), refusal, error.headers)
 
     async def nobody(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)

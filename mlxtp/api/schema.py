@@ -55,12 +55,20 @@ def parsed(schema: type[S], body: bytes) -> S:
         raise refusal(error) from None
 
 
-def refusal(error: ValidationError) -> RequestError:
+def checked(schema: type[S], value: object, where: str) -> S:
+    """A part of a body that is checked later; `where` it stands. Raises RequestError as `parsed` does."""
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise refusal(error, where) from None
+
+
+def refusal(error: ValidationError, where: str = "") -> RequestError:
     """The first thing that is wrong, in the words of whoever wrote the body."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    param = field_path(first["loc"])
+    param = field_path((where, *first["loc"]) if where else first["loc"])
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     if not param:

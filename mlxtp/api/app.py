@@ -20,6 +20,7 @@ from .backend import Backend
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Generation
 from .guard import LOOPBACK_HOSTS, HostGuard
+from .ollama import Ollama
 from .openai import OpenAIChat
 from .streaming import ClientGone
 
@@ -28,7 +29,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (OpenAIChat(),)
+    return (Ollama(), OpenAIChat())
 
 
 def create_app(

@@ -62,7 +62,7 @@ class CallReader:
         self.forced = forced
         self.complete = 0
         """Calls that were read to their end."""
-        self._format = format_
+        self.format = format_
         self._tools = [tool_json(tool) for tool in tools]
         self._next = 0
         self._text: list[str] = []
@@ -71,7 +71,7 @@ class CallReader:
     def push(self, text: str) -> Iterator[CallText]:
         """More of what stands between the markers of a call."""
         self._text.append(text)
-        if not (self._format.streams or self.forced):
+        if not (self.format.streams or self.forced):
             return
         while text:
             if self._streamed is None:
@@ -105,9 +105,9 @@ class CallReader:
         if cut:
             return [], text
         try:
-            calls = _calls(self._format.parse(text, self._tools))
+            calls = _calls(self.format.parse(text, self._tools))
         except Exception as error:  # noqa: BLE001 - a model may write anything, and parsers raise as they like
-            log.debug("no tool call of the kind %s: %s", self._format.name, error)
+            log.debug("no tool call of the kind %s: %s", self.format.name, error)
             return [], text
         pieces = []
         for call in calls:
@@ -199,15 +199,28 @@ def _parse_json(text: str, _tools: Sequence[Json]) -> list[object]:
 
 _BETWEEN = " \n\t;,"
 
+
+def _parse_harmony(text: str, _tools: Sequence[Json]) -> Json:
+    """`functions.NAME <|constrain|>json<|message|>{...}`. Raises ValueError for anything else."""
+    found = _HARMONY.match(text)
+    if found is None:
+        raise ValueError("no call")
+    return {"name": found[1], "arguments": json.loads(found[2])}
+
+
+_HARMONY = re.compile(r"\s*(?:functions\.)?([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
+
 JSON_CALLS = ToolFormat("json_tools", "<tool_call>", "</tool_call>", _parse_json, streams=True)
 """As Hermes and Qwen write them, and models that never learnt to are asked to."""
 LLAMA_CALLS = ToolFormat("llama", "<|python_tag|>", "", _parse_json, streams=True, bare=True)
+HARMONY_CALLS = ToolFormat("harmony", "<|channel|>commentary to=", "<|call|>", _parse_harmony)
+"""As gpt-oss writes them."""
 
 
 @cache
 def tool_format(name: str) -> ToolFormat:
     """The format that mlx-lm calls `name`. Raises ModelError for one that it does not know."""
-    for known in (JSON_CALLS, LLAMA_CALLS):
+    for known in (JSON_CALLS, LLAMA_CALLS, HARMONY_CALLS):
         if name == known.name:
             return known
     if not name.isidentifier():

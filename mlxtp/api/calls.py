@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import Code, ModelError
 from .ask import Call, Tool
@@ -29,7 +29,8 @@ _PARSERS = "_mlxtp_tool_parsers"
 _LONGEST_HEAD = 1000  # characters up to the arguments of a call that is passed on while it comes
 
 
-class CallText(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallText:
     """A piece of call number `index`. The first of each has its `id` and `name` and no text."""
 
     index: int
@@ -90,8 +91,7 @@ class CallReader:
                 return
             self.complete += 1
             self._streamed = None
-            self._text = [text.lstrip().removeprefix("}").lstrip(" \n\t;,")]
-            text = self._text[0]
+            self._text = [text]
 
     def close(self, cut: bool) -> tuple[list[CallText], str]:
         """At the end of a call, or of the answer: more pieces of calls, and text that is no call after all.
@@ -146,7 +146,7 @@ class _Streamed:
 
 
 _HEAD = re.compile(
-    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\\n]|\\.)+")\s*,'
+    r'[\s\[\]};,]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\\n]|\\.)+")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 

@@ -52,6 +52,11 @@ class Channels:
         self._reader = plan.calls
         self._pieces: deque[tuple[int, bool]] = deque()
         """Length of the pieces that the finder holds, and whether they are special tokens."""
+        self._finder = StopFinder(())
+        self._space = ""
+        """White space that is shown if something is said after it."""
+        self._bare = False
+        """What comes next is shown without the white space before it."""
         self._begun = False
         self._opened = ""
         """What stood before the call that is read: white space and its marker."""

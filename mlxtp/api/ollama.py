@@ -11,13 +11,13 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,6 +32,16 @@ from .events import Whole
 from .generation import Generation
 from .model_card import read_card
 from .ollama_answers import Asked, LineWriter, list_row, loaded_body, running_row, show_body, whole_body
+from .ollama_shapes import (
+    OllamaChatAnswer,
+    OllamaError,
+    OllamaGenerateAnswer,
+    OllamaModels,
+    OllamaRunningModels,
+    OllamaShown,
+    OllamaVersion,
+)
+from .openapi import Operation
 from .schema import Schema, in_range, not_supported, parsed, shown
 
 VERSION = "0.14.2"
@@ -39,7 +49,8 @@ VERSION = "0.14.2"
 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too). By then Ollama had all that is
 served here: thinking, tool calls in streams, schemas, log-probabilities."""
 LATEST = ":latest"
-THINK_LEVELS = ("low", "medium", "high", "max")
+ThinkLevel = Literal["low", "medium", "high", "max"]
+THINK_LEVELS: tuple[str, ...] = get_args(ThinkLevel)
 
 _MOST_TOKENS = 2**31 - 1
 
@@ -106,11 +117,11 @@ Integer = Annotated[int, BeforeValidator(_integral)]
 Object = Annotated[Json, AfterValidator(_plain)]
 
 
-class Settings(Schema):
+class OllamaOptions(Schema):
     """What is known of `options`."""
 
     num_predict: Annotated[Integer, in_range(-_MOST_TOKENS, _MOST_TOKENS)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings)] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings, str | list[str] | None)] = ()
     temperature: Annotated[float, in_range(0, 100)] | None = None
     top_p: Annotated[float, in_range(0, 1)] | None = None
     top_k: Annotated[Integer, in_range(-1, _MOST_TOKENS)] | None = None
@@ -122,58 +133,58 @@ class Settings(Schema):
     num_ctx: Integer | None = None  # changes nothing
 
 
-class CalledFunction(Schema):
+class OllamaCalledFunction(Schema):
     name: Annotated[str, Field(min_length=1)]
     arguments: Object | None = None
 
 
-class ToolCall(Schema):
-    function: CalledFunction
+class OllamaToolCall(Schema):
+    function: OllamaCalledFunction
     id: str | None = None
 
 
-class Message(Schema):
+class OllamaMessage(Schema):
     role: str
     content: str | None = None
     thinking: str | None = None
     images: Any = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class ToolFunction(Schema):
+class OllamaFunction(Schema):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: Object | None = None
 
 
-class ToolSpec(Schema):
-    function: ToolFunction
+class OllamaTool(Schema):
+    function: OllamaFunction
     type: str | None = None
 
 
-class Body(Schema):
+class OllamaBody(Schema):
     """What both endpoints take."""
 
     model: str | None = None
     stream: bool | None = None
-    format: Annotated[Json | None, PlainValidator(_format)] = None
-    think: Annotated[bool | str | None, PlainValidator(_think)] = None
-    options: Settings | None = None
-    keep_alive: Annotated[bool | None, PlainValidator(_keep_alive)] = None
+    format: Annotated[Json | None, PlainValidator(_format, Literal["", "json"] | Json | None)] = None
+    think: Annotated[bool | str | None, PlainValidator(_think, bool | ThinkLevel | None)] = None
+    options: OllamaOptions | None = None
+    keep_alive: Annotated[bool | None, PlainValidator(_keep_alive, float | str | None)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
 
 
-class ChatBody(Body):
+class OllamaChat(OllamaBody):
     """The body of `POST /api/chat`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[ToolSpec], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True)] | None = None
 
 
-class GenerateBody(Body):
+class OllamaGenerate(OllamaBody):
     """The body of `POST /api/generate`."""
 
     prompt: str | None = None
@@ -185,7 +196,7 @@ class GenerateBody(Body):
     images: Any = None
 
 
-class ShowBody(Schema):
+class OllamaShow(Schema):
     """The body of `POST /api/show`; `name` is what `model` was called before."""
 
     model: str | None = None
@@ -215,7 +226,7 @@ class NoPrompt(Exception):
 
 def parse_chat(arrival: Arrival, body: bytes) -> Ask:
     """Raises RequestError that names the field, and NoPrompt when there are no messages."""
-    chat = parsed(ChatBody, body)
+    chat = parsed(OllamaChat, body)
     asked = Asked(True, chat.model or "", arrival.at_ns)
     if not chat.messages:
         raise NoPrompt(asked, chat.keep_alive is False)
@@ -225,7 +236,7 @@ def parse_chat(arrival: Arrival, body: bytes) -> Ask:
 
 def parse_generate(arrival: Arrival, body: bytes) -> Ask:
     """Raises RequestError that names the field, and NoPrompt when there is no prompt."""
-    generate = parsed(GenerateBody, body)
+    generate = parsed(OllamaGenerate, body)
     asked = Asked(False, generate.model or "", arrival.at_ns)
     _check_supported(generate)
     if not generate.prompt:
@@ -244,7 +255,7 @@ def served_name(name: str, models: Sequence[ModelInfo]) -> str:
     return name.removesuffix(LATEST)
 
 
-def _ask(body: Body, asked: Asked, arrival: Arrival, prompt: Conversation | tuple[str, ...]) -> Ask:
+def _ask(body: OllamaBody, asked: Asked, arrival: Arrival, prompt: Conversation | tuple[str, ...]) -> Ask:
     return Ask(
         model=served_name(asked.model, arrival.models),
         prompt=prompt,
@@ -254,8 +265,8 @@ def _ask(body: Body, asked: Asked, arrival: Arrival, prompt: Conversation | tupl
     )
 
 
-def _options(body: Body) -> Options:
-    given = body.options or Settings()
+def _options(body: OllamaBody) -> Options:
+    given = body.options or OllamaOptions()
     budget = given.num_predict or 0
     return Options(
         max_tokens=budget if budget > 0 else None,  # -1 and -2 set no limit, nor does 0 with Ollama
@@ -273,7 +284,7 @@ def _options(body: Body) -> Options:
     )
 
 
-def _thinking(conversation: Conversation, body: Body, arrival: Arrival) -> Conversation:
+def _thinking(conversation: Conversation, body: OllamaBody, arrival: Arrival) -> Conversation:
     """A level goes to the template under the name that gpt-oss gave it. Raises RequestError."""
     if body.think and arrival.models and not arrival.thinks:
         model = find_model(served_name(body.model or "", arrival.models), arrival.models)
@@ -283,7 +294,7 @@ def _thinking(conversation: Conversation, body: Body, arrival: Arrival) -> Conve
     return replace(conversation, thinking=body.think)
 
 
-def _check_supported(body: GenerateBody) -> None:
+def _check_supported(body: OllamaGenerate) -> None:
     wants: tuple[tuple[str, object, str], ...] = (
         ("images", body.images, "only text is understood"),
         ("suffix", body.suffix, "text cannot be written into a gap; send the prompt alone"),
@@ -302,7 +313,7 @@ def _check_supported(body: GenerateBody) -> None:
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def _turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
+def _turns(messages: Sequence[OllamaMessage]) -> tuple[Turn, ...]:
     """Most of Ollama's clients send no ids: calls are numbered, and answered by their name or in their order.
 
     A number has nine letters and digits: Mistral's templates take nothing else.
@@ -326,7 +337,7 @@ def _turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _role(message: Message, where: str) -> Role:
+def _role(message: OllamaMessage, where: str) -> Role:
     if message.images:
         raise not_supported(f"{where}.images is not supported: only text is understood", f"{where}.images")
     role = _ROLES.get(message.role.lower())
@@ -337,7 +348,7 @@ def _role(message: Message, where: str) -> Role:
     return role
 
 
-def _answered(message: Message, unanswered: list[Call]) -> Call:
+def _answered(message: OllamaMessage, unanswered: list[Call]) -> Call:
     """The call that a "tool" message answers, which is answered then."""
     id_, name = message.tool_call_id or "", message.tool_name or ""
     for call in unanswered:
@@ -347,7 +358,7 @@ def _answered(message: Message, unanswered: list[Call]) -> Call:
     return Call(id_, name, "")
 
 
-def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
+def _tools(specs: Sequence[OllamaTool]) -> tuple[Tool, ...]:
     for i, spec in enumerate(specs):
         if spec.type not in (None, "", "function"):
             where = f"tools[{i}].type"
@@ -359,34 +370,71 @@ def _tools(specs: Sequence[ToolSpec]) -> tuple[Tool, ...]:
 # --- endpoints --------------------------------------------------------------------------------------------
 
 Handler = Callable[[Request], Awaitable[Response]]
-_MANAGED = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
-_ANY = ("GET", "POST", "PUT", "DELETE")
+_MANAGED = (
+    ("POST", "/api/pull"),
+    ("POST", "/api/push"),
+    ("POST", "/api/create"),
+    ("POST", "/api/copy"),
+    ("DELETE", "/api/delete"),
+    ("POST", "/api/blobs/{digest}"),
+)
+_EMBEDDINGS = (("POST", "/api/embed"), ("POST", "/api/embeddings"))
+
+
+def _operation(
+    method: str,
+    path: str,
+    summary: str,
+    body: type[BaseModel] | None = None,
+    answer: type[BaseModel] | None = None,
+    *,
+    stream: str = "",
+) -> Operation:
+    return Operation(method, path, summary, body, answer, OllamaError, stream)
 
 
 class Ollama:
     """Everything below `/api`."""
 
-    prefixes = ("/api/",)
+    prefixes: tuple[str, ...] = ("/api/",)
     media_type = NDJSON
-    names = MappingProxyType(
+    names: Mapping[str, str] = MappingProxyType(
         {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "response_format": "format"}
+    )
+    operations = (
+        _operation(
+            "POST", "/api/chat", "Answer a chat (Ollama)", OllamaChat, OllamaChatAnswer, stream=NDJSON
+        ),
+        _operation(
+            "POST",
+            "/api/generate",
+            "Answer a prompt (Ollama)",
+            OllamaGenerate,
+            OllamaGenerateAnswer,
+            stream=NDJSON,
+        ),
+        _operation("GET", "/api/tags", "What can be served now (Ollama)", None, OllamaModels),
+        _operation("GET", "/api/ps", "What is loaded (Ollama)", None, OllamaRunningModels),
+        _operation("POST", "/api/show", "What is known of a model (Ollama)", OllamaShow, OllamaShown),
+        _operation("GET", "/api/version", "The version of Ollama's API", None, OllamaVersion),
+        *[_operation(*each, "Refused: there are no embeddings") for each in _EMBEDDINGS],
+        *[_operation(*each, "Refused: mlxtp's own commands manage models") for each in _MANAGED],
     )
 
     def routes(self, generation: Generation) -> Sequence[Route]:
-        def route(path: str, handler: Handler, *methods: str) -> Route:
-            return Route(f"/api/{path}", generation.endpoint(self, handler), methods=list(methods))
+        def route(method: str, path: str, handler: Handler) -> Route:
+            return Route(path, generation.endpoint(self, handler), methods=[method])
 
         models = _Models(generation)
         return [
-            route("chat", _answering(self, generation, parse_chat), "POST"),
-            route("generate", _answering(self, generation, parse_generate), "POST"),
-            route("tags", models.tags, "GET"),
-            route("ps", models.ps, "GET"),
-            route("show", models.show, "POST"),
-            route("version", _version, "GET"),
-            route("embed", _no_embeddings, "POST"),
-            route("embeddings", _no_embeddings, "POST"),
-            *[route(path, _not_managed, *_ANY) for path in _MANAGED],
+            route("POST", "/api/chat", _answering(self, generation, parse_chat)),
+            route("POST", "/api/generate", _answering(self, generation, parse_generate)),
+            route("GET", "/api/tags", models.tags),
+            route("GET", "/api/ps", models.ps),
+            route("POST", "/api/show", models.show),
+            route("GET", "/api/version", _version),
+            *[route(*each, _no_embeddings) for each in _EMBEDDINGS],
+            *[route(*each, _not_managed) for each in _MANAGED],
         ]
 
     def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
@@ -417,7 +465,7 @@ class _Models:
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        body = parsed(ShowBody, await self._generation.body(request))
+        body = parsed(OllamaShow, await self._generation.body(request))
         model = _find(self._generation, body.model or body.name or "")
         text = self._generation.text()
         capabilities = ["completion"]

@@ -21,6 +21,7 @@ from .backend import Backend
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
 from .guard import LOOPBACK_HOSTS, HostGuard
+from .ollama import Ollama
 from .openai import OpenAIChat
 from .openapi import document
 from .streaming import ClientGone
@@ -30,7 +31,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (ANTHROPIC, OpenAIChat())
+    return (ANTHROPIC, Ollama(), OpenAIChat())
 
 
 def create_app(

@@ -17,10 +17,12 @@ from .adapter import Adapter
 from .admin import Administration
 from .admin import routes as admin_routes
 from .backend import Backend
+from .completions import Completions
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Generation
 from .guard import LOOPBACK_HOSTS, HostGuard
 from .openai import OpenAIChat
+from .responses import Responses
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it
@@ -28,7 +30,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (OpenAIChat(),)
+    return (Completions(), Responses(), OpenAIChat())
 
 
 def create_app(

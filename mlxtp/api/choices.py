@@ -112,4 +112,4 @@ def _stopped(transcript: Transcript, end: End) -> End:
 def _finish(index: int, transcript: Transcript, end: End) -> Finish:
     """An answer that the budget cut off says so, whatever it was about to call."""
     why: Why = "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
-    return Finish(index, why, end, transcript.stopped_by)
+    return Finish(index, why, end, transcript.stopped_by, transcript.thought)

@@ -52,12 +52,16 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The last event of a choice. `stopped_by`: the stop string that ended it, or None."""
+    """The last event of a choice. `stopped_by`: the stop string that ended it, or None.
+
+    `thought`: how many of its tokens are thoughts and what ends them.
+    """
 
     choice: int
     reason: Why
     end: End
     stopped_by: str | None = None
+    thought: int = 0
 
 
 Event = Said | Thought | CallBegan | CallArguments | Finish

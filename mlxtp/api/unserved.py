@@ -1,0 +1,39 @@
+"""Endpoints of OpenAI's that there are not: each says so, so that nobody looks for a mistake of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ..errors import Code, RequestError
+from .generation import Handler
+
+UNSERVED = {
+    "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",
+    "/v1/audio": "audio is not served: mlxtp runs models that read and write text",
+    "/v1/images": "images are not served: mlxtp runs models that read and write text",
+    "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
+}
+PREFIXES = tuple(UNSERVED)
+
+
+def routes(endpoint: Callable[[Handler], Handler]) -> Sequence[Route]:
+    """One for each of them and all that lies below; `endpoint` gives errors their shape.
+
+    The status is 404, which client libraries do not try again.
+    """
+    return [
+        Route(where, endpoint(_refusing(detail)), methods=["GET", "POST", "DELETE"])
+        for path, detail in UNSERVED.items()
+        for where in (path, path + "/{rest:path}")
+    ]
+
+
+def _refusing(detail: str) -> Handler:
+    async def refuse(_request: Request) -> Response:
+        raise RequestError(detail, Code.NOT_SUPPORTED, status=404)
+
+    return refuse

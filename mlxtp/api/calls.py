@@ -62,7 +62,7 @@ class CallReader:
         self.forced = forced
         self.complete = 0
         """Calls that were read to their end."""
-        self._format = format_
+        self.format = format_
         self._tools = [tool_json(tool) for tool in tools]
         self._next = 0
         self._text: list[str] = []
@@ -71,7 +71,7 @@ class CallReader:
     def push(self, text: str) -> Iterator[CallText]:
         """More of what stands between the markers of a call."""
         self._text.append(text)
-        if not (self._format.streams or self.forced):
+        if not (self.format.streams or self.forced):
             return
         while text:
             if self._streamed is None:
@@ -105,9 +105,9 @@ class CallReader:
         if cut:
             return [], text
         try:
-            calls = _calls(self._format.parse(text, self._tools))
+            calls = _calls(self.format.parse(text, self._tools))
         except Exception as error:  # noqa: BLE001 - a model may write anything, and parsers raise as they like
-            log.debug("no tool call of the kind %s: %s", self._format.name, error)
+            log.debug("no tool call of the kind %s: %s", self.format.name, error)
             return [], text
         pieces = []
         for call in calls:

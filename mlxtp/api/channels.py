@@ -54,7 +54,7 @@ class Channels:
         """Length of the pieces that the finder holds, and whether they are special tokens."""
         self._begun = False
         self._opened = ""
-        """The marker before the call that is read."""
+        """What stood before the call that is read: white space and its marker."""
         kind = Kind.CALL if plan.forced else Kind.THOUGHT if plan.thinking else Kind.SAID
         self._enter(kind, after_marker=kind is Kind.THOUGHT)
 
@@ -122,13 +122,15 @@ class Channels:
     def _pass(self, marker: str) -> Iterator[Part]:
         self._begun = True
         if self._kind is Kind.CALL:
-            yield from self._close_call(cut=False)
-        if self._kind is not Kind.SAID:
+            rest = list(self._close_call(cut=False))
+            yield from rest
+            self._enter(Kind.SAID, after_marker=all(part.call is not None for part in rest))
+        elif self._kind is Kind.THOUGHT:
             self._enter(Kind.SAID)
         elif self._markup.think is not None and marker == self._markup.think[0]:
             self._enter(Kind.THOUGHT)
         else:
-            self._opened = marker
+            self._opened = self._space + marker
             self._enter(Kind.CALL)
 
     def _show(self, pieces: list[tuple[int, bool]], text: str) -> Iterator[Part]:

@@ -8,6 +8,7 @@ most models know no other degrees; with any `reasoning.summary` the thoughts the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -101,6 +102,7 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
     request = parsed(ResponseRequest, body)
     _check_supported(request)
     _check_metadata(request.metadata or {})
+    _check_finite(request)
     logprobs = _logprobs(request)
     before: tuple[Json, ...] = ()
     if request.previous_response_id is not None:
@@ -160,6 +162,20 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
     ):
         if length > most:
             raise RequestError(f"metadata has {length} {what}; at most {most}", param="metadata")
+
+
+def _check_finite(request: ResponseRequest) -> None:
+    """What the answer repeats has to be JSON, which knows neither NaN nor Infinity."""
+    given = {
+        "tools": request.tools,
+        "tool_choice": request.tool_choice,
+        "text.format": request.text.format if request.text is not None else None,
+    }
+    for name, value in given.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            raise RequestError(f"{name}: NaN and Infinity are not valid in JSON", param=name) from None
 
 
 def _logprobs(request: ResponseRequest) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Code, RequestError
+from .schema import shown
 
 Json = dict[str, Any]
 
@@ -74,7 +75,7 @@ class ResponseStore:
             self._make_room()
             kept = self._kept.get(id_)
         if kept is None:
-            raise self._unknown(f"the response {id_!r} is not known here", param)
+            raise self._unknown(f"the response {shown(id_)} is not known here", param)
         return kept
 
     def item(self, id_: str, param: str) -> Json:
@@ -83,7 +84,7 @@ class ResponseStore:
             self._make_room()
             item = self._items.get(id_)
         if item is None:
-            raise self._unknown(f"{param}: the item {id_!r} is not known here", param)
+            raise self._unknown(f"{param}: the item {shown(id_)} is not known here", param)
         return item
 
     def delete(self, id_: str) -> None:

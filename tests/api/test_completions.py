@@ -54,7 +54,7 @@ def streamed(server: Server, count: int = 1, **fields: Any) -> list[dict[str, An
 
 
 def assert_chunk(chunk: dict[str, Any]) -> None:
-    """As a strict parser reads it. The library's own type wants a reason in every chunk; no server has one."""
+    """As a strict parser reads it. The library's own type wants a reason in every chunk, which none has."""
     assert chunk.keys() - {"usage"} == {"id", "object", "created", "model", "choices"}
     assert chunk["id"].startswith("cmpl-")
     assert (chunk["object"], chunk["model"]) == ("text_completion", "org/tiny")
@@ -333,10 +333,10 @@ def assert_sound(response: httpx.Response, sent: Any) -> None:
 
 
 RICH: dict[str, Any] = {
-    "model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 3, "logprobs": 2, "stop": ["x", "y"], "seed": 1,
-    "stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"7": 1}, "best_of": 2, "suffix": None,
-    "temperature": 0.5, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}, "user": "me",
-    "echo": False, "top_p": 0.5, "deadline_s": 10,
+    "model": "tiny", "prompt": ["a", "b"], "n": 2, "best_of": 2, "max_tokens": 3, "logprobs": 2, "seed": 1,
+    "stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"7": 1}, "suffix": None,
+    "temperature": 0.5, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+    "top_p": 0.5, "stop": ["x", "y"], "echo": False, "user": "me", "deadline_s": 10,
 }  # fmt: skip
 
 

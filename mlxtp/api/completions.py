@@ -20,14 +20,18 @@ from .adapter import SSE, About, Json
 from .answers import LEAST_LOGPROB, finishes, sse, usage
 from .ask import Ask, Prompt
 from .backend import End
+from .completion_shapes import Completion
 from .errors import error_body, error_body_of
 from .events import Event, Finish, Said, Scored, Whole
 from .generation import MAX_CHOICES, Generation
 from .openai import StreamOptions
+from .openai_shapes import OpenAIError
+from .openapi import Operation
 from .schema import in_range, not_supported, parsed, shown, wrong
 from .streaming import COMMENT
 from .tuning import MOST_TOKENS, Tuning
 
+PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16
 MOST_ANSWERS = 128
 """Of one request, over all of its prompts."""
@@ -228,9 +232,13 @@ class _Writer:
 class Completions:
     """The adapter of `/v1/completions`, and of the endpoints of OpenAI's that are not served."""
 
-    prefixes: tuple[str, ...] = ("/v1/completions", *unserved.PREFIXES)
+    prefixes: tuple[str, ...] = (PATH, *unserved.PREFIXES)
     names: Mapping[str, str] = {"messages": "prompt"}
     media_type = SSE
+    operations = (
+        Operation("POST", PATH, "Continue a prompt", CompletionRequest, Completion, OpenAIError, SSE),
+        *unserved.OPERATIONS,
+    )
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def complete(request: Request) -> Response:
@@ -238,17 +246,17 @@ class Completions:
             return await generation.answer(self, request, lambda body: parse(body, vocabulary))
 
         return [
-            Route("/v1/completions", generation.endpoint(self, complete), methods=["POST"]),
+            Route(PATH, generation.endpoint(self, complete), methods=["POST"]),
             *unserved.routes(lambda handler: generation.endpoint(self, handler)),
         ]
 
-    def whole(self, about: About, answers: Sequence[Whole]) -> Json:
+    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
         scored = about.ask.options.logprobs >= 0
-        ends = finishes(answers)
+        ends = finishes(wholes)
         choices = []
-        for index, (answer, end) in enumerate(zip(answers, ends, strict=True)):
-            scores = Logprobs(about).of(answer.scores) if scored else None
-            choices.append(_choice(index, _echo(about, index) + answer.text, scores, end.reason))
+        for index, (whole, end) in enumerate(zip(wholes, ends, strict=True)):
+            scores = Logprobs(about).of(whole.scores) if scored else None
+            choices.append(_choice(index, _echo(about, index) + whole.text, scores, end.reason))
         return _head(about) | {"choices": choices, "usage": usage(about, [end.end for end in ends])}
 
     def writer(self, about: About) -> _Writer:

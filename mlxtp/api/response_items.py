@@ -168,6 +168,7 @@ def _reasoning(reasoning: _Reasoning, where: str) -> Json:
     return {
         "type": "reasoning",
         "id": reasoning.id or new_id("rs"),
+        "status": "completed",
         "summary": [{"type": "summary_text", "text": text} for text in summary],
         "content": [{"type": "reasoning_text", "text": text} for text in content],
     }

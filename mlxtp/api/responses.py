@@ -21,6 +21,8 @@ from .ask import Ask
 from .errors import error_body
 from .events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from .generation import Generation
+from .openai_shapes import OpenAIError
+from .openapi import Operation
 from .response_output import (
     Item,
     Message,
@@ -33,7 +35,8 @@ from .response_output import (
     speaks,
     status_of,
 )
-from .response_request import Wanted, parse
+from .response_request import ResponseRequest, Wanted, parse
+from .response_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from .response_store import ResponseStore
 from .schema import not_supported, shown
 from .streaming import COMMENT
@@ -155,6 +158,21 @@ class Responses:
         "response_format": "text.format",
     }
     media_type = SSE
+    operations = (
+        Operation("POST", PATH, "Answer a conversation", ResponseRequest, ResponseBody, OpenAIError, SSE),
+        Operation("GET", f"{PATH}/{{id}}", "An answer that is kept", None, ResponseBody, OpenAIError),
+        Operation("DELETE", f"{PATH}/{{id}}", "Forget an answer", None, ResponseDeleted, OpenAIError),
+        Operation("GET", f"{PATH}/{{id}}/input_items", "What it answered", None, InputItems, OpenAIError),
+        Operation("POST", f"{PATH}/{{id}}/cancel", "Not served", None, None, OpenAIError),
+        Operation(
+            "POST",
+            f"{PATH}/input_tokens",
+            "Count the tokens of an input",
+            ResponseRequest,
+            InputTokens,
+            OpenAIError,
+        ),
+    )
 
     def __init__(self, store: ResponseStore | None = None, clock: Callable[[], float] = time.time) -> None:
         self._store = ResponseStore() if store is None else store

@@ -10,26 +10,24 @@ from starlette.routing import Route
 
 from ..errors import Code, RequestError
 from .generation import Handler
+from .openai_shapes import OpenAIError
+from .openapi import Operation
 
 UNSERVED = {
     "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",
-    "/v1/audio": "audio is not served: mlxtp runs models that read and write text",
-    "/v1/images": "images are not served: mlxtp runs models that read and write text",
+    "/v1/audio/{rest:path}": "audio is not served: mlxtp runs models that read and write text",
+    "/v1/images/{rest:path}": "images are not served: mlxtp runs models that read and write text",
     "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
 }
-PREFIXES = tuple(UNSERVED)
+PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
+OPERATIONS = tuple(
+    Operation("POST", path.replace(":path", ""), "Not served", error=OpenAIError) for path in UNSERVED
+)
 
 
 def routes(endpoint: Callable[[Handler], Handler]) -> Sequence[Route]:
-    """One for each of them and all that lies below; `endpoint` gives errors their shape.
-
-    The status is 404, which client libraries do not try again.
-    """
-    return [
-        Route(where, endpoint(_refusing(detail)), methods=["GET", "POST", "DELETE"])
-        for path, detail in UNSERVED.items()
-        for where in (path, path + "/{rest:path}")
-    ]
+    """`endpoint` gives errors their shape. The status is 404, which client libraries do not try again."""
+    return [Route(path, endpoint(_refusing(detail)), methods=["POST"]) for path, detail in UNSERVED.items()]
 
 
 def _refusing(detail: str) -> Handler:

@@ -16,6 +16,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlxtp.api.backend import End, Score, Tokens
+from mlxtp.api.response_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from mlxtp.api.text import Text
 from mlxtp.errors import GroupError, RequestError
 
@@ -117,6 +118,7 @@ def strict_response(body: Any) -> Response:
     assert body.keys() == RESPONSE
     response = Response.model_validate_json(json.dumps(body), strict=True)
     assert_typed(response)
+    ResponseBody.model_validate_json(json.dumps(body))
     places = [item["id"] for item in body["output"]]
     assert len(set(places)) == len(places)
     if body["status"] in ("completed", "incomplete"):
@@ -580,7 +582,7 @@ def test_input_items_in_pages(thinker: Server) -> None:
     found = http(thinker, "GET", f"/{second.id}/input_items", params={"order": "asc"}).json()
     for item in found["data"]:
         assert_typed(ITEM.validate_json(json.dumps(item), strict=True))
-    assert found.keys() == {"object", "data", "first_id", "last_id", "has_more"}
+    assert InputItems.model_validate_json(json.dumps(found))
     assert [item["type"] for item in found["data"]] == [
         "message", "message", "reasoning", "function_call", "function_call_output",
     ]  # fmt: skip
@@ -630,7 +632,8 @@ def test_what_shall_not_be_kept_is_not(server: Server, stream: bool) -> None:
 
 def test_what_is_deleted_is_gone(server: Server) -> None:
     id_ = create(server).id
-    assert http(server, "DELETE", f"/{id_}").json() == {"id": id_, "object": "response", "deleted": True}
+    deleted = http(server, "DELETE", f"/{id_}")
+    assert ResponseDeleted.model_validate_json(deleted.content).id == id_
     for call in (
         lambda: server.client.responses.retrieve(id_),
         lambda: server.client.responses.delete(id_),
@@ -646,6 +649,8 @@ def test_what_is_deleted_is_gone(server: Server) -> None:
 def test_tokens_of_an_input_are_counted_without_an_answer(server: Server) -> None:
     counted = server.client.responses.input_tokens.count(model="tiny", input="hello", instructions="be")
     assert server.backend.requests == []
+    asked = {"input": "hello", "instructions": "be"}
+    assert InputTokens.model_validate_json(http(server, "POST", "/input_tokens", asked).content)
     create(server, instructions="be")
     assert counted.input_tokens == len(server.backend.request.prompt)
 

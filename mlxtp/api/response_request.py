@@ -18,7 +18,7 @@ from pydantic import Field
 from ..errors import RequestError
 from .ask import AUTO, NONE, REQUIRED, Ask, Conversation, Tool
 from .response_items import items_of, turns_of
-from .response_store import ResponseStore
+from .response_store import ITEM_BYTES, ResponseStore
 from .schema import Schema, checked, in_range, not_supported, parsed, shown, wrong
 from .tuning import MOST_TOKENS, Tuning
 
@@ -90,10 +90,14 @@ class ResponseRequest(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A checked request, as its answer needs it. `input` has the items of earlier answers, too."""
+    """A checked request, as its answer needs it. `input` has the items of earlier answers, too.
+
+    `size` of `input` in bytes, about.
+    """
 
     request: ResponseRequest
     input: tuple[Json, ...]
+    size: int
     tools: tuple[FunctionTool, ...]
 
 
@@ -104,10 +108,9 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
     _check_metadata(request.metadata or {})
     _check_finite(request)
     logprobs = _logprobs(request)
-    before: tuple[Json, ...] = ()
-    if request.previous_response_id is not None:
-        before = store.get(request.previous_response_id, "previous_response_id").items
-    items = (*before, *_items(request, store))
+    before, size = _before(request, store)
+    given = _items(request, store)
+    items = (*before, *given)
     tools = tuple([_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())])
     _check_names(tools)
     offered, choice = _tool_choice(request.tool_choice, tools)
@@ -124,7 +127,7 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
         logprobs=logprobs,
         format_=_format(request.text.format if request.text is not None else None),
     )
-    wanted = Wanted(request, items, tools)
+    wanted = Wanted(request, items, size + len(body) + len(given) * ITEM_BYTES, tools)
     return Ask(request.model, conversation, options, bool(request.stream), _user(request), wanted)
 
 
@@ -192,6 +195,14 @@ def _logprobs(request: ResponseRequest) -> int:
             param="top_logprobs",
         )
     return -1
+
+
+def _before(request: ResponseRequest, store: ResponseStore) -> tuple[tuple[Json, ...], int]:
+    """The items of the answer from which this one goes on, and their size in bytes."""
+    if request.previous_response_id is None:
+        return (), 0
+    kept = store.get(request.previous_response_id, "previous_response_id")
+    return kept.items, kept.size
 
 
 def _items(request: ResponseRequest, store: ResponseStore) -> list[Json]:

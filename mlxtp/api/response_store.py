@@ -17,12 +17,16 @@ Json = dict[str, Any]
 MOST = 1000
 MOST_BYTES = 64 * 1024 * 1024
 AGE_S = 6 * 3600.0
-_ITEM_BYTES = 1024  # what Python needs for an item beside its text
+ITEM_BYTES = 1024
+"""What Python needs for an item beside its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An answer as the client saw it, and everything that it answered: what went before it, too."""
+    """An answer as the client saw it, and everything that it answered: what went before it, too.
+
+    `size` in bytes; `until` on the clock of the store.
+    """
 
     body: Json
     input: tuple[Json, ...]
@@ -58,10 +62,11 @@ class ResponseStore:
         self.size = 0
         """Bytes of all that is kept."""
 
-    def put(self, body: Json, input_: Sequence[Json]) -> None:
+    def put(self, body: Json, input_: Sequence[Json], input_size: int) -> None:
         """Keep an answer with its whole input. One that is too large by itself is not kept."""
+        size = input_size + len(json.dumps(body)) + len(body["output"]) * ITEM_BYTES
         with self._lock:
-            kept = Kept(body, tuple(input_), _size(body, input_), self._clock() + self._age_s)
+            kept = Kept(body, tuple(input_), size, self._clock() + self._age_s)
             if kept.size > self._most_bytes:
                 return
             self._kept[body["id"]] = kept
@@ -118,8 +123,3 @@ class ResponseStore:
             status=404,
             param=param,
         )
-
-
-def _size(body: Json, input_: Sequence[Json]) -> int:
-    items = len(input_) + len(body["output"])
-    return len(json.dumps(body)) + sum(len(json.dumps(item)) for item in input_) + items * _ITEM_BYTES

@@ -237,7 +237,7 @@ class Responses:
     def _keep(self, about: About, response: Json) -> None:
         wanted: Wanted = about.ask.dialect
         if wanted.request.kept:
-            self._store.put(response, wanted.input)
+            self._store.put(response, wanted.input, wanted.size)
 
 
 def listed(items: Sequence[Json], query: QueryParams) -> Json:

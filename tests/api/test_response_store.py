@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -23,6 +24,10 @@ def asked(said: str) -> list[dict[str, Any]]:
     return [{"type": "message", "id": "msg_in", "said": said}]
 
 
+def put(store: ResponseStore, body: dict[str, Any], input_: list[dict[str, Any]]) -> None:
+    store.put(body, input_, len(json.dumps(input_)))
+
+
 def known(store: ResponseStore, *ids: str) -> list[str]:
     found = []
     for id_ in ids:
@@ -37,7 +42,7 @@ def known(store: ResponseStore, *ids: str) -> list[str]:
 
 def test_what_is_put_is_found_with_all_that_went_before_it() -> None:
     store = ResponseStore()
-    store.put(answer("a", "one"), asked("hello"))
+    put(store, answer("a", "one"), asked("hello"))
     kept = store.get("a")
     assert kept.body == answer("a", "one")
     assert kept.items == (*asked("hello"), *answer("a", "one")["output"])
@@ -47,16 +52,16 @@ def test_what_is_put_is_found_with_all_that_went_before_it() -> None:
 def test_the_oldest_makes_room() -> None:
     store = ResponseStore(most=2)
     for id_ in "abc":
-        store.put(answer(id_), asked("x"))
+        put(store, answer(id_), asked("x"))
     assert known(store, "a", "b", "c") == ["b", "c"]
 
 
 def test_size_counts_and_is_given_back() -> None:
     store = ResponseStore()
-    store.put(answer("a"), asked("x" * 1000))
+    put(store, answer("a"), asked("x" * 1000))
     one = store.size
     assert one > 1000
-    store.put(answer("b"), asked("x" * 5000))
+    put(store, answer("b"), asked("x" * 5000))
     assert store.size == 2 * one + 4000
     store.delete("b")
     assert store.size == one
@@ -65,18 +70,18 @@ def test_size_counts_and_is_given_back() -> None:
 
     small = ResponseStore(most_bytes=2 * one)
     for id_ in "abc":
-        small.put(answer(id_), asked("x" * 1000))
+        put(small, answer(id_), asked("x" * 1000))
     assert known(small, "a", "b", "c") == ["b", "c"]
-    small.put(answer("d"), asked("x" * 2 * one))
+    put(small, answer("d"), asked("x" * 2 * one))
     assert known(small, "b", "c", "d") == ["b", "c"]  # one that is too large takes nobody's place
 
 
 def test_an_answer_is_kept_for_a_time() -> None:
     clock = Clock()
     store = ResponseStore(age_s=7200, clock=clock)
-    store.put(answer("a"), asked("x"))
+    put(store, answer("a"), asked("x"))
     clock.now += 3600
-    store.put(answer("b"), asked("x"))
+    put(store, answer("b"), asked("x"))
     clock.now += 3599
     assert known(store, "a", "b") == ["a", "b"]
     clock.now += 1

@@ -18,12 +18,14 @@ from .admin import Administration
 from .admin import routes as admin_routes
 from .anthropic import ANTHROPIC
 from .backend import Backend
+from .completions import Completions
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
 from .guard import LOOPBACK_HOSTS, HostGuard
 from .ollama import Ollama
 from .openai import OpenAIChat
 from .openapi import document
+from .responses import Responses
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it
@@ -31,7 +33,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (ANTHROPIC, Ollama(), OpenAIChat())
+    return (ANTHROPIC, Ollama(), Completions(), Responses(), OpenAIChat())
 
 
 def create_app(

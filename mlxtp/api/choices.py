@@ -116,4 +116,4 @@ def _stopped(transcript: Transcript, end: End) -> End:
 def _finish(index: int, transcript: Transcript, end: End, began_ns: int) -> Finish:
     """An answer that the budget cut off says so, whatever it was about to call."""
     why: Why = "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
-    return Finish(index, why, end, transcript.stopped_by, began_ns)
+    return Finish(index, why, end, transcript.stopped_by, transcript.thought, began_ns)

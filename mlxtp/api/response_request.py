@@ -296,11 +296,12 @@ def _some(tools: tuple[FunctionTool, ...], where: str) -> tuple[FunctionTool, ..
 def _format(given: Json | None) -> Json | None:
     """As chat has it: there, the schema lies one level deeper."""
     match given:
-        case {"type": "json_schema", "schema": dict()}:
-            known = ("name", "description", "schema", "strict")
-            return {"type": "json_schema", "json_schema": {key: given[key] for key in known if key in given}}
-        case {"type": "json_schema"}:
-            raise wrong("text.format.schema", "a JSON schema, an object", given.get("schema"))
+        case {"type": "json_schema", "schema": dict(schema), **rest}:
+            known = ("name", "description", "strict")
+            named = {key: rest[key] for key in known if key in rest}
+            return {"type": "json_schema", "json_schema": named | {"schema": schema}}
+        case {"type": "json_schema", **rest}:
+            raise wrong("text.format.schema", "a JSON schema, an object", rest.get("schema"))
         case _:
             return given
 

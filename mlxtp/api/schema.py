@@ -60,6 +60,8 @@ def checked(schema: type[S], value: object, where: str) -> S:
     try:
         return schema.model_validate(value)
     except ValidationError as error:
+        if not error.errors(include_url=False, include_input=False)[0]["loc"]:
+            raise wrong(where, "an object", value) from None
         raise refusal(error, where) from None
 
 
@@ -96,17 +98,6 @@ def shown(value: object) -> str:
 def not_supported(detail: str, param: str) -> RequestError:
     """What is understood, and cannot be done."""
     return RequestError(detail, Code.NOT_SUPPORTED, param=param)
-
-
-def checked(schema: type[S], value: object, where: str) -> S:
-    """A part of a body that stands at `where`. Raises RequestError as `parsed` does."""
-    try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        first = refusal(error)
-        if first.param is None:
-            raise wrong(where, "an object", value) from None
-        raise RequestError(f"{where}.{first.detail}", param=f"{where}.{first.param}") from None
 
 
 def wrong(where: str, expected: str, value: object) -> RequestError:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.types import ASGIApp
+
+from ..api.access import Access, metrics_route
+from ..api.admin import Administration
 from ..api.app import create_app
 from ..api.server import bind, serve
+from ..api.tally import Tally
 from ..cluster import hardware
 from ..cluster.identity import Store
 from ..config import Settings
@@ -32,7 +38,9 @@ from .door import Door, bind_control, check_interface
 from .drain import Drain
 from .entering import enter
 from .epoch import State
+from .metrics import Metrics
 from .models import find_model, is_hub_id, lasting_name, open_model
+from .rank_lines import log_lines
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
 from .spare import Spares
@@ -88,7 +96,9 @@ async def running_agent(
     Raises ConfigError and ModelError before anything is started.
     """
     with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
-        async with Spares(worker, settings.home / "run", settings.ranks if settings.spare else 0) as spares:
+        wanted = settings.ranks if settings.spare else 0
+        heard = log_lines if settings.log_format == "json" else None
+        async with Spares(worker, settings.home / "run", wanted, heard) as spares:
             if settings.cluster:
                 async with _among_others(settings, sock, on_stage, spares) as agent:
                     yield agent
@@ -96,6 +106,15 @@ async def running_agent(
             model = await open_model(settings.model, settings.draft_model)
             async with _running(settings, sock, model, on_stage, spares) as agent:
                 yield agent
+
+
+def endpoint(supervisor: Supervisor, admin: Administration | None = None) -> ASGIApp:
+    """The HTTP side of one agent, with what is counted and logged of it."""
+    tally = Tally(time.perf_counter)
+    supervisor.gateway.meter = tally
+    app = create_app(supervisor.gateway, admin=admin)
+    app.router.routes.insert(0, metrics_route(Metrics(supervisor, tally).collect))
+    return Access(app, tally, lambda: supervisor.epoch)
 
 
 @asynccontextmanager
@@ -109,7 +128,7 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+    app, stall_s = endpoint(supervisor, admin), settings.limits.client_stall_s
     serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
@@ -163,7 +182,7 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+        app, stall_s = endpoint(supervisor, admin), settings.limits.client_stall_s
         serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
 
         def woke(slept_s: float) -> None:

@@ -121,6 +121,8 @@ class RankProcess:
             args += ["--identity", str(identity)]
         started = await self._spares.start(args, listener)
         self._process = started.process
+        if started.lines is not None:
+            started.lines.about = {"epoch": self._epoch, "rank": self.rank}
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
         protocol = LinkProtocol(kind, Side.UPPER, self._epoch)
         self._connection = await Connection.from_socket(started.pipe, protocol)
@@ -266,7 +268,8 @@ class RankProcess:
     def _check_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in a task of ours must not leave a rank that nobody watches."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error)
+            about = {"epoch": self._epoch, "rank": self.rank}
+            log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
             bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
             self._watcher.report(Report(self.rank, bug))
 

@@ -46,7 +46,7 @@ from ..wire.messages import (
 )
 from ..wire.protocol import LinkKind, Side, State
 from ..wire.protocol import Protocol as LinkProtocol
-from ..wire.recording import decode
+from ..wire.recording import Recording, decode
 from .epoch import Report, exit_report
 from .failures import RankEnd, read_recording, recorder_memory
 from .spare import Spares
@@ -210,6 +210,10 @@ class RankProcess:
         with contextlib.suppress(OSError):
             self._recording.unlink()
 
+    def recording(self) -> Recording | None:
+        """Its last steps so far, also while it goes on; None where it has no flight recorder."""
+        return decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
+
     # --- what it says --------------------------------------------------------------------------------
 
     async def _read(self, connection: Connection) -> None:
@@ -253,7 +257,7 @@ class RankProcess:
 
     def _last_words(self) -> str:
         """What stands in its memory: the agent may see its end before it has read its last frame."""
-        recording = decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
+        recording = self.recording()
         return recording.detail if recording is not None else ""
 
     def _report(self, report: Report) -> None:

@@ -50,20 +50,25 @@ class Access:
 
     def _close(self, scope: Scope, account: Account, exchange: _Exchange, took_s: float) -> None:
         status = exchange.status or _NO_READER
-        if status >= 400 and status != _NO_READER:
-            account.code = account.code or f"http_{status}"
+        probe = scope["path"] in _PROBES
         account.settle(delivered=exchange.complete and status < 400 and not account.code)
         route = scope.get("route")
         path = route.path if isinstance(route, Route) else OTHER
-        self._tally.over(scope["method"], path, status, account.code)
+        is_error = status >= 400 and status != _NO_READER and not probe
+        code = account.code or (f"http_{status}" if is_error else "")
+        self._tally.over(scope["method"], path, status, code)
         fields = described(account) | {
             "method": scope["method"],
             "path": quote(scope["path"][:_SHOWN_PATH], safe="/:@!$&'()*+,;=~", errors="replace"),
             "status": status,
             "duration_s": round(took_s, 4),
         }
-        level = logging.DEBUG if scope["path"] in _PROBES and status < 400 else logging.INFO
-        log.log(level, "%s", sentence(fields), extra={"epoch": self._epoch(), "fields": fields})
+        log.log(
+            logging.DEBUG if probe else logging.INFO,
+            "%s",
+            sentence(fields),
+            extra={"epoch": self._epoch(), "fields": fields},
+        )
 
 
 class _Exchange:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import answers
+from .account import note
 from .admin import Administration
 from .admin import routes as admin_routes
 from .backend import Backend
@@ -97,6 +98,7 @@ class _Refusals:
         message = f"{request.method} {request.url.path}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
+        note(code)
         body = self._dialect(request).error(
             RequestError(message, code, status=error.status_code), error.status_code
         )

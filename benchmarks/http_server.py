@@ -13,11 +13,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text import Text
 from mlxtp.config import Settings, embedded_model_path
-from mlxtp.node.agent import endpoint
+from mlxtp.node.metrics import observed
 from mlxtp.node.rank_process import RequestEvent
 from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.base import Message
@@ -81,10 +82,9 @@ async def main() -> None:
     pace = Pace(rate, tuple(says), gateway.on_event)
     model = ModelInfo("paced", ("default",), folder, CONTEXT, int(time.time()), text.eos, 1 << 20)
     gateway.serve(pace, model, text)
+    app = observed(create_app(gateway), supervisor)
     sock, stop = bind("127.0.0.1", 0), asyncio.Event()
-    tasks = [
-        asyncio.create_task(work) for work in (pace.run(), serve(endpoint(supervisor), sock, stop, grace_s=1))
-    ]
+    tasks = [asyncio.create_task(work) for work in (pace.run(), serve(app, sock, stop, grace_s=1))]
     print(f"http://127.0.0.1:{sock.getsockname()[1]}", flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(

@@ -96,3 +96,9 @@ def note(code: str) -> None:
     """The request that is being answered here ends with this error."""
     if (account := _current.get()) is not None:
         account.code = code
+
+
+def note_key(name: str) -> None:
+    """It showed the key with this name."""
+    if (account := _current.get()) is not None:
+        account.key = name

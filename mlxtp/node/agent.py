@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -19,13 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.types import ASGIApp
-
-from ..api.access import Access, metrics_route
-from ..api.admin import Administration
 from ..api.app import create_app
 from ..api.server import bind, serve
-from ..api.tally import Tally
 from ..cluster import hardware
 from ..cluster.identity import Store
 from ..config import Settings
@@ -38,7 +32,7 @@ from .door import Door, bind_control, check_interface
 from .drain import Drain
 from .entering import enter
 from .epoch import State
-from .metrics import Metrics
+from .metrics import observed
 from .models import find_model, is_hub_id, lasting_name, open_model
 from .rank_lines import log_lines
 from .rank_process import WORKER
@@ -108,15 +102,6 @@ async def running_agent(
                 yield agent
 
 
-def endpoint(supervisor: Supervisor, admin: Administration | None = None) -> ASGIApp:
-    """The HTTP side of one agent, with what is counted and logged of it."""
-    tally = Tally(time.perf_counter)
-    supervisor.gateway.meter = tally
-    app = create_app(supervisor.gateway, admin=admin)
-    app.router.routes.insert(0, metrics_route(Metrics(supervisor, tally).collect))
-    return Access(app, tally, lambda: supervisor.epoch)
-
-
 @asynccontextmanager
 async def _running(
     settings: Settings,
@@ -128,7 +113,8 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    app, stall_s = endpoint(supervisor, admin), settings.limits.client_stall_s
+    app = observed(create_app(supervisor.gateway, admin=admin), supervisor)
+    stall_s = settings.limits.client_stall_s
     serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
@@ -182,7 +168,8 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        app, stall_s = endpoint(supervisor, admin), settings.limits.client_stall_s
+        app = observed(create_app(supervisor.gateway, admin=admin), supervisor)
+        stall_s = settings.limits.client_stall_s
         serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
 
         def woke(slept_s: float) -> None:

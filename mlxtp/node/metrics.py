@@ -9,6 +9,7 @@ HELP says what it is here. `docs/metrics.md` lists all of them.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
@@ -16,7 +17,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
+from ..api.accounting import Accounting, metrics_route
 from ..api.tally import Histogram, ModelTally, Tally
 from ..wire.messages import Pong
 from .build import versions_here
@@ -25,6 +29,14 @@ from .supervisor import Supervisor
 
 Labels = Sequence[str]
 Samples = Iterable[tuple[Labels, float]]
+
+
+def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
+    """`app`, with `GET /metrics` and everything counted that goes through it and the supervisor's gateway."""
+    tally = Tally(time.perf_counter)
+    supervisor.gateway.meter = tally
+    app.router.routes.insert(0, metrics_route(Metrics(supervisor, tally).collect))
+    return Accounting(app, tally, lambda: supervisor.epoch)
 
 
 class Metrics:

@@ -20,15 +20,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 
-from mlxtp.api.account import Account, answering, current, note
+from mlxtp.api.account import Account, answering, current, note, note_key
+from mlxtp.api.app import create_app
 from mlxtp.api.backend import End, ModelInfo, Request
 from mlxtp.api.server import bind, serve
 from mlxtp.api.tally import MAX_MODELS, OTHER, Histogram, Tally
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
-from mlxtp.node.agent import endpoint
 from mlxtp.node.epoch import State
-from mlxtp.node.metrics import Metrics, OwnProcess
+from mlxtp.node.metrics import Metrics, OwnProcess, observed
 from mlxtp.node.recoveries import Recoveries
 from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
@@ -153,7 +153,7 @@ def stage(loaded: dict[str, Loaded], tmp_path: Path) -> Iterator[Stage]:
     model = ModelInfo(MODEL, ("tiny", "default"), tmp_path, 200, 1234, (1,), VOCABULARY)
     supervisor.gateway.serve(desk, model, text)
     supervisor.state = State.READY
-    app, sock = endpoint(supervisor), bind("127.0.0.1", 0)
+    app, sock = observed(create_app(supervisor.gateway), supervisor), bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -417,10 +417,12 @@ def test_metrics_are_for_those_who_may_ask_this_host(stage: Stage) -> None:
 def test_an_error_that_was_noted_has_its_code() -> None:
     account = Account("id", 0.0)
     note("nobody hears this")
+    note_key("nobody")
     with answering(account):
         assert current() is account
         note("overloaded")
-    assert account.code == "overloaded"
+        note_key("laptop")
+    assert (account.code, account.key) == ("overloaded", "laptop")
     assert current() is None
 
 
@@ -431,7 +433,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """The fields of each finished request but those for metrics, once all of them are there."""
     ends_at = time.monotonic() + WAIT_S
     while time.monotonic() < ends_at:
-        found = [record for record in caplog.records if record.name == "mlxtp.api.access"]
+        found = [record for record in caplog.records if record.name == "mlxtp.api.accounting"]
         if found := [record for record in found if record.levelno == logging.INFO]:
             return [cast(Any, record).fields | {"epoch": cast(Any, record).epoch} for record in found]
         time.sleep(0.01)

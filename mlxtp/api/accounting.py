@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .account import Account, answering
@@ -26,7 +26,7 @@ _PROBES = frozenset(("/health", "/metrics"))
 """Asked every few seconds by programs: their lines are for those who look for them."""
 
 
-class Access:
+class Accounting:
     """ASGI middleware, outside of all others. `epoch` is what the log shall say about when it was."""
 
     def __init__(self, app: ASGIApp, tally: Tally, epoch: Callable[[], int] = lambda: 0) -> None:
@@ -53,7 +53,7 @@ class Access:
         probe = scope["path"] in _PROBES
         account.settle(delivered=exchange.complete and status < 400 and not account.code)
         route = scope.get("route")
-        path = route.path if isinstance(route, Route) else OTHER
+        path = route.path if isinstance(route, Route | Mount) else OTHER
         is_error = status >= 400 and status != _NO_READER and not probe
         code = account.code or (f"http_{status}" if is_error else "")
         self._tally.over(scope["method"], path, status, code)

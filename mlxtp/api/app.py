@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,14 +14,18 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import answers
-from .account import note
 from .admin import Administration
 from .admin import routes as admin_routes
+from .anthropic import ANTHROPIC
 from .backend import Backend
+from .completions import Completions
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
 from .guard import LOOPBACK_HOSTS, HostGuard
+from .ollama import Ollama
 from .openai import OpenAIChat
+from .openapi import document
+from .responses import Responses
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it
@@ -28,7 +33,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (OpenAIChat(),)
+    return (ANTHROPIC, Ollama(), Completions(), Responses(), OpenAIChat())
 
 
 def create_app(
@@ -62,9 +67,14 @@ def create_app(
         headers = {} if now.ready else {"retry-after": str(retry_after_s)}
         return JSONResponse(answers.health_body(now), 200 if now.ready else 503, headers=headers)
 
+    async def openapi(_request: Request) -> Response:
+        described = (operation for dialect in dialects for operation in dialect.operations)
+        return JSONResponse(document(described, version("mlxtp")))
+
     app = Starlette(
         routes=[
             Route("/health", health, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"]),
             *(route for dialect in dialects for route in dialect.routes(generation)),
             *(admin_routes(admin) if admin is not None else ()),
         ],
@@ -98,11 +108,8 @@ class _Refusals:
         message = f"{request.method} {request.url.path}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
-        note(code)
-        body = self._dialect(request).error(
-            RequestError(message, code, status=error.status_code), error.status_code
-        )
-        return JSONResponse(body, error.status_code, headers=error.headers)
+        refusal = RequestError(message, code, status=error.status_code)
+        return self._generation.refusal(self._dialect(request), refusal, error.headers)
 
     async def nobody(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,12 +17,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import MlxtpError, RequestError
-from . import answers
+from . import answers, anthropic
 from .adapter import SSE, About, Writer
 from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
 from .errors import error_body
 from .events import Whole
 from .generation import MAX_CHOICES, Generation
+from .openai_shapes import ChatCompletion, Health, Model, ModelList, OpenAIError
+from .openapi import Operation
 from .schema import Schema, in_range, not_supported, parsed, shown
 
 Json = dict[str, Any]
@@ -129,16 +132,24 @@ class OpenAIChat:
     prefixes: tuple[str, ...] = ("/v1/", "/")
     names: Mapping[str, str] = {}
     media_type = SSE
+    operations = (
+        Operation("GET", "/health", "The state of the cluster", None, Health, Health),
+        Operation("GET", "/v1/models", "What can be served now", None, ModelList, OpenAIError),
+        Operation("GET", "/v1/models/{id}", "One model", None, Model, OpenAIError),
+        Operation(
+            "POST", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, OpenAIError, SSE
+        ),
+    )
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def chat(request: Request) -> Response:
             return await generation.answer(self, request, parse_chat)
 
-        async def models(_request: Request) -> Response:
-            return JSONResponse(answers.models_body(generation.models()))
+        async def models(request: Request) -> Response:
+            return JSONResponse(_shapes(request).models_body(generation.models()))
 
         async def model(request: Request) -> Response:
-            return JSONResponse(answers.model_body(generation.find_model(request.path_params["id"])))
+            return JSONResponse(_shapes(request).model_body(generation.find_model(request.path_params["id"])))
 
         return [
             Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),
@@ -155,6 +166,11 @@ class OpenAIChat:
 
     def error(self, error: MlxtpError, status: int) -> Json:
         return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
+
+
+def _shapes(request: Request) -> ModuleType:
+    """Clients of two dialects list models at the same path; Anthropic's say who they are."""
+    return anthropic if "anthropic-version" in request.headers else answers
 
 
 # --- requests ---------------------------------------------------------------------------------------------

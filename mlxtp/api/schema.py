@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..errors import Code, RequestError
 
@@ -24,15 +25,26 @@ class Schema(BaseModel):
 S = TypeVar("S", bound=Schema)
 
 
-def in_range(low: float, high: float) -> AfterValidator:
-    """A number from `low` to `high`; NaN is none."""
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
 
-    def check(value: float) -> float:
-        if not low <= value <= high:
-            raise PydanticCustomError("range", f"should be from {low} to {high}")
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        return handler(core) | {"minimum": self.low, "maximum": self.high}
+
+    def _check(self, value: float) -> float:
+        if not self.low <= value <= self.high:
+            raise PydanticCustomError("range", f"should be from {self.low} to {self.high}")
         return value
 
-    return AfterValidator(check)
+
+def in_range(low: float, high: float) -> _Range:
+    """For `Annotated`: a number from `low` to `high`; NaN is none."""
+    return _Range(low, high)
 
 
 def parsed(schema: type[S], body: bytes) -> S:
@@ -43,12 +55,22 @@ def parsed(schema: type[S], body: bytes) -> S:
         raise refusal(error) from None
 
 
-def refusal(error: ValidationError) -> RequestError:
+def checked(schema: type[S], value: object, where: str) -> S:
+    """A part of a body that is checked later; `where` it stands. Raises RequestError as `parsed` does."""
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        if not error.errors(include_url=False, include_input=False)[0]["loc"]:
+            raise wrong(where, "an object", value) from None
+        raise refusal(error, where) from None
+
+
+def refusal(error: ValidationError, where: str = "") -> RequestError:
     """The first thing that is wrong, in the words of whoever wrote the body."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    param = field_path(first["loc"])
+    param = field_path((where, *first["loc"]) if where else first["loc"])
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     if not param:
@@ -76,3 +98,8 @@ def shown(value: object) -> str:
 def not_supported(detail: str, param: str) -> RequestError:
     """What is understood, and cannot be done."""
     return RequestError(detail, Code.NOT_SUPPORTED, param=param)
+
+
+def wrong(where: str, expected: str, value: object) -> RequestError:
+    """A value that is not what it has to be."""
+    return RequestError(f"{where}: expected {expected}, got {shown(value)}", param=where)

@@ -191,9 +191,10 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
     ),
     "terminal": frozenset({"errors"}),
+    "logs": frozenset({"api"}),
     "options": frozenset({"config"}),
     "cli": frozenset(
-        {"commands", "demo", "options", "terminal", "plan", "node", "cluster", "config", "errors", ""}
+        {"commands", "demo", "logs", "options", "terminal", "plan", "node", "cluster", "config", "errors", ""}
     ),
     "__main__": frozenset({"cli"}),
     "": frozenset(),
@@ -302,8 +303,10 @@ PURE = (
     "mlxtp.engine.kv",
     "mlxtp.engine.speculation",
     "mlxtp.engine.prefix_cache",
+    "mlxtp.api.account",
     "mlxtp.api.settings",
     "mlxtp.api.stops",
+    "mlxtp.api.tally",
     "mlxtp.wire.base",
     "mlxtp.wire.fabric",
     "mlxtp.wire.machine",
@@ -328,6 +331,7 @@ PURE = (
     "mlxtp.cluster.topology",
     "mlxtp.cluster.weights",
     "mlxtp.node.epoch",
+    "mlxtp.node.recoveries",
     "mlxtp.cluster.standing",
     "mlxtp.cluster.membership",
     "mlxtp.cluster.beliefs",

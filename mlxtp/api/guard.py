@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .account import note
 from .errors import error_body
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -57,4 +58,5 @@ def host_name(url: str) -> str | None:
 
 
 def _refuse(status: int, code: str, message: str) -> JSONResponse:
+    note(code)
     return JSONResponse(error_body(message, code, status), status)

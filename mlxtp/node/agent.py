@@ -32,7 +32,9 @@ from .door import Door, bind_control, check_interface
 from .drain import Drain
 from .entering import enter
 from .epoch import State
+from .metrics import observed
 from .models import find_model, is_hub_id, lasting_name, open_model
+from .rank_lines import log_lines
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
 from .spare import Spares
@@ -88,7 +90,9 @@ async def running_agent(
     Raises ConfigError and ModelError before anything is started.
     """
     with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
-        async with Spares(worker, settings.home / "run", settings.ranks if settings.spare else 0) as spares:
+        wanted = settings.ranks if settings.spare else 0
+        heard = log_lines if settings.log_format == "json" else None
+        async with Spares(worker, settings.home / "run", wanted, heard) as spares:
             if settings.cluster:
                 async with _among_others(settings, sock, on_stage, spares) as agent:
                     yield agent
@@ -109,7 +113,8 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+    app = observed(create_app(supervisor.gateway, admin=admin), supervisor)
+    stall_s = settings.limits.client_stall_s
     serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
@@ -163,7 +168,8 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+        app = observed(create_app(supervisor.gateway, admin=admin), supervisor)
+        stall_s = settings.limits.client_stall_s
         serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
 
         def woke(slept_s: float) -> None:

@@ -67,6 +67,11 @@ class Code(StrEnum):
     SHUTTING_DOWN = "shutting_down"
     REPLANNED = "group_replanned"
     INTERNAL = "internal"
+    # who may use the HTTP endpoint; no rank ends by them, so they stand behind all that have exit statuses
+    HOST_NOT_ALLOWED = "host_not_allowed"
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
+    KEY_INVALID = "invalid_api_key"
+    RATE_LIMITED = "rate_limit_exceeded"
 
 
 _EXIT_STATUS_BASE = 64

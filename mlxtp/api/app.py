@@ -7,14 +7,13 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -26,7 +25,7 @@ from .admin import routes as admin_routes
 from .backend import DRAINING, Backend, End, ModelInfo
 from .backend import Request as Wanted
 from .choices import Answers, Piece, collect
-from .guard import LOOPBACK_HOSTS, HostGuard
+from .guard import Access, Shapes, guards, openai_shape
 from .stops import TextStream
 from .streaming import ClientGone, EventStream, unless_gone
 from .text import Name, Text
@@ -45,7 +44,8 @@ def create_app(
     backend: Backend,
     *,
     admin: Administration | None = None,
-    allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
+    access: Access | None = None,
+    shapes: Shapes = openai_shape,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = 3.0,
     retry_after_s: int = 5,
@@ -53,9 +53,9 @@ def create_app(
 ) -> Starlette:
     """The HTTP side of one agent.
 
-    `admin` answers the commands of this Mac. `allowed_hosts`: names in Host and Origin that are answered, `*`
-    for any. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: what a client is told while the
-    model is not ready. `body_s`: the time to send a body.
+    `admin` answers the commands of this Mac. `access`: who may use the rest; without it, whoever is on this
+    Mac. `shapes`: how a refusal looks on a path. `keep_alive_s`: the longest silence in a stream.
+    `retry_after_s`: what a client is told while the model is not ready. `body_s`: the time to send a body.
     """
     endpoints = _Endpoints(backend, max_body_bytes, keep_alive_s, retry_after_s, body_s)
     app = Starlette(
@@ -67,7 +67,7 @@ def create_app(
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             *(admin_routes(admin) if admin is not None else ()),
         ],
-        middleware=[Middleware(HostGuard, hosts=allowed_hosts)],
+        middleware=guards(access or Access(), shapes),
         exception_handlers={
             MlxtpError: endpoints.refuse,
             HTTPException: endpoints.refuse_http,

@@ -23,7 +23,10 @@ from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
 from .options import (
     Agreement,
+    AllowedHost,
+    AllowedOrigin,
     Alone,
+    ApiKeys,
     Backend,
     Bonjour,
     Compiled,
@@ -33,6 +36,9 @@ from .options import (
     FastFences,
     Home,
     Http,
+    HttpCert,
+    HttpKey,
+    HttpTls,
     Interface,
     Join,
     KeepAwake,
@@ -93,6 +99,12 @@ def node(
     prefix_cache: PrefixCache = None,
     compiled: Compiled = None,
     spare: Spare = None,
+    api_keys: ApiKeys = None,
+    allowed_host: AllowedHost = None,
+    allowed_origin: AllowedOrigin = None,
+    http_cert: HttpCert = None,
+    http_key: HttpKey = None,
+    http_tls: HttpTls = None,
 ) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
 
@@ -100,7 +112,8 @@ def node(
     """
     flags = dict(locals())
     del flags["join"]
-    flags["peers"] = flags.pop("peer") or None
+    for flag in ("peer", "allowed_host", "allowed_origin"):
+        flags[f"{flag}s"] = flags.pop(flag) or None
     settings = _settings(flags)
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1

@@ -48,8 +48,8 @@ class Connection(H11Protocol):
         if len(self.connections) > MAX_CONNECTIONS:
             self.app = _refuse
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
-        # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP above
-        # it: with 0, TLS would pause before the first answer, for ever.
+        # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
+        # above it: with 0, TLS would pause before the first answer, for ever.
         transport.set_write_buffer_limits(high=1 if transport.get_extra_info("ssl_object") else 0)
         self._watch_request()
 

@@ -217,6 +217,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_host_name(text: str) -> bool:
+    """Whether it can be the name of a machine, in lower case."""
+    return bool(_HOST_NAME.fullmatch(text))
+
+
+_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+
+
 def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
     """A certificate is of no use without its key. Raises ConfigError naming where the one stands."""
     for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
@@ -294,7 +302,7 @@ def _parse_address(value: object, where: str) -> tuple[str, int]:
         port = int(port_text)
     except ValueError:
         port = -1
-    if not (_is_address(host) or _HOST_NAME.fullmatch(host.lower())) or not 0 <= port <= 65535:
+    if not (_is_address(host) or is_host_name(host.lower())) or not 0 <= port <= 65535:
         raise ConfigError(f"{where}: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}")
     return host, port
 
@@ -313,7 +321,6 @@ def _parse_api_keys(value: object, where: str) -> str:
     return str(value)
 
 
-_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s]+)/?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
@@ -323,7 +330,7 @@ def _parse_hosts(value: object, where: str) -> tuple[str, ...]:
     found = []
     for item in _parse_list(value):
         host = item.lower().removeprefix("[").removesuffix("]")
-        if host != "*" and not _HOST_NAME.fullmatch(host) and not _is_address(host):
+        if host != "*" and not is_host_name(host) and not _is_address(host):
             raise ConfigError(
                 f"{where}: {item!r} is no name or address of this Mac, such as studio.local; leave http:// "
                 f"and the port away, or write * for any"

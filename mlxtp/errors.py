@@ -67,7 +67,9 @@ class Code(StrEnum):
     SHUTTING_DOWN = "shutting_down"
     REPLANNED = "group_replanned"
     INTERNAL = "internal"
-    # who may use the HTTP endpoint; no rank ends by them, so they stand behind all that have exit statuses
+    # HTTP alone
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
     HOST_NOT_ALLOWED = "host_not_allowed"
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     KEY_INVALID = "invalid_api_key"

@@ -24,7 +24,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import Code, MlxtpError, RequestError
-from .answers import error_body
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
@@ -77,12 +76,7 @@ class Access:
     keys: Keys | None = None
 
 
-def openai_shape(_path: str) -> Shape:
-    """Errors as OpenAI has them, whatever the path."""
-    return lambda error, status: error_body(error.detail, error.code.value, status)
-
-
-def guards(access: Access, shapes: Shapes = openai_shape) -> list[Middleware]:
+def guards(access: Access, shapes: Shapes) -> list[Middleware]:
     """The middleware of an app, in its order: the first is asked first. Refusals have `shapes`."""
     found = [Middleware(HostGuard, access=access, shapes=shapes)]
     if access.origins:
@@ -105,7 +99,7 @@ def guards(access: Access, shapes: Shapes = openai_shape) -> list[Middleware]:
 class HostGuard:
     """Lets through what is meant for this Mac, and comes from no page or from one that may ask."""
 
-    def __init__(self, app: ASGIApp, access: Access, shapes: Shapes = openai_shape) -> None:
+    def __init__(self, app: ASGIApp, access: Access, shapes: Shapes) -> None:
         self._app = app
         self._access = access
         self._shapes = shapes
@@ -121,7 +115,7 @@ class HostGuard:
 class KeyGuard:
     """Lets through what shows a good API key, and what needs none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, shapes: Shapes = openai_shape) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, shapes: Shapes) -> None:
         self._app = app
         self._keys = keys
         self._shapes = shapes

@@ -159,7 +159,7 @@ def _key(fields: Any) -> ApiKey:
     name, created, per_minute = fields["name"], fields["created"], fields["per_minute"]
     if type(name) is not str or type(created) is not int or type(per_minute) is not int:
         raise TypeError("a field of a key is of the wrong type")
-    if not _NAME.fullmatch(name) or not 0 <= per_minute <= MAX_PER_MINUTE:
+    if not _NAME.fullmatch(name) or not 0 <= per_minute <= MAX_PER_MINUTE or not 0 <= created < 1 << 32:
         raise ValueError("a field of a key is not what mlxtp writes")
     digest = bytes.fromhex(fields["sha256"])
     if len(digest) != hashlib.sha256().digest_size:

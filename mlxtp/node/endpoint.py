@@ -37,6 +37,11 @@ class Endpoint:
     keys: KeyRing | None = None
     tls: Tls | None = None
 
+    @property
+    def certificate(self) -> str:
+        """What clients are shown by HTTPS, as PEM; empty for HTTP."""
+        return self.tls.certificate if self.tls is not None else ""
+
     def access(self, own_key: str) -> Access:
         """Who may use it. This Mac's own commands have `own_key`."""
         if self.keys is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_ROUNDING = 1e-9
+_ROUNDING = 1e-6
 """Tokens by which a sum of floats may be short."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cluster.private_files import read_private, write_private
+from ..cluster.private_files import FILE_MODE, read_private, write_private
 from ..errors import ConfigError, UserError
 
 FILE = "keys.json"
@@ -112,7 +113,7 @@ class KeyFile:
         """The keys; what becomes of the list is written. One process at a time."""
         try:
             self._home.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = (self._home / LOCK).open("w")
+            lock = os.fdopen(os.open(self._home / LOCK, os.O_WRONLY | os.O_CREAT, FILE_MODE), "w")
         except OSError as error:
             raise ConfigError(f"--home {self._home}: {error.strerror or error}") from None
         with lock:

@@ -63,6 +63,17 @@ def test_the_demo_answers_once_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_the_demo_asks_also_where_a_key_is_needed_and_https_spoken(tmp_path: Path) -> None:
+    done = mlxtp(
+        *("demo", "--once", "--json", "--ranks", "1", "--home", str(tmp_path), *ANY_PORT),
+        MLXTP_API_KEYS="always",
+        MLXTP_HTTP_TLS="yes",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"] == ORACLE
+    assert (tmp_path / "https-cert.pem").exists()
+
+
 def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
     done = mlxtp(
         "demo",

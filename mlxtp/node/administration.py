@@ -290,7 +290,17 @@ class Member(Alone):
 
 @contextmanager
 def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator[None]:
-    """Meanwhile commands of this user find the agent, and know the `certificate` (PEM) that it shows.
+    """Meanwhile commands of this user find the agent. Raises ConfigError as `announce` does."""
+    announce(home, url, key, certificate)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (home / FILE).unlink()
+
+
+def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
+    """Leave word where the agent answers, with which key, and which `certificate` (PEM) it shows by HTTPS.
 
     That is empty for HTTP. Raises ConfigError when the home takes no files.
     """
@@ -305,8 +315,3 @@ def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"--home {home}: {path.name} cannot be written: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()

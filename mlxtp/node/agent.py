@@ -27,7 +27,7 @@ from ..cluster.identity import Store
 from ..config import Settings
 from ..errors import Code, ConfigError, GroupError, MlxtpError
 from ..wire.machine import Machine
-from .administration import Alone, Member, announced
+from .administration import Alone, Member, announce, announced
 from .cluster import Cluster
 from .dialer import Dialer
 from .door import Door, bind_control, check_interface
@@ -118,7 +118,7 @@ async def _running(
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
     admin.api_keys = endpoint.keys
     app = create_app(supervisor.gateway, admin=admin, access=endpoint.access(admin.key))
-    serving = asyncio.create_task(_serve(app, endpoint, stop, settings))
+    serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
         watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
@@ -182,7 +182,7 @@ async def _among_others(
         admin = Member(cluster, store)
         admin.api_keys = endpoint.keys
         app = create_app(supervisor.gateway, admin=admin, access=endpoint.access(admin.key))
-        serving = asyncio.create_task(_serve(app, endpoint, stop, settings))
+        serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 
         def woke(slept_s: float) -> None:
             cluster.woke(slept_s)
@@ -221,9 +221,16 @@ async def _among_others(
             await serving
 
 
-async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings: Settings) -> None:
+async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings: Settings, key: str) -> None:
+    def tell(certificate: str) -> None:
+        announce(settings.home, endpoint.url, key, certificate)
+
     tls = endpoint.tls.context if endpoint.tls is not None else None
-    await serve(app, endpoint.sock, stop, tls=tls, stall_s=settings.limits.client_stall_s)
+    renewing = asyncio.create_task(endpoint.keep_certificate(tell))
+    try:
+        await serve(app, endpoint.sock, stop, tls=tls, stall_s=settings.limits.client_stall_s)
+    finally:
+        renewing.cancel()
 
 
 def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:

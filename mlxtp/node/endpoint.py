@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from ..api.guard import Access
@@ -15,15 +17,26 @@ from ..api.server import bind
 from ..config import Settings, is_host_name, is_loopback
 from ..errors import ConfigError
 from .api_keys import KeyFile
-from .http_tls import OWN_CERTIFICATE, Tls, here_and_now, own_tls, tls_of_files
+from .http_tls import OWN_CERTIFICATE, Tls, here_and_now, own_tls, renewed, tls_of_files
 from .key_ring import KeyRing
 
 log = logging.getLogger(__name__)
 
 NEVER = "never"
+RENEWAL_S = 3600.0
+"""How often an agent looks whether its own certificate still holds long enough."""
 
 
 @dataclass(frozen=True, slots=True)
+class OwnCertificate:
+    """What the certificate that an agent makes for itself is for, and the home that keeps it."""
+
+    home: Path
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+
+@dataclass(slots=True)
 class Endpoint:
     """Listens already; nobody answers yet. `keys` is None where none are ever asked for."""
 
@@ -36,6 +49,8 @@ class Endpoint:
     origins: tuple[str, ...] = ()
     keys: KeyRing | None = None
     tls: Tls | None = None
+    own: OwnCertificate | None = None
+    """What its certificate is for, if it makes that itself."""
 
     @property
     def certificate(self) -> str:
@@ -48,6 +63,30 @@ class Endpoint:
             self.keys.own_key = own_key
         return Access(self.hosts, self.origins, self.keys)
 
+    def renew(self, now: datetime) -> bool:
+        """Whether there is another certificate now, as the one of its own came to its end.
+
+        Raises ConfigError when it cannot be made.
+        """
+        if self.tls is None or self.own is None:
+            return False
+        before, own = self.tls, self.own
+        self.tls = renewed(before, own.home, own.names, own.addresses, now)
+        if self.tls is before:
+            return False
+        log.info("HTTPS goes on with a certificate whose SHA-256 is %s", self.tls.fingerprint)
+        return True
+
+    async def keep_certificate(self, tell: Callable[[str], None]) -> None:
+        """For as long as it serves: `tell` gets each certificate (PEM) that takes the place of another."""
+        while self.own is not None:
+            await asyncio.sleep(RENEWAL_S)
+            try:
+                if self.renew(here_and_now()):
+                    tell(self.certificate)
+            except ConfigError as error:
+                log.error("the certificate for HTTPS is not renewed: %s", error.detail)
+
 
 @contextlib.contextmanager
 def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
@@ -59,7 +98,8 @@ def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
         host, port = sock.getsockname()[:2]
         beyond = not is_loopback(host)
         addresses = addresses_here() if beyond else ()
-        tls = _tls(settings, host, addresses)
+        own = None if settings.http_cert or not settings.http_tls else _own(settings, host, addresses)
+        tls = _tls(settings, own)
         scheme = "http" if tls is None else "https"
         url = _url(scheme, _local(host), port)
         told = _url(scheme, addresses[0], port) if addresses and _local(host) != host else url
@@ -68,8 +108,8 @@ def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
             keys = KeyRing(KeyFile(settings.home), settings.api_keys, beyond=beyond)
         names = names_here(socket.gethostname()) if beyond else ()
         hosts = (*names, *settings.allowed_hosts)
-        endpoint = Endpoint(sock, url, told, hosts, settings.allowed_origins, keys, tls)
-        _announce(endpoint, settings.home, beyond=beyond, own=not settings.http_cert)
+        endpoint = Endpoint(sock, url, told, hosts, settings.allowed_origins, keys, tls, own)
+        _announce(endpoint, settings.home, beyond=beyond)
         yield endpoint
 
 
@@ -93,11 +133,13 @@ def addresses_here() -> tuple[str, ...]:
     return tuple(str(each) for each in found if not each.is_loopback and not each.is_link_local)
 
 
-def _tls(settings: Settings, host: str, addresses: tuple[str, ...]) -> Tls | None:
+def _tls(settings: Settings, own: OwnCertificate | None) -> Tls | None:
     if settings.http_cert:
         return tls_of_files(settings.http_cert, settings.http_key, here_and_now())
-    if not settings.http_tls:
-        return None
+    return None if own is None else own_tls(own.home, own.names, own.addresses, here_and_now())
+
+
+def _own(settings: Settings, host: str, addresses: tuple[str, ...]) -> OwnCertificate:
     names, numbers = ["localhost"], ["127.0.0.1", "::1", *addresses]
     if not is_loopback(host):
         names = [*names_here(socket.gethostname()), *names]
@@ -108,15 +150,15 @@ def _tls(settings: Settings, host: str, addresses: tuple[str, ...]) -> Tls | Non
             numbers.append(str(ipaddress.ip_address(each)))
         except ValueError:
             names += [each] if each != "*" else []
-    return own_tls(settings.home, [*dict.fromkeys(names)], [*dict.fromkeys(numbers)], here_and_now())
+    return OwnCertificate(settings.home, tuple(dict.fromkeys(names)), tuple(dict.fromkeys(numbers)))
 
 
-def _announce(endpoint: Endpoint, home: Path, *, beyond: bool, own: bool) -> None:
+def _announce(endpoint: Endpoint, home: Path, *, beyond: bool) -> None:
     if endpoint.tls is not None:
         log.info(
             "HTTPS at %s, with a certificate whose SHA-256 is %s", endpoint.told, endpoint.tls.fingerprint
         )
-        if own:
+        if endpoint.own is not None:
             log.info("clients have to trust %s", home / OWN_CERTIFICATE)
     if not beyond:
         return

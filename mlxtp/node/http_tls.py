@@ -97,16 +97,41 @@ def own_tls(home: Path, names: Sequence[str], addresses: Sequence[str], now: dat
 
     Raises ConfigError when the home takes no files, or others could read the key.
     """
-    path = home / OWN
-    pem = read_private(path, if_read=f"remove it together with {OWN_CERTIFICATE}, for another one") or b""
+    pem = _own_pem(home)
     if why := why_new(pem, names, addresses, now):
-        pem = make(names, addresses, now)
-        write_private(path, pem)
-        log.info("a certificate was made for %s: %s", ", ".join([*names, *addresses]), why)
+        pem = _make_own(home, names, addresses, now, why)
     certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
     if read_private(home / OWN_CERTIFICATE) != certificate:
         write_private(home / OWN_CERTIFICATE, certificate)
-    return Tls(_context(str(path), str(path)), certificate.decode())
+    return Tls(_context(str(home / OWN), str(home / OWN)), certificate.decode())
+
+
+def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime) -> Tls:
+    """The same as long as it holds; else with another certificate, which new connections are shown at once.
+
+    Raises ConfigError as `own_tls` does; then `tls` goes on with what it has.
+    """
+    pem = _own_pem(home)
+    if why := why_new(pem, (), (), now):
+        pem = _make_own(home, names, addresses, now, why)
+    certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
+    if certificate.decode() == tls.certificate:
+        return tls
+    write_private(home / OWN_CERTIFICATE, certificate)
+    tls.context.load_cert_chain(home / OWN, password=b"")
+    return Tls(tls.context, certificate.decode())
+
+
+def _own_pem(home: Path) -> bytes:
+    if_read = f"remove it together with {OWN_CERTIFICATE}, for another one"
+    return read_private(home / OWN, if_read) or b""
+
+
+def _make_own(home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime, why: str) -> bytes:
+    pem = make(names, addresses, now)
+    write_private(home / OWN, pem)
+    log.info("a certificate was made for %s: %s", ", ".join([*names, *addresses]), why)
+    return pem
 
 
 def why_new(pem: bytes, names: Sequence[str], addresses: Sequence[str], now: datetime) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from dataclasses import replace
@@ -16,6 +17,9 @@ from mlxtp.errors import ConfigError
 from mlxtp.node import endpoint as module
 from mlxtp.node.api_keys import FILE, KeyFile
 from mlxtp.node.endpoint import Endpoint, names_here, open_endpoint
+from mlxtp.node.http_tls import VALID, here_and_now, make
+
+from ..cluster import WAIT_S
 
 LAN = ("192.168.1.5", "10.0.0.5")
 
@@ -144,6 +148,44 @@ def test_its_own_certificate_is_for_all_it_is_called(
     said = caplog.text
     assert f"HTTPS at {found.told}, with a certificate whose SHA-256 is {found.tls.fingerprint}" in said
     assert f"clients have to trust {tmp_path / 'https-cert.pem'}" in said
+
+
+def test_its_certificate_is_looked_after_while_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An agent may run for longer than its certificate holds."""
+    found = opened(tmp_path, http_tls=True)
+    told: list[str] = []
+    now, first = here_and_now(), found.certificate
+    times = iter([now, now + VALID * 0.95, now + VALID * 0.95, now + 2 * VALID])
+    monkeypatch.setattr(module, "RENEWAL_S", 0.001)
+    monkeypatch.setattr(module, "here_and_now", lambda: next(times, now + 2 * VALID))
+
+    async def story() -> None:
+        keeping = asyncio.create_task(found.keep_certificate(told.append))
+        async with asyncio.timeout(WAIT_S):
+            while len(told) < 2:
+                await asyncio.sleep(0.001)
+            (tmp_path / "https.pem").chmod(0o666)
+            while "is not renewed" not in caplog.text:
+                await asyncio.sleep(0.001)
+        assert not keeping.done()  # what fails once is tried again
+        keeping.cancel()
+
+    asyncio.run(story())
+    assert len({first, *told}) == 3
+    assert found.certificate == told[-1] == (tmp_path / "https-cert.pem").read_text()
+
+
+@pytest.mark.parametrize("settings", [{}, {"http_cert": "both.pem", "http_key": "both.pem"}])
+def test_what_it_did_not_make_it_does_not_renew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "both.pem").write_bytes(make(("localhost",), (), here_and_now() - 2 * VALID))
+    found = opened(tmp_path, **settings)
+    assert not found.renew(here_and_now())
+    asyncio.run(found.keep_certificate(pytest.fail))
 
 
 def test_files_that_were_named_come_before_a_certificate_of_its_own(tmp_path: Path) -> None:

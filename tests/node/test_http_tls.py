@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import socket
 import ssl
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,7 +22,17 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from mlxtp.errors import ConfigError
-from mlxtp.node.http_tls import OWN, OWN_CERTIFICATE, VALID, make, own_tls, tls_of_files, why_new
+from mlxtp.node.http_tls import (
+    OWN,
+    OWN_CERTIFICATE,
+    VALID,
+    Tls,
+    make,
+    own_tls,
+    renewed,
+    tls_of_files,
+    why_new,
+)
 
 from ..cluster import WAIT_S
 
@@ -113,6 +125,33 @@ def test_the_next_one_takes_its_place(tmp_path: Path) -> None:
     assert second.certificate != first.certificate
     assert (tmp_path / OWN_CERTIFICATE).read_text() == second.certificate
     assert not why_new((tmp_path / OWN).read_bytes(), NAMES, ADDRESSES, late)
+
+
+def test_a_running_server_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    """New connections are shown it, in the same context; names that came up meanwhile are no reason."""
+    tls = own_tls(tmp_path, NAMES, ADDRESSES, NOW)
+    assert renewed(tls, tmp_path, (*NAMES, "new.local"), ADDRESSES, NOW + VALID * 0.89) is tls
+    late = NOW + VALID * 0.91
+    following = renewed(tls, tmp_path, (*NAMES, "new.local"), ADDRESSES, late)
+    assert following.context is tls.context
+    assert following.certificate == (tmp_path / OWN_CERTIFICATE).read_text() != tls.certificate
+    assert shown(following) == ssl.PEM_cert_to_DER_cert(following.certificate)
+    assert renewed(following, tmp_path, NAMES, ADDRESSES, late) is following
+    (tmp_path / OWN_CERTIFICATE).unlink()  # cut short half-way: the next look goes on
+    assert renewed(tls, tmp_path, NAMES, ADDRESSES, late) == following
+    assert (tmp_path / OWN_CERTIFICATE).exists()
+
+
+def shown(tls: Tls) -> bytes | None:
+    """The certificate that a client is shown, DER."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_mode = ssl.CERT_NONE
+    one, other = socket.socketpair()
+    with one, other, ThreadPoolExecutor() as pool:
+        serving = pool.submit(tls.context.wrap_socket, one, server_side=True)
+        with trusting.wrap_socket(other) as client, serving.result(WAIT_S):
+            return client.getpeercert(binary_form=True)
 
 
 def test_one_that_others_can_read_is_not_used(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import Code, ModelError
 from .ask import Call, Tool
@@ -29,7 +29,8 @@ _PARSERS = "_mlxtp_tool_parsers"
 _LONGEST_HEAD = 1000  # characters up to the arguments of a call that is passed on while it comes
 
 
-class CallText(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallText:
     """A piece of call number `index`. The first of each has its `id` and `name` and no text."""
 
     index: int
@@ -90,8 +91,7 @@ class CallReader:
                 return
             self.complete += 1
             self._streamed = None
-            self._text = [text.lstrip().removeprefix("}").lstrip(" \n\t;,")]
-            text = self._text[0]
+            self._text = [text]
 
     def close(self, cut: bool) -> tuple[list[CallText], str]:
         """At the end of a call, or of the answer: more pieces of calls, and text that is no call after all.
@@ -146,7 +146,7 @@ class _Streamed:
 
 
 _HEAD = re.compile(
-    r'\s*\[?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\\n]|\\.)+")\s*,'
+    r'[\s\[\]};,]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\\n]|\\.)+")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 
@@ -199,15 +199,28 @@ def _parse_json(text: str, _tools: Sequence[Json]) -> list[object]:
 
 _BETWEEN = " \n\t;,"
 
+
+def _parse_harmony(text: str, _tools: Sequence[Json]) -> Json:
+    """`functions.NAME <|constrain|>json<|message|>{...}`. Raises ValueError for anything else."""
+    found = _HARMONY.match(text)
+    if found is None:
+        raise ValueError("no call")
+    return {"name": found[1], "arguments": json.loads(found[2])}
+
+
+_HARMONY = re.compile(r"\s*(?:functions\.)?([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
+
 JSON_CALLS = ToolFormat("json_tools", "<tool_call>", "</tool_call>", _parse_json, streams=True)
 """As Hermes and Qwen write them, and models that never learnt to are asked to."""
 LLAMA_CALLS = ToolFormat("llama", "<|python_tag|>", "", _parse_json, streams=True, bare=True)
+HARMONY_CALLS = ToolFormat("harmony", "<|channel|>commentary to=", "<|call|>", _parse_harmony)
+"""As gpt-oss writes them."""
 
 
 @cache
 def tool_format(name: str) -> ToolFormat:
     """The format that mlx-lm calls `name`. Raises ModelError for one that it does not know."""
-    for known in (JSON_CALLS, LLAMA_CALLS):
+    for known in (JSON_CALLS, LLAMA_CALLS, HARMONY_CALLS):
         if name == known.name:
             return known
     if not name.isidentifier():

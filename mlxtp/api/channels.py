@@ -52,6 +52,11 @@ class Channels:
         self._reader = plan.calls
         self._pieces: deque[tuple[int, bool]] = deque()
         """Length of the pieces that the finder holds, and whether they are special tokens."""
+        self._finder = StopFinder(())
+        self._space = ""
+        """White space that is shown if something is said after it."""
+        self._bare = False
+        """What comes next is shown without the white space before it."""
         self._begun = False
         self._opened = ""
         """What stood before the call that is read: white space and its marker."""
@@ -111,7 +116,7 @@ class Channels:
             return [call[1]] if call[1] else []
         if kind is Kind.THOUGHT:
             return [think[1]] if think is not None else []
-        markers = [think[0]] if think is not None else []
+        markers = [*self._markup.silent, *([think[0]] if think is not None else [])]
         return [*markers, call[0]] if self._reader is not None and call[0] else markers
 
     def _pass(self, marker: str) -> Iterator[Part]:
@@ -124,6 +129,8 @@ class Channels:
             self._enter(Kind.SAID)
         elif self._markup.think is not None and marker == self._markup.think[0]:
             self._enter(Kind.THOUGHT)
+        elif marker in self._markup.silent:
+            self._enter(Kind.SAID)
         else:
             self._opened = self._space + marker
             self._enter(Kind.CALL)

@@ -1,12 +1,12 @@
 """How a model marks what it thinks and what it calls, read off its chat template and vocabulary. Pure.
 
-Which sign means which family is what mlx-lm's `tokenizer_utils` knows (0.32.2); Llama is added.
+Which sign means which family is what mlx-lm's `tokenizer_utils` knows (0.32.2); Llama and gpt-oss are added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .calls import ToolFormat
 
@@ -16,6 +16,15 @@ _THINK = (
     ("<|think:start|>", "<|think:end|>"),
 )
 _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
+_BEFORE_WORDS = (
+    "<|channel|>final<|message|>",
+    "<|channel|>commentary<|message|>",
+    "<|start|>assistant<|channel|>final<|message|>",
+    "<|start|>assistant<|channel|>commentary<|message|>",
+    "<|start|>assistant",
+)
+"""Of gpt-oss, before what is meant for everybody."""
 
 _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("minimax_m2", (("<minimax:tool_call>",),)),
@@ -37,27 +46,33 @@ _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """`think`: what stands before and after a thought. `call`: the same of a call, or empty."""
+    """`think`: what stands before and after a thought. `call`: the same of a call, or empty.
+
+    `silent`: markers that change nothing and are not shown.
+    """
 
     think: tuple[str, str] | None = None
     call: tuple[str, str] = ("", "")
     bare_calls: bool = False
+    silent: tuple[str, ...] = ()
 
     def with_calls(self, format_: ToolFormat) -> Markup:
         """The same for an answer in which calls are looked for."""
-        return Markup(self.think, (format_.start, format_.end), format_.bare)
+        return replace(self, call=(format_.start, format_.end), bare_calls=format_.bare)
 
 
-def thinking_markers(vocabulary: Container[str]) -> tuple[str, str] | None:
-    """What stands before and after a thought; None for a model that does not think aloud."""
+def thinking_markup(vocabulary: Container[str]) -> Markup:
+    """How thoughts are marked; nothing for a model that does not think aloud."""
     for start, end in _THINK:
         if start in vocabulary and end in vocabulary:
-            return start, end
+            return Markup((start, end))
     if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
-        return "<|channel>thought", "<channel|>"
+        return Markup(("<|channel>thought", "<channel|>"))
     if all(token in vocabulary for token in _XTML):
-        return "<|open|>think<|sep|>", "<|close|>think<|sep|>"
-    return None
+        return Markup(("<|open|>think<|sep|>", "<|close|>think<|sep|>"))
+    if all(token in vocabulary for token in _HARMONY):
+        return Markup(("<|channel|>analysis<|message|>", "<|end|>"), silent=_BEFORE_WORDS)
+    return Markup()
 
 
 def call_format(template: str, vocabulary: Container[str]) -> str | None:
@@ -67,6 +82,8 @@ def call_format(template: str, vocabulary: Container[str]) -> str | None:
             return name
     if all(token in vocabulary for token in _XTML):
         return "kimi_k3"
+    if all(token in vocabulary for token in _HARMONY):
+        return "harmony"
     if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
         return "pythonic"
     return None

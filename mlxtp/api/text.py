@@ -16,7 +16,7 @@ from ..errors import Code, ModelError, RequestError
 from .ask import Conversation
 from .calls import JSON_CALLS, ToolFormat, tool_format, tool_json
 from .conversation import template_messages, template_options
-from .markup import Markup, call_format, thinking_markers
+from .markup import call_format, thinking_markup
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _SHOWN = 200  # characters of another library's error
@@ -69,7 +69,7 @@ class Text:
         template = _whole_template(tokenizer.chat_template)
         self.knows_tools = "tools" in template
         """Whether the chat template has its own way with tools."""
-        self.markup = Markup(thinking_markers(vocabulary))
+        self.markup = thinking_markup(vocabulary)
         self.tool_calls = _tool_format(template, vocabulary) if self.knows_tools else JSON_CALLS
         """How this model writes tool calls."""
 

@@ -89,6 +89,7 @@ WRITTEN = {
         '<|close|>argument<|sep|><|open|>argument key="b" type="number"<|sep|>2<|close|>argument<|sep|>'
         "<|close|>call<|sep|>"
     ],
+    "harmony": ['functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}'],
     "laguna": [
         "add\n<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value>"
     ],
@@ -103,7 +104,7 @@ def test_a_call_as_each_family_writes_it(name: str, text: str) -> None:
 
 def test_every_parser_that_mlx_lm_has_is_read_here() -> None:
     folder = Path(mlx_lm.__file__).parent / "tool_parsers"
-    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(WRITTEN) - {"llama"}
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(WRITTEN) - {"llama", "harmony"}
 
 
 def test_reading_calls_imports_no_mlx() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxtp.api.calls import JSON_CALLS, LLAMA_CALLS, CallReader, ToolFormat, tool_format
 from mlxtp.api.channels import Channels, Kind, Plan
-from mlxtp.api.markup import Markup
+from mlxtp.api.markup import Markup, thinking_markup
 
 from .test_calls import TOOLS
 from .test_stops import cut, quick, sizes
@@ -115,6 +115,18 @@ def test_a_special_token_that_could_begin_a_marker_is_not_said_either() -> None:
     assert read(parts, how) == [(SAID, "responseyes")]
     thought: list[str | tuple[str]] = [("<|open|>",), "think", ("<|sep|>",), "hm", ("<|close|>",), "think"]
     assert read([*thought, ("<|sep|>",), "yes"], how) == [(THOUGHT, "hm"), (SAID, "yes")]
+
+
+def test_gpt_oss_says_for_whom_each_part_is() -> None:
+    harmony = tool_format("harmony")
+    markup = thinking_markup({"<|start|>", "<|channel|>", "<|message|>", "<|call|>"}).with_calls(harmony)
+    start, channel, message = ("<|start|>",), ("<|channel|>",), ("<|message|>",)
+    thought = [channel, "analysis", message, "hm", ("<|end|>",), start, "assistant", channel]
+    words = ["final", message, "yes"]
+    call = ["commentary to=functions.add ", ("<|constrain|>",), "json", message, '{"a": 1}']
+    for rest, expected in ((words, (SAID, "yes")), (call, ADDED)):
+        how = Plan(markup, calls=CallReader(harmony, TOOLS))
+        assert read([*thought, *rest], how) == [(THOUGHT, "hm"), expected]
 
 
 def test_a_cut_call_of_a_family_that_is_read_at_the_end_is_shown_as_it_is() -> None:

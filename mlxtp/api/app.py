@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from starlette.applications import Starlette
@@ -15,12 +15,16 @@ from ..errors import Code, MlxtpError, RequestError
 from . import answers
 from .admin import Administration
 from .admin import routes as admin_routes
+from .anthropic import ANTHROPIC
 from .backend import Backend
+from .completions import Completions
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
-from .guard import Access, Shape, guards
+from .guard import Access, guards
+from .ollama import Ollama
 from .openai import OpenAIChat
 from .openapi import document
+from .responses import Responses
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it
@@ -28,7 +32,7 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (OpenAIChat(),)
+    return (ANTHROPIC, Ollama(), Completions(), Responses(), OpenAIChat())
 
 
 def create_app(
@@ -73,7 +77,7 @@ def create_app(
             *(route for dialect in dialects for route in dialect.routes(generation)),
             *(admin_routes(admin) if admin is not None else ()),
         ],
-        middleware=guards(access or Access(), refusals.shape),
+        middleware=guards(access or Access(), refusals.answer),
         exception_handlers={
             MlxtpError: refusals.refuse,
             HTTPException: refusals.refuse_http,
@@ -103,10 +107,8 @@ class _Refusals:
         message = f"{request.method} {request.url.path}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
-        body = self._dialect(request.url.path).error(
-            RequestError(message, code, status=error.status_code), error.status_code
-        )
-        return JSONResponse(body, error.status_code, headers=error.headers)
+        refusal = RequestError(message, code, status=error.status_code)
+        return self._generation.refusal(self._dialect(request.url.path), refusal, error.headers)
 
     async def nobody(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)
@@ -115,9 +117,9 @@ class _Refusals:
         """A bug. Starlette raises the error again after this answer, and the server logs its traceback."""
         return self._generation.refusal(self._dialect(request.url.path), internal_error())
 
-    def shape(self, path: str) -> Shape:
-        """How an error looks on this path."""
-        return self._dialect(path).error
+    def answer(self, path: str, error: MlxtpError, headers: Mapping[str, str]) -> Response:
+        """The one that refuses what was asked on this path."""
+        return self._generation.refusal(self._dialect(path), error, headers)
 
     def _dialect(self, path: str) -> Adapter:
         owned = ((len(prefix), dialect) for dialect in self._dialects for prefix in dialect.prefixes

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..errors import Code, MlxtpError, RequestError
+from ..errors import Code, RequestError
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
@@ -39,10 +39,8 @@ PREFLIGHT_S = 600
 UNREAD_BYTES = 16 * 1024 * 1024
 """So much of a refused request's body is read and thrown away: who is still sending hears no answer."""
 
-Shape = Callable[[MlxtpError, int], Mapping[str, Any]]
-"""The body of an error with this HTTP status, such as `Adapter.error`."""
-Shapes = Callable[[str], Shape]
-"""The shape that errors have on a path."""
+Answer = Callable[[str, RequestError, Mapping[str, str]], Response]
+"""What is answered on a path to say an error, with these headers on top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,9 @@ class Access:
     keys: Keys | None = None
 
 
-def guards(access: Access, shapes: Shapes) -> list[Middleware]:
-    """The middleware of an app, in its order: the first is asked first. Refusals have `shapes`."""
-    found = [Middleware(HostGuard, access=access, shapes=shapes)]
+def guards(access: Access, answer: Answer) -> list[Middleware]:
+    """The middleware of an app, in its order: the first is asked first. `answer` says refusals."""
+    found = [Middleware(HostGuard, access=access, answer=answer)]
     if access.origins:
         found.append(
             Middleware(
@@ -92,22 +90,22 @@ def guards(access: Access, shapes: Shapes) -> list[Middleware]:
             )
         )
     if access.keys is not None:
-        found.append(Middleware(KeyGuard, keys=access.keys, shapes=shapes))
+        found.append(Middleware(KeyGuard, keys=access.keys, answer=answer))
     return found
 
 
 class HostGuard:
     """Lets through what is meant for this Mac, and comes from no page or from one that may ask."""
 
-    def __init__(self, app: ASGIApp, access: Access, shapes: Shapes) -> None:
+    def __init__(self, app: ASGIApp, access: Access, answer: Answer) -> None:
         self._app = app
         self._access = access
-        self._shapes = shapes
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = misdirected(self._access, scope) if scope["type"] == "http" else None
         if refusal is not None:
-            await _refuse(refusal, self._shapes, scope, receive, send)
+            await _refuse(refusal, self._answer, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -115,17 +113,17 @@ class HostGuard:
 class KeyGuard:
     """Lets through what shows a good API key, and what needs none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, shapes: Shapes) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, answer: Answer) -> None:
         self._app = app
         self._keys = keys
-        self._shapes = shapes
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None
         if scope["type"] == "http" and not (is_public(scope["path"]) or is_admin(scope["path"])):
             refusal = self._keys.refusal(keys_in(Headers(scope=scope)))
         if refusal is not None:
-            await _refuse(refusal, self._shapes, scope, receive, send)
+            await _refuse(refusal, self._answer, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -223,13 +221,12 @@ def _unknown_page(origin: str) -> str:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-async def _refuse(refusal: Refusal, shapes: Shapes, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: Refusal, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
     error = RequestError(refusal.message, refusal.code, status=refusal.status)
     headers = dict(refusal.headers)
     if not await _read_away(scope, receive):
         headers["connection"] = "close"  # what else comes is no request
-    body = shapes(scope["path"])(error, refusal.status)
-    await JSONResponse(body, refusal.status, headers=headers)(scope, receive, send)
+    await answer(scope["path"], error, headers)(scope, receive, send)
 
 
 async def _read_away(scope: Scope, receive: Receive) -> bool:

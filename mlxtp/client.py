@@ -33,6 +33,11 @@ class AgentClient:
                 Code.NOT_READY,
             ) from None
 
+    @property
+    def page(self) -> str:
+        """The address of the agent's page, with the key. Browsers keep what is behind # to themselves."""
+        return f"{self.url}/#key={self._key}"
+
     def get(self, what: str) -> dict[str, Any]:
         """Ask. Raises UserError with the agent's words when it refuses."""
         return self._ask("GET", what, None)

@@ -27,6 +27,8 @@ from .backend import DRAINING, Backend, End, ModelInfo
 from .backend import Request as Wanted
 from .choices import Answers, Piece, collect
 from .guard import LOOPBACK_HOSTS, HostGuard
+from .pages import Observed
+from .pages import routes as page_routes
 from .stops import TextStream
 from .streaming import ClientGone, EventStream, unless_gone
 from .text import Name, Text
@@ -45,6 +47,7 @@ def create_app(
     backend: Backend,
     *,
     admin: Administration | None = None,
+    observed: Observed | None = None,
     allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = 3.0,
@@ -53,7 +56,9 @@ def create_app(
 ) -> Starlette:
     """The HTTP side of one agent.
 
-    `admin` answers the commands of this Mac. `allowed_hosts`: names in Host and Origin that are answered, `*`
+    `admin` answers the commands of this Mac, `observed` is what the page shows.
+
+    `allowed_hosts`: names in Host and Origin that are answered, `*`
     for any. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: what a client is told while the
     model is not ready. `body_s`: the time to send a body.
     """
@@ -66,6 +71,7 @@ def create_app(
             Route("/v1/models/{id:path}", endpoints.model, methods=["GET"]),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             *(admin_routes(admin) if admin is not None else ()),
+            *(page_routes(observed) if observed is not None else ()),
         ],
         middleware=[Middleware(HostGuard, hosts=allowed_hosts)],
         exception_handlers={

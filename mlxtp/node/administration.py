@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -22,6 +23,8 @@ from .build import versions_here
 from .cluster import Cluster
 from .drain import Drain
 from .models import check_name
+from .observer import Observer
+from .on_disk import models_here
 from .supervisor import Supervisor
 
 FILE = "agent.json"
@@ -36,6 +39,7 @@ class Alone:
     def __init__(self, supervisor: Supervisor, name: str) -> None:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(supervisor)
+        self.observer = Observer(supervisor, name)
         self._supervisor = supervisor
         self._name = name
 
@@ -77,6 +81,16 @@ class Alone:
     async def progress(self) -> Json:
         """How far the drain is, once that has changed or a while has passed."""
         return await self.draining.progress()
+
+    async def models(self) -> Json:
+        """The models on this machine's disk that can be named without a path."""
+        found = await asyncio.to_thread(models_here)
+        return {"models": [asdict(each) for each in found]}
+
+    def close(self) -> None:
+        """Look no more; whoever watches is let go."""
+        self.draining.close()
+        self.observer.over.set()
 
     def plan(self) -> Json:
         raise self._alone()
@@ -130,6 +144,7 @@ class Member(Alone):
     def __init__(self, cluster: Cluster, store: Store) -> None:
         super().__init__(cluster.supervisor, cluster.name)
         self.draining = Drain(cluster.supervisor, cluster)
+        self.observer = Observer(cluster.supervisor, cluster.name, cluster)
         self._cluster = cluster
         self._store = store
 

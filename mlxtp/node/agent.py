@@ -109,7 +109,8 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+    app = create_app(supervisor.gateway, admin=admin, observed=admin.observer)
+    stall_s = settings.limits.client_stall_s
     serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
@@ -122,7 +123,7 @@ async def _running(
         with announced(settings.home, _url(sock), admin.key):
             yield Agent(supervisor, _url(sock), spares, admin.draining, over)
     finally:
-        admin.draining.close()
+        admin.close()
         supervising.cancel()
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
@@ -163,7 +164,8 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
+        app = create_app(supervisor.gateway, admin=admin, observed=admin.observer)
+        stall_s = settings.limits.client_stall_s
         serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
 
         def woke(slept_s: float) -> None:
@@ -183,7 +185,7 @@ async def _among_others(
                     supervisor, _url(sock), spares, admin.draining, cluster.over, cluster, entered.founded
                 )
         finally:
-            admin.draining.close()
+            admin.close()
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)
             await cluster.close()

@@ -8,7 +8,7 @@ import http.client
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from .errors import Code, UserError
 
@@ -36,7 +36,7 @@ class AgentClient:
     @property
     def page(self) -> str:
         """The address of the agent's page, with the key. Browsers keep what is behind # to themselves."""
-        return f"{self.url}/#key={self._key}"
+        return f"{self.url}/#key={quote(self._key, safe='')}"
 
     def get(self, what: str) -> dict[str, Any]:
         """Ask. Raises UserError with the agent's words when it refuses."""

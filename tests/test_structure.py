@@ -328,6 +328,7 @@ PURE = (
     "mlxtp.cluster.topology",
     "mlxtp.cluster.weights",
     "mlxtp.node.epoch",
+    "mlxtp.node.history",
     "mlxtp.cluster.standing",
     "mlxtp.cluster.membership",
     "mlxtp.cluster.beliefs",

@@ -16,6 +16,7 @@ KEY = "the key in the home"
 ROUTES = {
     "status": "GET",
     "plan": "GET",
+    "models": "GET",
     "members": "GET",
     "token": "POST",
     "bench/fabric": "POST",
@@ -48,6 +49,10 @@ class FakeAdmin:
 
     def plan(self) -> Any:
         return self._do("plan")
+
+    async def models(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("models")
 
     def members(self) -> Any:
         return self._do("members")

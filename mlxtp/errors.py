@@ -67,6 +67,9 @@ class Code(StrEnum):
     SHUTTING_DOWN = "shutting_down"
     REPLANNED = "group_replanned"
     INTERNAL = "internal"
+    # HTTP alone
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
 
 
 _EXIT_STATUS_BASE = 64

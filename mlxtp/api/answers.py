@@ -1,15 +1,17 @@
-"""The OpenAI dialect: what an answer, an error, a model and the cluster's health look like. Pure."""
+"""The OpenAI dialect: what a chat's answer, a model and the cluster's health look like. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from ..errors import Code, GroupError, LinkError, MlxtpError, RequestError
+from ..errors import MlxtpError
+from .adapter import About
 from .backend import End, Health, ModelInfo
-from .stops import Scored
+from .errors import error_body_of
+from .events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
+from .streaming import COMMENT
 from .text import Name
 
 Json = dict[str, Any]
@@ -19,33 +21,17 @@ LEAST_LOGPROB = -9999.0
 """What OpenAI says of tokens that are next to impossible; JSON has no minus infinity."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What all chunks of one answer have in common. `created` in seconds since 1970."""
-
-    id: str
-    created: int
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One whole answer of a request that does not stream. `scores` None: they were not asked for."""
-
-    text: str
-    scores: Sequence[Scored] | None
-    end: End
-
-
-def usage(prompt: int, ends: Sequence[End]) -> Json:
-    """What all answers to one prompt took. Only what no answer had to compute counts as cached."""
+def usage(about: About, ends: Sequence[End]) -> Json:
+    """What all answers took. Of each prompt, only what no answer had to compute counts as cached."""
+    prompt, n = sum(about.prompt_tokens), about.ask.options.n
     completion = sum(end.generated for end in ends)
     accepted = sum(end.accepted for end in ends)
+    cached = sum(min(end.cached for end in ends[first : first + n]) for first in range(0, len(ends), n))
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": min(end.cached for end in ends)},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": sum(end.drafted for end in ends) - accepted,
@@ -53,19 +39,39 @@ def usage(prompt: int, ends: Sequence[End]) -> Json:
     }
 
 
-def completion_body(completion: Completion, prompt: int, choices: Sequence[Choice], names: Names) -> Json:
-    """The whole answer to a request that does not stream. `prompt` in tokens."""
+def finishes(wholes: Sequence[Whole]) -> list[Finish]:
+    """How each choice ended."""
+    return [whole.finish for whole in wholes if whole.finish is not None]
+
+
+def completion_body(about: About, wholes: Sequence[Whole]) -> Json:
+    """The whole answer to a request that does not stream."""
+    ends = finishes(wholes)
+    scored = about.ask.options.logprobs >= 0
     rows = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None if choice.scores is None else logprobs(choice.scores, names),
-            "finish_reason": choice.end.reason,
+            "message": _message(whole),
+            "logprobs": logprobs(whole.scores, about.names) if scored else None,
+            "finish_reason": end.reason,
         }
-        for index, choice in enumerate(choices)
+        for index, (whole, end) in enumerate(zip(wholes, ends, strict=True))
     ]
-    counts = usage(prompt, [choice.end for choice in choices])
-    return _head(completion, "chat.completion") | {"choices": rows, "usage": counts}
+    counts = usage(about, [end.end for end in ends])
+    return _head(about, "chat.completion") | {"choices": rows, "usage": counts}
+
+
+def _message(whole: Whole) -> Json:
+    message: Json = {"role": "assistant", "content": whole.text, "refusal": None}
+    if whole.reasoning:
+        message["reasoning_content"] = whole.reasoning
+    if whole.calls:
+        message["content"] = whole.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in whole.calls
+        ]
+    return message
 
 
 def logprobs(scores: Sequence[Scored], names: Names) -> Json:
@@ -86,31 +92,62 @@ def _logprob(token: int, logprob: float, names: Names) -> Json:
 class ChunkWriter:
     """The events of one stream, as bytes. What all chunks have in common is encoded once."""
 
-    def __init__(self, completion: Completion, include_usage: bool, names: Names) -> None:
-        self._head = _head(completion, "chat.completion.chunk")
+    def __init__(self, about: About, include_usage: bool) -> None:
+        self._about = about
+        self._head = _head(about, "chat.completion.chunk")
         self._before = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._include_usage = include_usage
-        self._names = names
+        self._silent = set(range(about.choices))
+        """Choices that have said nothing yet, not even their role."""
+        self._ends: dict[int, End] = {}
 
-    def role(self, index: int) -> bytes:
-        """The first chunk of a choice."""
-        return self._chunk(index, b'{"role":"assistant","content":""}')
+    def open(self) -> bytes:
+        return COMMENT
 
-    def text(self, index: int, text: str, scores: Sequence[Scored]) -> bytes:
-        known = _encode(logprobs(scores, self._names)) if scores else b"null"
-        return self._chunk(index, b'{"content":%b}' % json.dumps(text).encode(), known)
+    def idle(self) -> bytes:
+        return COMMENT
 
-    def finish(self, index: int, reason: str) -> bytes:
-        """The last chunk of a choice."""
-        return self._chunk(index, b"{}", reason=json.dumps(reason).encode())
+    def write(self, event: Event) -> bytes:
+        return self._role(event.choice) + self._rest(event)
 
-    def close(self, prompt: int, ends: Sequence[End]) -> bytes:
-        """The usage if it was asked for, and `[DONE]`. `prompt` in tokens."""
+    def close(self) -> bytes:
+        """The usage if it was asked for, and `[DONE]`."""
         trailer = b""
         if self._include_usage:
-            trailer = sse(self._head | {"choices": [], "usage": usage(prompt, ends)})
+            ends = [self._ends[index] for index in range(self._about.choices)]
+            trailer = sse(self._head | {"choices": [], "usage": usage(self._about, ends)})
         return trailer + b"data: [DONE]\n\n"
+
+    def fail(self, error: MlxtpError) -> bytes:
+        return sse(error_body_of(error))
+
+    def _role(self, index: int) -> bytes:
+        """The first chunk of a choice, once."""
+        if index not in self._silent:
+            return b""
+        self._silent.remove(index)
+        return self._chunk(index, b'{"role":"assistant","content":""}')
+
+    def _rest(self, event: Event) -> bytes:
+        index = event.choice
+        match event:
+            case Said(text=text, scores=scores):
+                known = _encode(logprobs(scores, self._about.names)) if scores else b"null"
+                return self._chunk(index, b'{"content":%b}' % json.dumps(text).encode(), known)
+            case Thought(text=text):
+                return self._chunk(index, b'{"reasoning_content":%b}' % json.dumps(text).encode())
+            case CallBegan(index=number, id=id_, name=name):
+                call = {"index": number, "id": id_, "type": "function"}
+                return self._call(index, call | {"function": {"name": name, "arguments": ""}})
+            case CallArguments(index=number, text=text):
+                return self._call(index, {"index": number, "function": {"arguments": text}})
+            case Finish(reason=reason, end=end):
+                self._ends[index] = end
+                return self._chunk(index, b"{}", reason=json.dumps(reason).encode())
+
+    def _call(self, index: int, call: Json) -> bytes:
+        return self._chunk(index, _encode({"tool_calls": [call]}))
 
     def _chunk(self, index: int, delta: bytes, scores: bytes = b"null", reason: bytes = b"null") -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
@@ -158,34 +195,10 @@ def health_body(health: Health) -> Json:
     }
 
 
-def error_status(error: MlxtpError) -> int:
-    """The HTTP status: a lost group is being formed again, so the client may come back."""
-    if isinstance(error, RequestError):
-        return error.status
-    if error.code is Code.DEADLINE:
-        return 504
-    come_back = isinstance(error, GroupError | LinkError) or error.code in (
-        Code.NOT_READY,
-        Code.SHUTTING_DOWN,
-    )
-    return 503 if come_back else 500
-
-
-def error_body(message: str, code: str, status: int, param: str | None = None) -> Json:
-    kind = (
-        "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
-    )
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_body_of(error: MlxtpError) -> Json:
-    return error_body(error.detail, error.code.value, error_status(error), getattr(error, "param", None))
-
-
-def _head(completion: Completion, object_: str) -> Json:
+def _head(about: About, object_: str) -> Json:
     return {
-        "id": completion.id,
+        "id": f"chatcmpl-{about.id}",
         "object": object_,
-        "created": completion.created,
-        "model": completion.model,
+        "created": int(about.created),
+        "model": about.model,
     }

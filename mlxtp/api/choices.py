@@ -1,24 +1,15 @@
-"""One answer or several to the same prompt, as pieces of text in the order in which they come."""
+"""One answer or several to the same request, as events in the order in which they come."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import NamedTuple
 
 from ..errors import Code, GroupError
-from .answers import Choice
+from .ask import Call
 from .backend import Answer, End
-from .stops import Scored, TextStream
+from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole, Why
 from .streaming import interleaved
-
-
-class Piece(NamedTuple):
-    """What choice number `choice` has to say now; with `end`, for the last time."""
-
-    choice: int
-    text: str
-    scores: Sequence[Scored]
-    end: End | None = None
+from .transcript import Transcript
 
 
 class Answers:
@@ -38,14 +29,14 @@ class Answers:
         for answer in self._answers:
             await answer.accepted()
 
-    def pieces(self, streams: Sequence[TextStream]) -> AsyncGenerator[Piece]:
-        """The pieces of all answers, one stream for each; the last piece of each has its end.
+    def events(self, transcripts: Sequence[Transcript]) -> AsyncGenerator[Event]:
+        """The events of all answers, one transcript for each; the last event of each is its `Finish`.
 
         Raises what an answer raises: then none is complete.
         """
         parts = [
-            _pieces(index, answer, stream)
-            for index, (answer, stream) in enumerate(zip(self._answers, streams, strict=True))
+            _events(index, answer, transcript)
+            for index, (answer, transcript) in enumerate(zip(self._answers, transcripts, strict=True))
         ]
         return parts[0] if len(parts) == 1 else interleaved(parts)
 
@@ -55,40 +46,70 @@ class Answers:
             await answer.aclose()
 
 
-async def collect(pieces: AsyncGenerator[Piece], count: int, scored: bool) -> list[Choice]:
+async def collect(events: AsyncGenerator[Event], count: int) -> list[Whole]:
     """`count` whole answers."""
-    texts: list[list[str]] = [[] for _ in range(count)]
-    scores: list[list[Scored]] = [[] for _ in range(count)]
-    ends: dict[int, End] = {}
-    async for piece in pieces:
-        texts[piece.choice].append(piece.text)
-        scores[piece.choice].extend(piece.scores)
-        if piece.end is not None:
-            ends[piece.choice] = piece.end
-    return [
-        Choice("".join(texts[index]), scores[index] if scored else None, ends[index])
-        for index in range(count)
-    ]
+    collected = [_Collected() for _ in range(count)]
+    async for event in events:
+        collected[event.choice].add(event)
+    return [each.whole() for each in collected]
 
 
-async def _pieces(index: int, answer: Answer, stream: TextStream) -> AsyncGenerator[Piece]:
+class _Collected:
+    """One choice. Pieces are joined at the end: an answer may have very many."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        self._calls: list[tuple[CallBegan, list[str]]] = []
+        self._rest = Whole()
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Said():
+                self._said.append(event.text)
+                self._rest.scores.extend(event.scores)
+            case Thought():
+                self._thought.append(event.text)
+            case CallBegan():
+                self._calls.append((event, []))
+            case CallArguments():
+                self._calls[event.index][1].append(event.text)
+            case Finish():
+                self._rest.finish = event
+
+    def whole(self) -> Whole:
+        whole = self._rest
+        whole.text, whole.reasoning = "".join(self._said), "".join(self._thought)
+        whole.calls = [Call(began.id, began.name, "".join(parts)) for began, parts in self._calls]
+        return whole
+
+
+async def _events(index: int, answer: Answer, transcript: Transcript) -> AsyncGenerator[Event]:
     """A stop string ends the answer on every rank at once. Its end then counts the tokens that were used."""
     async for event in answer:
         if isinstance(event, End):
             if event.reason == "cancel":
                 raise GroupError("the request was cancelled on the server", Code.SHUTTING_DOWN)
-            text, scores = stream.finish()
-            yield Piece(index, text, scores, _stopped(stream, event) if stream.stopped else event)
+            for said in transcript.finish(cut=event.reason == "length"):
+                yield said
+            yield _finish(index, transcript, _stopped(transcript, event) if transcript.stopped else event)
             return
-        text, scores = stream.push(event.tokens, event.scores)
-        if stream.stopped:
+        for said in transcript.push(event.tokens, event.scores):
+            yield said
+        if transcript.stopped:
             await answer.aclose()
-            yield Piece(index, text, scores, End("stop", stream.used))
+            for said in transcript.finish():
+                yield said
+            yield _finish(index, transcript, End("stop", transcript.used))
             return
-        if text or scores:
-            yield Piece(index, text, scores)
     raise GroupError("the answer broke off", Code.INTERNAL)
 
 
-def _stopped(stream: TextStream, end: End) -> End:
-    return End("stop", stream.used, end.cached, end.drafted, end.accepted)
+def _stopped(transcript: Transcript, end: End) -> End:
+    return End("stop", transcript.used, end.cached, end.drafted, end.accepted)
+
+
+def _finish(index: int, transcript: Transcript, end: End) -> Finish:
+    """An answer that the budget cut off says so, whatever it was about to call."""
+    why: Why = "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
+    return Finish(index, why, end, transcript.stopped_by)

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import Code
-from .answers import error_body
+from .errors import error_body
 
 log = logging.getLogger(__name__)
 

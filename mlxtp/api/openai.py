@@ -1,4 +1,4 @@
-"""The OpenAI dialect: what a request may say. Pure.
+"""The OpenAI dialect: `POST /v1/chat/completions` and `GET /v1/models`.
 
 Unknown fields are ignored. What is understood but cannot be done is refused with `not_supported`, never
 passed over in silence.
@@ -10,82 +10,108 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from ..errors import Code, RequestError
-from .backend import ModelInfo
+from ..errors import MlxtpError, RequestError
+from . import answers
+from .adapter import SSE, About, Writer
+from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
+from .errors import error_body
+from .events import Whole
+from .generation import MAX_CHOICES, Generation
+from .schema import Schema, in_range, not_supported, parsed, shown
 
 Json = dict[str, Any]
 
 _MOST_TOKENS = 2**31 - 1
-_SHOWN = 80  # characters of a refused value that go back to the client
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+class Function(Schema):
+    """Of a tool call."""
+
+    name: str
+    arguments: str | Json | None = None
 
 
-class Message(_Schema):
+class ToolCall(Schema):
+    id: str | None = None
+    type: str | None = None
+    function: Function
+
+
+class Message(Schema):
     role: str
     content: Any = None
-    tool_calls: list[Any] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
 
 
-class StreamOptions(_Schema):
+class ToolFunction(Schema):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: Json | None = None
+
+
+class OfferedTool(Schema):
+    type: str
+    function: ToolFunction | None = None
+
+
+class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-def _range(low: float, high: float) -> AfterValidator:
-    """A number from `low` to `high`; NaN is none."""
-
-    def check(value: float) -> float:
-        if not low <= value <= high:
-            raise PydanticCustomError("range", f"should be from {low} to {high}")
-        return value
-
-    return AfterValidator(check)
-
-
-class ChatRequest(_Schema):
+class ChatRequest(Schema):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # errors take memory, too
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, _range(1, 16)] | None = None
+    n: Annotated[int, in_range(1, MAX_CHOICES)] | None = None
     # how long
-    max_tokens: Annotated[int, _range(1, _MOST_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, _range(1, _MOST_TOKENS)] | None = None
-    min_tokens: Annotated[int, _range(0, _MOST_TOKENS)] | None = None
+    max_tokens: Annotated[int, in_range(1, _MOST_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, in_range(1, _MOST_TOKENS)] | None = None
+    min_tokens: Annotated[int, in_range(0, _MOST_TOKENS)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     # how a token is chosen
-    temperature: Annotated[float, _range(0, 2)] | None = None
-    top_p: Annotated[float, _range(0, 1)] | None = None
-    top_k: Annotated[int, _range(-1, _MOST_TOKENS)] | None = None
-    min_p: Annotated[float, _range(0, 1)] | None = None
-    xtc_probability: Annotated[float, _range(0, 1)] | None = None
-    xtc_threshold: Annotated[float, _range(0, 0.5)] | None = None
+    temperature: Annotated[float, in_range(0, 2)] | None = None
+    top_p: Annotated[float, in_range(0, 1)] | None = None
+    top_k: Annotated[int, in_range(-1, _MOST_TOKENS)] | None = None
+    min_p: Annotated[float, in_range(0, 1)] | None = None
+    xtc_probability: Annotated[float, in_range(0, 1)] | None = None
+    xtc_threshold: Annotated[float, in_range(0, 0.5)] | None = None
     seed: int | None = None
-    presence_penalty: Annotated[float, _range(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, _range(-2, 2)] | None = None
-    repetition_penalty: Annotated[float, _range(0.01, 100)] | None = None
-    logit_bias: dict[str, Annotated[float, _range(-100, 100)]] | None = None
+    presence_penalty: Annotated[float, in_range(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, in_range(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, in_range(0.01, 100)] | None = None
+    logit_bias: dict[str, Annotated[float, in_range(-100, 100)]] | None = None
     response_format: Json | None = None
     # for whom, and until when
     user: Any = None
-    deadline_s: Annotated[float, _range(0.001, 86_400)] | None = None
+    deadline_s: Annotated[float, in_range(0.001, 86_400)] | None = None
     # what is told of it
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, _range(0, 20)] | None = None
-    # refused by `_check_supported`
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
+    top_logprobs: Annotated[int, in_range(0, 20)] | None = None
+    # what it may call, and how it thinks
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True)] | None = None
     tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Json | None = None
+    # refused by `_check_supported`
+    functions: list[Any] | None = None
     function_call: str | Json | None = None
+    modalities: list[Any] | None = None
+    audio: Any = None
 
     @property
     def budget(self) -> int | None:
@@ -97,15 +123,46 @@ class ChatRequest(_Schema):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+class OpenAIChat:
+    """The adapter of chats, and of everything that no other dialect owns."""
+
+    prefixes: tuple[str, ...] = ("/v1/", "/")
+    names: Mapping[str, str] = {}
+    media_type = SSE
+
+    def routes(self, generation: Generation) -> Sequence[Route]:
+        async def chat(request: Request) -> Response:
+            return await generation.answer(self, request, parse_chat)
+
+        async def models(_request: Request) -> Response:
+            return JSONResponse(answers.models_body(generation.models()))
+
+        async def model(request: Request) -> Response:
+            return JSONResponse(answers.model_body(generation.find_model(request.path_params["id"])))
+
+        return [
+            Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),
+            Route("/v1/models", generation.endpoint(self, models), methods=["GET"]),
+            Route("/v1/models/", generation.endpoint(self, models), methods=["GET"]),
+            Route("/v1/models/{id:path}", generation.endpoint(self, model), methods=["GET"]),
+        ]
+
+    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+        return answers.completion_body(about, wholes)
+
+    def writer(self, about: About) -> Writer:
+        return answers.ChunkWriter(about, include_usage=bool(about.ask.dialect))
+
+    def error(self, error: MlxtpError, status: int) -> Json:
+        return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
+
+
 # --- requests ---------------------------------------------------------------------------------------------
 
 
-def parse_chat(body: bytes) -> ChatRequest:
+def parse_chat(body: bytes) -> Ask:
     """The checked request. Raises RequestError that names the field, the reason and the value."""
-    try:
-        request = ChatRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _refusal(error) from None
+    request = parsed(ChatRequest, body)
     if request.max_tokens and request.max_completion_tokens not in (None, request.max_tokens):
         raise RequestError(
             f"max_tokens ({request.max_tokens}) and max_completion_tokens "
@@ -117,93 +174,140 @@ def parse_chat(body: bytes) -> ChatRequest:
             f"top_logprobs {request.top_logprobs} needs logprobs true beside it", param="top_logprobs"
         )
     _check_supported(request)
-    return request
-
-
-def chat_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """`role` and `content` as chat templates take them: plain text, `developer` read as `system`."""
-    return [
-        {"role": _role(message.role, f"messages[{i}]"), "content": _content(message, f"messages[{i}]")}
-        for i, message in enumerate(messages)
-    ]
-
-
-def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo:
-    """Exact id, then alias, then `default` (or no name at all): the first. Raises RequestError 404."""
-    for model in models:
-        if name == model.id:
-            return model
-    for model in models:
-        if name in model.aliases:
-            return model
-    if models and name in (None, "", "default"):
-        return models[0]
-    known = ", ".join(model.id for model in models) or "none"
-    raise RequestError(
-        f"the model {shown(name)} does not exist here; available: {known}",
-        Code.MODEL_NOT_FOUND,
-        status=404,
-        param="model",
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ()))
+    conversation = Conversation(
+        turns(request.messages),
+        tools,
+        tool_choice(request.tool_choice),
+        request.parallel_tool_calls is not False,
+        None if request.reasoning_effort is None else request.reasoning_effort != "none",
+        _template_options(request),
+    )
+    user = request.user if isinstance(request.user, str) else ""
+    return Ask(
+        request.model, conversation, _options(request), bool(request.stream), user, request.include_usage
     )
 
 
-def check_may_fit(messages: Sequence[Mapping[str, str]], longest_token: int, model: ModelInfo) -> None:
-    """Refuse what cannot fit before it is tokenized: that takes seconds in which nothing else runs.
-
-    `longest_token` is in characters. Raises RequestError with the numbers.
-    """
-    characters = sum(len(message["content"]) for message in messages)
-    if characters > longest_token * model.context:
-        raise RequestError(
-            f"the messages have {characters} characters; the model's context of {model.context} tokens "
-            f"holds at most {longest_token * model.context}",
-            Code.CONTEXT_OVERFLOW,
-            param="messages",
+def turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
+    """A conversation's turns: `developer` is read as `system`, parts of text are joined."""
+    found: list[Turn] = []
+    names: dict[str, str] = {}
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        role = _role(message.role, where)
+        if message.function_call:
+            raise not_supported(
+                f"{where}.function_call is the older form: send tool_calls", f"{where}.function_call"
+            )
+        calls = tuple(
+            _call(call, f"{where}.tool_calls[{j}]") for j, call in enumerate(message.tool_calls or ())
         )
-
-
-def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:
-    """How many tokens the answer may have; without a wish, as many as fit. Raises RequestError."""
-    if not prompt:
-        raise RequestError("these messages make an empty prompt", param="messages")
-    if max(prompt) >= model.vocabulary:
-        raise RequestError(
-            f"the prompt has token {max(prompt)}, but the model knows only {model.vocabulary} tokens: "
-            "its tokenizer and its weights do not belong together",
-            Code.MODEL_INVALID,
-            param="messages",
+        if calls and role != "assistant":
+            raise RequestError(
+                f"{where}.tool_calls: only the assistant calls tools, not role {shown(message.role)}",
+                param=f"{where}.tool_calls",
+            )
+        if role == "tool" and message.tool_call_id is None:
+            raise RequestError(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
+        names |= {call.id: call.name for call in calls}
+        call_id = message.tool_call_id or ""
+        reasoning = message.reasoning_content or message.reasoning
+        found.append(
+            Turn(
+                role,
+                _content(message, where),
+                reasoning if isinstance(reasoning, str) and role == "assistant" else "",
+                calls,
+                call_id if role == "tool" else "",
+                (message.name or names.get(call_id, "")) if role == "tool" else "",
+            )
         )
-    if len(prompt) + (asked or 1) <= model.context:
-        return asked or model.context - len(prompt)
-    wish = f"max_tokens {asked}" if asked else "at least 1 token of answer"
-    raise RequestError(
-        f"the prompt has {len(prompt)} tokens; with {wish} that makes {len(prompt) + (asked or 1)}, "
-        f"more than the model's context of {model.context} tokens",
-        Code.CONTEXT_OVERFLOW,
-        param="max_tokens" if asked and len(prompt) < model.context else "messages",
+    return tuple(found)
+
+
+def tool_choice(given: str | Mapping[str, Any] | None) -> str:
+    """As `Conversation` has it. Raises RequestError."""
+    match given:
+        case None:
+            return AUTO
+        case "auto" | "none" | "required":
+            return {"auto": AUTO, "none": NONE, "required": REQUIRED}[given]
+        case {"type": "function", "function": {"name": str(name)}} if name not in ("", AUTO, NONE, REQUIRED):
+            return name
+        case {"type": "allowed_tools"}:
+            raise not_supported(
+                'tool_choice of the type "allowed_tools" is not supported: offer only these tools',
+                "tool_choice",
+            )
+        case other:
+            expected = '"auto", "none", "required" or {"type": "function", "function": {"name": "..."}}'
+            raise RequestError(f"tool_choice: expected {expected}, got {shown(other)}", param="tool_choice")
+
+
+def _options(request: ChatRequest) -> Options:
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    return Options(
+        n=request.n or 1,
+        max_tokens=request.budget,
+        min_tokens=request.min_tokens or 0,
+        stop=stop,
+        ignore_eos=bool(request.ignore_eos),
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        xtc_probability=request.xtc_probability,
+        xtc_threshold=request.xtc_threshold,
+        seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias or {},
+        format=request.response_format,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
+        deadline_s=request.deadline_s or 0.0,
     )
+
+
+_OWN_VARIABLES = ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict")
+"""Of a template; the others are the client's to set."""
+
+
+def _template_options(request: ChatRequest) -> Json:
+    options = request.chat_template_kwargs or {}
+    for name in options:
+        if name in _OWN_VARIABLES or not name.isidentifier():
+            raise RequestError(
+                f"chat_template_kwargs.{name} cannot be set", param=f"chat_template_kwargs.{name}"
+            )
+    if request.reasoning_effort is not None:
+        return {"reasoning_effort": request.reasoning_effort} | options
+    return options
 
 
 def _check_supported(request: ChatRequest) -> None:
-    tools_wanted = request.tool_choice not in (None, "none", "auto")
+    called = request.function_call not in (None, "none", "auto")
+    other = set(map(str, request.modalities or ())) - {"text"}
     wants: tuple[tuple[str, bool, str], ...] = (
-        ("tools", bool(request.tools), "leave them out"),
-        ("functions", bool(request.functions), "leave them out"),
-        ("tool_choice", tools_wanted, 'send "none" or leave it out'),
-        ("function_call", request.function_call not in (None, "none", "auto"), "leave it out"),
+        ("functions", bool(request.functions), "is the older form: send tools"),
+        ("function_call", called, "is the older form: send tool_choice"),
+        ("modalities", bool(other), "is not supported: answers are text"),
+        ("audio", request.audio is not None, "is not supported: answers are text"),
     )
-    for name, wanted, advice in wants:
+    for name, wanted, why in wants:
         if wanted:
-            value = shown(getattr(request, name))
-            raise _not_supported(f"{name} {value} is not supported yet; {advice}", name)
+            raise not_supported(f"{name} {shown(getattr(request, name))} {why}", name)
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES: Mapping[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+}  # fmt: skip
 
 
-def _role(role: str, where: str) -> str:
-    if role in ("tool", "function"):
-        raise _not_supported(f"{where}: role {role!r} (tool calling) is not supported yet", f"{where}.role")
+def _role(role: str, where: str) -> Role:
+    if role == "function":
+        raise not_supported(f'{where}: role "function" is the older form: send role "tool"', f"{where}.role")
     if role not in _ROLES:
         raise RequestError(
             f"{where}.role: {shown(role)} is none of {', '.join(_ROLES)}", param=f"{where}.role"
@@ -211,9 +315,27 @@ def _role(role: str, where: str) -> str:
     return _ROLES[role]
 
 
+def _call(call: ToolCall, where: str) -> Call:
+    if call.type not in (None, "function"):
+        raise not_supported(
+            f"{where}.type {shown(call.type)} is not supported, only function", f"{where}.type"
+        )
+    arguments = call.function.arguments
+    text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+    return Call(call.id or "", call.function.name, text or "{}")
+
+
+def _tool(tool: OfferedTool, where: str) -> Tool:
+    if tool.type != "function":
+        raise not_supported(
+            f"{where}.type {shown(tool.type)} is not supported, only function", f"{where}.type"
+        )
+    if tool.function is None:
+        raise RequestError(f"{where}.function is missing", param=f"{where}.function")
+    return Tool(tool.function.name, tool.function.description or "", tool.function.parameters)
+
+
 def _content(message: Message, where: str) -> str:
-    if message.tool_calls or message.function_call:
-        raise _not_supported(f"{where}: tool calls are not supported yet; leave them out", where)
     where = f"{where}.content"
     match message.content:
         case str(text):
@@ -232,41 +354,10 @@ def _part(part: object, where: str) -> str:
     match part:
         case {"type": "text", "text": str(text)}:
             return text
-        case {"type": str(kind)} if kind != "text":
-            raise _not_supported(f"{where}: parts of type {kind!r} are not supported, only text", where)
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+        case {"type": str(kind)} if kind not in ("text", "refusal"):
+            raise not_supported(f"{where}: parts of type {kind!r} are not supported, only text", where)
         case _:
             expected = '{"type": "text", "text": "..."}'
             raise RequestError(f"{where}: expected {expected}, got {shown(part)}", param=where)
-
-
-def _not_supported(detail: str, param: str) -> RequestError:
-    return RequestError(detail, Code.NOT_SUPPORTED, param=param)
-
-
-def _refusal(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    if first["type"] == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    param = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in _field_path(first["loc"])
-    ).removeprefix(".")
-    if first["type"] == "missing":
-        return RequestError(f"{param} is missing", param=param)
-    if not param:
-        return RequestError(f"the body must be a JSON object, got {shown(first['input'])}")
-    what = first["msg"].removeprefix("Input ")
-    return RequestError(f"{param} {what}, got {shown(first['input'])}", param=param)
-
-
-_UNION_BRANCHES = {"str", "list[str]", "dict[str,any]"}
-
-
-def _field_path(location: tuple[int | str, ...]) -> list[int | str]:
-    """Without the names pydantic gives to the branches of a union, which are no fields."""
-    return [part for part in location if part not in _UNION_BRANCHES]
-
-
-def shown(value: object) -> str:
-    """A refused value as the client sees it."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

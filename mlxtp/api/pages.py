@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .streaming import EventStream
+from .adapter import SSE
+from .streaming import COMMENT, AnswerStream
 
 Json = Mapping[str, Any]
 
@@ -66,7 +67,7 @@ def routes(observed: Observed) -> list[Route]:
 
     async def events(_request: Request) -> Response:
         watching = _watch(shared, observed.over)
-        return EventStream(watching, watching, KEEP_ALIVE_S)
+        return AnswerStream(watching, watching, KEEP_ALIVE_S, lambda: COMMENT, SSE)
 
     return [
         Route("/cluster", moment, methods=["GET"]),

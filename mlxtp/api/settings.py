@@ -1,4 +1,4 @@
-"""From what a chat request says to what the engine is asked: sampling, shaping, stop strings. Pure.
+"""From what a client asks for to what the engine is asked: sampling, shaping, stop strings. Pure.
 
 What a request leaves out is the model's default (`ModelInfo.defaults`), and without one: greedy.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..errors import Code, RequestError
+from .ask import Options
 from .backend import MAX_BIASES, MAX_GRAMMAR, Request, Sampling, Shaping
-from .openai import ChatRequest, shown
+from .schema import shown
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -47,59 +48,55 @@ def choices(first: Request, count: int) -> tuple[Request, ...]:
     return tuple(replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds)
 
 
-def sampling(chat: ChatRequest, defaults: Sampling, seed: int) -> Sampling:
+def sampling(wish: Options, defaults: Sampling, seed: int) -> Sampling:
     """How tokens are chosen for choice 0. `seed` has 63 bits."""
-    top_p = _given(chat.top_p, defaults.top_p)
-    top_k = max(0, _given(chat.top_k, defaults.top_k))
+    top_p = _given(wish.top_p, defaults.top_p)
+    top_k = max(0, _given(wish.top_k, defaults.top_k))
     if top_p == 0:  # nothing but the most probable token
         top_p, top_k = 1.0, 1
     return Sampling(
-        temperature=_given(chat.temperature, defaults.temperature),
+        temperature=_given(wish.temperature, defaults.temperature),
         top_p=top_p,
         top_k=top_k,
-        min_p=_given(chat.min_p, defaults.min_p),
-        xtc_probability=_given(chat.xtc_probability, defaults.xtc_probability),
-        xtc_threshold=_given(chat.xtc_threshold, defaults.xtc_threshold),
+        min_p=_given(wish.min_p, defaults.min_p),
+        xtc_probability=_given(wish.xtc_probability, defaults.xtc_probability),
+        xtc_threshold=_given(wish.xtc_threshold, defaults.xtc_threshold),
         seed=seed,
     )
 
 
-def shaping(chat: ChatRequest, vocabulary: int) -> Shaping:
-    """What is done to the logits before. Raises RequestError."""
-    biases = _biases(chat.logit_bias or {}, vocabulary)
-    kind, grammar = _grammar(chat.response_format)
-    if len(grammar) > MAX_GRAMMAR:
+def shaping(wish: Options, vocabulary: int, grammar: tuple[str, str] | None = None) -> Shaping:
+    """What is done to the logits before; `grammar` (kind and text) instead of that of the wish.
+
+    Raises RequestError.
+    """
+    biases = _biases(wish.logit_bias, vocabulary)
+    kind, text = grammar or _grammar(wish.format)
+    if len(text) > MAX_GRAMMAR:
+        field = "tools" if grammar else "response_format"
         raise RequestError(
-            f"response_format has a grammar of {len(grammar)} characters; at most {MAX_GRAMMAR}",
-            param="response_format",
+            f"{field} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR}", param=field
         )
     return Shaping(
-        repetition_penalty=_given(chat.repetition_penalty, 1.0),
-        presence_penalty=_given(chat.presence_penalty, 0.0),
-        frequency_penalty=_given(chat.frequency_penalty, 0.0),
+        repetition_penalty=_given(wish.repetition_penalty, 1.0),
+        presence_penalty=_given(wish.presence_penalty, 0.0),
+        frequency_penalty=_given(wish.frequency_penalty, 0.0),
         bias_tokens=tuple(biases),
         bias_values=tuple(biases.values()),
-        min_tokens=chat.min_tokens or 0,
+        min_tokens=wish.min_tokens,
         grammar_kind=kind,
-        grammar=grammar,
+        grammar=text,
     )
 
 
-def logprobs(chat: ChatRequest) -> int:
-    """As `Request.logprobs` counts them."""
-    return (chat.top_logprobs or 0) if chat.logprobs else -1
-
-
-def client_of(chat: ChatRequest, address: str) -> str:
-    """Whose request this is, when clients take turns: an address, and there the `user` it names, if any."""
-    user = chat.user if isinstance(chat.user, str) else ""
+def client_of(user: str, address: str) -> str:
+    """Whose request this is, when clients take turns: an address, and there the user it names, if any."""
     return f"{address} {user[:MAX_USER_CHARS]}"
 
 
-def stop_strings(chat: ChatRequest) -> tuple[str, ...]:
+def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
     """Without empty ones, which stop nothing. Raises RequestError."""
-    given = [chat.stop] if isinstance(chat.stop, str) else chat.stop or []
-    stops = tuple(stop for stop in given if stop)
+    stops = tuple(stop for stop in stops if stop)
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop has {len(stops)} strings; it may have 0 to {MAX_STOPS}", param="stop")
     longest = max(map(len, stops), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 COMMENT = b": mlxtp\n\n"
+"""A server-sent event that says nothing."""
 
 
 class Closable(Protocol):
@@ -41,21 +42,29 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Sends server-sent events as `events` makes them. `events` handles its own failures.
+class AnswerStream(Response):
+    """Sends the parts of an answer as they are made. `parts` handles its own failures.
 
-    Headers and a comment go out at once, then a comment whenever nothing was sent for `keep_alive_s`.
-    `source`, from which `events` are made, is closed however the stream ends, even before it began.
+    Headers go out at once, and what `idle` returns whenever nothing was sent for `keep_alive_s`. `source`,
+    from which the parts are made, is closed however the stream ends, even before it began.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], source: Closable, keep_alive_s: float) -> None:
-        self._events = events
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes],
+        source: Closable,
+        keep_alive_s: float,
+        idle: Callable[[], bytes],
+        media_type: str,
+    ) -> None:
+        self._parts = parts
         self._source = source
         self._keep_alive_s = keep_alive_s
+        self._idle = idle
         self._quiet_since = 0.0
         self.status_code = 200
         self.background = None
-        self.media_type = "text/event-stream"
+        self.media_type = media_type
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,16 +74,16 @@ class EventStream(Response):
                 await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
+        async with aclosing(self._parts) as parts:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_body(send, COMMENT)
             self._quiet_since = asyncio.get_running_loop().time()
             keeper = asyncio.create_task(self._keep_alive(send))
             try:
-                async for event in events:
-                    await _send_body(send, event)
-                    self._quiet_since = asyncio.get_running_loop().time()
-                    # Neither `events` nor `send` has to wait: give the others, and a disconnect, their turn.
+                async for part in parts:
+                    if part:
+                        await _send_body(send, part)
+                        self._quiet_since = asyncio.get_running_loop().time()
+                    # Neither `parts` nor `send` has to wait: give the others, and a disconnect, their turn.
                     await asyncio.sleep(0)
             finally:
                 keeper.cancel()
@@ -89,7 +98,7 @@ class EventStream(Response):
                 await asyncio.sleep(wait_s)
             else:
                 self._quiet_since = loop.time()
-                await _send_body(send, COMMENT)
+                await _send_body(send, self._idle())
 
 
 async def interleaved(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:

@@ -9,13 +9,19 @@ import re
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..errors import Code, ModelError, RequestError
+from .ask import Conversation
+from .calls import JSON_CALLS, ToolFormat, tool_format, tool_json
+from .conversation import template_messages, template_options
+from .markup import call_format, thinking_markup
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _SHOWN = 200  # characters of another library's error
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LONGEST_MARKER = 16  # tokens of a marker and the white space after it
 _LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
 
 
@@ -48,13 +54,24 @@ class Text:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._special = frozenset(
-            id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special
-        )
+        self.specials: dict[int, str] = {
+            id_: token.content
+            for id_, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        """The text of special tokens, which answers do not show."""
+        self._special = frozenset(self.specials)
         self._decoding = _byte_decoding(self._backend, self._special)
         self._names: dict[int, Name] = {}
-        self.longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.longest_token = max(map(len, vocabulary))
         """In characters: `n` tokens make at most `n` times as many."""
+        template = _whole_template(tokenizer.chat_template)
+        self.knows_tools = "tools" in template
+        """Whether the chat template has its own way with tools."""
+        self.markup = thinking_markup(vocabulary)
+        self.tool_calls = _tool_format(template, vocabulary) if self.knows_tools else JSON_CALLS
+        """How this model writes tool calls."""
 
     @classmethod
     def load(cls, path: Path) -> Text:
@@ -87,10 +104,36 @@ class Text:
         token = self._tokenizer.eos_token_id
         return () if token is None else (int(token),)
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
+        """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
+        messages = template_messages(conversation, self.knows_tools)
+        tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
+        return self.prompt_ids(messages, tools, template_options(conversation))
+
+    def continued_ids(self, text: str) -> tuple[int, ...]:
+        """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
+        return tuple(self._backend.encode(text, add_special_tokens=True).ids)
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that a client sent, special ones too."""
+        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+
+    def thinks_on(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends in the middle of a thought, which the answer begins with then."""
+        if self.markup.think is None:
+            return False
+        return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[int, ...]:
         """The prompt that makes the model answer `messages` (`role` and `content` each).
 
-        The template writes the beginning-of-sequence token, so the tokenizer must not add another.
+        The template writes the beginning-of-sequence token, so the tokenizer must not add another. `options`
+        are variables of the template.
         Raises RequestError when there is no template or the template refuses the messages.
         """
         from jinja2 import TemplateError
@@ -104,9 +147,13 @@ class Text:
             )
         try:
             prompt = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -134,6 +181,18 @@ class Text:
         if self._decoding is not None:
             return _ByteDetokenizer(self._decoding, frozenset(skip))
         return _LibraryDetokenizer(self._backend, frozenset(skip))
+
+
+def _whole_template(template: Any) -> str:
+    """All texts of a model that has one template for chats and one for tools."""
+    if isinstance(template, Mapping):
+        return "\n".join(map(str, template.values()))
+    return str(template or "")
+
+
+def _tool_format(template: str, vocabulary: Collection[str]) -> ToolFormat:
+    name = call_format(template, vocabulary)
+    return JSON_CALLS if name is None else tool_format(name)
 
 
 class _ByteDecoding:

@@ -217,6 +217,7 @@ class FakeBackend:
     judge: Callable[[], Awaitable[None]] = at_once
     ready: bool = True
     most_open: int = 1000
+    context: int = CONTEXT
     defaults: Sampling = GREEDY
     requests: list[Request] = field(default_factory=list)
     answers: list[FakeAnswer] = field(default_factory=list)
@@ -231,7 +232,9 @@ class FakeBackend:
         if not self.ready:
             return ()
         return (
-            ModelInfo("org/tiny", ("tiny", "gpt-x"), Path(), CONTEXT, 1234, (1,), VOCABULARY, self.defaults),
+            ModelInfo(
+                "org/tiny", ("tiny", "gpt-x"), Path(), self.context, 1234, (1,), VOCABULARY, self.defaults
+            ),
         )
 
     def text(self) -> Text | None:

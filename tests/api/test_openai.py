@@ -1,42 +1,47 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxtp.api import openai
-from mlxtp.api.backend import ModelInfo
+from mlxtp.api.ask import Ask, Call, Conversation, Tool, Turn
 from mlxtp.errors import Code, RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def parse(**fields: Any) -> openai.ChatRequest:
-    return openai.parse_chat(json.dumps({"messages": HELLO} | fields).encode())
+def body(**fields: Any) -> bytes:
+    return json.dumps({"messages": HELLO} | fields).encode()
+
+
+def parse(**fields: Any) -> Ask:
+    return openai.parse_chat(body(**fields))
+
+
+def talk(**fields: Any) -> Conversation:
+    prompt = parse(**fields).prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
 
 
 def refusal(**fields: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        openai.chat_messages(parse(**fields).messages)
+        parse(**fields)
     assert caught.value.status == 400
     return caught.value
 
 
-def messages(*given: dict[str, Any]) -> list[dict[str, str]]:
-    return openai.chat_messages(parse(messages=list(given)).messages)
-
-
-def info(id_: str = "org/tiny", *aliases: str, context: int = 100) -> ModelInfo:
-    return ModelInfo(id_, aliases, Path(), context, 1234, (1,), 50)
+def turns(*given: dict[str, Any]) -> tuple[Turn, ...]:
+    return talk(messages=list(given)).turns
 
 
 # --- what is accepted -------------------------------------------------------------------------------------
 
 
 def test_unknown_fields_are_ignored() -> None:
-    assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}]).messages
+    assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}])
 
 
 def test_null_is_absent_in_every_optional_field() -> None:
@@ -67,7 +72,7 @@ def test_the_ends_of_a_range_belong_to_it_and_what_lies_beyond_is_told_the_range
     field: str, least: float, most: float
 ) -> None:
     for value in (least, most):
-        assert getattr(parse(**{field: value}), field) == value
+        assert getattr(parse(**{field: value}).options, field) == value
     for value in (least - 1, most + 1):
         error = refusal(**{field: value})
         assert error.param == field
@@ -75,31 +80,57 @@ def test_the_ends_of_a_range_belong_to_it_and_what_lies_beyond_is_told_the_range
 
 
 def test_alternatives_without_log_probabilities_are_refused() -> None:
-    assert parse(logprobs=True, top_logprobs=20).top_logprobs == 20
+    assert parse(logprobs=True, top_logprobs=20).options.logprobs == 20
     for logprobs in (None, False):
         error = refusal(logprobs=logprobs, top_logprobs=2)
         assert (error.code, error.param) == (Code.BAD_REQUEST, "top_logprobs")
 
 
 def test_the_two_names_of_the_budget_are_one_setting() -> None:
-    assert parse().budget is None
-    assert parse(max_tokens=5).budget == 5
-    assert parse(max_completion_tokens=6).budget == 6
-    assert parse(max_tokens=5, max_completion_tokens=5).budget == 5
+    assert parse().options.max_tokens is None
+    assert parse(max_tokens=5).options.max_tokens == 5
+    assert parse(max_completion_tokens=6).options.max_tokens == 6
+    assert parse(max_tokens=5, max_completion_tokens=5).options.max_tokens == 5
     assert refusal(max_tokens=5, max_completion_tokens=6).param == "max_tokens"
 
 
 def test_developer_is_system_and_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
-    assert messages(
+    assert turns(
         {"role": "developer", "content": "be"},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": []},
-    ) == [
-        {"role": "system", "content": "be"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": ""},
-    ]
+    ) == (Turn("system", "be"), Turn("user", "a\nb"), Turn("assistant", ""))
+
+
+def test_calls_and_what_they_returned_are_kept_together() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    assert turns(HELLO[0], asked, {"role": "tool", "tool_call_id": "c1", "content": "2"})[1:] == (
+        Turn("assistant", "", "hm", (Call("c1", "add", '{"a": 1}'),)),
+        Turn("tool", "2", call_id="c1", name="add"),
+    )
+
+
+def test_tools_and_who_may_call_them() -> None:
+    function = {"name": "add", "description": "Adds", "parameters": {"type": "object"}}
+    asked = talk(
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "add"}},
+        parallel_tool_calls=False,
+    )
+    assert asked.tools == (Tool("add", "Adds", {"type": "object"}),)
+    assert (asked.tool_choice, asked.parallel) == ("add", False)
+    assert [talk(tool_choice=choice).tool_choice for choice in (None, "none", "required")] == [
+        "auto", "none", "required",
+    ]  # fmt: skip
+
+
+def test_how_much_it_thinks_goes_to_the_template() -> None:
+    assert (talk().thinking, talk(reasoning_effort="none").thinking) == (None, False)
+    asked = talk(reasoning_effort="high", chat_template_kwargs={"style": 2})
+    assert (asked.thinking, asked.template_options) == (True, {"reasoning_effort": "high", "style": 2})
+    assert refusal(chat_template_kwargs={"messages": []}).param == "chat_template_kwargs.messages"
 
 
 # --- what is refused --------------------------------------------------------------------------------------
@@ -108,14 +139,31 @@ def test_developer_is_system_and_parts_are_joined() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{}]), ("functions", [{"name": "f"}]), ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}), ("function_call", {"name": "f"}),
+        ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}),
     ],
 )  # fmt: skip
 def test_what_is_understood_but_not_done_is_never_passed_over(field: str, value: Any) -> None:
     error = refusal(**{field: value})
     assert (error.code, error.param) == (Code.NOT_SUPPORTED, field)
-    assert f"{field} {json.dumps(value)} is not supported yet; " in error.detail
+    assert error.detail.startswith(f"{field} {json.dumps(value)} is ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"tools": [{}]}, "tools[0].type", Code.BAD_REQUEST),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", Code.BAD_REQUEST),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", Code.BAD_REQUEST),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", Code.NOT_SUPPORTED),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", Code.BAD_REQUEST),
+        ({"tool_choice": "any"}, "tool_choice", Code.BAD_REQUEST),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", Code.NOT_SUPPORTED),
+    ],
+)
+def test_wrong_tools_are_named(fields: dict[str, Any], param: str, code: Code) -> None:
+    error = refusal(**fields)
+    assert (error.param, error.code) == (param, code)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +200,12 @@ def test_a_wrong_value_is_named(field: str, value: Any) -> None:
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
+            "messages[0].tool_calls",
+        ),
     ],
 )
 def test_a_wrong_message_is_named(message: Any, param: str) -> None:
@@ -162,9 +216,9 @@ def test_a_wrong_message_is_named(message: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "'tool'"),
+        ({"role": "function", "content": "x", "name": "f"}, 'send role "tool"'),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "tool calls"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "send tool_calls"),
     ],
 )
 def test_a_message_that_asks_for_more_than_text(message: Any, named: str) -> None:
@@ -188,47 +242,3 @@ def test_a_body_that_is_no_request(body: bytes) -> None:
 
 def test_a_long_value_is_not_sent_back() -> None:
     assert len(refusal(model=["x" * 10_000]).detail) < 200
-
-
-# --- models and budgets -----------------------------------------------------------------------------------
-
-
-def test_a_model_is_found_by_id_then_alias_then_default() -> None:
-    models = [info("a", "b"), info("b", "c")]
-    names = ["a", "b", "c", "default", None, ""]
-    assert [openai.find_model(name, models).id for name in names] == ["a", "b", "b", "a", "a", "a"]
-
-
-def test_an_unknown_model_is_a_404_that_says_what_there_is() -> None:
-    with pytest.raises(RequestError, match=r'"gpt-9" does not exist here; available: org/tiny') as caught:
-        openai.find_model("gpt-9", [info()])
-    assert (caught.value.status, caught.value.code) == (404, Code.MODEL_NOT_FOUND)
-    with pytest.raises(RequestError):
-        openai.find_model("default", [])
-
-
-def test_the_budget_is_what_was_asked_or_what_fits() -> None:
-    model = info(context=100)
-    assert openai.token_budget(None, [1] * 40, model) == 60
-    assert openai.token_budget(None, [1] * 99, model) == 1
-    assert openai.token_budget(60, [1] * 40, model) == 60
-
-
-@pytest.mark.parametrize(
-    ("asked", "prompt", "param"), [(61, 40, "max_tokens"), (None, 100, "messages"), (1, 120, "messages")]
-)
-def test_more_than_the_context_is_refused_with_the_numbers(
-    asked: int | None, prompt: int, param: str
-) -> None:
-    with pytest.raises(RequestError) as caught:
-        openai.token_budget(asked, [1] * prompt, info(context=100))
-    assert (caught.value.code, caught.value.param) == (Code.CONTEXT_OVERFLOW, param)
-    for number in (prompt, prompt + (asked or 1), 100):
-        assert str(number) in caught.value.detail
-
-
-def test_a_token_the_model_does_not_know_is_refused() -> None:
-    with pytest.raises(RequestError, match="token 50"):
-        openai.token_budget(5, [1, 50], info())
-    with pytest.raises(RequestError, match="empty prompt"):
-        openai.token_budget(5, [], info())

@@ -17,10 +17,16 @@ from rich.console import Console
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncServiceInfo
 
-from mlxtp.api import openai, settings
+from mlxtp.api import budget, openai, settings
+from mlxtp.api.ask import Conversation, Tool
 from mlxtp.api.backend import ModelInfo
+from mlxtp.api.calls import CallReader, tool_format, tool_json
+from mlxtp.api.channels import Channels, Plan
+from mlxtp.api.conversation import characters, template_messages
 from mlxtp.api.guard import host_name
+from mlxtp.api.markup import Markup
 from mlxtp.api.stops import StopFinder
+from mlxtp.api.tool_grammar import tool_call_grammar
 from mlxtp.cluster import measurements
 from mlxtp.cluster.dialing import host_and_port
 from mlxtp.cluster.joining import Host, Joiner
@@ -185,19 +191,22 @@ def chat(data: bytes) -> None:
 
 def _chat(data: bytes) -> None:
     asked = openai.parse_chat(data)
-    openai.find_model(asked.model, [_MODEL])
-    seed = 1 if asked.seed is None else settings.seed_of(asked.seed)
-    sampling = settings.sampling(asked, _MODEL.defaults, seed)
-    shaping = settings.shaping(asked, _MODEL.vocabulary)
-    stops = StopFinder(settings.stop_strings(asked))
-    messages = openai.chat_messages(asked.messages)
-    openai.check_may_fit(messages, 16, _MODEL)
-    for message in messages:
-        stops.push(message["content"].encode().decode())
-    tokens = openai.token_budget(asked.budget, (5, 6), _MODEL)
+    conversation, wish = asked.prompt, asked.options
+    assert isinstance(conversation, Conversation)
+    budget.find_model(asked.model, [_MODEL])
+    seed = 1 if wish.seed is None else settings.seed_of(wish.seed)
+    sampling = settings.sampling(wish, _MODEL.defaults, seed)
+    tools = [tool_json(tool) for tool in conversation.tools]
+    grammar = tool_call_grammar(tools, required=None, opening="", closing="") if tools else None
+    shaping = settings.shaping(wish, _MODEL.vocabulary, grammar)
+    stops = StopFinder(settings.stop_strings(wish.stop))
+    budget.check_may_fit(characters(conversation), 16, _MODEL)
+    for knows_tools in (True, False):
+        for message in template_messages(conversation, knows_tools):
+            stops.push(message["content"].encode().decode())
+    tokens = budget.token_budget(wish.max_tokens, (5, 6), _MODEL)
     settings.check_min_tokens(shaping.min_tokens, tokens)
-    logprobs, ignore_eos = settings.logprobs(asked), bool(asked.ignore_eos)
-    encode(Generate(1, (5, 6), tokens, sampling, shaping, logprobs, ignore_eos), 1, 1)
+    encode(Generate(1, (5, 6), tokens, sampling, shaping, wish.logprobs, wish.ignore_eos), 1, 1)
 
 
 _HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -217,7 +226,55 @@ _CHATS = (
         )
     ),
     {"messages": [{"role": "developer", "content": [{"type": "text", "text": "\ud83d\ude00"}]}]},
-    _HELLO | {"tools": [], "tool_choice": {"type": "function"}, "stream_options": {"include_usage": True}},
+    _HELLO | {"tools": [], "tool_choice": "auto", "stream_options": {"include_usage": True}},
+    _HELLO | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]},
+    {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "2"},
+        ],
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"a": 1},
+    },
+)
+
+
+_FORMATS = tuple(
+    tool_format(name)
+    for name in (
+        "json_tools", "llama", "mistral", "qwen3_coder", "pythonic", "kimi_k2", "kimi_k3", "glm47", "gemma4",
+        "function_gemma", "longcat", "minimax_m2", "minicpm5", "muse_spark", "harmony",
+    )
+)  # fmt: skip
+_OFFERED = (Tool("f", "", {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}),)
+
+
+def tool_output(data: bytes) -> None:
+    """What a model says when it was offered tools: first the format, then text in pieces. Nothing is lost."""
+    format_ = _FORMATS[data[0] % len(_FORMATS)] if data else _FORMATS[0]
+    markup = Markup(("<think>", "</think>")).with_calls(format_)
+    reader = CallReader(format_, _OFFERED)
+    channels, parts = Channels(Plan(markup, calls=reader)), []
+    for piece in text(data[1:]).split("|||"):
+        parts += channels.push(piece)
+    parts += channels.finish(cut=bool(data) and data[0] >= 128)
+    assert channels.held == 0
+    names = [part.call.name for part in parts if part.call is not None and part.call.name]
+    assert reader.complete <= len(names)
+    for name in names:
+        name.encode()
+
+
+_CALL_TEXTS = (
+    b'{"name": "f", "arguments": {"a": 1}}', b'f[ARGS]{"a": 1}', b"[f(a=1, b='x')]", b"call:f{a:1}",
+    b"<function=f><parameter=a>1</parameter></function>", b"f<arg_key>a</arg_key><arg_value>1</arg_value>",
+    b'<invoke name="f"><parameter name="a">1</parameter></invoke>', b'"f"><param name="a">1</param>',
+    b'<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+)  # fmt: skip
+_CALLED = tuple(
+    bytes((number,)) + format_.start.encode() + each + format_.end.encode()
+    for number, format_ in enumerate(_FORMATS)
+    for each in _CALL_TEXTS
 )
 
 
@@ -416,6 +473,7 @@ TARGETS: Mapping[str, Target] = {
     "stops": Target(
         stops, (), (b"ab,b,abc\nxxa|b|c", b"abcd,bc\nxab|cx", b"aa,aab\naaa|aab", "é\né|x".encode())
     ),
+    "tool_output": Target(tool_output, (), _CALLED),
     "addresses": Target(addresses, (), (b"localhost:1", b"[::1]:80", b"http://a:1", b"10.0.0.1:52414")),
     "bonjour": Target(bonjour, (), (_announced(),)),
     "hardware": Target(hardware, (), _PRINTED),

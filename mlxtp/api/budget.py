@@ -1,0 +1,66 @@
+"""Which model is meant, and what fits into its context. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import Code, RequestError
+from .backend import ModelInfo
+from .schema import shown
+
+
+def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo:
+    """Exact id, then alias, then `default` (or no name at all): the first. Raises RequestError 404."""
+    for model in models:
+        if name == model.id:
+            return model
+    for model in models:
+        if name in model.aliases:
+            return model
+    if models and name in (None, "", "default"):
+        return models[0]
+    known = ", ".join(model.id for model in models) or "none"
+    raise RequestError(
+        f"the model {shown(name)} does not exist here; available: {known}",
+        Code.MODEL_NOT_FOUND,
+        status=404,
+        param="model",
+    )
+
+
+def check_may_fit(characters: int, longest_token: int, model: ModelInfo, prompts: int = 1) -> None:
+    """Refuse what cannot fit before it is tokenized: that takes seconds in which nothing else runs.
+
+    `longest_token` is in characters. Raises RequestError with the numbers.
+    """
+    most = longest_token * model.context * prompts
+    if characters > most:
+        raise RequestError(
+            f"the messages have {characters} characters; the model's context of {model.context} tokens "
+            f"holds at most {most}",
+            Code.CONTEXT_OVERFLOW,
+            param="messages",
+        )
+
+
+def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:
+    """How many tokens the answer may have; without a wish, as many as fit. Raises RequestError."""
+    if not prompt:
+        raise RequestError("these messages make an empty prompt", param="messages")
+    if min(prompt) < 0 or max(prompt) >= model.vocabulary:
+        wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise RequestError(
+            f"the prompt has token {wrong}, but the model knows only {model.vocabulary} tokens: "
+            "its tokenizer and its weights do not belong together",
+            Code.MODEL_INVALID,
+            param="messages",
+        )
+    if len(prompt) + (asked or 1) <= model.context:
+        return asked or model.context - len(prompt)
+    wish = f"max_tokens {asked}" if asked else "at least 1 token of answer"
+    raise RequestError(
+        f"the prompt has {len(prompt)} tokens; with {wish} that makes {len(prompt) + (asked or 1)}, "
+        f"more than the model's context of {model.context} tokens",
+        Code.CONTEXT_OVERFLOW,
+        param="max_tokens" if asked and len(prompt) < model.context else "messages",
+    )

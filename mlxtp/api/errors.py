@@ -1,0 +1,39 @@
+"""Which HTTP status an error has, and how OpenAI's dialect, that of all paths nobody owns, says it. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import Code, GroupError, LinkError, MlxtpError, RequestError
+
+Json = dict[str, Any]
+
+
+def error_status(error: MlxtpError) -> int:
+    """The HTTP status: a lost group is being formed again, so the client may come back."""
+    if isinstance(error, RequestError):
+        return error.status
+    if error.code is Code.DEADLINE:
+        return 504
+    come_back = isinstance(error, GroupError | LinkError) or error.code in (
+        Code.NOT_READY,
+        Code.SHUTTING_DOWN,
+    )
+    return 503 if come_back else 500
+
+
+def error_body(message: str, code: str, status: int, param: str | None = None) -> Json:
+    """As OpenAI has it."""
+    kind = (
+        "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+    )
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_body_of(error: MlxtpError) -> Json:
+    return error_body(error.detail, error.code.value, error_status(error), getattr(error, "param", None))
+
+
+def internal_error() -> MlxtpError:
+    """What a client is told of a bug."""
+    return MlxtpError("internal error; the server's log has the details", Code.INTERNAL)

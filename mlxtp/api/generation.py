@@ -1,0 +1,357 @@
+"""From an `Ask` to its answer, for all dialects: model, prompt, queue, stream or whole, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..errors import Code, MlxtpError, RequestError
+from . import budget, settings
+from .adapter import About, Adapter, Writer
+from .ask import NONE, REQUIRED, Ask, Conversation
+from .backend import DRAINING, Backend, Health, ModelInfo
+from .backend import Request as Wanted
+from .budget import find_model
+from .calls import JSON_CALLS, CallReader, ToolFormat, tool_json
+from .channels import Plan
+from .choices import Answers, collect
+from .conversation import characters
+from .errors import error_status, internal_error
+from .events import Event, Finish
+from .streaming import AnswerStream, unless_gone
+from .text import Name, Text
+from .tool_grammar import tool_call_grammar
+from .transcript import Transcript
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+BODY_S = 60.0
+MAX_CHOICES = 16
+_LARGE_BYTES = 64 * 1024  # from here on, parsing and tokenizing happen in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A request that passed every check: one request to the backend for each choice."""
+
+    text: Text
+    model: ModelInfo
+    requests: tuple[Wanted, ...]
+    stops: tuple[str, ...]
+    about: About
+    format: ToolFormat | None
+    forced: bool
+    thinking: bool
+
+    @property
+    def scored(self) -> bool:
+        return self.requests[0].logprobs >= 0
+
+    def transcripts(self) -> list[Transcript]:
+        return [
+            Transcript(
+                self.text.detokenizer(skip=self.model.eos),
+                self.stops,
+                self.scored,
+                choice=index,
+                plan=self._plan(),
+                specials=self.text.specials,
+                most_calls=self._most_calls(),
+            )
+            for index in range(len(self.requests))
+        ]
+
+    def _plan(self) -> Plan | None:
+        """How an answer is read; None when there is nothing in it but text."""
+        prompt, markup = self.about.ask.prompt, self.text.markup
+        if not isinstance(prompt, Conversation) or (self.format is None and markup.think is None):
+            return None
+        if self.format is None:
+            return Plan(markup, self.thinking)
+        calls = CallReader(self.format, prompt.tools, self.forced)
+        return Plan(markup.with_calls(self.format), self.thinking, calls, self.forced)
+
+    def _most_calls(self) -> int:
+        prompt = self.about.ask.prompt
+        return 0 if not isinstance(prompt, Conversation) or prompt.parallel else 1
+
+
+class Generation:
+    """What every adapter's routes are made of. `retry_after_s`: when a client may come again."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        keep_alive_s: float = 3.0,
+        retry_after_s: int = 5,
+        body_s: float = BODY_S,
+    ) -> None:
+        self._backend = backend
+        self._max_body_bytes = max_body_bytes
+        self._keep_alive_s = keep_alive_s
+        self._retry_after_s = retry_after_s
+        self._body_s = body_s
+
+    def health(self) -> Health:
+        return self._backend.health()
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """What can be served now."""
+        return self._backend.models()
+
+    def find_model(self, name: str | None) -> ModelInfo:
+        """Raises RequestError 404."""
+        return find_model(name, self.models())
+
+    def text(self) -> Text | None:
+        """The tokenizer side of the loaded model, or None when there is none."""
+        return self._backend.text()
+
+    async def body(self, request: Request) -> bytes:
+        """The whole body. Raises RequestError 408 or 413."""
+        try:
+            async with asyncio.timeout(self._body_s):
+                return await _read_body(request, self._max_body_bytes)
+        except TimeoutError:
+            raise RequestError(f"the body was not complete within {self._body_s:g} s", status=408) from None
+
+    async def count(self, ask: Ask) -> int:
+        """The tokens of a conversation's prompt. Raises RequestError."""
+        model, text = self._loaded(ask.model)
+        assert isinstance(ask.prompt, Conversation)
+        conversation = ask.prompt
+        budget.check_may_fit(characters(conversation), text.longest_token, model)
+        return len(await asyncio.to_thread(text.conversation_ids, conversation))
+
+    async def answer(self, adapter: Adapter, request: Request, parse: Callable[[bytes], Ask]) -> Response:
+        """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent."""
+        body = await self.body(request)
+        ask = await _in_thread_if(len(body) > _LARGE_BYTES, lambda: parse(body))
+        address = request.client.host if request.client is not None else ""
+        job = await self._job(ask, len(body), settings.client_of(ask.user, address))
+        async with AsyncExitStack() as open_:
+            asked = Answers()
+            open_.push_async_callback(asked.aclose)
+            for wanted in job.requests:
+                asked.add(self._backend.generate(wanted))
+            try:
+                await unless_gone(request.receive, asked.accepted())
+            except RequestError as error:
+                if ask.options.format is not None and error.code is Code.BAD_REQUEST:
+                    error.param = error.param or "response_format"
+                raise
+            events = asked.events(job.transcripts())
+            if ask.stream:
+                writer = adapter.writer(job.about)
+                parts = _written(events, writer, len(asked))
+                open_.pop_all()  # from here on the stream closes them
+                return AnswerStream(parts, asked, self._keep_alive_s, writer.idle, adapter.media_type)
+            wholes = await unless_gone(request.receive, collect(events, len(asked)))
+        return await _in_thread_if(job.scored, lambda: JSONResponse(adapter.whole(job.about, wholes)))
+
+    def endpoint(self, adapter: Adapter, handler: Handler) -> Handler:
+        """`handler`, whose errors are answered in the shape of `adapter`, in its words."""
+
+        @wraps(handler)
+        async def answered(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except MlxtpError as error:
+                return self.refusal(adapter, error)
+
+        return answered
+
+    def refusal(self, adapter: Adapter, error: MlxtpError) -> Response:
+        """The answer that refuses."""
+        status = error_status(error)
+        if not isinstance(error, RequestError):
+            log.warning("request failed with %s: %s", error.code, error.detail)
+        headers = {}
+        if status in (429, 503):
+            headers["retry-after"] = str(self._retry_after_s)
+        elif status == 504:  # what took too long once will do so again
+            headers["x-should-retry"] = "false"
+        elif status == 408:  # the rest of the body must not be taken for another request
+            headers["connection"] = "close"
+        said = in_words_of(adapter.names, error)
+        return JSONResponse(adapter.error(said, status), status, headers=headers)
+
+    async def _job(self, ask: Ask, size: int, client: str) -> _Job:
+        model, text = self._loaded(ask.model)
+        options = ask.options
+        if not 1 <= options.n <= MAX_CHOICES:
+            raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")
+        seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
+        sampling = settings.sampling(options, model.defaults, seed)
+        format_, grammar = _tool_use(ask, text)
+        shaping = settings.shaping(options, model.vocabulary, grammar)
+        stops = settings.stop_strings(options.stop)
+        guided = bool(shaping.grammar_kind)
+        prompts = await _in_thread_if(size > _LARGE_BYTES, lambda: _prompts(ask, text, model, guided))
+        budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
+        settings.check_min_tokens(shaping.min_tokens, min(budgets))
+        if self._backend.text() is not text:  # another model was loaded while we were in the thread
+            raise self._not_ready()
+        requests: list[Wanted] = []
+        for prompt, max_tokens in zip(prompts, budgets, strict=True):
+            first = Wanted(
+                prompt,
+                max_tokens,
+                sampling,
+                shaping,
+                options.logprobs,
+                options.ignore_eos,
+                client,
+                options.deadline_s,
+            )
+            requests += settings.choices(first, options.n)
+
+        def name(token: int) -> Name:
+            shown, bytes_ = text.name(token)
+            return shown, None if token in model.eos else bytes_
+
+        about = About(
+            uuid.uuid4().hex,
+            time.time(),
+            model.id,
+            tuple(map(len, prompts)),
+            _shown_prompts(ask, text),
+            name,
+            ask,
+        )
+        thinking = not guided and text.thinks_on(prompts[0])
+        return _Job(text, model, tuple(requests), stops, about, format_, grammar is not None, thinking)
+
+    def _loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
+        models, text = self._backend.models(), self._backend.text()
+        if not models or text is None:
+            raise self._not_ready()
+        return find_model(name, models), text
+
+    def _not_ready(self) -> RequestError:
+        health = self._backend.health()
+        why = f": {health.reason}" if health.reason else ""
+        if health.state == DRAINING:
+            return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
+        return RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
+
+
+def in_words_of(names: Mapping[str, str], error: MlxtpError) -> MlxtpError:
+    """The same error, with the fields called as a dialect calls them. Pure."""
+    if not names or not isinstance(error, RequestError):
+        return error
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+    detail = pattern.sub(lambda found: names[found[1]], error.detail)
+    param = pattern.sub(lambda found: names[found[1]], error.param) if error.param else error.param
+    return RequestError(detail, error.code, status=error.status, param=param)
+
+
+def _tool_use(ask: Ask, text: Text) -> tuple[ToolFormat | None, tuple[str, str] | None]:
+    """How calls are found in the answer (None: there are none), and the grammar of one that must come.
+
+    A grammar is its kind and its text. Raises RequestError.
+    """
+    prompt = ask.prompt
+    if not isinstance(prompt, Conversation):
+        return None, None
+    choice = prompt.tool_choice
+    if not prompt.tools:
+        if choice not in ("auto", NONE):
+            raise RequestError(f"tool_choice {choice!r} needs tools beside it", param="tool_choice")
+        return None, None
+    required = None if choice in ("auto", NONE, REQUIRED) else choice
+    tools = [tool_json(tool) for tool in prompt.tools]
+    grammar = tool_call_grammar(tools, required=required, opening="", closing="")  # checks them all
+    if choice == NONE:
+        return None, None
+    if ask.options.format is not None and ask.options.format.get("type") != "text":
+        raise RequestError(
+            "response_format beside tools that may be called is not supported: "
+            'leave one of them out, or send tool_choice "none"',
+            Code.NOT_SUPPORTED,
+            param="response_format",
+        )
+    return (text.tool_calls, None) if choice == "auto" else (JSON_CALLS, grammar)
+
+
+def _prompts(ask: Ask, text: Text, model: ModelInfo, guided: bool) -> list[tuple[int, ...]]:
+    """Token ids. Raises RequestError."""
+    if not isinstance(ask.prompt, Conversation):
+        budget.check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
+        return [text.continued_ids(each) if isinstance(each, str) else each for each in ask.prompt]
+    conversation = ask.prompt
+    budget.check_may_fit(characters(conversation), text.longest_token, model)
+    if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
+        conversation = replace(conversation, thinking=False)
+    if conversation.tool_choice == NONE:
+        conversation = replace(conversation, tools=())
+    return [text.conversation_ids(conversation)]
+
+
+def _shown_prompts(ask: Ask, text: Text) -> tuple[str, ...]:
+    if isinstance(ask.prompt, Conversation):
+        return ()
+    return tuple(each if isinstance(each, str) else text.decoded(each) for each in ask.prompt)
+
+
+async def _written(events: AsyncGenerator[Event], writer: Writer, count: int) -> AsyncGenerator[bytes]:
+    """`count` answers as a stream of their dialect. A failure is its last word: the status is long gone."""
+    ended = 0
+    try:
+        yield writer.open()
+        async with aclosing(events):
+            async for event in events:
+                part = writer.write(event)
+                ended += isinstance(event, Finish)
+                yield part + writer.close() if ended == count else part
+    except MlxtpError as error:
+        log.warning("stream failed with %s: %s", error.code, error.detail)
+        yield writer.fail(error)
+    except Exception:  # the request ends here, the server goes on
+        log.exception("stream failed")
+        yield writer.fail(internal_error())
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body, or RequestError 413. What is too large is not kept, and soon no longer read.
+
+    A client that is still sending would not see the answer, so a body of up to 4 times the limit is read
+    to its end and thrown away.
+    """
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    parts: list[bytes] = []
+    if size <= 4 * limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= limit:
+                parts.append(part)
+            elif size > 4 * limit:
+                break
+    if size > limit:
+        raise RequestError(f"the body is larger than {limit} bytes", status=413)
+    return b"".join(parts)
+
+
+async def _in_thread_if(slow: bool, work: Callable[[], T]) -> T:
+    """What takes long would hold up everybody else's tokens."""
+    return await asyncio.to_thread(work) if slow else work()

@@ -1,0 +1,78 @@
+"""How the bodies of all dialects are checked, and how a refusal names a field. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
+
+from ..errors import Code, RequestError
+
+_SHOWN = 80  # characters of a refused value that go back to the client
+_UNION_BRANCHES = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-")
+"""With these pydantic names the branches of a union, which are no fields."""
+
+
+class Schema(BaseModel):
+    """A part of a body. Fields that it does not know are ignored; None means absent, everywhere."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+S = TypeVar("S", bound=Schema)
+
+
+def in_range(low: float, high: float) -> AfterValidator:
+    """A number from `low` to `high`; NaN is none."""
+
+    def check(value: float) -> float:
+        if not low <= value <= high:
+            raise PydanticCustomError("range", f"should be from {low} to {high}")
+        return value
+
+    return AfterValidator(check)
+
+
+def parsed(schema: type[S], body: bytes) -> S:
+    """The checked body. Raises RequestError that names the field, the reason and the value."""
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise refusal(error) from None
+
+
+def refusal(error: ValidationError) -> RequestError:
+    """The first thing that is wrong, in the words of whoever wrote the body."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    param = field_path(first["loc"])
+    if first["type"] == "missing":
+        return RequestError(f"{param} is missing", param=param)
+    if not param:
+        return RequestError(f"the body must be a JSON object, got {shown(first['input'])}")
+    what = first["msg"].removeprefix("Input ")
+    return RequestError(f"{param} {what}, got {shown(first['input'])}", param=param)
+
+
+def field_path(location: tuple[int | str, ...]) -> str:
+    """As the client would write it: `messages[2].content`."""
+    fields = [
+        part
+        for part in location
+        if isinstance(part, int) or not (part in _UNION_BRANCHES or part.startswith(_UNION_BRANCHES[4:]))
+    ]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fields).removeprefix(".")
+
+
+def shown(value: object) -> str:
+    """A refused value as the client sees it."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def not_supported(detail: str, param: str) -> RequestError:
+    """What is understood, and cannot be done."""
+    return RequestError(detail, Code.NOT_SUPPORTED, param=param)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxtp.api import budget
+from mlxtp.api.backend import ModelInfo
+from mlxtp.errors import Code, RequestError
+
+
+def info(id_: str = "org/tiny", *aliases: str, context: int = 100) -> ModelInfo:
+    return ModelInfo(id_, aliases, Path(), context, 1234, (1,), 50)
+
+
+def test_a_model_is_found_by_id_then_alias_then_default() -> None:
+    models = [info("a", "b"), info("b", "c")]
+    names = ["a", "b", "c", "default", None, ""]
+    assert [budget.find_model(name, models).id for name in names] == ["a", "b", "b", "a", "a", "a"]
+
+
+def test_an_unknown_model_is_a_404_that_says_what_there_is() -> None:
+    with pytest.raises(RequestError, match=r'"gpt-9" does not exist here; available: org/tiny') as caught:
+        budget.find_model("gpt-9", [info()])
+    assert (caught.value.status, caught.value.code) == (404, Code.MODEL_NOT_FOUND)
+    with pytest.raises(RequestError):
+        budget.find_model("default", [])
+
+
+def test_the_budget_is_what_was_asked_or_what_fits() -> None:
+    model = info(context=100)
+    assert budget.token_budget(None, [1] * 40, model) == 60
+    assert budget.token_budget(None, [1] * 99, model) == 1
+    assert budget.token_budget(60, [1] * 40, model) == 60
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt", "param"), [(61, 40, "max_tokens"), (None, 100, "messages"), (1, 120, "messages")]
+)
+def test_more_than_the_context_is_refused_with_the_numbers(
+    asked: int | None, prompt: int, param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        budget.token_budget(asked, [1] * prompt, info(context=100))
+    assert (caught.value.code, caught.value.param) == (Code.CONTEXT_OVERFLOW, param)
+    for number in (prompt, prompt + (asked or 1), 100):
+        assert str(number) in caught.value.detail
+
+
+def test_a_token_the_model_does_not_know_is_refused() -> None:
+    with pytest.raises(RequestError, match="token 50"):
+        budget.token_budget(5, [1, 50], info())
+    with pytest.raises(RequestError, match="empty prompt"):
+        budget.token_budget(5, [], info())

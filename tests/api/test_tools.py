@@ -1,0 +1,162 @@
+"""Tools and thoughts over HTTP: the real client library, a real server; only the model is played."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from mlxtp.api.ask import Tool
+from mlxtp.api.calls import tool_json
+from mlxtp.errors import GroupError
+
+from .conftest import Server, says, then
+from .test_app import HELLO, fail_with
+from .test_chat import create
+
+ADD = Tool("add", "Adds", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+TOOLS = [tool_json(ADD)]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def answers_with(server: Server, text: str, reason: str = "stop", step: int = 1) -> None:
+    server.backend.context = 4000  # what the model is told of tools is long, letter by letter
+    server.backend.script = says(server.ids(text), reason, step)
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_among_words(server: Server, stream: bool, step: int) -> None:
+    answers_with(server, f"Sure. {CALL}\n{CALL}", step=step)
+    if stream:
+        choice = put_together(create(server, tools=TOOLS, stream=True))
+    else:
+        choice = create(server, tools=TOOLS).choices[0].model_dump()
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "Sure.")
+    calls = choice["message"]["tool_calls"]
+    assert [(call["type"], call["function"]) for call in calls] == [
+        ("function", {"name": "add", "arguments": '{"a": 1}'})
+    ] * 2
+    assert len({call["id"] for call in calls}) == 2
+
+
+def put_together(stream: Any) -> dict[str, Any]:
+    """A streamed choice in the shape of a whole one, by the rules that clients go by."""
+    text, calls, reason = "", [], None
+    for chunk in stream:
+        (choice,) = chunk.choices
+        assert reason is None
+        text += choice.delta.content or ""
+        for part in choice.delta.tool_calls or ():
+            if part.index == len(calls):
+                assert part.id
+                assert part.type == "function"
+                calls.append(
+                    {
+                        "id": part.id,
+                        "type": part.type,
+                        "function": {"name": part.function.name, "arguments": ""},
+                    }
+                )
+            assert part.index == len(calls) - 1
+            calls[-1]["function"]["arguments"] += part.function.arguments or ""
+        reason = choice.finish_reason
+    return {"finish_reason": reason, "message": {"content": text, "tool_calls": calls}}
+
+
+def test_arguments_are_streamed_while_they_come(server: Server) -> None:
+    answers_with(server, CALL)
+    deltas = [chunk.choices[0].delta for chunk in create(server, tools=TOOLS, stream=True)]
+    assert sum(bool(delta.tool_calls) for delta in deltas) > 4
+
+
+def test_the_model_is_told_of_tools_and_of_what_they_returned(server: Server) -> None:
+    answers_with(server, "2")
+    turns = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "two"},
+    ]
+    create(server, messages=turns, tools=TOOLS)
+    prompt = server.backend.loaded_text.decoded(server.backend.request.prompt)
+    assert json.dumps(tool_json(ADD)) in prompt
+    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in prompt
+    assert "<tool_response>\ntwo\n</tool_response>" in prompt
+
+
+def test_none_is_none(server: Server) -> None:
+    answers_with(server, CALL)
+    message = create(server, tools=TOOLS, tool_choice="none").choices[0].message
+    assert (message.content, message.tool_calls) == (CALL, None)
+    assert "You can call" not in server.backend.loaded_text.decoded(server.backend.request.prompt)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_that_must_come_has_a_grammar(server: Server, choice: Any) -> None:
+    answers_with(server, '{"name": "add", "arguments": {"a": 1}}')
+    found = create(server, tools=TOOLS, tool_choice=choice).choices[0]
+    assert found.finish_reason == "tool_calls"
+    assert found.message.tool_calls[0].function.arguments == '{"a": 1}'
+    assert server.backend.request.shaping.grammar_kind == "lark"
+
+
+def test_one_call_at_a_time_where_it_was_asked(server: Server) -> None:
+    answers_with(server, f"{CALL}{CALL} and more words")
+    message = create(server, tools=TOOLS, parallel_tool_calls=False).choices[0].message
+    assert len(message.tool_calls) == 1
+    assert message.content is None
+    assert server.backend.all_closed()
+    assert not server.backend.finished
+
+
+def test_a_call_that_the_budget_cut_is_a_length(server: Server) -> None:
+    cut = CALL.index("1}}")
+    answers_with(server, CALL[:cut], "length")
+    choice = create(server, tools=TOOLS).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls[0].function.arguments == '{"a": '
+
+
+def test_a_failure_in_the_middle_of_a_call_is_no_end(server: Server) -> None:
+    answers_with(server, "")
+    server.backend.script = then(server.ids(CALL[:45]), fail_with(GroupError("gone")))
+    with pytest.raises(openai.APIError, match="gone"):
+        list(create(server, tools=TOOLS, stream=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"tools": TOOLS * 2}, "tools", "same name"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "'x'",
+        ),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "beside tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters.type",
+            '"object"',
+        ),
+    ],
+)
+def test_tools_that_cannot_be(server: Server, fields: dict[str, Any], param: str, named: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=named) as caught:
+        create(server, **fields)
+    assert caught.value.param == param
+    assert server.backend.requests == []
+
+
+def test_a_format_beside_tools_that_may_not_be_called(server: Server) -> None:
+    answers_with(server, "{}")
+    create(server, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+    assert server.backend.request.shaping.grammar_kind == "json_object"

@@ -1,0 +1,150 @@
+"""openai-python against two live ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+from ..cluster import WAIT_S, Cluster, until
+from ..reference import random_text
+
+SECRET = "FALCON-MERCURY-7749"
+ENDLESS = "Count from 1 to 60."
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "ok": {"type": "boolean"}},
+    "required": ["n", "ok"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks up", "parameters": SCHEMA}}
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def client(two_ranks: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{two_ranks.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S
+    ) as found:
+        yield found
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.models.retrieve("nobody")
+
+
+def test_a_whole_answer_and_a_streamed_one(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": user(f"Repeat exactly: {SECRET}")}
+    assert client.chat.completions.create(**asked).choices[0].message.content == SECRET
+    with client.chat.completions.stream(**asked) as stream:
+        pieces = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(pieces) == final.choices[0].message.content == SECRET
+    assert len(pieces) > 5
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
+def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny", "messages": user("Look up 5."), "tools": [TOOL], "tool_choice": choice,
+    }  # fmt: skip
+    answer = client.chat.completions.create(**asked).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    assert answer.message.tool_calls
+    (call,) = answer.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "look_up"
+    assert set(json.loads(call.function.arguments)) == {"n", "ok"}
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    assert streamed.tool_calls
+    assert streamed.tool_calls[0].function.arguments == call.function.arguments
+    told = [
+        *asked["messages"],
+        answer.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": SECRET},
+    ]
+    assert client.chat.completions.create(**asked | {"messages": told, "tool_choice": "none"}).choices
+
+
+def test_an_answer_that_follows_a_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=user("A number and a word, please."),
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
+        temperature=1.5,
+        seed=4,
+    )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found.keys() == {"n", "ok"}
+    assert 0 <= found["n"] <= 99
+
+
+def test_several_answers_with_their_probabilities(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=user("Say anything."), n=3, temperature=1, seed=7, max_tokens=12,
+        logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice in answer.choices:
+        assert choice.logprobs
+        assert choice.logprobs.content
+        assert all(len(token.top_logprobs) == 2 and token.logprob <= 0 for token in choice.logprobs.content)
+    assert answer.usage
+    assert answer.usage.completion_tokens > 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "named"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError, "gpt-9"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "4096"),
+        ({"temperature": 3}, openai.BadRequestError, "from 0 to 2"),
+        ({"messages": user("x" * 50_000)}, openai.BadRequestError, "4096"),
+        ({"response_format": {"type": "regex", "pattern": "("}}, openai.BadRequestError, ""),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_is_refused_in_words(
+    client: openai.OpenAI,
+    fields: dict[str, Any],
+    error: type[openai.APIStatusError],
+    named: str,
+    stream: bool,
+) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "messages": user("hello"), "stream": stream} | fields
+    with pytest.raises(error, match=named):
+        client.chat.completions.create(**asked)
+
+
+def test_who_leaves_is_not_decoded_for(client: openai.OpenAI, two_ranks: Cluster) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=user(ENDLESS), stream=True, max_tokens=3000, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    until(lambda: two_ranks.health()["open_requests"] == 0, "nobody's request ends")
+    assert two_ranks.idle().forwards[0] < 3000
+
+
+def test_many_at_once_get_each_their_own(client: openai.OpenAI) -> None:
+    secrets = [random_text(Random(number), 12) for number in range(32)]
+
+    def ask(secret: str) -> str | None:
+        answer = client.chat.completions.create(model="tiny", messages=user(f"Repeat exactly: {secret}"))
+        return answer.choices[0].message.content
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, secrets)) == secrets

@@ -46,9 +46,9 @@ def create_app(
 ) -> Starlette:
     """The HTTP side of one agent.
 
-    `admin` answers the commands of this Mac, `observed` is what the page shows. `allowed_hosts`: names in Host
-    and Origin that are answered, `*` for any. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: what a client is told while the
-    model is not ready. `body_s`: the time to send a body.
+    `admin` answers the commands of this Mac, `observed` is what the page shows. `allowed_hosts`: names in
+    Host and Origin that are answered, `*` for any. `keep_alive_s`: the longest silence in a stream.
+    `retry_after_s`: what a client is told while the model is not ready. `body_s`: the time to send a body.
     """
     generation = Generation(
         backend,

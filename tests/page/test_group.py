@@ -1,0 +1,72 @@
+"""The page over two real ranks, one of which is killed while an answer comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ..cluster import START_S, Cluster
+from .conftest import DESK
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.group
+
+COUNT = "Count from 1 to 60."
+LAST = "#turns > li:last-child"
+
+
+@pytest.fixture
+def cluster(browser: Browser, tmp_path: Path) -> Iterator[Cluster]:
+    """Asks for the browser first: without one nothing is started."""
+    with Cluster(tmp_path / "home", ranks=2) as started:
+        yield started
+
+
+def test_a_rank_is_killed_and_the_answer_goes_on(browser: Browser, cluster: Cluster) -> None:
+    page = browser.new_page(viewport=DESK)
+    page.set_default_timeout(START_S * 1000)
+    page.goto(cluster.url)
+    page.wait_for_selector("#state[data-state=ready]")
+    right = cluster.content(COUNT, max_tokens=400)
+    page.evaluate(
+        """() => {
+            window.heard = [];
+            const state = document.getElementById('state');
+            const watch = new MutationObserver(() => heard.push(state.dataset.state + ': ' + state.textContent));
+            watch.observe(state, { childList: true, subtree: true });
+        }"""
+    )
+    page.click("#parameters summary")
+    page.fill("#temperature", "0")
+    page.fill("#max_tokens", "400")
+    page.fill("#say", COUNT)
+    page.press("#say", "Enter")
+    page.wait_for_function("document.querySelector('#turns').textContent.includes('9')")
+    os.kill(cluster.pids()[1], signal.SIGKILL)
+    page.wait_for_selector(f"{LAST} .waits:has-text('Waiting for the group to form again')")
+    page.wait_for_selector(f"{LAST} .numbers:not([hidden])")
+    assert page.inner_text(f"{LAST} > .said") == right
+    assert not page.is_visible(f"{LAST} .problem")
+    assert "for the group" in page.inner_text(f"{LAST} .numbers")
+    page.wait_for_selector("#state[data-state=ready]")
+    heard = page.evaluate("heard")
+    assert any(line.startswith(("restarting: ", "starting: ")) and "rank 1" in line for line in heard), heard
+    assert heard[-1] == "ready: Ready: tiny on 2 ranks"
+    page.click("header nav a[href='#cluster']")
+    page.wait_for_selector("#history li:nth-child(2)")
+    newest, before = page.locator("#history li").all_inner_texts()[:2]
+    assert newest.startswith("Epoch 2 · runs, ready after ")
+    assert before.startswith("Epoch 1 · ended after ")
+    assert "rank 1 was ended by signal 9" in before
+    assert "(rank_lost)" in before
+    ranks = page.locator("#ranks li").all_inner_texts()
+    assert len(ranks) == 2
+    assert all("not known" not in rank for rank in ranks)
+    page.context.close()

@@ -175,25 +175,44 @@ class Site:
         self.backend.script = script
 
 
+class Running:
+    """A server in a thread of its own, until it is closed. Port 0 takes a free one."""
+
+    def __init__(
+        self, backend: FakeBackend | None, observed: FakeObserved, admin: Any = None, port: int = 0
+    ) -> None:
+        app = create_app(cast(Any, backend), admin=admin, observed=observed, keep_alive_s=0.1)
+        sock = bind("127.0.0.1", port)
+        self.port: int = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._observed = observed
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        serving = serve(app, sock, self._stop, grace_s=int(WAIT_S))
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(serving))
+        self._thread.start()
+
+    def close(self) -> None:
+        """As an agent ends. Fails when it is held up. May be repeated."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._observed.over.set)
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(WAIT_S / 2)
+            assert not self._thread.is_alive()
+            self._loop.close()
+
+
 @pytest.fixture(scope="session")
 def running_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     tokenizer = byte_level()
     folder = save(tokenizer, tmp_path_factory.mktemp("tokenizer"))
     backend, observed, admin = FakeBackend(Text.load(folder)), FakeObserved(), Admin()
-    app = create_app(backend, admin=cast(Any, admin), observed=observed, keep_alive_s=0.1)
-    sock = bind("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    thread.start()
-    yield Site(
-        url, backend, observed, admin, lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
-    )
-    loop.call_soon_threadsafe(observed.over.set)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    loop.close()
+    running = Running(backend, observed, admin)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    yield Site(running.url, backend, observed, admin, ids)
+    running.close()
 
 
 @pytest.fixture
@@ -257,7 +276,7 @@ def visiting(browser: Browser, site: Site) -> Iterator[Any]:
     """Call it for a new visit; how the context is made may be said. At the end nobody may have complained."""
     visits: list[Visit] = []
 
-    def visit(fragment: str = "", **how: Any) -> Visit:
+    def visit(fragment: str = "", url: str = "", **how: Any) -> Visit:
         context = browser.new_context(**{"viewport": DESK, **how})
         context.set_default_timeout(WAIT_S / 4 * 1000)
         page = context.new_page()
@@ -265,7 +284,7 @@ def visiting(browser: Browser, site: Site) -> Iterator[Any]:
         page.on("console", lambda said: made.trouble.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: made.trouble.append(str(error)))
         page.on("request", lambda request: made.requested.append(request.url))
-        page.goto(f"{site.url}/{fragment}")
+        page.goto(f"{url or site.url}/{fragment}")
         visits.append(made)
         return made
 

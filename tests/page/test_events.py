@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +12,9 @@ import pytest
 
 from mlxtp.api import pages
 from mlxtp.api.app import create_app
-from mlxtp.api.server import bind, serve
 
 from ..cluster import WAIT_S
-from .conftest import FORMING, MOMENT, FakeObserved, Site
+from .conftest import FORMING, MOMENT, FakeObserved, Running, Site
 
 
 @pytest.fixture
@@ -85,28 +82,19 @@ def test_at_most_twice_a_second(site: Site, events: Iterator[str]) -> None:
 def test_when_the_agent_ends_whoever_watches_is_let_go() -> None:
     """Else each open page would hold up the end of the agent until it is cut off."""
     observed = FakeObserved()
-    app = create_app(None, observed=observed)  # type: ignore[arg-type]
-    sock = bind("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=60)))
-    thread.start()
+    running = Running(None, observed)
     try:
-        with httpx.stream("GET", f"{url}/cluster/events", timeout=WAIT_S) as response:
+        with httpx.stream("GET", f"{running.url}/cluster/events", timeout=WAIT_S) as response:
             lines = response.iter_lines()
             assert following(lines) == MOMENT
             observed.shown = MOMENT | {"state": "stopped"}
-            loop.call_soon_threadsafe(observed.over.set)
-            loop.call_soon_threadsafe(stop.set)
-            assert [line for line in lines if line.startswith("data")] in (
+            running.close()
+            assert [json.loads(line[6:])["state"] for line in lines if line.startswith("data")] in (
                 [],
-                [f"data: {json.dumps(observed.shown, separators=(',', ':'))}"],
+                ["stopped"],
             )
     finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(WAIT_S / 2)
-        assert not thread.is_alive()
-        loop.close()
+        running.close()
 
 
 def test_without_a_source_there_is_no_page() -> None:

@@ -10,7 +10,7 @@ import pytest
 from mlxtp.errors import Code, UserError
 
 from ..api.test_admin import KEY
-from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, Site, Visit
+from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, FakeObserved, Running, Site, Visit
 
 VIEWS = ("chat", "cluster", "models")
 
@@ -333,12 +333,14 @@ def test_light_and_dark(site: Site, visiting: Any, scheme: str) -> None:
         assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
 
 
-def test_an_agent_that_goes_is_missed_and_found_again(site: Site, visit: Visit) -> None:
-    visit.page.route("**/cluster/events", lambda route: route.abort())
-    visit.context.set_offline(True)
-    visit.page.evaluate("stop()")
-    visit.state("The agent does not answer; what is shown is old")
-    visit.context.set_offline(False)
-    visit.page.unroute("**/cluster/events")
+def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:
+    first = Running(None, FakeObserved())
+    visit: Visit = visiting(url=first.url)
     visit.state("Ready")
+    first.close()
+    visit.state("The agent does not answer; what is shown is old")
+    assert visit.text("#figures") == ""
+    second = Running(None, FakeObserved(), port=first.port)
+    visit.state("Ready")
+    second.close()
     visit.trouble.clear()  # the browser complains of the requests that failed

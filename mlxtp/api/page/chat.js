@@ -73,6 +73,7 @@ function regenerate() {
   if (running || talk.turns.at(-1)?.role !== "assistant") return;
   talk.turns.pop();
   go();
+  by("stop").focus(); // the button that was pressed is gone
 }
 
 async function go() {
@@ -149,6 +150,7 @@ function draw() {
   rows.clear();
   by("turns").replaceChildren(...talk.turns.map(row));
   by("empty").hidden = talk.turns.length > 0;
+  if (!running && document.activeElement === by("stop")) by("say").focus();
   by("stop").hidden = !running;
   by("send").hidden = Boolean(running);
   const kept = talk.turns.length > 0;

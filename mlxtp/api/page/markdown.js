@@ -323,7 +323,7 @@ function bare(text, at, closing) {
     url = url.replace(/[.,;:!?'*_~]+$/, "");
     if (url.endsWith(")") && !url.includes("(")) url = url.slice(0, -1);
   }
-  const made = anchor(url);
+  const made = closing && text[at + url.length] !== ">" ? null : anchor(url);
   if (!made) return null;
   made.append(url);
   return { node: made, end: at + url.length + closing };

@@ -84,8 +84,8 @@ async def pictures(browser: Browser, agents: tuple[Agent, ...]) -> None:
     await save(phone, "recovery")
     await desk.wait_for_selector(READY)
     await desk.click("nav a[href='#cluster']")
-    await desk.wait_for_function("document.querySelectorAll('#history li').length > 1")
-    await desk.wait_for_function("!document.getElementById('ranks').textContent.includes('not known')")
+    await desk.wait_for_selector("#history li:nth-child(2)")
+    await desk.wait_for_selector("#ranks:not(:has-text('not known'))")
     await save(desk, "cluster")
 
 

@@ -84,10 +84,10 @@ class _Shared:
         self._until = float("-inf")
         self._text = b""
 
-    def now(self) -> bytes:
+    def now(self, *, fresh: bool = False) -> bytes:
         """As JSON, the same bytes as long as nothing changes."""
         clock = time.monotonic()
-        if clock >= self._until:
+        if fresh or clock >= self._until:
             self._until = clock + LOOK_S / 2
             self._text = json.dumps(self._observed.moment(), separators=(",", ":")).encode()
         return self._text
@@ -97,10 +97,11 @@ async def _watch(shared: _Shared, over: asyncio.Event) -> AsyncGenerator[bytes]:
     """A first moment at once, then another whenever something has changed, until `over`."""
     told = b""
     while True:
-        if (now := shared.now()) != told:
+        last = over.is_set()
+        if (now := shared.now(fresh=last)) != told:
             told = now
             yield b"data: " + now + b"\n\n"
-        if over.is_set():
+        if last:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import threading
@@ -247,12 +248,13 @@ class Visit:
     trouble: list[str] = field(default_factory=list)
     requested: list[str] = field(default_factory=list)
 
-    def state(self, *words: str) -> None:
+    def state(self, words: str) -> None:
         """Wait until the line about the state has these words."""
-        for text in words:
-            self.page.wait_for_function(
-                "words => document.getElementById('state').textContent.includes(words)", arg=text
-            )
+        self.shows(words, "#state")
+
+    def shows(self, words: str, within: str = "#turns") -> None:
+        """Wait until this element has these words. (`wait_for_function` would need `eval` in the page.)"""
+        self.page.wait_for_selector(f"{within}:has-text({json.dumps(words)})", state="attached")
 
     def send(self, text: str) -> None:
         self.page.fill("#say", text)

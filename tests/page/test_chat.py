@@ -33,9 +33,8 @@ HOSTILE = """<script>window.owned = 1</script>
 def test_an_answer_is_shown_while_it_comes_and_with_its_numbers(site: Site, visit: Visit) -> None:
     site.says("Half of it, ", "and the rest.")
     visit.send("Say something")
-    visit.page.wait_for_function(
-        "document.querySelector('#turns > li:last-child > .said').textContent === 'Half of it,'"
-    )
+    visit.shows("Half of it,")
+    assert visit.text(f"{LAST} > .said") == "Half of it,"
     assert visit.page.is_visible("#stop")
     assert not visit.page.is_visible("#send")
     site.go_on.set()
@@ -85,7 +84,7 @@ def test_what_is_asked_has_the_parameters_that_were_given_and_no_others(site: Si
 def test_stopping_cancels_the_request_and_keeps_what_came(site: Site, visit: Visit) -> None:
     site.says("Only this, ", "and never that.")
     visit.send("Go")
-    visit.page.wait_for_function("document.querySelector('#turns').textContent.includes('Only this')")
+    visit.shows("Only this")
     visit.page.click("#stop")
     visit.answered()
     assert visit.text(f"{LAST} > .said") == "Only this,"
@@ -101,7 +100,7 @@ def test_regenerating_asks_the_same_again(site: Site, visit: Visit) -> None:
     visit.answered()
     site.says("second")
     visit.page.click(f"{LAST} .again")
-    visit.page.wait_for_function("document.querySelector('#turns').textContent.includes('second')")
+    visit.shows("second")
     visit.answered()
     assert visit.page.locator("#turns > li").count() == 2
     one, two = site.backend.requests
@@ -139,14 +138,14 @@ def test_a_refusal_is_shown_in_the_words_of_the_endpoint(site: Site, visiting: A
     site.backend.refusal = None
     site.says("now it works")
     visit.page.click(f"{LAST} .again")
-    visit.page.wait_for_function("document.querySelector('#turns').textContent.includes('now it works')")
+    visit.shows("now it works")
 
 
 def test_a_pause_for_recovery_says_what_it_waits_for(site: Site, visit: Visit) -> None:
     """Comments alone come meanwhile; the cluster's own events say why."""
     site.says("Before the pause, ", "and after it.")
     visit.send("Go")
-    visit.page.wait_for_function("document.querySelector('#turns').textContent.includes('Before')")
+    visit.shows("Before")
     site.show(**FORMING)
     visit.page.wait_for_selector(f"{LAST} .waits:has-text('Waiting for the group to form again')")
     site.show(epoch=4)
@@ -317,7 +316,7 @@ def test_a_conversation_survives_a_reload(site: Site, visit: Visit) -> None:
 def test_an_answer_that_a_reload_cut_off_says_so(site: Site, visit: Visit) -> None:
     site.says("Only half ", "of it")
     visit.send("Go")
-    visit.page.wait_for_function("document.querySelector('#turns').textContent.includes('Only half')")
+    visit.shows("Only half")
     visit.page.reload()
     visit.state("Ready")
     assert visit.text(f"{LAST} > .said") == "Only half"

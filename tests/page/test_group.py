@@ -54,7 +54,7 @@ def test_a_rank_is_killed_and_the_answer_goes_on(browser: Browser, cluster: Faul
     page.fill("#max_tokens", "400")
     page.fill("#say", COUNT)
     page.press("#say", "Enter")
-    page.wait_for_function("document.querySelector('#turns').textContent.includes(' 5')")
+    page.wait_for_selector(f"{LAST} > .said:has-text('5')")
     kill(cluster.pids()[1])
     page.wait_for_selector(f"{LAST} .waits:has-text('Waiting for the group to form again')")
     assert page.inner_text(f"{LAST} > .said") != right
@@ -73,6 +73,6 @@ def test_a_rank_is_killed_and_the_answer_goes_on(browser: Browser, cluster: Faul
     assert before.startswith("Epoch 1 · ended after ")
     assert "rank 1 was ended by signal 9" in before
     assert "(rank_lost)" in before
-    page.wait_for_function("!document.getElementById('ranks').textContent.includes('not known')")
+    page.wait_for_selector("#ranks:not(:has-text('not known'))")
     assert page.locator("#ranks li").count() == 2
     page.context.close()

@@ -270,13 +270,11 @@ def test_a_finished_answer_is_told_to_those_who_listen(site: Site, visit: Visit)
     site.says("Heard by ", "everybody")
     assert visit.page.get_attribute("#spoken", "aria-live") == "polite"
     visit.send("Go")
-    visit.page.wait_for_function("document.querySelector('#turns').textContent.includes('Heard by')")
+    visit.shows("Heard by")
     assert "Heard" not in visit.page.text_content("#spoken")  # type: ignore[operator]
     site.go_on.set()
     visit.answered()
-    visit.page.wait_for_function(
-        "document.getElementById('spoken').textContent.includes('Heard by everybody')"
-    )
+    visit.shows("Heard by everybody", "#spoken")
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -1,24 +1,20 @@
 """What a dialect of HTTP has to bring: from its body to an `Ask`, and from events to its answers.
 
-Each adapter is one file with one object that has these methods, named in `app.ADAPTERS`. What it may
-leave to the others: models, tokens, queues, clients that leave, keep-alive, failures (`generation.py`).
+Each is one file with one object that has these methods and its routes (`generation.Adapter`), named in
+`app.adapters`. What it may leave to `generation.py`: models, tokens, queues, clients that leave, keep-alive,
+failures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-from starlette.routing import Route
+from typing import Any, Protocol
 
 from ..errors import MlxtpError
 from .ask import Ask
 from .events import Event, Whole
 from .text import Name
-
-if TYPE_CHECKING:
-    from .generation import Generation
 
 Json = dict[str, Any]
 SSE = "text/event-stream"
@@ -70,24 +66,21 @@ class Writer(Protocol):
         ...
 
 
-class Adapter(Protocol):
-    """One dialect.
+class Dialect(Protocol):
+    """How one dialect reads and writes.
 
-    `prefixes`: paths below which an error has this dialect's shape. `names`: what this dialect calls a field
-    of `Ask`, `Options` or `Conversation` where it calls it otherwise; errors speak the client's language.
-    `media_type` is that of its streams.
+    `names`: what it calls a field of `Ask`, `Options` or `Conversation` where it calls it otherwise; errors
+    speak the client's language. `media_type` is that of its streams.
     """
 
-    prefixes: tuple[str, ...]
-    names: Mapping[str, str]
-    media_type: str
+    @property
+    def names(self) -> Mapping[str, str]: ...
 
-    def routes(self, generation: Generation) -> Sequence[Route]:
-        """Its endpoints. One that generates calls `generation.answer(self, request, self.parse)`."""
-        ...
+    @property
+    def media_type(self) -> str: ...
 
-    def whole(self, about: About, answers: Sequence[Whole]) -> Json:
-        """The body of an answer that is not streamed; `answers` has one for each choice."""
+    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+        """The body of an answer that is not streamed; there is one of `wholes` for each choice."""
         ...
 
     def writer(self, about: About) -> Writer: ...

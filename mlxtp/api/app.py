@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,14 +14,14 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import answers
-from .adapter import Adapter
 from .admin import Administration
 from .admin import routes as admin_routes
 from .backend import Backend
 from .errors import internal_error
-from .generation import BODY_S, MAX_BODY_BYTES, Generation
+from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
 from .guard import LOOPBACK_HOSTS, HostGuard
 from .openai import OpenAIChat
+from .openapi import document
 from .pages import Observed
 from .pages import routes as page_routes
 from .streaming import ClientGone
@@ -65,9 +66,14 @@ def create_app(
         headers = {} if now.ready else {"retry-after": str(retry_after_s)}
         return JSONResponse(answers.health_body(now), 200 if now.ready else 503, headers=headers)
 
+    async def openapi(_request: Request) -> Response:
+        described = (operation for dialect in dialects for operation in dialect.operations)
+        return JSONResponse(document(described, version("mlxtp")))
+
     app = Starlette(
         routes=[
             Route("/health", health, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"]),
             *(route for dialect in dialects for route in dialect.routes(generation)),
             *(admin_routes(admin) if admin is not None else ()),
             *(page_routes(observed) if observed is not None else ()),

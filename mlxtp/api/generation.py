@@ -8,18 +8,19 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import budget, settings
-from .adapter import About, Adapter, Writer
+from .adapter import About, Dialect, Writer
 from .ask import NONE, REQUIRED, Ask, Conversation
 from .backend import DRAINING, Backend, Health, ModelInfo
 from .backend import Request as Wanted
@@ -30,6 +31,7 @@ from .choices import Answers, collect
 from .conversation import characters
 from .errors import error_status, internal_error
 from .events import Event, Finish
+from .openapi import Operation
 from .streaming import AnswerStream, unless_gone
 from .text import Name, Text
 from .tool_grammar import tool_call_grammar
@@ -141,7 +143,7 @@ class Generation:
         budget.check_may_fit(characters(conversation), text.longest_token, model)
         return len(await asyncio.to_thread(text.conversation_ids, conversation))
 
-    async def answer(self, adapter: Adapter, request: Request, parse: Callable[[bytes], Ask]) -> Response:
+    async def answer(self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask]) -> Response:
         """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent."""
         body = await self.body(request)
         ask = await _in_thread_if(len(body) > _LARGE_BYTES, lambda: parse(body))
@@ -160,26 +162,26 @@ class Generation:
                 raise
             events = asked.events(job.transcripts())
             if ask.stream:
-                writer = adapter.writer(job.about)
+                writer = dialect.writer(job.about)
                 parts = _written(events, writer, len(asked))
                 open_.pop_all()  # from here on the stream closes them
-                return AnswerStream(parts, asked, self._keep_alive_s, writer.idle, adapter.media_type)
+                return AnswerStream(parts, asked, self._keep_alive_s, writer.idle, dialect.media_type)
             wholes = await unless_gone(request.receive, collect(events, len(asked)))
-        return await _in_thread_if(job.scored, lambda: JSONResponse(adapter.whole(job.about, wholes)))
+        return await _in_thread_if(job.scored, lambda: JSONResponse(dialect.whole(job.about, wholes)))
 
-    def endpoint(self, adapter: Adapter, handler: Handler) -> Handler:
-        """`handler`, whose errors are answered in the shape of `adapter`, in its words."""
+    def endpoint(self, dialect: Dialect, handler: Handler) -> Handler:
+        """`handler`, whose errors are answered in the shape of `dialect`, in its words."""
 
         @wraps(handler)
         async def answered(request: Request) -> Response:
             try:
                 return await handler(request)
             except MlxtpError as error:
-                return self.refusal(adapter, error)
+                return self.refusal(dialect, error)
 
         return answered
 
-    def refusal(self, adapter: Adapter, error: MlxtpError) -> Response:
+    def refusal(self, dialect: Dialect, error: MlxtpError) -> Response:
         """The answer that refuses."""
         status = error_status(error)
         if not isinstance(error, RequestError):
@@ -191,8 +193,8 @@ class Generation:
             headers["x-should-retry"] = "false"
         elif status == 408:  # the rest of the body must not be taken for another request
             headers["connection"] = "close"
-        said = in_words_of(adapter.names, error)
-        return JSONResponse(adapter.error(said, status), status, headers=headers)
+        said = in_words_of(dialect.names, error)
+        return JSONResponse(dialect.error(said, status), status, headers=headers)
 
     async def _job(self, ask: Ask, size: int, client: str) -> _Job:
         model, text = self._loaded(ask.model)
@@ -252,6 +254,22 @@ class Generation:
         if health.state == DRAINING:
             return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
         return RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
+
+
+class Adapter(Dialect, Protocol):
+    """A dialect with its endpoints. `prefixes`: paths below which an error has its shape."""
+
+    @property
+    def prefixes(self) -> tuple[str, ...]: ...
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """What `/openapi.json` says of its endpoints."""
+        ...
+
+    def routes(self, generation: Generation) -> Sequence[Route]:
+        """One that generates calls `generation.answer(self, request, self.parse)`."""
+        ...
 
 
 def in_words_of(names: Mapping[str, str], error: MlxtpError) -> MlxtpError:

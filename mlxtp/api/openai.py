@@ -22,6 +22,8 @@ from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, T
 from .errors import error_body
 from .events import Whole
 from .generation import MAX_CHOICES, Generation
+from .openai_shapes import ChatCompletion, Health, Model, ModelList, OpenAIError
+from .openapi import Operation
 from .schema import Schema, in_range, not_supported, parsed, shown
 
 Json = dict[str, Any]
@@ -129,6 +131,14 @@ class OpenAIChat:
     prefixes: tuple[str, ...] = ("/v1/", "/")
     names: Mapping[str, str] = {}
     media_type = SSE
+    operations = (
+        Operation("GET", "/health", "The state of the cluster", None, Health, Health),
+        Operation("GET", "/v1/models", "What can be served now", None, ModelList, OpenAIError),
+        Operation("GET", "/v1/models/{id}", "One model", None, Model, OpenAIError),
+        Operation(
+            "POST", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, OpenAIError, SSE
+        ),
+    )
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def chat(request: Request) -> Response:

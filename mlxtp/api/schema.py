@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..errors import Code, RequestError
 
@@ -24,15 +25,26 @@ class Schema(BaseModel):
 S = TypeVar("S", bound=Schema)
 
 
-def in_range(low: float, high: float) -> AfterValidator:
-    """A number from `low` to `high`; NaN is none."""
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
 
-    def check(value: float) -> float:
-        if not low <= value <= high:
-            raise PydanticCustomError("range", f"should be from {low} to {high}")
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        return handler(core) | {"minimum": self.low, "maximum": self.high}
+
+    def _check(self, value: float) -> float:
+        if not self.low <= value <= self.high:
+            raise PydanticCustomError("range", f"should be from {self.low} to {self.high}")
         return value
 
-    return AfterValidator(check)
+
+def in_range(low: float, high: float) -> _Range:
+    """For `Annotated`: a number from `low` to `high`; NaN is none."""
+    return _Range(low, high)
 
 
 def parsed(schema: type[S], body: bytes) -> S:

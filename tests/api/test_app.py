@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from mlxtp.api.backend import Tokens
+from mlxtp.api.openai_shapes import ChatCompletionChunk, OpenAIError
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import CONTEXT, WAIT_S, Server, forever, says, then
@@ -47,6 +48,8 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
     *chunks, done = data_of(response)
     assert done == "[DONE]"
     parsed = [json.loads(chunk) for chunk in chunks]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate_json(chunk)
     for chunk in parsed:
         assert chunk.keys() >= {"id", "object", "created", "model", "choices"}
         assert chunk["object"] == "chat.completion.chunk"
@@ -61,8 +64,8 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
 def assert_error(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     assert response.status_code == status
     assert response.headers["content-type"] == "application/json"
+    OpenAIError.model_validate_json(response.content)
     error: dict[str, Any] = response.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
     assert error["code"] == code
     return error
 

@@ -1,0 +1,169 @@
+"""The OpenAI dialect: the shapes of answers, each field required unless the docstring says otherwise.
+
+They describe answers in `/openapi.json`, and tests read every answer back by them. Answers are written
+without them: a stream is written token by token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Shape(BaseModel):
+    """Nothing but these fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class OpenAIErrorDetail(Shape):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str
+
+
+class OpenAIError(Shape):
+    error: OpenAIErrorDetail
+
+
+class FunctionCall(Shape):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class CandidateLogprob(Shape):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(CandidateLogprob):
+    top_logprobs: list[CandidateLogprob]
+
+
+class ChoiceLogprobs(Shape):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(Shape):
+    """`content` None: it calls tools. The last two are there when there is something in them."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[MessageToolCall] = []
+
+
+class AnswerChoice(Shape):
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class PromptDetails(Shape):
+    cached_tokens: int
+
+
+class CompletionDetails(Shape):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class ChatCompletion(Shape):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[AnswerChoice]
+    usage: Usage
+
+
+class DeltaFunction(Shape):
+    """`name` in the first one of a call."""
+
+    arguments: str
+    name: str = ""
+
+
+class DeltaToolCall(Shape):
+    """`id` and `type` in the first one of a call."""
+
+    index: int
+    function: DeltaFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class Delta(Shape):
+    """One of the fields; `role` with empty `content` in the first one of a choice, none in the last."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[DeltaToolCall] = []
+
+
+class ChunkChoice(Shape):
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletionChunk(Shape):
+    """`usage` where it was asked for: in the last chunk, which has no choices; None before."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["mlxtp"]
+    context_length: int
+    max_model_len: int
+
+
+class ModelList(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(Shape):
+    """One moment of the cluster. `reason`: why it is not ready."""
+
+    status: Literal["ok", "unavailable"]
+    state: str
+    epoch: int
+    world_size: int
+    backend: str
+    model: str | None
+    reason: str | None
+    ready: bool
+    open_requests: int
+    ranks: list[dict[str, object]]

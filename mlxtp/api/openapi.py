@@ -1,0 +1,92 @@
+"""`GET /openapi.json`: what this endpoint takes and answers, made from the schemas that check it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+
+Json = dict[str, Any]
+_REFERENCE = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path. `body` and `answer` None: it takes none; its answer is not described.
+
+    `error` describes refusals. `stream` is the media type of an answer that comes in pieces.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    error: type[BaseModel] | None = None
+    stream: str = ""
+
+
+def document(operations: Iterable[Operation], version: str) -> Json:
+    """The OpenAPI document (3.1)."""
+    operations = tuple(operations)
+    wanted: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {}
+    for each in operations:
+        for model, mode in _models(each):
+            wanted[model, mode] = None
+    references, definitions = models_json_schema(list(wanted), ref_template=_REFERENCE)
+    paths: dict[str, Json] = {}
+    for each in operations:
+        paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, references)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlxtp", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": definitions.get("$defs", {}),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _models(operation: Operation) -> list[tuple[type[BaseModel], JsonSchemaMode]]:
+    found: list[tuple[type[BaseModel], JsonSchemaMode]] = []
+    if operation.body is not None:
+        found.append((operation.body, "validation"))
+    found += [(model, "serialization") for model in (operation.answer, operation.error) if model is not None]
+    return found
+
+
+def _operation(operation: Operation, references: Any) -> Json:
+    described: Json = {"summary": operation.summary, "operationId": _id(operation)}
+    names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if operation.body is not None:
+        schema = references[operation.body, "validation"]
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    content: Json = {"application/json": {}}
+    if operation.answer is not None:
+        content = {"application/json": {"schema": references[operation.answer, "serialization"]}}
+    if operation.stream:
+        content[operation.stream] = {"schema": {"type": "string"}}
+    refused: Json = {"application/json": {}}
+    if operation.error is not None:
+        refused = {"application/json": {"schema": references[operation.error, "serialization"]}}
+    described["responses"] = {
+        "200": {"description": "the answer", "content": content},
+        "4XX": {"description": "refused: the request, or the moment", "content": refused},
+        "5XX": {"description": "not now (503), or a failure", "content": refused},
+    }
+    return described
+
+
+def _id(operation: Operation) -> str:
+    words = operation.path.replace("{", "").replace("}", "").strip("/").replace("/", "_").replace(".", "_")
+    return f"{operation.method.lower()}_{words}"

@@ -1,0 +1,81 @@
+"""`/openapi.json` says what is there, and what is there does what it says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from mlxtp.api.app import adapters, create_app
+from mlxtp.api.openai_shapes import ChatCompletion, ChatCompletionChunk, Health, Model, ModelList
+from mlxtp.api.openapi import document
+
+from .conftest import FakeBackend, Loaded, Server, says, says_scored
+from .test_app import ask, data_of, get, post
+from .test_tools import CALL, TOOLS, answers_with
+
+UNDESCRIBED = {"/openapi.json", "/v1/models/"}
+"""The description itself, and a second spelling."""
+
+
+def described() -> dict[str, Any]:
+    return document([each for adapter in adapters() for each in adapter.operations], "1")
+
+
+def test_every_endpoint_is_described_and_nothing_else(loaded: dict[str, Loaded]) -> None:
+    routes = create_app(FakeBackend(loaded["byte_level"].text)).routes
+    there = {
+        (method, route.path.replace(":path", ""))
+        for route in routes
+        if isinstance(route, Route) and route.path not in UNDESCRIBED
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    said = {(method.upper(), path) for path, methods in described()["paths"].items() for method in methods}
+    assert said == there
+
+
+def test_it_is_served(server: Server) -> None:
+    found = get(server, "/openapi.json").json()
+    assert found["openapi"] == "3.1.0"
+    assert found["paths"] == described()["paths"]
+
+
+def test_every_reference_leads_somewhere() -> None:
+    whole = described()
+    text = json.dumps(whole)
+    named = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
+    assert named <= whole["components"]["schemas"].keys()
+    assert "ChatRequest" in named
+
+
+def test_ranges_are_told() -> None:
+    fields = described()["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"minimum": 0, "maximum": 2, "type": "number"} in fields["temperature"]["anyOf"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("story", ["text", "scores", "calls", "several"])
+def test_answers_have_the_shape_that_is_described(server: Server, story: str, stream: bool) -> None:
+    server.backend.script = says(server.ids("hello"))
+    fields: dict[str, Any] = {"stream": stream}
+    if story == "scores":
+        server.backend.script = says_scored(server.ids("hello"), top=2)
+        fields |= {"logprobs": True, "top_logprobs": 2}
+    elif story == "calls":
+        answers_with(server, f"Sure. {CALL}")
+        fields |= {"tools": TOOLS}
+    elif story == "several":
+        fields |= {"n": 3, "stream_options": {"include_usage": True}}
+    response = post(server, ask(**fields))
+    if stream:
+        assert [ChatCompletionChunk.model_validate_json(each) for each in data_of(response)[:-1]]
+    else:
+        assert ChatCompletion.model_validate_json(response.content)
+
+
+def test_the_other_answers_have_theirs(server: Server) -> None:
+    assert Health.model_validate_json(get(server, "/health").content)
+    assert ModelList.model_validate_json(get(server, "/v1/models").content)
+    assert Model.model_validate_json(get(server, "/v1/models/tiny").content)

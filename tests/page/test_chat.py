@@ -134,7 +134,7 @@ def test_a_refusal_is_shown_in_the_words_of_the_endpoint(site: Site, visiting: A
     site.backend.refusal = RequestError("too much is open already", Code.OVERLOADED, status=429)
     visit.send("Go")
     visit.answered()
-    assert visit.text(f"{LAST} .problem") == "The answer is incomplete: too much is open already"
+    assert visit.text(f"{LAST} .problem") == "There is no answer: too much is open already"
     site.backend.refusal = None
     site.says("now it works")
     visit.page.click(f"{LAST} .again")

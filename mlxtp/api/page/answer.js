@@ -20,8 +20,8 @@ export async function answer(body, turn, changed, signal) {
   try {
     await stream(body, turn, meter, changed, signal);
   } catch (error) {
-    turn.problem = signal.aborted ? "You stopped it." : `The answer is incomplete: ${error.message}`;
-    turn.stopped = signal.aborted;
+    const what = turn.content || turn.reasoning ? "The answer is incomplete" : "There is no answer";
+    turn.problem = signal.aborted ? "You stopped it." : `${what}: ${error.message}`;
   } finally {
     clearInterval(watching);
     turn.phase = "over";

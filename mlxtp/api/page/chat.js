@@ -93,7 +93,7 @@ async function go() {
   if (!own.gone) keepNow(own.talk);
   if (talk === own.talk) draw();
   else drawList();
-  speak(turn.content.slice(0, 2000));
+  speak((rows.get(turn)?.said.textContent || turn.content).slice(0, 2000));
   if (turn.problem && !turn.content) speak(turn.problem);
 }
 

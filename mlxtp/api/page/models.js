@@ -7,7 +7,7 @@ import { bytes, count, seconds, stateWords, UNKNOWN } from "./words.js";
 
 const AGAIN_MS = 5000; // how often the disk is looked at while a model is being got
 let disk = null;
-let lookedAt = 0;
+let lookedAt = -Infinity;
 let looking = false;
 
 export function startModels() {
@@ -25,7 +25,7 @@ export function startModels() {
   by("unload").addEventListener("click", () => act("unload", {}, () => "Nothing shall be served."));
   keys.onKeys(() => {
     disk = null;
-    lookedAt = 0;
+    lookedAt = -Infinity;
     problem("");
     access();
   });

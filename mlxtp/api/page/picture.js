@@ -46,6 +46,7 @@ function layout(number, size, width) {
   };
   if (number < 2 || width < NARROW) return column(1);
   if (number === 2) return column(2);
+  if (number > 4 && width < 800) return column(2);
   if (number > 6) return column(Math.max(2, Math.floor(width / (size.width + GAP))));
   const across = (width - size.width) / 2 - MARGIN;
   const down = (size.height + GAP) * (number > 4 ? 0.95 : 0.6);

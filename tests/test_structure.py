@@ -337,6 +337,7 @@ PURE = (
     "mlxtp.cluster.weights",
     "mlxtp.node.epoch",
     "mlxtp.node.recoveries",
+    "mlxtp.node.history",
     "mlxtp.cluster.standing",
     "mlxtp.cluster.membership",
     "mlxtp.cluster.beliefs",

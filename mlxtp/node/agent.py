@@ -120,9 +120,8 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    admin.api_keys = endpoint.keys
-    app = create_app(supervisor.gateway, admin=admin, access=endpoint.access(admin.key))
-    serving = asyncio.create_task(_serve(observed(app, supervisor), endpoint, stop, settings, admin.key))
+    app = _app(supervisor, admin, endpoint)
+    serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
         watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
@@ -143,7 +142,7 @@ async def _running(
                 key=admin.key,
             )
     finally:
-        admin.draining.close()
+        admin.close()
         supervising.cancel()
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
@@ -184,9 +183,8 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        admin.api_keys = endpoint.keys
-        app = create_app(supervisor.gateway, admin=admin, access=endpoint.access(admin.key))
-        serving = asyncio.create_task(_serve(observed(app, supervisor), endpoint, stop, settings, admin.key))
+        app = _app(supervisor, admin, endpoint)
+        serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 
         def woke(slept_s: float) -> None:
             cluster.woke(slept_s)
@@ -214,7 +212,7 @@ async def _among_others(
                     admin.key,
                 )
         finally:
-            admin.draining.close()
+            admin.close()
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)
             await cluster.close()
@@ -223,6 +221,13 @@ async def _among_others(
             await asyncio.gather(*tasks, return_exceptions=True)
             stop.set()
             await serving
+
+
+def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint) -> ASGIApp:
+    admin.api_keys = endpoint.keys
+    access = endpoint.access(admin.key)
+    app = create_app(supervisor.gateway, admin=admin, observed=admin.observer, access=access)
+    return observed(app, supervisor)
 
 
 async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings: Settings, key: str) -> None:

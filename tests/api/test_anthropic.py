@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Any
 
 import anthropic
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
+from mlxtp.api.accounting import Accounting
 from mlxtp.api.anthropic import SIGNATURE, models_body, parse_count, parse_messages
 from mlxtp.api.anthropic_shapes import (
     AnthropicError,
@@ -40,6 +42,7 @@ from mlxtp.api.app import create_app
 from mlxtp.api.ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
+from mlxtp.api.tally import Tally
 from mlxtp.api.text import Text
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
@@ -92,7 +95,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnthropicServe
     tokenizer = byte_level()
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     backend = Thinker(Text.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE)))
-    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7)
+    app = Accounting(
+        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7), Tally(monotonic)
+    )
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
@@ -483,7 +488,7 @@ def assert_error(response: httpx.Response, status: int, kind: str) -> str:
     assert response.headers["content-type"] == "application/json"
     error = AnthropicError.model_validate_json(response.content)
     assert error.error.type == kind
-    assert response.headers["request-id"] == error.request_id
+    assert response.headers["request-id"] == error.request_id == f"req_{response.headers['x-request-id']}"
     return error.error.message
 
 
@@ -511,6 +516,12 @@ def test_every_error_has_the_same_shape(server: AnthropicServer) -> None:
     assert_error(httpx.get(f"{server.url}/v1/messages", trust_env=False), 405, kind)
     assert_error(post(server, "/v1/messages/batches", json={}), 404, "not_found_error")
     assert server.backend.requests == []
+
+
+def test_an_error_has_the_id_that_the_log_has(server: AnthropicServer) -> None:
+    response = post(server, json={}, headers={"x-request-id": "mine"})
+    assert_error(response, 400, "invalid_request_error")
+    assert (response.headers["request-id"], response.headers["x-request-id"]) == ("req_mine", "mine")
 
 
 def test_an_unknown_model_is_a_404_for_the_client_library(server: AnthropicServer) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -47,6 +48,8 @@ from mlxtp.api.text import Text
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
+from .test_access import backend as backend
+from .test_access import door
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ANSWER = " The 日本語 world 😀\n\u2028end"
@@ -545,6 +548,20 @@ def test_errors_of_others_speak_of_the_fields_of_this_dialect(server: AnthropicS
     schema = WEATHER | {"input_schema": {"type": "string"}}
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema.type"):
         create(server, tools=[schema])
+
+
+def test_keys_are_shown_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as guarded:
+        key = guarded.key()
+        for shown in ({"api_key": key}, {"auth_token": key}):
+            client = anthropic.Anthropic(base_url=guarded.url, max_retries=0, timeout=WAIT_S, **shown)
+            assert client.messages.create(**body()).content
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            response = guarded.ask("POST", path, json=body(), headers={"x-api-key": "wrong"})
+            assert response.status_code == 401
+            error = AnthropicError.model_validate_json(response.content)
+            assert error.error.type == "authentication_error"
+            assert response.headers["request-id"] == error.request_id
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -422,6 +422,35 @@ def test_a_time_to_stay_is_read_and_changes_nothing(thinker: Server, keep_alive:
     assert len(streamed(thinker, "chat", ask(keep_alive=keep_alive))) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("format", {"format": {"minimum": "HUGE"}}),
+        (
+            "tools[0].function.parameters",
+            {"tools": [{"function": {"name": "a", "parameters": {"b": "HUGE"}}}]},
+        ),
+        (
+            "messages[0].tool_calls[0].function.arguments",
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "a", "arguments": {"b": "HUGE"}}}],
+                    }
+                ]
+            },
+        ),
+    ],
+)
+def test_a_number_that_json_cannot_hold_is_refused(
+    thinker: Server, field: str, fields: dict[str, Any]
+) -> None:
+    content = json.dumps(ask(**fields)).replace('"HUGE"', "1e999").encode()
+    said = error_of(post(thinker, "chat", content=content), 400)
+    assert said.startswith(f"{field} should have ordinary numbers only")
+
+
 # --- formats ----------------------------------------------------------------------------------------------
 
 

@@ -858,6 +858,11 @@ def test_other_paths_and_methods_are_refused_in_the_same_shape(thinker: Server) 
     assert "/api/chat" in error_of(get(thinker, "chat"), 405)
 
 
+def test_a_page_from_elsewhere_is_refused_in_the_same_shape(thinker: Server) -> None:
+    response = post(thinker, "chat", ask(), headers={"origin": "https://elsewhere.example"})
+    assert "elsewhere.example" in error_of(response, 403)
+
+
 # --- failures ---------------------------------------------------------------------------------------------
 
 

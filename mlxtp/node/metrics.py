@@ -311,7 +311,11 @@ def _counter(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
 def _histogram(name: str, says: str, labels: Labels, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
     family = HistogramMetricFamily(name, says, labels=labels)
     for values, of in samples:
-        family.add_metric(
-            values, [(floatToGoString(bound), count) for bound, count in of.buckets()], of.total
-        )
+        bounds = [(_bound(bound), count) for bound, count in of.buckets()]
+        family.add_metric(values, bounds, of.total)
     return family
+
+
+def _bound(seconds: float) -> str:
+    """As Prometheus writes the upper bound of a bucket."""
+    return str(floatToGoString(seconds))  # type: ignore[no-untyped-call]

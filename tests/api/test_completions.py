@@ -171,6 +171,16 @@ def test_echo_puts_the_prompt_in_front(server: Server, prompt: Any) -> None:
     assert [choice["text"] for choice in choices] == expected
 
 
+def test_echo_of_several_answers_to_several_prompts(server: Server) -> None:
+    words = ["a", "bc", "def", "ghij"]
+    expected = ["x a", "x bc", "yz def", "yz ghij"]
+    server.backend.scripts = [says(server.ids(word)) for word in [*words, *words]]
+    answer = create(server, prompt=["x ", "yz "], n=2, echo=True)
+    assert [choice.text for choice in answer.choices] == expected
+    choices = streamed(server, 4, prompt=["x ", "yz "], n=2, echo=True)
+    assert [choice["text"] for choice in choices] == expected
+
+
 def test_echo_shows_tokens_as_text(server: Server) -> None:
     server.backend.script = says(server.ids(" world"))
     for prompt in (server.ids("wide"), [server.ids("wide")]):

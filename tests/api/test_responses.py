@@ -20,7 +20,19 @@ from mlxtp.api.response_shapes import InputItems, InputTokens, ResponseBody, Res
 from mlxtp.api.text import Text
 from mlxtp.errors import GroupError, RequestError
 
-from .conftest import CONTEXT, SPECIAL, VOCABULARY, WAIT_S, Server, save, says, says_scored, score, then
+from .conftest import (
+    CONTEXT,
+    SPECIAL,
+    VOCABULARY,
+    WAIT_S,
+    Server,
+    forever,
+    save,
+    says,
+    says_scored,
+    score,
+    then,
+)
 from .test_app import assert_error, fail_with
 from .test_completions import assert_sound, mutated
 
@@ -638,6 +650,15 @@ def test_what_shall_not_be_kept_is_not(server: Server, stream: bool) -> None:
     assert caught.value.param == "previous_response_id"
     assert caught.value.code == "not_found"
     assert "store false" in caught.value.message
+
+
+def test_an_answer_that_nobody_waited_for_is_not_kept(server: Server) -> None:
+    server.backend.script = then(server.ids("ab"), forever)
+    with create(server, stream=True) as stream:
+        id_ = next(event.response.id for event in stream if event.type == "response.created")
+    assert server.backend.all_closed()
+    with pytest.raises(openai.NotFoundError):
+        server.client.responses.retrieve(id_)
 
 
 def test_what_is_deleted_is_gone(server: Server) -> None:

@@ -19,6 +19,7 @@ from . import __version__, commands, demo, key_commands
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
+from .logs import log_formatter
 from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
 from .options import (
@@ -44,6 +45,7 @@ from .options import (
     KeepAwake,
     KvBits,
     KvBytes,
+    LogFormat,
     MaxContext,
     Model,
     Name,
@@ -90,6 +92,7 @@ def node(
     http: Http = None,
     home: Home = None,
     drain: Drained = None,
+    log_format: LogFormat = None,
     agreement: Agreement = None,
     max_context: MaxContext = None,
     kv_bits: KvBits = None,
@@ -122,7 +125,7 @@ def node(
     if settings.alone and join is not None:
         raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
-    _log_to_terminal()
+    _log_to_stderr(settings.log_format)
     _run(_node(settings))
 
 
@@ -241,10 +244,14 @@ def _log_handler() -> logging.Handler:
     return RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
 
 
-def _log_to_terminal() -> None:
-    handler = _log_handler() if sys.stderr.isatty() else logging.StreamHandler()
-    plain = "%(message)s" if sys.stderr.isatty() else "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format=plain)
+def _log_to_stderr(log_format: str) -> None:
+    if log_format == "text" and sys.stderr.isatty():
+        handler, formatter = _log_handler(), logging.Formatter("%(message)s")
+    else:
+        handler, formatter = logging.StreamHandler(), log_formatter(log_format)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(log_format == "json")
     logging.getLogger("mlxtp").setLevel(logging.INFO)
 
 

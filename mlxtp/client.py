@@ -9,7 +9,7 @@ import json
 import ssl
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from .errors import Code, UserError
 
@@ -34,6 +34,11 @@ class AgentClient:
                 f"no mlxtp node runs with home {home}; start one with `mlxtp node`, or name its --home",
                 Code.NOT_READY,
             ) from None
+
+    @property
+    def page(self) -> str:
+        """The address of the agent's page, with the key. Browsers keep what is behind # to themselves."""
+        return f"{self.url}/#key={quote(self._key, safe='')}"
 
     def get(self, what: str) -> dict[str, Any]:
         """Ask. Raises UserError with the agent's words when it refuses."""

@@ -22,6 +22,7 @@ EMBEDDED_MODEL = "tiny"
 RANK_COUNTS = (1, 2, 4)
 API_KEYS = ("auto", "always", "never")
 
+LOG_FORMATS = ("text", "json")
 AGREEMENTS = ("auto", "broadcast", "verify")
 KV_BITS = (0, 4, 8)
 MAX_CONTEXT = 1 << 24
@@ -88,6 +89,7 @@ class Settings:
     spare         whether a rank process is started ahead for each rank here, for when that one dies
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     drain_s       how long an agent that is told to stop goes on with what has begun
+    log_format    how lines of the log are written: text for people, json for programs
 
     api_keys         when the endpoint asks for an API key: auto (beyond loopback, or once there is a key),
                      always or never
@@ -129,6 +131,7 @@ class Settings:
     keep_awake: bool = True
     rdma: tuple[str, ...] = ()
     drain_s: float = 10.0
+    log_format: str = "text"
     api_keys: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -470,6 +473,12 @@ def _parse_agreement(value: object, where: str) -> str:
     return str(value)
 
 
+def _parse_log_format(value: object, where: str) -> str:
+    if value not in LOG_FORMATS:
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(LOG_FORMATS)}")
+    return str(value)
+
+
 def _parse_kv_bits(value: object, where: str) -> int:
     if str(value) not in map(str, KV_BITS):
         raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, KV_BITS))} (0: not quantized)")
@@ -539,6 +548,7 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "fast_fences": _SWITCH,
     "keep_awake": _SWITCH,
     "drain": ((int, float), "a number of seconds"),
+    "log_format": _TEXT,
     "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
     "api_keys": _TEXT,
     "allowed_hosts": ((list,), 'a list of strings, such as ["studio.example.com"]'),
@@ -573,6 +583,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "fast_fences": _parse_switch,
     "keep_awake": _parse_switch,
     "drain": parse_seconds,
+    "log_format": _parse_log_format,
     "rdma": _parse_rdma,
     "api_keys": _parse_api_keys,
     "allowed_hosts": _parse_hosts,

@@ -94,7 +94,7 @@ class View:
             {"model": "default", "messages": [{"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}
         )
         self._console.print(
-            f"\n  endpoint [bold cyan]{url}/v1[/]   health {url}/health\n\n"
+            f"\n  endpoint [bold cyan]{url}/v1[/]   page {url}/   health {url}/health\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d {escape(repr(body))}\n\n  Ctrl-C stops it.",
             soft_wrap=True,

@@ -52,6 +52,14 @@ Drained = Annotated[
         "at once. Default: 10.",
     ),
 ]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="text|json",
+        help="How the log is written to standard error: lines for people, or one JSON object each. Default: "
+        "text.",
+    ),
+]
 
 Agreement = Annotated[
     str | None,

@@ -89,6 +89,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
+        ("log_format", "json", "text", "log_format", ("json", "text")),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
         ("api_keys", "always", "never", "api_keys", ("always", "never")),
         ("allowed_hosts", "Studio.lan, [::1]", "*", "allowed_hosts", (("studio.lan", "::1"), ("*",))),
@@ -425,8 +426,8 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 
 STRINGS = (
-    "http", "model", "agreement", "draft_model", "name", "control", "interface", "backend", "api_keys",
-    "http_cert", "http_key",
+    "http", "model", "agreement", "draft_model", "name", "control", "interface", "backend", "log_format",
+    "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",

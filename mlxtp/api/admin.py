@@ -35,6 +35,8 @@ class Administration(Protocol):
 
     def plan(self) -> Json: ...
 
+    async def models(self) -> Json: ...
+
     async def token(self) -> Json: ...
 
     async def bench_fabric(self) -> Json: ...
@@ -73,6 +75,7 @@ def routes(admin: Administration) -> list[Route]:
         route("progress", "GET", lambda _: admin.progress()),
         route("keys", "GET", lambda _: admin.keys()),
         route("plan", "GET", lambda _: admin.plan()),
+        route("models", "GET", lambda _: admin.models()),
         route("members", "GET", lambda _: admin.members()),
         route("token", "POST", lambda _: admin.token()),
         route("bench/fabric", "POST", lambda _: admin.bench_fabric()),

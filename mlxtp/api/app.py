@@ -24,6 +24,8 @@ from .guard import Access, guards
 from .ollama import Ollama
 from .openai import OpenAIChat
 from .openapi import document
+from .pages import Observed
+from .pages import routes as page_routes
 from .responses import Responses
 from .streaming import ClientGone
 
@@ -40,6 +42,7 @@ def create_app(
     *,
     admin: Administration | None = None,
     access: Access | None = None,
+    observed: Observed | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = 3.0,
     retry_after_s: int = 5,
@@ -47,9 +50,9 @@ def create_app(
 ) -> Starlette:
     """The HTTP side of one agent.
 
-    `admin` answers the commands of this Mac. `access`: who may use the rest; without it, whoever is on this
-    Mac. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: what a client is told while the
-    model is not ready. `body_s`: the time to send a body.
+    `admin` answers the commands of this Mac, `observed` is what the page shows. `access`: who may use the
+    rest; without it, whoever is on this Mac. `keep_alive_s`: the longest silence in a stream.
+    `retry_after_s`: what a client is told while the model is not ready. `body_s`: the time to send a body.
     """
     generation = Generation(
         backend,
@@ -76,6 +79,7 @@ def create_app(
             Route("/openapi.json", openapi, methods=["GET"]),
             *(route for dialect in dialects for route in dialect.routes(generation)),
             *(admin_routes(admin) if admin is not None else ()),
+            *(page_routes(observed) if observed is not None else ()),
         ],
         middleware=guards(access or Access(), refusals.answer),
         exception_handlers={

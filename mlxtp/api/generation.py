@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import budget, settings
+from .account import note
 from .adapter import About, Dialect, Writer
 from .ask import NONE, REQUIRED, Ask, Conversation
 from .backend import DRAINING, Backend, Health, ModelInfo
@@ -184,6 +185,7 @@ class Generation:
     def refusal(self, dialect: Dialect, error: MlxtpError, more: Mapping[str, str] | None = None) -> Response:
         """The answer that refuses. `more` headers than those that the status has, or in place of them."""
         status = error_status(error)
+        note(error.code)
         if not isinstance(error, RequestError):
             log.warning("request failed with %s: %s", error.code, error.detail)
         headers = dict(more or {})
@@ -345,9 +347,11 @@ async def _written(events: AsyncGenerator[Event], writer: Writer, count: int) ->
                 yield part + writer.close() if ended == count else part
     except MlxtpError as error:
         log.warning("stream failed with %s: %s", error.code, error.detail)
+        note(error.code)
         yield writer.fail(error)
     except Exception:  # the request ends here, the server goes on
         log.exception("stream failed")
+        note(Code.INTERNAL)
         yield writer.fail(internal_error())
 
 

@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import Code, RequestError
+from .account import note
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"
@@ -222,6 +223,7 @@ def _unknown_page(origin: str) -> str:
 
 
 async def _refuse(refusal: Refusal, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+    note(refusal.code)
     error = RequestError(refusal.message, refusal.code, status=refusal.status)
     headers = dict(refusal.headers)
     if not await _read_away(scope, receive):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -23,6 +24,8 @@ from .cluster import Cluster
 from .drain import Drain
 from .key_ring import KeyRing
 from .models import check_name
+from .observer import Observer
+from .on_disk import models_here
 from .supervisor import Supervisor
 
 FILE = "agent.json"
@@ -38,6 +41,7 @@ class Alone:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(supervisor)
         self.api_keys: KeyRing | None = None
+        self.observer = Observer(supervisor, name)
         self._supervisor = supervisor
         self._name = name
 
@@ -83,6 +87,16 @@ class Alone:
     def keys(self) -> Json:
         """When each API key was last used since this agent started, in seconds since 1970."""
         return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
+
+    async def models(self) -> Json:
+        """The models on this machine's disk that can be named without a path."""
+        found = await asyncio.to_thread(models_here)
+        return {"models": [asdict(each) for each in found]}
+
+    def close(self) -> None:
+        """Look no more; whoever watches is let go."""
+        self.draining.close()
+        self.observer.over.set()
 
     def plan(self) -> Json:
         raise self._alone()
@@ -136,6 +150,7 @@ class Member(Alone):
     def __init__(self, cluster: Cluster, store: Store) -> None:
         super().__init__(cluster.supervisor, cluster.name)
         self.draining = Drain(cluster.supervisor, cluster)
+        self.observer = Observer(cluster.supervisor, cluster.name, cluster)
         self._cluster = cluster
         self._store = store
 

@@ -35,7 +35,9 @@ from .drain import Drain
 from .endpoint import Endpoint, open_endpoint
 from .entering import enter
 from .epoch import State
+from .metrics import observed
 from .models import find_model, is_hub_id, lasting_name, open_model
+from .rank_lines import log_lines
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
 from .spare import Spares
@@ -95,7 +97,9 @@ async def running_agent(
     Raises ConfigError and ModelError before anything is started.
     """
     with _own_home(settings.home), open_endpoint(settings) as endpoint:
-        async with Spares(worker, settings.home / "run", settings.ranks if settings.spare else 0) as spares:
+        wanted = settings.ranks if settings.spare else 0
+        heard = log_lines if settings.log_format == "json" else None
+        async with Spares(worker, settings.home / "run", wanted, heard) as spares:
             if settings.cluster:
                 async with _among_others(settings, endpoint, on_stage, spares) as agent:
                     yield agent
@@ -116,8 +120,7 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    admin.api_keys = endpoint.keys
-    app = create_app(supervisor.gateway, admin=admin, access=endpoint.access(admin.key))
+    app = _app(supervisor, admin, endpoint)
     serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
@@ -139,7 +142,7 @@ async def _running(
                 key=admin.key,
             )
     finally:
-        admin.draining.close()
+        admin.close()
         supervising.cancel()
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
@@ -180,8 +183,7 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        admin.api_keys = endpoint.keys
-        app = create_app(supervisor.gateway, admin=admin, access=endpoint.access(admin.key))
+        app = _app(supervisor, admin, endpoint)
         serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 
         def woke(slept_s: float) -> None:
@@ -210,7 +212,7 @@ async def _among_others(
                     admin.key,
                 )
         finally:
-            admin.draining.close()
+            admin.close()
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)
             await cluster.close()
@@ -219,6 +221,13 @@ async def _among_others(
             await asyncio.gather(*tasks, return_exceptions=True)
             stop.set()
             await serving
+
+
+def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint) -> ASGIApp:
+    admin.api_keys = endpoint.keys
+    access = endpoint.access(admin.key)
+    app = create_app(supervisor.gateway, admin=admin, observed=admin.observer, access=access)
+    return observed(app, supervisor)
 
 
 async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings: Settings, key: str) -> None:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from ..api.account import note_key
 from ..api.bucket import Bucket
 from ..api.guard import Refusal
 from ..errors import Code, ConfigError
@@ -100,6 +101,7 @@ class KeyRing:
 
     def _use(self, key: ApiKey, now: float) -> Refusal | None:
         self._used[key.name] = int(self._now())
+        note_key(key.name)
         if not key.per_minute:
             return None
         bucket = self._buckets.setdefault(key, Bucket(key.per_minute, now))

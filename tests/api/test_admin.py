@@ -17,6 +17,7 @@ ROUTES = {
     "status": "GET",
     "keys": "GET",
     "plan": "GET",
+    "models": "GET",
     "members": "GET",
     "token": "POST",
     "bench/fabric": "POST",
@@ -52,6 +53,10 @@ class FakeAdmin:
 
     def plan(self) -> Any:
         return self._do("plan")
+
+    async def models(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("models")
 
     def members(self) -> Any:
         return self._do("members")

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import ollama
 import openai
 import pytest
 from starlette.routing import Route
@@ -114,6 +116,40 @@ def test_openais_library_with_a_key_and_without(backend: FakeBackend, tmp_path: 
             assert refused.value.code == "invalid_api_key"
             assert "`mlxtp key create NAME`" in refused.value.message
         assert len(backend.requests) == 2
+
+
+def test_anthropics_library_sends_its_key_in_a_header_of_its_own(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
+    with door(backend, tmp_path) as server:
+        key = server.key(per_minute=2)
+
+        def ask(**credentials: str) -> anthropic.types.Message:
+            client = anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=WAIT_S, **credentials)
+            return client.messages.create(model="default", max_tokens=5, messages=HELLO)
+
+        assert ask(api_key=key).content
+        assert ask(auth_token=key).content
+        with pytest.raises(anthropic.RateLimitError) as often:
+            ask(api_key=key)
+        assert often.value.response.headers["retry-after"] == "30"
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            ask(api_key="none")
+        body: Any = refused.value.body
+        assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+        assert body["request_id"] == refused.value.request_id
+
+
+def test_ollamas_library_with_a_key(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        key = server.key()
+        options: Any = {"host": server.url, "timeout": WAIT_S, "trust_env": False}
+        good = ollama.Client(**options, headers={"Authorization": f"Bearer {key}"})
+        assert good.chat(model="default", messages=HELLO)["done"]
+        with pytest.raises(ollama.ResponseError) as refused:
+            ollama.Client(**options).chat(model="default", messages=HELLO)
+        assert refused.value.status_code == 401
+        assert refused.value.error.startswith("this server asks for an API key")
 
 
 def test_a_key_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from . import __version__, commands, demo
+from . import __version__, commands, demo, key_commands
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
@@ -24,7 +24,10 @@ from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
 from .options import (
     Agreement,
+    AllowedHost,
+    AllowedOrigin,
     Alone,
+    ApiKeys,
     Backend,
     Bonjour,
     Compiled,
@@ -34,6 +37,9 @@ from .options import (
     FastFences,
     Home,
     Http,
+    HttpCert,
+    HttpKey,
+    HttpTls,
     Interface,
     Join,
     KeepAwake,
@@ -96,6 +102,12 @@ def node(
     prefix_cache: PrefixCache = None,
     compiled: Compiled = None,
     spare: Spare = None,
+    api_keys: ApiKeys = None,
+    allowed_host: AllowedHost = None,
+    allowed_origin: AllowedOrigin = None,
+    http_cert: HttpCert = None,
+    http_key: HttpKey = None,
+    http_tls: HttpTls = None,
 ) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
 
@@ -103,7 +115,8 @@ def node(
     """
     flags = dict(locals())
     del flags["join"]
-    flags["peers"] = flags.pop("peer") or None
+    for flag in ("peer", "allowed_host", "allowed_origin"):
+        flags[f"{flag}s"] = flags.pop(flag) or None
     settings = _settings(flags)
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1
@@ -142,6 +155,7 @@ def demo_command(
 
 
 commands.register(app)
+key_commands.register(app)
 
 
 @app.command()

@@ -183,14 +183,14 @@ class Generation:
         return answered
 
     def refusal(self, dialect: Dialect, error: MlxtpError, more: Mapping[str, str] | None = None) -> Response:
-        """The answer that refuses. `more` headers than those that the status has."""
+        """The answer that refuses. `more` headers than those that the status has, or in place of them."""
         status = error_status(error)
         note(error.code)
         if not isinstance(error, RequestError):
             log.warning("request failed with %s: %s", error.code, error.detail)
         headers = dict(more or {})
         if status in (429, 503, 529):
-            headers["retry-after"] = str(self._retry_after_s)
+            headers.setdefault("retry-after", str(self._retry_after_s))
         elif status == 504:  # what took too long once will do so again
             headers["x-should-retry"] = "false"
         elif status == 408:  # the rest of the body must not be taken for another request

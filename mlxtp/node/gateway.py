@@ -13,7 +13,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..api.backend import Answer, End, Health, ModelInfo, Request, Score, Tokens
@@ -97,6 +97,8 @@ class Gateway:
         """The model that open requests are for."""
         self._text: Text | None = None
         self._held = ""
+        self.confirmed_tokens = 0
+        """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
         self.elsewhere: Callable[[], str] = lambda: ""
         """The name of another Mac of the group that is short of memory; empty for none."""
         self.closing = ""
@@ -155,11 +157,13 @@ class Gateway:
         match event:
             case Delta():
                 now = self.meter.clock()
+                self.confirmed_tokens += len(event.tokens)
                 for uid, token in zip(event.uids, event.tokens, strict=True):
                     if request := self._open.get(uid):
                         request.put(Tokens((token,)))
                         request.watch.tokens(1, now)
             case ScoredDelta():
+                self.confirmed_tokens += len(event.tokens)
                 if request := self._open.get(event.uid):
                     request.put(Tokens(event.tokens, _scores(event)))
                     request.watch.tokens(len(event.tokens), self.meter.clock())
@@ -209,6 +213,22 @@ class Gateway:
         held = sum(request.length for request in there if request.footing.progress)
         name = self._served.id if self._served is not None else ""
         return Census(name, running, len(own) - running, held)
+
+    @property
+    def queue(self) -> Mapping[str, int]:
+        """Open requests, other agents' included, by what they wait for.
+
+        `generating`: they have tokens of the present group. `first_token`: they wait for the first one, in
+        rank 0's queue or in prefill. `group`: for a group to serve. `held_back`: for a suspect before them.
+        """
+        progress = [request.footing.progress for request in self._open.values()]
+        generating = sum(count > 0 for count in progress)
+        return {
+            "generating": generating,
+            "first_token": len(progress) - generating,
+            "group": len(self._paused),
+            "held_back": len(self._suspects),
+        }
 
     @property
     def _requests(self) -> list[Asked | Relayed]:

@@ -8,7 +8,6 @@ HELP says what it is here. `docs/metrics.md` lists all of them.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, gener
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
@@ -311,6 +311,11 @@ def _counter(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
 def _histogram(name: str, says: str, labels: Labels, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
     family = HistogramMetricFamily(name, says, labels=labels)
     for values, of in samples:
-        buckets = [("+Inf" if math.isinf(bound) else str(float(bound)), n) for bound, n in of.buckets()]
-        family.add_metric(values, buckets, of.total)
+        bounds = [(_bound(bound), count) for bound, count in of.buckets()]
+        family.add_metric(values, bounds, of.total)
     return family
+
+
+def _bound(seconds: float) -> str:
+    """As Prometheus writes the upper bound of a bucket."""
+    return str(floatToGoString(seconds))  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from ..wire.messages import Abort, ClearCache, Unload
 from . import golden, timing
 from .epoch import RestartPolicy, State, is_legal
 from .gateway import Gateway
+from .history import History, Now
 from .overload import Bounds
 from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
@@ -94,6 +95,7 @@ class Supervisor:
         self._current: Ranks | None = None
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
+        self.history = History()
         self.fast_fences = settings.fast_fences
         self.recoveries = Recoveries()
         self.kv_room = 0
@@ -243,6 +245,7 @@ class Supervisor:
         self.gateway.serve(ranks, info, model.text)
         self._enter(State.READY)
         self.recoveries.serving(time.monotonic())
+        self.history.ready(_now())
 
     async def _warmed_up(
         self, ranks: Ranks, warm_up: Coroutine[Any, Any, tuple[int, ...]]
@@ -293,6 +296,14 @@ class Supervisor:
             # Whoever was answered by another Mac until now will be by this one.
             self.gateway.pause(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
+        self.history.began(
+            plan.epoch,
+            _now(),
+            world_size=plan.group.world_size,
+            backend=plan.group.backend,
+            kind=plan.group.kind,
+            model=plan.model.id if plan.model is not None else None,
+        )
         self._enter(State.STARTING)
         self._began = time.monotonic()
         try:
@@ -308,6 +319,7 @@ class Supervisor:
             self._enter(State.RESTARTING)
             self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
             self.recoveries.over(self.reason.code, time.monotonic())
+            self.history.ended(_now(), self.reason.code, self.reason.detail)
             return self.reason
         self._current = ranks
         try:
@@ -338,10 +350,16 @@ class Supervisor:
             raise
         self.ranks, self.reason, self.kv_room = None, error, 0
         self.recoveries.over(error.code, time.monotonic())
+        self.history.ended(_now(), error.code, error.detail)
         self._enter(State.RESTARTING)
         self.gateway.pause(error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill())
         return error
+
+    @property
+    def desired(self) -> ModelSource | None:
+        """The model of this agent's present epoch, or of the last one."""
+        return self._desired
 
     @property
     def in_epoch(self) -> bool:
@@ -361,6 +379,15 @@ class Supervisor:
     def follow(self, state: State, epoch: int, reason: str, group: Group) -> None:
         """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
         self.epoch, self.group = epoch, group
+        self.history.told(
+            epoch,
+            _now(),
+            state=state,
+            reason=reason,
+            world_size=group.world_size,
+            backend=group.backend,
+            kind=group.kind,
+        )
         self.reason = GroupError(reason) if reason else None
         self._show(state)
 
@@ -378,8 +405,10 @@ class Supervisor:
         return {"epoch": self.epoch}
 
     def _reached(self, stage: str) -> None:
+        seconds = time.monotonic() - self._began
+        self.history.reached(stage, seconds)
         try:
-            self._on_stage(stage, time.monotonic() - self._began)
+            self._on_stage(stage, seconds)
         except Exception:  # whoever only watches must not end the epoch
             log.debug("the listener failed at %r", stage, exc_info=True)
 
@@ -414,6 +443,10 @@ class Supervisor:
             open_requests=open_requests,
             ranks=tuple(rows),
         )
+
+
+def _now() -> Now:
+    return Now(time.time(), time.monotonic())
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

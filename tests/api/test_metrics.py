@@ -253,6 +253,22 @@ def test_times_are_those_that_passed(stage: Stage) -> None:
     assert found("vllm:inter_token_latency_seconds_bucket", le="60.0") == 1
 
 
+def test_how_long_a_body_takes_is_no_time_of_ours(stage: Stage) -> None:
+    stage.says("hello")
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:10]
+        time.sleep(1.0)
+        yield body[10:]
+
+    assert httpx.post(f"{stage.url}{CHAT}", content=slowly(), timeout=WAIT_S).status_code == 200
+    found = stage.until(lambda found: bool(found.finished()))
+    assert (
+        0 < found("vllm:time_to_first_token_seconds_sum") < found("vllm:e2e_request_latency_seconds_sum") < 1
+    )
+
+
 def test_what_runs_and_what_waits_can_be_seen_meanwhile(stage: Stage) -> None:
     stage.desk.held = True
     stage.supervisor.kv_room = 100

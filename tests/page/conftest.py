@@ -153,7 +153,7 @@ class Site:
         self.admin.error = None
         self.go_on.clear()
 
-    def show(self, **changes: Any) -> None:
+    def show(self, /, **changes: Any) -> None:
         """From now on the cluster is like this."""
         self.observed.shown = MOMENT | changes
 

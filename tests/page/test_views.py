@@ -340,5 +340,6 @@ def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:
     assert visit.text("#figures") == ""
     second = Running(None, FakeObserved(), port=first.port)
     visit.state("Ready")
+    visit.page.goto("about:blank")
     second.close()
     visit.trouble.clear()  # the browser complains of the requests that failed

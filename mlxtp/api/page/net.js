@@ -49,6 +49,11 @@ async function refusal(response) {
   }
 }
 
+function broken(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Refused("the connection to the agent broke.");
+}
+
 /** The data of each event; null for a comment, which says that the other end still lives. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -56,7 +61,7 @@ export async function* events(response) {
   let data = [];
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(broken);
       if (done) return;
       const lines = (rest + value).split("\n");
       rest = lines.pop();

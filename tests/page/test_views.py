@@ -13,6 +13,10 @@ from ..api.test_admin import KEY
 from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, FakeObserved, Running, Site, Visit
 
 VIEWS = ("chat", "cluster", "models")
+WIDE = """() => [...document.querySelectorAll('main *')]
+    .filter(each => each.getBoundingClientRect().right > innerWidth)
+    .map(each => `${each.tagName} ${each.id} ${each.className}`)"""
+"""What reaches beyond the window."""
 
 
 def nodes(count: int) -> dict[str, Any]:
@@ -219,7 +223,12 @@ def test_nothing_is_wider_than_the_window(site: Site, visiting: Any, size: dict[
     visit.page.click("#parameters summary")
     for view in VIEWS:
         visit.open(view)
-        assert visit.page.evaluate("document.documentElement.scrollWidth") <= size["width"], view
+        wide = visit.page.evaluate(WIDE) if scrolls(visit, size["width"]) else []
+        assert not scrolls(visit, size["width"]), (view, wide)
+
+
+def scrolls(visit: Visit, width: int) -> bool:
+    return int(visit.page.evaluate("document.documentElement.scrollWidth")) > width
 
 
 def test_by_keys_alone(site: Site, visit: Visit) -> None:

@@ -31,6 +31,8 @@ class Administration(Protocol):
 
     async def progress(self) -> Json: ...
 
+    def keys(self) -> Json: ...
+
     def plan(self) -> Json: ...
 
     async def models(self) -> Json: ...
@@ -71,6 +73,7 @@ def routes(admin: Administration) -> list[Route]:
         route("status", "GET", lambda _: admin.status()),
         route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
         route("progress", "GET", lambda _: admin.progress()),
+        route("keys", "GET", lambda _: admin.keys()),
         route("plan", "GET", lambda _: admin.plan()),
         route("models", "GET", lambda _: admin.models()),
         route("members", "GET", lambda _: admin.members()),

@@ -22,6 +22,7 @@ from ..wire.control import Serving
 from .build import versions_here
 from .cluster import Cluster
 from .drain import Drain
+from .key_ring import KeyRing
 from .models import check_name
 from .observer import Observer
 from .on_disk import models_here
@@ -39,6 +40,7 @@ class Alone:
     def __init__(self, supervisor: Supervisor, name: str) -> None:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(supervisor)
+        self.api_keys: KeyRing | None = None
         self.observer = Observer(supervisor, name)
         self._supervisor = supervisor
         self._name = name
@@ -81,6 +83,10 @@ class Alone:
     async def progress(self) -> Json:
         """How far the drain is, once that has changed or a while has passed."""
         return await self.draining.progress()
+
+    def keys(self) -> Json:
+        """When each API key was last used since this agent started, in seconds since 1970."""
+        return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
 
     async def models(self) -> Json:
         """The models on this machine's disk that can be named without a path."""
@@ -298,20 +304,29 @@ class Member(Alone):
 
 
 @contextmanager
-def announced(home: Path, url: str, key: str) -> Iterator[None]:
-    """Meanwhile commands of this user find the agent. Raises ConfigError when the home takes no files."""
+def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator[None]:
+    """Meanwhile commands of this user find the agent. Raises ConfigError as `announce` does."""
+    announce(home, url, key, certificate)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (home / FILE).unlink()
+
+
+def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
+    """Leave word where the agent answers, with which key, and which `certificate` (PEM) it shows by HTTPS.
+
+    That is empty for HTTP. Raises ConfigError when the home takes no files.
+    """
     path = home / FILE
     draft = path.with_suffix(".draft")
     try:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"url": url, "key": key, "pid": os.getpid()}, file)
+            found = {"url": url, "key": key, "certificate": certificate, "pid": os.getpid()}
+            json.dump(found, file)
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"--home {home}: {path.name} cannot be written: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()

@@ -154,7 +154,7 @@ class Conductor:
         names = " + ".join(map(cluster.name_of, placement.ranks))
         chosen = placement.chosen
         assert chosen is not None
-        log.info("epoch %d: %s on %s", form.number, chosen.kind, names)
+        log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
         for note in placement.notes:
             log.info("%s", note)
         self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))

@@ -14,8 +14,10 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ..api.backend import Answer, End, Health, ModelInfo, Request, Score, Tokens
+from ..api.tally import UNWATCHED, Meter, NoMeter
 from ..api.text import Text
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..wire.base import Message
@@ -44,6 +46,19 @@ WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
 ASK_AGAIN_S = 0.5
 """When the agent with rank 0 is asked again, if it was not ready after all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Open requests of clients here, for `model`: those that have a first token, and those that wait for one,
+    in a queue, in prefill, or for another group. Nothing that the agent asks for itself. `held` counts the
+    tokens of prompts and answers of all that run at a rank 0 here, other agents' included.
+    """
+
+    model: str
+    running: int
+    waiting: int
+    held: int
 
 
 class Gateway:
@@ -88,6 +103,8 @@ class Gateway:
         """The name of another Mac of the group that is short of memory; empty for none."""
         self.closing = ""
         """Why nothing new is taken; what is open goes on, from group to group if need be."""
+        self.meter: Meter = NoMeter()
+        """Is told of the requests whose clients are here."""
 
     # --- what the agent tells ------------------------------------------------------------------------
 
@@ -139,14 +156,17 @@ class Gateway:
         """What rank 0 emitted."""
         match event:
             case Delta():
+                now = self.meter.clock()
                 self.confirmed_tokens += len(event.tokens)
                 for uid, token in zip(event.uids, event.tokens, strict=True):
                     if request := self._open.get(uid):
                         request.put(Tokens((token,)))
+                        request.watch.tokens(1, now)
             case ScoredDelta():
                 self.confirmed_tokens += len(event.tokens)
                 if request := self._open.get(event.uid):
                     request.put(Tokens(event.tokens, _scores(event)))
+                    request.watch.tokens(len(event.tokens), self.meter.clock())
             case Accepted():
                 if request := self._open.get(event.uid):
                     request.accept()
@@ -180,6 +200,19 @@ class Gateway:
     def open_requests(self) -> int:
         """Requests that wait for more tokens, other agents' included."""
         return len(self._requests)
+
+    def census(self) -> Census:
+        """What is open right now."""
+        own = [
+            request
+            for request in self._requests
+            if isinstance(request, Asked) and request.watch is not UNWATCHED
+        ]
+        running = sum(request.uid != 0 and request.got > 0 for request in own)
+        there = self._open.values() if self._here else ()
+        held = sum(request.length for request in there if request.footing.progress)
+        name = self._served.id if self._served is not None else ""
+        return Census(name, running, len(own) - running, held)
 
     @property
     def queue(self) -> Mapping[str, int]:
@@ -216,7 +249,10 @@ class Gateway:
         """Start a request; see `Backend.generate`."""
         self._refuse_if_closing()
         client = client_number(request.client, self._salt)
-        return self._start(self._free_desk(client, len(request.prompt)), request, client)
+        asked = self._start(self._free_desk(client, len(request.prompt)), request, client)
+        assert self._served is not None
+        asked.watch = self.meter.begin(self._served.id, request.prompt)
+        return asked
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
         """Start a request that another agent's gateway sent; `tell` gets its events under its own uid.

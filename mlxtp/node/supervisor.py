@@ -23,6 +23,7 @@ from .history import History, Now
 from .overload import Bounds
 from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
+from .recoveries import Recoveries
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,9 @@ class Supervisor:
         """The ranks of the present epoch, or of the last one."""
         self.history = History()
         self.fast_fences = settings.fast_fences
+        self.recoveries = Recoveries()
+        self.kv_room = 0
+        """Tokens that the KV caches of the loaded model may hold; 0 is without a bound, or nothing loaded."""
         self._settings = settings
         self._on_stage = on_stage
         self._worker = worker
@@ -124,16 +128,17 @@ class Supervisor:
         while True:
             error = await self._one_epoch(plans)
             if error.code is Code.REPLANNED:
-                log.info("epoch %d ended: %s", self.epoch, error.detail)
+                log.info("epoch %d ended: %s", self.epoch, error.detail, extra=self._where)
                 continue
             self.resting = True
             delay_s = self._policy.delay_s(time.monotonic(), error)
             if delay_s is not None:
-                log.warning("epoch %d ended: %s; next one in %g s", self.epoch, error.detail, delay_s)
+                words = "epoch %d ended: %s; next one in %g s"
+                log.warning(words, self.epoch, error.detail, delay_s, extra=self._where)
                 self._enter(State.RESTARTING)
                 await asyncio.sleep(delay_s)
             else:
-                log.error("epoch %d: %s; giving up", self.epoch, error.detail)
+                log.error("epoch %d: %s; giving up", self.epoch, error.detail, extra=self._where)
                 self._enter(State.FAILED)
                 self.gateway.suspend(error)
                 if plans is None:
@@ -214,6 +219,7 @@ class Supervisor:
         try:
             loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
             self._reached("loaded")
+            self.kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
             with ranks.warming_up():
                 warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
                 answer = await self._warmed_up(ranks, warm_up)
@@ -238,6 +244,7 @@ class Supervisor:
         self._desired, self.reason = model, None
         self.gateway.serve(ranks, info, model.text)
         self._enter(State.READY)
+        self.recoveries.serving(time.monotonic())
         self.history.ready(_now())
 
     async def _warmed_up(
@@ -266,6 +273,8 @@ class Supervisor:
     async def _unload(self, ranks: Ranks) -> None:
         self._enter(State.LOADING)
         self.gateway.suspend(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        self.recoveries.rested()
+        self.kv_room = 0
         await ranks.do(Unload())
         self._enter(State.IDLE)
 
@@ -309,6 +318,7 @@ class Supervisor:
         except OSError as error:  # a disk that is full
             self._enter(State.RESTARTING)
             self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
+            self.recoveries.over(self.reason.code, time.monotonic())
             self.history.ended(_now(), self.reason.code, self.reason.detail)
             return self.reason
         self._current = ranks
@@ -330,7 +340,7 @@ class Supervisor:
         except MlxtpError as failure:
             error = failure
         except Exception as bug:  # the process boundary of the ranks: they must not outlive a bug here
-            log.exception("epoch %d", self.epoch)
+            log.exception("epoch %d", self.epoch, extra=self._where)
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
         except asyncio.CancelledError:
             self.ranks = None
@@ -338,7 +348,8 @@ class Supervisor:
             self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             await _to_its_end(ranks.stop())
             raise
-        self.ranks, self.reason = None, error
+        self.ranks, self.reason, self.kv_room = None, error, 0
+        self.recoveries.over(error.code, time.monotonic())
         self.history.ended(_now(), error.code, error.detail)
         self._enter(State.RESTARTING)
         self.gateway.pause(error)
@@ -388,6 +399,11 @@ class Supervisor:
         elif why and not self.in_epoch and self.state in _DRAINABLE:
             self._show(State.DRAINING)
 
+    @property
+    def _where(self) -> dict[str, int]:
+        """For lines of the log that are about the present epoch."""
+        return {"epoch": self.epoch}
+
     def _reached(self, stage: str) -> None:
         seconds = time.monotonic() - self._began
         self.history.reached(stage, seconds)
@@ -399,7 +415,8 @@ class Supervisor:
     def _enter(self, state: State) -> None:
         before, self._own = self._own, self._show(state)
         if not is_legal(before, self._own):
-            log.error("epoch %d went from %s to %s, which is a bug", self.epoch, before, self._own)
+            words = "epoch %d went from %s to %s, which is a bug"
+            log.error(words, self.epoch, before, self._own, extra=self._where)
 
     def _show(self, state: State) -> State:
         self.state = State.DRAINING if self.gateway.closing and state in _DRAINABLE else state

@@ -16,6 +16,7 @@ import pytest
 
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import End, Event, Tokens
+from mlxtp.api.guard import Access
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text import Text
 
@@ -180,9 +181,15 @@ class Running:
     """A server in a thread of its own, until it is closed. Port 0 takes a free one."""
 
     def __init__(
-        self, backend: FakeBackend | None, observed: FakeObserved, admin: Any = None, port: int = 0
+        self,
+        backend: FakeBackend | None,
+        observed: FakeObserved,
+        admin: Any = None,
+        *,
+        port: int = 0,
+        access: Access | None = None,
     ) -> None:
-        app = create_app(cast(Any, backend), admin=admin, observed=observed, keep_alive_s=0.1)
+        app = create_app(cast(Any, backend), admin=admin, observed=observed, access=access, keep_alive_s=0.1)
         sock = bind("127.0.0.1", port)
         self.port: int = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

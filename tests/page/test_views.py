@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlxtp.api.guard import Access
 from mlxtp.errors import Code, UserError
+from mlxtp.node.api_keys import KeyFile
+from mlxtp.node.key_ring import KeyRing
 
 from ..api.test_admin import KEY
 from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, FakeObserved, Running, Site, Visit
@@ -338,6 +342,36 @@ def test_light_and_dark(site: Site, visiting: Any, scheme: str) -> None:
     ):
         colour = visit.page.evaluate(f'getComputedStyle(document.querySelector("{selector}")).color')
         assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
+
+
+def test_an_endpoint_with_keys_is_opened_by_one_and_by_the_agents_own(
+    site: Site, visiting: Any, tmp_path: Path
+) -> None:
+    file = KeyFile(tmp_path)
+    key = file.create("page", 0, 1.0)[1]
+    ring = KeyRing(file, "always", beyond=False)
+    ring.own_key = KEY
+    guarded = Running(site.backend, FakeObserved(), site.admin, access=Access(keys=ring))
+    try:
+        visit: Visit = visiting(url=guarded.url)
+        visit.shows("`mlxtp key create NAME`", "#asking")
+        visit.page.fill("#asking-value", "wrong")
+        visit.page.press("#asking-value", "Enter")
+        visit.shows("`mlxtp key create NAME`", "#asking[open]")
+        visit.page.fill("#asking-value", key)
+        visit.page.click("#asking-yes")
+        visit.state("Ready")
+        site.says("let in")
+        visit.send("Hello")
+        visit.answered()
+        assert visit.text("#turns > li:last-child > .said") == "let in"
+        own: Visit = visiting("#key=" + KEY.replace(" ", "%20"), url=guarded.url)
+        own.state("Ready")
+        assert not own.page.is_visible("#asking")
+        for each in (visit, own):
+            each.page.goto("about:blank")
+    finally:
+        guarded.close()
 
 
 def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:

@@ -14,8 +14,11 @@ export class Refused extends Error {
 /** As `fetch`, with the endpoint's key; asks for one on 401. Raises Refused for everything but a 2xx. */
 export async function ask(path, options = {}) {
   let response = await request(path, options);
-  if (response.status === 401 && (await askForApiKey())) response = await request(path, options);
-  if (!response.ok) throw await refusal(response);
+  while (!response.ok) {
+    const refused = await refusal(response);
+    if (refused.status !== 401 || !(await askForApiKey(refused.message))) throw refused;
+    response = await request(path, options);
+  }
   return response;
 }
 

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
+from .account import current
 from .adapter import SSE, About, Json
 from .anthropic_shapes import AnthropicError, AnthropicMessage, TokenCount
 from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
@@ -565,7 +566,9 @@ def error_body(error: MlxtpError, status: int) -> Json:
 
 
 def _request_id() -> str:
-    return f"req_{uuid.uuid4().hex}"
+    """The log has the same without `req_`."""
+    account = current()
+    return f"req_{uuid.uuid4().hex if account is None else account.id}"
 
 
 def model_body(model: ModelInfo) -> Json:

@@ -74,13 +74,13 @@ function joins(now, cards, width) {
   const all = [...now.links, ...unknown.map(([a, b]) => ({ a, b, network: "" }))];
   return all.flatMap((link) => {
     const [a, b] = [at.get(link.a), at.get(link.b)];
-    return a && b ? cable(link, a, b, used.has(pair(link.a, link.b)), now, width) : [];
+    return a && b ? cable(link, a, b, used.has(pair(link.a, link.b)), now, width, cards.length) : [];
   });
 }
 
 const pair = (a, b) => [a, b].sort().join(" ");
 
-function cable(link, a, b, used, now, width) {
+function cable(link, a, b, used, now, width, number) {
   const [p, q] = [middle(a), middle(b)];
   const beside = p.x === q.x && Math.abs(p.y - q.y) > a.height + GAP + 1; // something stands in between
   const bend = beside ? { x: width - 4, y: (p.y + q.y) / 2 } : { x: (p.x + q.x) / 2, y: (p.y + q.y) / 2 };
@@ -88,7 +88,8 @@ function cable(link, a, b, used, now, width) {
   const lies = Math.abs(p.x - q.x) > Math.abs(p.y - q.y); // its words stand above and below it
   const words = linkWords(link) || `link ${UNKNOWN}`;
   const took = used && now.ranks.length === 2 ? now.group?.fabric?.collective_us : null;
-  const lines = beside ? [] : [words, took ? `small sum in ${micros(took)}` : ""].filter(Boolean);
+  const crowded = !used && number > 3; // the list has the words of all
+  const lines = beside || crowded ? [] : [words, took ? `small sum in ${micros(took)}` : ""].filter(Boolean);
   return [
     svg("path", { d: path, class: used ? "cable used" : "cable", "data-kind": link.rdma ? "rdma" : link.network }),
     ...lines.map((line, i) => svg("text", { x: bend.x, y: bend.y + (lies ? [-8, 19][i] : [-3, 14][i]), class: "label" }, line)),
@@ -106,7 +107,7 @@ function machine({ node, ranks, x, y, width, height }, now) {
     "g",
     { class: "machine", "data-state": node.state, transform: `translate(${x} ${y})` },
     svg("rect", { width, height, rx: 10, class: "case" }),
-    svg("text", { x: 14, y: 24, class: "name" }, cut(node.name, (width - 28) / 9)),
+    svg("text", { x: 14, y: 24, class: "name" }, cut(node.name, (width - 28) / 9.6)),
     svg("text", { x: 14, y: 43, class: "small" }, cut(roles.join(", "), (width - 28) / 6.4)),
     svg("text", { x: 14, y: 60, class: "small" }, cut(about || `chip and memory ${UNKNOWN}`, (width - 28) / 6.4)),
     ...ranks.map((rank, i) => rankRow(rank, i, ranks.length > 1 ? width - 44 : width - 20, now)),

@@ -1,6 +1,7 @@
 """LangChain: an answer, the same as it comes, a tool, and JSON. `pip install langchain-openai`"""
 
 import os
+from typing import Literal
 
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
@@ -29,22 +30,21 @@ def stream() -> None:
 
 
 @tool
-def double(number: int) -> int:
-    """Twice a number."""
-    return 2 * number
+def weather(city: Literal["Lisbon", "Oslo", "Rome"]) -> str:
+    """The weather in a city."""
+    return {"Lisbon": "24 degrees, sun", "Oslo": "7 degrees, rain", "Rome": "21 degrees, clouds"}[city]
 
 
 def tools() -> None:
     """Ask, call what the model wants to have called, and tell it what came of that."""
-    messages = [HumanMessage("What is twice 21?")]
-    must_call = model.bind_tools([double], tool_choice="required")  # leave it away: up to the model
-    message = must_call.invoke(messages, max_tokens=60)
-    messages.append(message)
-    for call in message.tool_calls:
-        result = double.invoke(call)
-        print(f"double({call['args']['number']}) = {result.content}")
+    messages = [HumanMessage("How is the weather in Oslo?")]
+    must_call = model.bind_tools([weather], tool_choice="required")  # without it: up to the model
+    messages.append(must_call.invoke(messages))
+    for call in messages[-1].tool_calls:
+        result = weather.invoke(call)
+        print(f"weather({call['args']['city']!r}) = {result.content!r}")
         messages.append(result)
-    print(model.bind_tools([double]).invoke(messages).content)
+    print(model.bind_tools([weather]).invoke(messages).content)
 
 
 class Verdict(BaseModel):

@@ -38,7 +38,7 @@ def weather(city: Literal["Lisbon", "Oslo", "Rome"]) -> str:
 def tools() -> None:
     """Ask, call what the model wants to have called, and tell it what came of that."""
     messages = [HumanMessage("How is the weather in Oslo?")]
-    must_call = model.bind_tools([weather], tool_choice="required")  # without it: up to the model
+    must_call = model.bind_tools([weather], tool_choice="required", strict=True)  # else: up to the model
     messages.append(must_call.invoke(messages))
     for call in messages[-1].tool_calls:
         result = weather.invoke(call)

@@ -61,8 +61,8 @@ def test_a_whole_answer_and_a_streamed_one(client: anthropic.Anthropic) -> None:
 
 
 def test_the_names_of_anthropics_models_mean_the_one_that_is_loaded(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(**asked(f"Repeat exactly: {SECRET}", model="claude-sonnet-4-5"))
-    assert message.model == "claude-sonnet-4-5"
+    message = client.messages.create(**asked(f"Repeat exactly: {SECRET}", model="claude-any-model"))
+    assert message.model == "claude-any-model"
     assert message.content[0].to_dict() == {"type": "text", "text": SECRET}
 
 
@@ -101,7 +101,9 @@ def test_an_answer_that_follows_a_schema(client: anthropic.Anthropic) -> None:
         n: int = Field(ge=0, le=99)
         ok: bool
 
-    fields = asked("A number and a word, please.", output_config=as_schema(SCHEMA), temperature=1)
+    fields = asked(
+        "A number and a word, please.", output_config=as_schema(SCHEMA), extra_body={"temperature": 1}
+    )
     for message in (client.messages.create(**fields), final(client, **fields)):
         assert Answer.model_validate_json(message.content[0].text)
 
@@ -119,7 +121,7 @@ def test_where_an_answer_stops(client: anthropic.Anthropic, get: Any) -> None:
     ("fields", "error", "named"),
     [
         ({"model": "gpt-9"}, anthropic.NotFoundError, "gpt-9"),
-        ({"temperature": 1.5}, anthropic.BadRequestError, "from 0"),
+        ({"extra_body": {"temperature": 1.5}}, anthropic.BadRequestError, "from 0"),
         ({"messages": user("x" * 50_000)}, anthropic.BadRequestError, "4096"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, anthropic.BadRequestError, "image"),
         ({"output_config": as_schema({"type": "no such type"})}, anthropic.BadRequestError, ""),
@@ -133,7 +135,7 @@ def test_what_cannot_be_is_refused_in_words(
     named: str,
     stream: bool,
 ) -> None:
-    with pytest.raises(error, match=named) as refused:
+    with pytest.raises(error, match=named or ".") as refused:
         client.messages.create(**asked("hello", stream=stream, **fields))
     body = refused.value.body
     assert isinstance(body, dict)

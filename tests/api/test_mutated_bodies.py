@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
-from mlxtp.api.app import adapters, create_app
-from mlxtp.api.backend import ModelInfo, Request
+from mlxtp.api.app import adapters
 from mlxtp.api.openapi import Operation
-from mlxtp.api.server import bind, serve
-from mlxtp.api.text import Text
 
-from .conftest import WAIT_S, FakeAnswer, FakeBackend, Server, byte_level, save, says, says_scored
+from .conftest import MAX_BODY_BYTES, WAIT_S, Server
 
 Json = dict[str, Any]
-CONTEXT = 20_000
-MAX_BODY_BYTES = 300_000
 ROUNDS, BODIES_A_ROUND = 10, 100
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}"
-    "<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>"
-    "{% endfor %}{% endfor %}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
-)
-
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "The weather in a city", "parameters": SCHEMA}
 ASKED = {"role": "user", "content": "hello"}
@@ -282,54 +266,13 @@ SPOIL = (
 )  # fmt: skip
 
 
-# --- a server ---------------------------------------------------------------------------------------------
-
-
-class Backend(FakeBackend):
-    """With room for more than a few words, and a folder for those who ask about the model."""
-
-    folder = Path()
-    says: tuple[int, ...] = ()
-
-    def models(self) -> tuple[ModelInfo, ...]:
-        return tuple(replace(model, context=CONTEXT, path=self.folder) for model in super().models())
-
-    def generate(self, request: Request) -> FakeAnswer:
-        """As many tokens as are wanted, and as many scores."""
-        wanted = list(self.says[: request.max_tokens])
-        self.script = says(wanted) if request.logprobs < 0 else says_scored(wanted, top=request.logprobs)
-        return super().generate(request)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    tokenizer = byte_level()
-    folder = save(tokenizer, tmp_path_factory.mktemp("model"), TEMPLATE)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    Backend.folder = folder
-    Backend.says = tuple(tokenizer.encode("hello world", add_special_tokens=False).ids)
-    backend = Backend(Text.load(folder))
-    app = create_app(backend, max_body_bytes=MAX_BODY_BYTES, keep_alive_s=0.05)
-    sock = bind("127.0.0.1", 0)
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    thread.start()
-    yield Server(backend, sock.getsockname()[1], tokenizer)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    loop.close()
+# --- the tests --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:
-    backend = server.backend
-    backend.__init__(backend.loaded_text)  # type: ignore[misc]
-    with httpx.Client(base_url=server.url, timeout=WAIT_S, trust_env=False) as found:
+def client(roomy: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=roomy.url, timeout=WAIT_S, trust_env=False) as found:
         yield found
-
-
-# --- the tests --------------------------------------------------------------------------------------------
 
 
 def test_there_are_bodies_for_every_endpoint_that_takes_one() -> None:

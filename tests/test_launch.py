@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import GREEDY, ModelInfo
-from mlxtp.api.server import bind, serve
-from mlxtp.errors import Code, RequestError
+from mlxtp.api.server import serve
+from mlxtp.config import Settings
 from mlxtp.launch import APPLICATIONS, Served, as_shell, changed, claude
 from mlxtp.node.administration import announced
+from mlxtp.node.api_keys import KeyFile
+from mlxtp.node.endpoint import open_endpoint
 
 from .api.test_admin import KEY, FakeAdmin
 from .cluster import WAIT_S
@@ -52,27 +57,35 @@ class Admin(FakeAdmin):
 
 
 class Agent:
-    """A home whose agent answers, and a folder of programs."""
+    """A home whose agent answers as its settings say, and a folder of programs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.home, self.programs = folder / "home", folder / "bin"
         self.home.mkdir()
         self.programs.mkdir()
         self.backend, self.admin = Backend(), Admin()
-        self._sock = bind("127.0.0.1", 0)
-        self.url = "http://{}:{}".format(*self._sock.getsockname())
+        self._settings = Settings(self.home, "127.0.0.1", 0, 1, "tiny", **settings)
         self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
-        application = create_app(cast(Any, self.backend), admin=self.admin)
-        self._thread = threading.Thread(
+        self._open = ExitStack()
+
+    def __enter__(self) -> Agent:
+        endpoint = self._open.enter_context(open_endpoint(self._settings))
+        self.url = endpoint.url
+        app = create_app(cast(Any, self.backend), admin=self.admin, access=endpoint.access(KEY))
+        tls = endpoint.tls.context if endpoint.tls is not None else None
+        thread = threading.Thread(
             target=lambda: self._loop.run_until_complete(
-                serve(application, self._sock, self._stop, grace_s=0)
+                serve(app, endpoint.sock, self._stop, tls=tls, grace_s=0)
             )
         )
-        self._thread.start()
+        thread.start()
+        self._open.callback(thread.join, WAIT_S)
+        self._open.callback(self._loop.call_soon_threadsafe, self._stop.set)
+        self._open.enter_context(announced(self.home, endpoint.url, KEY, endpoint.certificate))
+        return self
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(WAIT_S)
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
         self._loop.close()
 
     def install(self, name: str = "claude", folder: Path | None = None) -> Path:
@@ -97,12 +110,8 @@ class Agent:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Agent]:
-    found = Agent(tmp_path)
-    try:
-        with announced(found.home, found.url, KEY):
-            yield found
-    finally:
-        found.close()
+    with Agent(tmp_path) as found:
+        yield found
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
@@ -213,18 +222,31 @@ def test_a_model_that_has_just_gone(agent: Agent) -> None:
     assert "just being replaced" in refusal(agent.launch("claude"))
 
 
-def test_where_a_key_is_asked_for(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent of the commands is not asked for an API key; its clients are."""
-    agent.install()
+def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
+    with Agent(tmp_path, api_keys="always") as agent:
+        agent.install()
+        made, key = KeyFile(agent.home).create("laptop", 0, 1.0)
+        asked = refusal(agent.launch("claude"))
+        assert asked.startswith(
+            "mlxtp: the endpoint asks for an API key: give one with --key or in MLXTP_KEY"
+        )
+        wrong = refusal(agent.launch("claude", MLXTP_KEY=f"{key}x"))
+        assert wrong.startswith("mlxtp: the endpoint does not take this API key")
+        told = json.loads(agent.launch("claude", MLXTP_KEY=key).stdout)
+    assert made.name == "laptop"
+    assert told["environment"]["ANTHROPIC_AUTH_TOKEN"] == key
 
-    def refuse() -> tuple[ModelInfo, ...]:
-        raise RequestError("an API key is missing", Code.BAD_REQUEST, status=401)
 
-    monkeypatch.setattr(agent.backend, "models", refuse)
-    asked = refusal(agent.launch("claude"))
-    assert asked.startswith("mlxtp: the endpoint asks for an API key: give one with --key or in MLXTP_KEY")
-    wrong = refusal(agent.launch("claude", MLXTP_KEY="wrong"))
-    assert wrong.startswith("mlxtp: the endpoint does not take this API key")
+def test_the_certificate_that_mlxtp_made_is_trusted(tmp_path: Path) -> None:
+    """Claude Code is told where it lies; a client that trusts it and nothing else gets an answer."""
+    with Agent(tmp_path, http_tls=True) as agent:
+        agent.install()
+        environment = json.loads(agent.launch("claude").stdout)["environment"]
+        assert environment["ANTHROPIC_BASE_URL"] == agent.url
+        assert agent.url.startswith("https://127.0.0.1:")
+        trusted = ssl.create_default_context(cafile=environment["NODE_EXTRA_CA_CERTS"])
+        answer = httpx.get(f"{agent.url}/v1/models", verify=trusted, trust_env=False, timeout=WAIT_S)
+    assert answer.json()["data"][0]["id"] == MODEL
 
 
 # --- decisions --------------------------------------------------------------------------------------------

@@ -133,6 +133,13 @@ OPERATIONS: Mapping[str, Operation] = {
     for operation in adapter.operations
     if operation.method == "POST" and operation.body is not None
 }
+REFUSING: Mapping[str, Operation] = {
+    operation.path: operation
+    for adapter in adapters()
+    for operation in adapter.operations
+    if operation.method == "POST" and operation.body is None
+}
+"""What takes a body and refuses it, whatever it is."""
 
 
 # --- ways to spoil a body ---------------------------------------------------------------------------------
@@ -329,3 +336,13 @@ def test_a_body_that_is_too_large(client: httpx.Client, path: str) -> None:
     response = client.post(path, content=b"{" + b" " * MAX_BODY_BYTES)
     assert response.status_code == 413
     judge(response, OPERATIONS[path], Tally())
+
+
+@pytest.mark.parametrize("path", REFUSING)
+def test_what_is_not_served_is_refused_whatever_is_sent(client: httpx.Client, path: str) -> None:
+    tally = Tally()
+    bodies = [b"", b"{", b"\xff\x00", json.dumps(CHAT[0]).encode(), *(odd.encode() for odd in ODD)]
+    for body in bodies:
+        where = path.replace("{digest}", "sha256:0").replace("{rest}", "speech").replace("{id}", "resp_1")
+        judge(client.post(where, content=body), REFUSING[path], tally)
+    assert (tally.answered, tally.refused) == (0, len(bodies))

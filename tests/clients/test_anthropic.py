@@ -46,6 +46,13 @@ def as_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"format": {"type": "json_schema", "schema": schema}}
 
 
+def test_models(client: anthropic.Anthropic) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").type == "model"
+    with pytest.raises(anthropic.NotFoundError, match="nobody"):
+        client.models.retrieve("nobody")
+
+
 def test_a_whole_answer_and_a_streamed_one(client: anthropic.Anthropic) -> None:
     message = client.messages.create(**asked(f"Repeat exactly: {SECRET}"))
     (block,) = message.content

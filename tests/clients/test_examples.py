@@ -446,13 +446,16 @@ def test_claude_code_asks_as_it_does(two_ranks: Cluster) -> None:
         base_url=two_ranks.url, auth_token="none", max_retries=0, timeout=WAIT_S
     ) as client:
         first, second = ask(1), ask(2)
-        small = client.messages.create(model="tiny", max_tokens=1, messages=user("quota"))
+        small = client.beta.messages.create(model="tiny", max_tokens=1, messages=user("quota"))
+        counted = client.beta.messages.count_tokens(model="tiny", messages=user("foo"), tools=[bash])
     assert first.stop_reason in ("end_turn", "max_tokens", "model_context_window_exceeded")
     assert first.content[0].type == "text"
     assert second.usage.cache_read_input_tokens > 0  # the hash is not part of the prompt
     assert small.usage.output_tokens == 1
+    assert counted.input_tokens > 1
 
 
 def test_whoever_looks_first_whether_somebody_is_there(two_ranks: Cluster) -> None:
     assert two_ranks.client.get("/api/version").json()["version"].count(".") == 2
     assert httpx.get(f"{two_ranks.url}/health").json()["ready"] is True
+    assert httpx.head(two_ranks.url).status_code == 200

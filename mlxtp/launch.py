@@ -100,7 +100,7 @@ def launch(
         str, typer.Argument(metavar="APP", help=f"Which program: {', '.join(APPLICATIONS)}.")
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS...]", help="What the program is given.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="What the program is given; behind --.")
     ] = None,
     print_only: Annotated[
         bool, typer.Option("--print", help="Start nothing: print the variables, as a shell reads them.")

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from . import __version__, commands, demo, key_commands
+from . import __version__, commands, demo, key_commands, launch
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
@@ -156,6 +156,7 @@ def demo_command(
 
 commands.register(app)
 key_commands.register(app)
+launch.register(app)
 
 
 @app.command()

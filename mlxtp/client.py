@@ -28,7 +28,7 @@ class AgentClient:
         try:
             found = json.loads((home / FILE).read_text())
             self.url, self._key = str(found["url"]), str(found["key"])
-            self._certificate = str(found.get("certificate", ""))
+            self.certificate = str(found.get("certificate", ""))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
                 f"no mlxtp node runs with home {home}; start one with `mlxtp node`, or name its --home",
@@ -48,27 +48,56 @@ class AgentClient:
         """Have something done. Raises as `get` does."""
         return self._ask("POST", what, body)
 
-    def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        try:
-            connection = connection_to(self.url, self._certificate, self._timeout_s)
-            with contextlib.closing(connection):
-                connection.request(method, f"/admin/{what}", json.dumps(body) if body else None, headers)
-                response = connection.getresponse()
-                answer = json.loads(response.read())
-            if not isinstance(answer, dict) or response.status == http.client.UNAUTHORIZED:
-                raise ValueError("somebody else answers there")
-        except (OSError, http.client.HTTPException, ValueError) as error:
+    def models(self, key: str) -> list[dict[str, Any]]:
+        """What a program that shows the API key `key` finds at /v1/models; none is shown if it is empty.
+
+        Raises UserError when the key is not taken, or there is no answer.
+        """
+        status, answer = self._request("GET", "/v1/models", None, key)
+        if status == http.client.UNAUTHORIZED:
+            why = "does not take this API key" if key else "asks for an API key"
             raise UserError(
-                f"the agent of {self._home} does not answer at {self.url} ({error}); is it still running?",
-                Code.NOT_READY,
-            ) from None
-        if response.status != http.client.OK:
+                f"the endpoint {why}: give one with --key or in MLXTP_KEY; `mlxtp key create NAME` makes one"
+            )
+        if status != http.client.OK:
+            raise self._silent(f"status {status}")
+        return list(answer.get("data", ()))
+
+    def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
+        status, answer = self._request(method, f"/admin/{what}", body, self._key)
+        if status == http.client.UNAUTHORIZED:
+            raise self._silent("somebody else answers there")
+        if status != http.client.OK:
             said = answer.get("error")
             said = said if isinstance(said, dict) else {"message": answer}
             code = said.get("code")
             raise UserError(str(said.get("message")), Code(code) if code in _CODES else None)
         return answer
+
+    def _request(
+        self, method: str, path: str, body: dict[str, str] | None, key: str
+    ) -> tuple[int, dict[str, Any]]:
+        """Status and body. Raises UserError when nobody answers, or somebody who is no agent."""
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            connection = connection_to(self.url, self.certificate, self._timeout_s)
+            with contextlib.closing(connection):
+                connection.request(method, path, json.dumps(body) if body else None, headers)
+                response = connection.getresponse()
+                answer = json.loads(response.read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._silent(error) from None
+        if not isinstance(answer, dict):
+            raise self._silent("somebody else answers there")
+        return response.status, answer
+
+    def _silent(self, why: object) -> UserError:
+        return UserError(
+            f"the agent of {self._home} does not answer at {self.url} ({why}); is it still running?",
+            Code.NOT_READY,
+        )
 
 
 def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.HTTPConnection:

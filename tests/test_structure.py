@@ -191,13 +191,14 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
     ),
     "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
+    "launch": frozenset({"client", "config", "errors", "node"}),
     "terminal": frozenset({"errors"}),
     "logs": frozenset({"api"}),
     "options": frozenset({"config"}),
     "cli": frozenset(
         {
-            *("commands", "key_commands", "demo", "logs", "options", "terminal", "plan", "node", "cluster"),
-            *("config", "errors", ""),
+            *("commands", "key_commands", "launch", "demo", "logs", "options", "terminal", "plan", "node"),
+            *("cluster", "config", "errors", ""),
         }
     ),
     "__main__": frozenset({"cli"}),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,60 @@ def server(running: Server) -> Server:
     """The running server with a fresh script."""
     running.backend.__init__(running.backend.loaded_text)  # type: ignore[misc]
     return running
+
+
+# --- a server for anything --------------------------------------------------------------------------------
+
+MAX_BODY_BYTES = 300_000
+ROOM = 20_000
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+class Roomy(FakeBackend):
+    """Answers whatever fits with a few words, and has a folder for those who ask about the model."""
+
+    folder = Path()
+    words: tuple[int, ...] = ()
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        return tuple(replace(model, context=ROOM, path=self.folder) for model in super().models())
+
+    def generate(self, request: Request) -> FakeAnswer:
+        """As many tokens as are wanted, and as many scores."""
+        wanted = list(self.words[: request.max_tokens])
+        self.script = says(wanted) if request.logprobs < 0 else says_scored(wanted, top=request.logprobs)
+        return super().generate(request)
+
+
+@pytest.fixture(scope="module")
+def roomy_running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    tokenizer = byte_level()
+    folder = save(tokenizer, tmp_path_factory.mktemp("model"), TOOLS_TEMPLATE)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    Roomy.folder = folder
+    Roomy.words = tuple(tokenizer.encode("hello world", add_special_tokens=False).ids)
+    backend = Roomy(Text.load(folder))
+    app = create_app(backend, max_body_bytes=MAX_BODY_BYTES, keep_alive_s=0.05)
+    sock = bind("127.0.0.1", 0)
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
+    thread.start()
+    yield Server(backend, sock.getsockname()[1], tokenizer)
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    loop.close()
+
+
+@pytest.fixture
+def roomy(roomy_running: Server) -> Server:
+    """A server with room for long prompts and many requests, for tools, and for every question."""
+    backend = roomy_running.backend
+    backend.__init__(backend.loaded_text, most_open=100_000)  # type: ignore[misc]
+    return roomy_running

@@ -1,0 +1,461 @@
+"""The examples, run as people run them, against two live ranks; and what programs are known to ask."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import anthropic
+import httpx
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from mlxtp.config import DEFAULT_HTTP
+from mlxtp.launch import Served, claude
+
+from ..cluster import WAIT_S, Cluster
+from .test_openai import SECRET, TOOL, user
+
+CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
+HERE = f"http://{DEFAULT_HTTP}"
+WEATHER = (
+    r"weather\('(Lisbon|Oslo|Rome)'\) = '\d+ degrees, \w+'\n"
+    r".+"  # whatever the model says to that
+)
+VERDICT = r"\{'wet': (True|False)\}"
+SAID = {
+    "openai_chat.py": {
+        "answer": SECRET, "stream": rf"{SECRET}\n\d+ tokens", "tools": WEATHER, "structured": VERDICT,
+    },
+    "anthropic_messages.py": {
+        "answer": SECRET, "stream": rf"{SECRET}\n\d+ tokens", "tools": WEATHER,
+        "count": r"\d+ tokens of prompt",
+    },
+    "ollama_chat.py": {
+        "models": "tiny", "answer": SECRET, "stream": rf"{SECRET}\n\d+ tokens", "tools": r".+",
+        "structured": VERDICT,
+    },
+    "langchain_chat.py": {
+        "answer": SECRET, "stream": rf"{SECRET}\n\d+ tokens", "tools": WEATHER,
+        "structured": r"wet=(True|False)",
+    },
+}  # fmt: skip
+"""What stands below each heading."""
+
+
+# --- scripts ----------------------------------------------------------------------------------------------
+
+
+def sections(command: list[str], url: str) -> dict[str, str]:
+    """What a script printed, by its headings. Fails unless it went well."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, "MLXTP_URL": url},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    before, *parts = re.split(r"^== (.+)\n", done.stdout, flags=re.MULTILINE)
+    assert before == ""
+    return {heading: text.strip() for heading, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+@pytest.mark.parametrize("script", SAID)
+def test_a_script_prints_what_it_should(two_ranks: Cluster, script: str) -> None:
+    if script.startswith("langchain") and importlib.util.find_spec("langchain_openai") is None:
+        pytest.skip("langchain-openai is not installed: pip install 'mlxtp[examples]'")
+    found = sections([sys.executable, str(CLIENTS / script)], two_ranks.url)
+    assert found.keys() == SAID[script].keys()
+    for heading, text in found.items():
+        assert re.fullmatch(SAID[script][heading], text, flags=re.DOTALL), (heading, text)
+
+
+def test_the_endpoint_from_a_shell(two_ranks: Cluster) -> None:
+    found = sections(["/bin/sh", str(CLIENTS / "curl.sh")], two_ranks.url)
+    models, answer, stream, call, structured, error = found.values()
+    assert json.loads(models)["data"][0]["id"] == "tiny"
+    assert json.loads(answer)["choices"][0]["message"]["content"] == SECRET
+    *chunks, done = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    assert done == "[DONE]"
+    *deltas, usage = map(json.loads, chunks)
+    assert "".join(each["choices"][0]["delta"].get("content") or "" for each in deltas) == SECRET
+    assert usage["usage"]["completion_tokens"] > 5
+    function = json.loads(call)["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert function["name"] == "weather"
+    assert json.loads(function["arguments"])["city"] in ("Lisbon", "Oslo", "Rome")
+    assert json.loads(json.loads(structured)["choices"][0]["message"]["content"])["wet"] in (True, False)
+    assert json.loads(error)["error"]["code"] == "model_not_found"
+
+
+def test_a_script_says_when_nobody_answers() -> None:
+    """On a machine where nothing listens at the port."""
+    done = subprocess.run(
+        ["/bin/sh", str(CLIENTS / "curl.sh")],
+        env={**os.environ, "MLXTP_URL": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "curl:" in done.stderr
+
+
+# --- settings of programs ---------------------------------------------------------------------------------
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ZedCapabilities(Strict):
+    """As Zed's settings have them, all of which but the first four may be left out."""
+
+    tools: bool
+    images: bool
+    parallel_tool_calls: bool
+    prompt_cache_key: bool
+    chat_completions: bool = True
+    interleaved_reasoning: bool = False
+
+
+class ZedModel(Strict):
+    name: str
+    display_name: str | None = None
+    max_tokens: PositiveInt
+    max_output_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    capabilities: ZedCapabilities
+
+
+class ZedProvider(Strict):
+    api_url: str
+    available_models: list[ZedModel]
+
+
+def test_the_settings_of_zed() -> None:
+    settings = json.loads((CLIENTS / "zed.settings.json").read_text())
+    assert settings.keys() == {"language_models", "agent"}
+    assert settings["language_models"].keys() == {"openai_compatible"}
+    ((name, given),) = settings["language_models"]["openai_compatible"].items()
+    provider = ZedProvider.model_validate(given)
+    assert provider.api_url == f"{HERE}/v1"
+    assert settings["agent"]["default_model"] == {
+        "provider": name,
+        "model": provider.available_models[0].name,
+    }
+    assert f"{name.upper()}_API_KEY" in (CLIENTS / "APPS.md").read_text()  # where Zed looks for the key
+
+
+class ContinueOptions(Strict):
+    contextLength: PositiveInt | None = None
+    maxTokens: PositiveInt | None = None
+
+
+class ContinueModel(Strict):
+    """Some of what Continue's schema has."""
+
+    name: str
+    provider: Literal["openai", "ollama"]
+    model: str
+    apiBase: str
+    apiKey: str | None = None
+    roles: list[Literal["chat", "autocomplete", "embed", "rerank", "edit", "apply", "summarize"]]
+    capabilities: list[Literal["tool_use", "image_input"]] | None = None
+    defaultCompletionOptions: ContinueOptions | None = None
+
+
+class ContinueConfig(Strict):
+    name: str
+    version: str
+    format_: Literal["v1"] = Field(alias="schema")
+    models: list[ContinueModel]
+
+
+def test_the_settings_of_continue() -> None:
+    given = yaml.safe_load((CLIENTS / "continue.config.yaml").read_text())
+    config = ContinueConfig.model_validate(given)
+    bases = {model.provider: model.apiBase for model in config.models}
+    assert bases == {"openai": f"{HERE}/v1", "ollama": HERE}
+    assert len({model.name for model in config.models}) == len(config.models)
+
+
+def test_the_settings_of_open_webui() -> None:
+    """Which are the same in the file and in the guide."""
+    compose = yaml.safe_load((CLIENTS / "open_webui.compose.yaml").read_text())
+    service = compose["services"]["open-webui"]
+    docker = HERE.replace("127.0.0.1", "host.docker.internal")
+    assert service["environment"] == {
+        "OPENAI_API_BASE_URL": f"${{MLXTP_URL:-{docker}}}/v1",
+        "OPENAI_API_KEY": "${MLXTP_KEY:-none}",
+        "ENABLE_OLLAMA_API": "false",
+    }
+    guide = (CLIENTS / "APPS.md").read_text()
+    for setting in (f"OPENAI_API_BASE_URL={docker}/v1", "OPENAI_API_KEY=none", "ENABLE_OLLAMA_API=false"):
+        assert f"-e {setting}" in guide
+    assert service["image"] in guide
+    assert service["volumes"] == ["open-webui:/app/backend/data"]
+    assert compose["volumes"].keys() == {"open-webui"}
+
+
+def test_the_settings_of_claude_code_are_those_of_launch() -> None:
+    settings = json.loads((CLIENTS / "claude_code.settings.json").read_text())
+    assert settings.keys() == {"env"}
+    environment = settings["env"]
+    served = Served(HERE, environment["ANTHROPIC_MODEL"], int(environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]))
+    assert environment == {name: value for name, value in claude(served).items() if value is not None}
+
+
+def test_every_example_is_in_the_table() -> None:
+    table = (CLIENTS.parent / "README.md").read_text()
+    guide = (CLIENTS / "APPS.md").read_text()
+    for path in CLIENTS.iterdir():
+        assert f"clients/{path.name})" in table or f"]({path.name})" in guide, path
+
+
+# --- what programs ask ------------------------------------------------------------------------------------
+
+
+def data_of(lines: Iterator[str]) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in lines if line.startswith("data: "))
+
+
+def test_open_webui_asks_for_the_models_first(two_ranks: Cluster) -> None:
+    """And takes what has an `id`. The key is never empty, and headers may say who asks."""
+    told = two_ranks.client.get(
+        "/v1/models",
+        headers={
+            "Authorization": "Bearer none",
+            "X-OpenWebUI-User-Name": "J%C3%B6rg",
+            "X-OpenWebUI-User-Role": "admin",
+        },
+        timeout=10,
+    )
+    assert told.status_code == 200
+    names = [model["id"] for model in told.json()["data"]]
+    assert names == ["tiny"]
+    chat = {
+        "model": names[0],
+        "messages": user(f"Repeat exactly: {SECRET}"),
+        "stream": True,
+        "user": {"id": "1"},
+    }
+    with two_ranks.client.stream("POST", "/v1/chat/completions", json=chat) as response:
+        *chunks, done = data_of(response.iter_lines())
+    deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content") or "" for delta in deltas) == SECRET
+    assert done == "[DONE]"
+    title = {
+        "model": names[0], "messages": user("### Task:\nGenerate a title."), "stream": False,
+        "max_completion_tokens": 1000,
+    }  # fmt: skip
+    answer = two_ranks.client.post("/v1/chat/completions", json=title).json()
+    assert isinstance(answer["choices"][0]["message"]["content"], str)
+
+
+def test_open_webui_in_docker_comes_by_a_name_that_has_to_be_allowed(two_ranks: Cluster) -> None:
+    """Hence `--allowed-host` in the guide. It shows what stands in `error`, so there has to be one."""
+    refused = two_ranks.client.get("/v1/models", headers={"Host": "host.docker.internal:52415"})
+    assert refused.status_code in (403, 421)
+    assert "host.docker.internal" in refused.json()["error"]["message"]
+    assert "--allowed-host host.docker.internal" in (CLIENTS / "APPS.md").read_text()
+
+
+class ZedFunction(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ZedCall(BaseModel):
+    index: int
+    id: str | None = None
+    function: ZedFunction | None = None
+
+
+class ZedDelta(BaseModel):
+    role: Literal["user", "assistant", "system", "tool"] | None = None
+    content: str | None = None
+    tool_calls: list[ZedCall] | None = None
+    reasoning_content: str | None = None
+
+
+class ZedChoice(BaseModel):
+    index: int
+    delta: ZedDelta | None
+    finish_reason: str | None
+
+
+class ZedUsage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ZedEvent(BaseModel):
+    """Zed gives up on the whole answer when one chunk lacks one of these."""
+
+    model_config = ConfigDict(strict=True)
+
+    choices: list[ZedChoice]
+    usage: ZedUsage | None = None
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_every_chunk_is_one_that_zed_takes(two_ranks: Cluster, choice: str) -> None:
+    model = json.loads((CLIENTS / "zed.settings.json").read_text())["agent"]["default_model"]["model"]
+    asked = {
+        "model": model,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": f"Repeat exactly: {SECRET}"}]},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 500,
+        "temperature": 0.0,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "tools": [TOOL],
+    }
+    with two_ranks.client.stream(
+        "POST", "/v1/chat/completions", json=asked, headers={"Authorization": "Bearer none"}
+    ) as response:
+        assert response.status_code == 200, response.read()
+        *chunks, done = data_of(response.iter_lines())
+    assert done == "[DONE]"
+    events = [ZedEvent.model_validate_json(chunk) for chunk in chunks]
+    ends = [each.finish_reason for event in events for each in event.choices if each.finish_reason]
+    calls = [
+        call
+        for event in events
+        for each in event.choices
+        if each.delta
+        for call in each.delta.tool_calls or ()
+    ]
+    usage = events[-1].usage
+    assert usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    if choice == "auto":
+        said = "".join(each.delta.content or "" for event in events for each in event.choices if each.delta)
+        assert (said, ends, calls) == (SECRET, ["stop"], [])
+    else:
+        assert ends == ["tool_calls"]
+        assert calls[0].id
+        assert calls[0].function
+        assert calls[0].function.name == "look_up"
+        whole = "".join(call.function.arguments or "" for call in calls if call.function)
+        assert json.loads(whole).keys() == {"n", "ok"}
+
+
+PARAMETER = re.compile(r'(\S+)\s+((?:".*")|\S+)')
+
+
+def test_continue_asks_ollamas_api_about_the_model(two_ranks: Cluster) -> None:
+    """By `name`. It stops at a line of `parameters` that it cannot read, and looks into `template`."""
+    told = two_ranks.client.post("/api/show", json={"name": "default"})
+    assert told.status_code == 200
+    shown = told.json()
+    assert isinstance(shown["template"], str)
+    lines = shown["parameters"].split("\n") if shown.get("parameters") else []
+    parameters = {}
+    for line in lines:
+        found = PARAMETER.fullmatch(line)
+        assert found, line
+        parameters[found[1]] = found[2]
+    assert int(parameters["num_ctx"]) == 4096
+
+
+@pytest.mark.parametrize("provider", ["openai", "ollama"])
+def test_continue_chats_by_either_api(two_ranks: Cluster, provider: str) -> None:
+    messages = user(f"Repeat exactly: {SECRET}")
+    if provider == "openai":
+        asked: dict[str, Any] = {"model": "default", "messages": messages, "max_tokens": 500, "stream": True}
+        with two_ranks.client.stream("POST", "/v1/chat/completions", json=asked) as response:
+            chunks = [json.loads(data) for data in data_of(response.iter_lines()) if data != "[DONE]"]
+        said = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    else:
+        options = {
+            "num_ctx": 4096,
+            "num_predict": 500,
+            "mirostat": None,
+            "num_thread": None,
+            "use_mmap": None,
+        }
+        asked = {
+            "model": "default",
+            "messages": messages,
+            "options": options,
+            "keep_alive": 1800,
+            "stream": True,
+        }
+        with two_ranks.client.stream("POST", "/api/chat", json=asked) as response:
+            said = [json.loads(line)["message"]["content"] for line in response.iter_lines() if line.strip()]
+    assert "".join(said) == SECRET
+
+
+def test_claude_code_asks_as_it_does(two_ranks: Cluster) -> None:
+    """A system prompt in parts, the first with a hash that changes; betas; thoughts; tools; a stream."""
+    bash: Any = {
+        "name": "Bash",
+        "description": "Runs a command",
+        "input_schema": {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "type": "object",
+            "properties": {"command": {"type": "string"}, "timeout": {"type": "number"}},
+            "required": ["command"],
+            "additionalProperties": False,
+        },
+    }
+    cached: Any = {"type": "ephemeral"}
+
+    def ask(number: int) -> Any:
+        with client.beta.messages.stream(
+            model="tiny",
+            max_tokens=32_000,
+            betas=["claude-code-20250219", "interleaved-thinking-2025-05-14"],
+            system=[
+                {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.9; cch={number:05x};"},
+                {"type": "text", "text": "You are Claude Code.", "cache_control": cached},
+            ],
+            messages=[
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "<system-reminder>Nothing.</system-reminder>"},
+                        {"type": "text", "text": f"Repeat exactly: {SECRET}", "cache_control": cached},
+                    ],
+                }
+            ],
+            tools=[bash],
+            metadata={"user_id": json.dumps({"device_id": "0" * 64, "session_id": "1"})},
+            thinking={"type": "adaptive"},
+        ) as stream:
+            return stream.get_final_message()
+
+    with anthropic.Anthropic(
+        base_url=two_ranks.url, auth_token="none", max_retries=0, timeout=WAIT_S
+    ) as client:
+        first, second = ask(1), ask(2)
+        small = client.beta.messages.create(model="tiny", max_tokens=1, messages=user("quota"))
+        counted = client.beta.messages.count_tokens(model="tiny", messages=user("foo"), tools=[bash])
+    assert first.stop_reason in ("end_turn", "max_tokens", "model_context_window_exceeded")
+    assert first.content[0].type == "text"
+    assert second.usage.cache_read_input_tokens > 0  # the hash is not part of the prompt
+    assert small.usage.output_tokens == 1
+    assert counted.input_tokens > 1
+
+
+def test_whoever_looks_first_whether_somebody_is_there(two_ranks: Cluster) -> None:
+    assert two_ranks.client.get("/api/version").json()["version"].count(".") == 2
+    assert httpx.get(f"{two_ranks.url}/health").json()["ready"] is True
+    assert httpx.head(two_ranks.url).status_code == 200

@@ -88,6 +88,7 @@ class Settings:
     spare         whether a rank process is started ahead for each rank here, for when that one dies
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     drain_s       how long an agent that is told to stop goes on with what has begun
+    load_on_request  whether a request that names another model on this Mac's disk has it loaded
     """
 
     home: Path
@@ -122,6 +123,7 @@ class Settings:
     keep_awake: bool = True
     rdma: tuple[str, ...] = ()
     drain_s: float = 10.0
+    load_on_request: bool = False
     limits: Limits = Limits()
 
     @property
@@ -447,6 +449,7 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "fast_fences": _SWITCH,
     "keep_awake": _SWITCH,
     "drain": ((int, float), "a number of seconds"),
+    "load_on_request": _SWITCH,
     "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
 }
 """What each key may be in the file, and how that is called. Flags and variables have strings."""
@@ -475,6 +478,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "fast_fences": _parse_switch,
     "keep_awake": _parse_switch,
     "drain": parse_seconds,
+    "load_on_request": _parse_switch,
     "rdma": _parse_rdma,
 }
 """What flags, variables and the file may set. The file is in the home, so it cannot name that."""

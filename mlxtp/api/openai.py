@@ -133,7 +133,9 @@ class OpenAIChat:
     media_type = SSE
     operations = (
         Operation("GET", "/health", "The state of the cluster", None, Health, Health),
-        Operation("GET", "/v1/models", "What can be served now", None, ModelList, OpenAIError),
+        Operation(
+            "GET", "/v1/models", "What can be served, the loaded model first", None, ModelList, OpenAIError
+        ),
         Operation("GET", "/v1/models/{id}", "One model", None, Model, OpenAIError),
         Operation(
             "POST", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, OpenAIError, SSE
@@ -145,10 +147,10 @@ class OpenAIChat:
             return await generation.answer(self, request, parse_chat)
 
         async def models(_request: Request) -> Response:
-            return JSONResponse(answers.models_body(generation.models()))
+            return JSONResponse(answers.models_body(await generation.listed()))
 
         async def model(request: Request) -> Response:
-            return JSONResponse(answers.model_body(generation.find_model(request.path_params["id"])))
+            return JSONResponse(answers.model_body(await generation.find_listed(request.path_params["id"])))
 
         return [
             Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),

@@ -87,6 +87,11 @@ async def running_agent(
 
     Raises ConfigError and ModelError before anything is started.
     """
+    if settings.load_on_request and not settings.cluster:
+        raise ConfigError(
+            "--load-on-request needs an agent that is part of a cluster, if only of one Mac: leave --alone "
+            "and --ranks away"
+        )
     with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
         async with Spares(worker, settings.home / "run", settings.ranks if settings.spare else 0) as spares:
             if settings.cluster:
@@ -160,7 +165,7 @@ async def _among_others(
         if entered.joined and settings.model_given:
             log.warning("--model is left aside: what a cluster serves is said with `mlxtp serve`")
         elif settings.model_given or entered.founded:
-            cluster.want(lasting_name(settings.model), settings.nodes)
+            cluster.want(lasting_name(settings.model), settings.nodes, pinned=settings.model_given)
         stop = asyncio.Event()
         admin = Member(cluster, store)
         app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s

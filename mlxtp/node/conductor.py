@@ -461,10 +461,13 @@ class Conductor:
         else:  # it is about to begin, or is over; what the supervisor shows is of whom this node follows
             state, requests, info = State.RESTARTING, 0, None
         group = supervisor.group
+        reason = supervisor.reason.detail if supervisor.reason is not None else ""
+        if state is State.LOADING:
+            reason = supervisor.progress
         return Serving(
             mine.form.number,
             str(state),
-            supervisor.gateway.closing or (supervisor.reason.detail if supervisor.reason is not None else ""),
+            supervisor.gateway.closing or reason,
             group.backend if group is not None else "none",
             group.kind if group is not None else "",
             mine.form.plan.ranks,

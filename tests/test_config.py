@@ -88,6 +88,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
+        ("load_on_request", "yes", "no", "load_on_request", (True, False)),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
     ],
 )
@@ -300,6 +301,7 @@ def test_beyond_this_machine_nothing_is_served(tmp_path: Path, host: str) -> Non
         ("compiled", "maybe"),
         ("prefix_cache", "2"),
         ("spare", "two"),
+        ("load_on_request", "maybe"),
         ("max_context", "-1"),
         ("max_context", "4k"),
         ("max_context", "16777217"),
@@ -357,6 +359,7 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 STRINGS = ("http", "model", "agreement", "draft_model", "name", "control", "interface", "backend")
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
+    "load_on_request",
 )  # fmt: skip
 WRONG_TYPES = [
     *(

@@ -217,7 +217,7 @@ class Cluster:
         if wanted == there and self.supervisor.state is not Serves.FAILED:
             return present
         desired = self.coordination.want(model, nodes, pinned=pinned and bool(model))
-        self._desire(present.model, desired)
+        self._desire(present, desired)
         return desired
 
     def remove(self, node_id: str) -> None:
@@ -349,7 +349,7 @@ class Cluster:
             case Beat():
                 self._beat(link, message)
             case DesiredState():
-                before = self.coordination.desired.model
+                before = self.coordination.desired
                 if self.coordination.desires(message):
                     self._desire(before, message)
             case Members():
@@ -380,9 +380,11 @@ class Cluster:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
 
-    def _desire(self, before: str, desired: DesiredState) -> None:
-        if desired.model != before:
-            why = f"{desired.model} is wanted now" if desired.model else f"{before} was unloaded"
+    def _desire(self, before: DesiredState, desired: DesiredState) -> None:
+        if (desired.model, desired.nodes) == (before.model, before.nodes):
+            self.conductor.still_wanted(desired)
+        if desired.model != before.model:
+            why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
             self.supervisor.gateway.suspend(GroupError(why, Code.SHUTTING_DOWN))
         self.model.want(desired)
         self.neighbours.tell_all(desired)

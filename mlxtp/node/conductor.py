@@ -20,7 +20,7 @@ from ..cluster.shapes import ModelShape, shape_of
 from ..cluster.topology import Member
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..wire.control import Prepare, Serving
+from ..wire.control import DesiredState, Prepare, Serving
 from ..wire.rdma import Matrix, flat
 from .epoch import State
 from .ranks import Group, Ranks, Seat
@@ -158,6 +158,12 @@ class Conductor:
         for note in placement.notes:
             log.info("%s", note)
         self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))
+
+    def still_wanted(self, desired: DesiredState) -> None:
+        """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
+        mine = self._mine
+        if mine is not None and mine.model == desired.model and mine.desired == desired.version - 1:
+            self._mine = replace(mine, desired=desired.version)
 
     def _group(self, form: FormEpoch, placement: Placement) -> Group:
         cluster, chosen = self._cluster, placement.chosen

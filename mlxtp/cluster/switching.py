@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..wire.control import DesiredState, ModelQueue, ModelTurn
 
@@ -69,7 +69,9 @@ class Turns:
         self._since = {key: since for key, since in self._since.items() if key[0] in self._queues}
         if desired.version != self._version:
             self._version, self._served_at = desired.version, math.inf
-            if self.turn.model != desired.model:  # a person said so
+            if self.turn.number == 0:  # nobody has ever waited
+                self.turn = replace(self.turn, model=desired.model)
+            elif self.turn.model != desired.model:  # a person said so
                 return self._tell(desired.model)
         if served:
             self._served_at = min(self._served_at, now)

@@ -184,7 +184,7 @@ class Switching:
             self._lead(now)
         self._admit()
         self._tell()
-        if not self._desired.model or self._cluster.supervisor.state is State.READY:
+        if not self._desired.model or self._ready:
             self._before = self._desired
 
     def remind(self) -> None:
@@ -199,6 +199,12 @@ class Switching:
     @property
     def _desired(self) -> DesiredState:
         return self._cluster.coordination.desired
+
+    @property
+    def _ready(self) -> bool:
+        """Whether what is wanted is served. The state alone may still be that of what was wanted before."""
+        supervisor = self._cluster.supervisor
+        return supervisor.state is State.READY and bool(supervisor.gateway.models())
 
     @property
     def _given(self) -> bool:
@@ -279,9 +285,8 @@ class Switching:
         present = {cluster.node_id, *(node for node, each in standings.items() if each.present)}
         while True:
             self._turns.heard(cluster.node_id, self._queue(), now)
-            served = cluster.supervisor.state is State.READY
             action = self._turns.decide(
-                cluster.coordination.claim.term, self._desired, present, served=served, now=now
+                cluster.coordination.claim.term, self._desired, present, served=self._ready, now=now
             )
             match action:
                 case None:

@@ -172,6 +172,9 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert said == ""
             assert "could not be loaded" in told[-1]
             assert "data: [DONE]" not in told
+            for client in (first, second):
+                await client.agent.wait_ready()
+                assert (await client.models())[0] == "tiny"
             assert await first.answer("tiny") == ("tiny", right())
 
             assert second.agent.cluster is not None

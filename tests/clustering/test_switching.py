@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster.switching import Load, Tell, Turns
@@ -220,7 +220,7 @@ def test_a_new_coordinator_knows_nothing_until_it_is_told() -> None:
 _MODELS = ("old", "new", "third")
 _EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(("come", "come", "end", "hear", "tell", "ready", "leave")),
+        st.sampled_from(("come", "come", "end", "hear", "tell", "tell", "tell", "ready", "leave")),
         st.sampled_from(("a", "b", "c")),
         st.sampled_from(_MODELS),
     ),
@@ -246,6 +246,7 @@ class _Mac:
         return ModelQueue(TERM, self.turn.number, waiting, len(self.running))
 
 
+@settings(max_examples=300)
 @given(_EVENTS)
 def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_and_all_are_served(
     events: list[tuple[str, str, str]],
@@ -253,6 +254,8 @@ def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_an
     macs = {name: _Mac() for name in "abc"}
     turns, desired = Turns(), DesiredState(1, "a", "old", "auto")
     wire: dict[str, list[ModelQueue]] = {name: [] for name in macs}
+    for name, mac in macs.items():
+        turns.heard(name, mac.queue(), 0.0)
     told: list[ModelTurn] = [macs["a"].turn]
     heard = dict.fromkeys(macs, 0)
     ready, now = True, 0.0

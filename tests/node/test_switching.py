@@ -329,8 +329,13 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         told = link.heard(ModelTurn)[-1]
         assert (told.model, told.refused, told.why) == (before, WANTED, "no weights")
         version = desired.version
+        behind = await ask(node, before) if before else None
         for _ in range(3):  # the state is still that of the failure
             node.tick(1.0)
+        if behind is not None:
+            supervisor.resting, supervisor.state = False, State.READY
+            served(node, before)
+            await behind.has_come()
         assert cluster.coordination.desired.version == version
 
     play(tmp_path, member, story, load_on_request=True)

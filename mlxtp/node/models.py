@@ -9,6 +9,7 @@ from pathlib import Path
 from ..api.text import Text
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
+from ..wire.control import MAX_MODEL
 from .stored import hub_folder, is_complete
 from .supervisor import ModelSource
 
@@ -38,6 +39,8 @@ def stored_name(name: str) -> str | None:
     """What a request may call a model that is complete on this machine: the embedded one, a folder by its
     whole path, or an id on the Hub. None for anything else. Reads the disk: call it in a thread.
     """
+    if len(name) > MAX_MODEL or not name.isprintable():
+        return None  # no Mac could tell another one about it
     if name == EMBEDDED_MODEL:
         return name
     try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,11 @@ import httpx
 import openai
 import pytest
 
+from mlxtp.api.adapter import NDJSON, About
 from mlxtp.api.backend import Stored
-from mlxtp.errors import Code, RequestError
+from mlxtp.api.loading import Loading
+from mlxtp.api.openai import OpenAIChat, parse_chat
+from mlxtp.errors import Code, MlxtpError, RequestError
 
 from .conftest import WAIT_S, Server, forever, says, then
 
@@ -262,3 +266,37 @@ def test_what_would_be_loaded_is_listed_behind_what_is(server: Server) -> None:
     assert other.model_extra["context_length"] == 4096
     with pytest.raises(openai.NotFoundError, match="available: org/tiny"):
         server.client.models.retrieve("org/none")
+
+
+class Lines:
+    """A dialect of lines, each of which its clients parse."""
+
+    names: Mapping[str, str] = {"model": "name"}
+    media_type = NDJSON
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(OpenAIChat(), name)
+
+    def writer(self, _about: About) -> Any:
+        return self
+
+    def idle(self) -> bytes:
+        return b"{}\n"
+
+    def fail(self, error: MlxtpError) -> bytes:
+        return f"{error.code} {getattr(error, 'param', None)}\n".encode()
+
+
+def test_where_every_line_is_parsed_none_is_a_comment() -> None:
+    async def story() -> None:
+        turn = FakeTurn()
+        turn.tell(BROKEN)
+
+        async def begin() -> Any:
+            raise AssertionError
+
+        loading = Loading(Lines(), parse_chat(json.dumps(body(stream=True)).encode()), turn, begin)
+        assert [part async for part in loading.parts()] == [b"{}\n", b"model_invalid name\n"]
+        assert loading.idle() == b"{}\n"
+
+    asyncio.run(story())

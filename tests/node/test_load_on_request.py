@@ -178,6 +178,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert await first.answer("tiny") == ("tiny", right())
 
             assert second.agent.cluster is not None
+            epoch = second.agent.supervisor.epoch
             second.agent.cluster.want("tiny")  # as `mlxtp serve tiny` on the other Mac
             cluster = first.agent.cluster
             assert cluster is not None
@@ -188,6 +189,7 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert "tiny is pinned" in refused.json()["error"]["message"]
             assert await first.models() == ["tiny"]
             assert await first.answer("tiny") == ("tiny", right())
+            assert second.agent.supervisor.epoch == epoch, "to pin what is served already disturbs nobody"
 
             second.agent.cluster.want("")  # and `mlxtp unload`
             assert await first.answer(OTHER) == (OTHER, right(other))

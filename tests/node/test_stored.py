@@ -112,7 +112,16 @@ def test_a_folder_is_named_by_its_whole_path(tmp_path: Path, monkeypatch: pytest
     for name in (folder, f"{folder}/", tmp_path / "link", tmp_path / "x" / ".." / "model"):
         (tmp_path / "x").mkdir(exist_ok=True)
         assert stored_name(str(name)) == str(folder.resolve())
-    for name in ("model", "./model", "~/model", f"{folder}/config.json", str(tmp_path), "/"):
+    (tmp_path / "new\nline").symlink_to(folder)
+    for name in (
+        tmp_path / "new\nline",
+        "model",
+        "./model",
+        "~/model",
+        f"{folder}/config.json",
+        str(tmp_path),
+        "/",
+    ):
         assert stored_name(str(name)) is None
 
 

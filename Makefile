@@ -2,11 +2,13 @@
 # make test     set up, run all tests            make chaos   the whole fault matrix
 # make lint     ruff and strict types            make bench   benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
+# make images   the pictures of the page in docs/images, by the system's Chromium
 # make soak     an hour of mixed load while ranks and agents fail; SOAK_ARGS="--minutes 5" for less
 #
 # Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
 
 VENV := .venv
+EXTRAS ?= dev
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # For what starts hundreds of processes, of which none shall compile what another has compiled.
@@ -21,12 +23,12 @@ BENCH_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
 
-.PHONY: setup demo test lint bench chaos fuzz soak clean
+.PHONY: setup demo test lint bench chaos fuzz soak images clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
-	@sh scripts/setup.sh $(VENV)
+	@sh scripts/setup.sh $(VENV) $(EXTRAS)
 	@touch $(STAMP)
 
 demo: setup
@@ -55,6 +57,9 @@ fuzz: setup
 
 soak: setup
 	$(MANY) -m tests.soak $(SOAK_ARGS)
+
+images: setup
+	$(BIN)/python scripts/images.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

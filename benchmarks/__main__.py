@@ -22,6 +22,7 @@ from . import (
     decode,
     docs,
     frames,
+    http,
     idle,
     links,
     loading,
@@ -39,6 +40,7 @@ from .table import show
 CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "frames": frames.measure,
     "decode": decode.measure,
+    "http": http.measure,
     "concurrency": concurrency.measure,
     "prefill": prefill.measure,
     "speculation": speculation.measure,

@@ -70,6 +70,15 @@ _ALL = (
             "The same client at both servers, from its request to the last token.", SERVER, Goal("≥", 1.15)),
     Measure("HTTP and text, cost of a token", "µs",
             "What a token of a single stream takes longer at the client than at the pipe, on average."),
+    # --- http
+    Measure("HTTP and text at 200 tokens/s, 1 stream", "%",
+            "CPU time, as a share of one core, of a process that is an agent's HTTP side and gateway, while "
+            "something in it makes 200 tokens a second.", "", Goal("≤", 10)),
+    Measure("HTTP and text at 200 tokens/s, 16 streams", "%",
+            "The same, 200 tokens a second in all.", "", Goal("≤", 10)),
+    Measure("a step of 16 rows streamed over HTTP, 99th percentile", "ms",
+            "From the beginning of one step to the next, by the rank's own flight recorder. One rank on the "
+            "first core; agent and client share the second.", "the same without HTTP", Goal("<", 1.1)),
     # --- concurrency
     Measure("8 streams at once, HTTP vs mlx_lm.server", "tokens/s",
             "Tokens of all streams, from the first request to the last token.", SERVER, Goal("≥", 1.5)),

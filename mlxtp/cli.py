@@ -15,15 +15,19 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from . import __version__, commands, demo
+from . import __version__, commands, demo, key_commands
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
+from .logs import log_formatter
 from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
 from .options import (
     Agreement,
+    AllowedHost,
+    AllowedOrigin,
     Alone,
+    ApiKeys,
     Backend,
     Bonjour,
     Compiled,
@@ -33,12 +37,16 @@ from .options import (
     FastFences,
     Home,
     Http,
+    HttpCert,
+    HttpKey,
+    HttpTls,
     Interface,
     Join,
     KeepAwake,
     KvBits,
     KvBytes,
     LoadOnRequest,
+    LogFormat,
     MaxContext,
     Model,
     Name,
@@ -86,6 +94,7 @@ def node(
     home: Home = None,
     drain: Drained = None,
     load_on_request: LoadOnRequest = None,
+    log_format: LogFormat = None,
     agreement: Agreement = None,
     max_context: MaxContext = None,
     kv_bits: KvBits = None,
@@ -95,6 +104,12 @@ def node(
     prefix_cache: PrefixCache = None,
     compiled: Compiled = None,
     spare: Spare = None,
+    api_keys: ApiKeys = None,
+    allowed_host: AllowedHost = None,
+    allowed_origin: AllowedOrigin = None,
+    http_cert: HttpCert = None,
+    http_key: HttpKey = None,
+    http_tls: HttpTls = None,
 ) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
 
@@ -102,7 +117,8 @@ def node(
     """
     flags = dict(locals())
     del flags["join"]
-    flags["peers"] = flags.pop("peer") or None
+    for flag in ("peer", "allowed_host", "allowed_origin"):
+        flags[f"{flag}s"] = flags.pop(flag) or None
     settings = _settings(flags)
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1
@@ -111,7 +127,7 @@ def node(
     if settings.alone and join is not None:
         raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
-    _log_to_terminal()
+    _log_to_stderr(settings.log_format)
     _run(_node(settings))
 
 
@@ -141,6 +157,7 @@ def demo_command(
 
 
 commands.register(app)
+key_commands.register(app)
 
 
 @app.command()
@@ -229,10 +246,14 @@ def _log_handler() -> logging.Handler:
     return RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
 
 
-def _log_to_terminal() -> None:
-    handler = _log_handler() if sys.stderr.isatty() else logging.StreamHandler()
-    plain = "%(message)s" if sys.stderr.isatty() else "%(asctime)s %(levelname)s %(message)s"
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format=plain)
+def _log_to_stderr(log_format: str) -> None:
+    if log_format == "text" and sys.stderr.isatty():
+        handler, formatter = _log_handler(), logging.Formatter("%(message)s")
+    else:
+        handler, formatter = logging.StreamHandler(), log_formatter(log_format)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(log_format == "json")
     logging.getLogger("mlxtp").setLevel(logging.INFO)
 
 

@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import http.client
 import json
+import ssl
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from .errors import Code, UserError
 
@@ -27,11 +28,17 @@ class AgentClient:
         try:
             found = json.loads((home / FILE).read_text())
             self.url, self._key = str(found["url"]), str(found["key"])
-        except (OSError, ValueError, KeyError, TypeError):
+            self._certificate = str(found.get("certificate", ""))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
                 f"no mlxtp node runs with home {home}; start one with `mlxtp node`, or name its --home",
                 Code.NOT_READY,
             ) from None
+
+    @property
+    def page(self) -> str:
+        """The address of the agent's page, with the key. Browsers keep what is behind # to themselves."""
+        return f"{self.url}/#key={quote(self._key, safe='')}"
 
     def get(self, what: str) -> dict[str, Any]:
         """Ask. Raises UserError with the agent's words when it refuses."""
@@ -44,7 +51,7 @@ class AgentClient:
     def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
         try:
-            connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=self._timeout_s)
+            connection = connection_to(self.url, self._certificate, self._timeout_s)
             with contextlib.closing(connection):
                 connection.request(method, f"/admin/{what}", json.dumps(body) if body else None, headers)
                 response = connection.getresponse()
@@ -62,6 +69,35 @@ class AgentClient:
             code = said.get("code")
             raise UserError(str(said.get("message")), Code(code) if code in _CODES else None)
         return answer
+
+
+def connection_to(url: str, certificate: str, timeout_s: float) -> http.client.HTTPConnection:
+    """Not made yet. An https:// one is only to whoever shows that very `certificate` (PEM).
+
+    Raises ValueError for what is no certificate; connecting raises ssl.SSLError for another one.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "https":
+        return http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
+    return _Pinned(parts.netloc, ssl.PEM_cert_to_DER_cert(certificate), timeout_s)
+
+
+class _Pinned(http.client.HTTPSConnection):
+    """To whoever has the key of one certificate, whatever else that says: it may well have expired."""
+
+    def __init__(self, netloc: str, certificate: bytes, timeout_s: float) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE  # `connect` judges: nothing was sent until then
+        super().__init__(netloc, timeout=timeout_s, context=context)
+        self._expected = certificate
+
+    def connect(self) -> None:
+        super().connect()
+        assert isinstance(self.sock, ssl.SSLSocket)
+        if self.sock.getpeercert(binary_form=True) != self._expected:
+            self.close()
+            raise ssl.SSLError("it shows another certificate than this agent's")
 
 
 def wait_for_end(home: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import textwrap
+import webbrowser
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +51,7 @@ def register(app: typer.Typer) -> None:
     app.command()(bench)
     app.command()(doctor)
     app.command()(token)
+    app.command()(page)
     cluster = typer.Typer(
         no_args_is_help=True, help="Who belongs to the cluster: list members, remove one, or leave."
     )
@@ -121,6 +123,23 @@ def token(home: Home = None, as_json: AsJson = False) -> None:
     """Print a join token: it lets one more Mac in, within 15 minutes, by `mlxtp node --join TOKEN` there."""
     answer = _agent(home).post("token")
     _print(answer, as_json, lambda a: str(a["token"]))
+
+
+def page(
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in this user's browser.")] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print where the page of this Mac's agent is, with the key by which it may load models.
+
+    The key counts until the agent ends. Whoever has the address can do what the commands here can.
+    """
+    client = _agent(home)
+    client.get("status")
+    url = client.page
+    if open_it and not webbrowser.open(url):
+        raise UserError(f"no browser can be opened here; the page is at {url}")
+    _print({"url": url}, as_json, lambda a: str(a["url"]))
 
 
 def members(home: Home = None, as_json: AsJson = False) -> None:

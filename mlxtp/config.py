@@ -20,8 +20,9 @@ MAX_NAME = 80
 MAX_NODES = 8
 EMBEDDED_MODEL = "tiny"
 RANK_COUNTS = (1, 2, 4)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+API_KEYS = ("auto", "always", "never")
 
+LOG_FORMATS = ("text", "json")
 AGREEMENTS = ("auto", "broadcast", "verify")
 KV_BITS = (0, 4, 8)
 MAX_CONTEXT = 1 << 24
@@ -89,6 +90,14 @@ class Settings:
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     drain_s       how long an agent that is told to stop goes on with what has begun
     load_on_request  whether a request that names another model on this Mac's disk has it loaded
+    log_format    how lines of the log are written: text for people, json for programs
+
+    api_keys         when the endpoint asks for an API key: auto (beyond loopback, or once there is a key),
+                     always or never
+    allowed_hosts    names under which this Mac is reached, beside those it knows; "*" for any
+    allowed_origins  origins of other pages whose programs may use the endpoint; "*" for any
+    http_cert        with http_key, PEM files for HTTPS; empty for none
+    http_tls         whether to speak HTTPS with a certificate of its own, where there is no http_cert
     """
 
     home: Path
@@ -124,6 +133,13 @@ class Settings:
     rdma: tuple[str, ...] = ()
     drain_s: float = 10.0
     load_on_request: bool = False
+    log_format: str = "text"
+    api_keys: str = "auto"
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    http_cert: str = ""
+    http_key: str = ""
+    http_tls: bool = False
     limits: Limits = Limits()
 
     @property
@@ -176,6 +192,7 @@ def resolve_settings(
     if "drain" in values:
         values["drain_s"] = values.pop("drain")
     values["model_given"] = bool(chosen["model"][1])
+    _check_pair(values, chosen)
     return Settings(home=home, http_host=host, http_port=port, **values)
 
 
@@ -195,13 +212,41 @@ def resolve_join(
     return flag or environment.get("MLXTP_JOIN", "").strip() or flag
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine get to an address or name; of names, that is localhost alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_host_name(text: str) -> bool:
+    """Whether it can be the name of a machine, in lower case."""
+    return bool(_HOST_NAME.fullmatch(text))
+
+
+_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+
+
+def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
+    """A certificate is of no use without its key. Raises ConfigError naming where the one stands."""
+    for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
+        if values.get(one) and not values.get(other):
+            raise ConfigError(
+                f"{chosen[one][1]}: HTTPS takes a certificate and its private key; name the other file by "
+                f"--{other.replace('_', '-')}, or {other} in config.toml"
+            )
+
+
 def _default_home() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
-_FLAGS = {"peers": "--peer"}
+_FLAGS = {"peers": "--peer", "allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
 _Chosen = dict[str, tuple[Any, str]]
 """Of each key its value, and where that stands."""
 
@@ -262,18 +307,68 @@ def _parse_address(value: object, where: str) -> tuple[str, int]:
         port = int(port_text)
     except ValueError:
         port = -1
-    if not host or not 0 <= port <= 65535:
+    if not (_is_address(host) or is_host_name(host.lower())) or not 0 <= port <= 65535:
         raise ConfigError(f"{where}: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}")
-    if host not in LOOPBACK:
-        raise ConfigError(
-            f"{where}: {host} is not this machine's loopback; serving beyond it needs an API key, "
-            f"which does not exist yet. Use 127.0.0.1:{port} and a tunnel."
-        )
     return host, port
 
 
 def _parse_text(value: object, where: str) -> str:
     return str(value)
+
+
+def _parse_path(value: object, where: str) -> str:
+    return str(Path(str(value)).expanduser()) if str(value) else ""
+
+
+def _parse_api_keys(value: object, where: str) -> str:
+    if value not in API_KEYS:
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(API_KEYS)}")
+    return str(value)
+
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s]+)/?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+def _parse_hosts(value: object, where: str) -> tuple[str, ...]:
+    """Names and addresses as URLs have them, without port: a list, or one string with commas."""
+    found = []
+    for item in _parse_list(value):
+        host = item.lower().removeprefix("[").removesuffix("]")
+        if host != "*" and not is_host_name(host) and not _is_address(host):
+            raise ConfigError(
+                f"{where}: {item!r} is no name or address of this Mac, such as studio.local; leave http:// "
+                f"and the port away, or write * for any"
+            )
+        found.append(host)
+    return tuple(found)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_origins(value: object, where: str) -> tuple[str, ...]:
+    """Origins as browsers send them: a list, or one string with commas."""
+    found = []
+    for item in _parse_list(value):
+        match = _ORIGIN.fullmatch(item.lower())
+        if item != "*" and match is None:
+            raise ConfigError(
+                f"{where}: {item!r} is no origin, such as http://localhost:3000: scheme, host and port of "
+                f"the page, and no path; or * for any"
+            )
+        found.append("*" if match is None else _origin(match[1], match[2]))
+    return tuple(found)
+
+
+def _origin(scheme: str, place: str) -> str:
+    """Browsers leave out the port that the scheme has anyway."""
+    return f"{scheme}://{place.removesuffix(_DEFAULT_PORTS.get(scheme, '/'))}"
 
 
 def _parse_name(value: object, where: str) -> str:
@@ -380,6 +475,12 @@ def _parse_agreement(value: object, where: str) -> str:
     return str(value)
 
 
+def _parse_log_format(value: object, where: str) -> str:
+    if value not in LOG_FORMATS:
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(LOG_FORMATS)}")
+    return str(value)
+
+
 def _parse_kv_bits(value: object, where: str) -> int:
     if str(value) not in map(str, KV_BITS):
         raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, KV_BITS))} (0: not quantized)")
@@ -450,7 +551,14 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "keep_awake": _SWITCH,
     "drain": ((int, float), "a number of seconds"),
     "load_on_request": _SWITCH,
+    "log_format": _TEXT,
     "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
+    "api_keys": _TEXT,
+    "allowed_hosts": ((list,), 'a list of strings, such as ["studio.example.com"]'),
+    "allowed_origins": ((list,), 'a list of strings, such as ["http://localhost:3000"]'),
+    "http_cert": _TEXT,
+    "http_key": _TEXT,
+    "http_tls": _SWITCH,
 }
 """What each key may be in the file, and how that is called. Flags and variables have strings."""
 
@@ -479,6 +587,13 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "keep_awake": _parse_switch,
     "drain": parse_seconds,
     "load_on_request": _parse_switch,
+    "log_format": _parse_log_format,
     "rdma": _parse_rdma,
+    "api_keys": _parse_api_keys,
+    "allowed_hosts": _parse_hosts,
+    "allowed_origins": _parse_origins,
+    "http_cert": _parse_path,
+    "http_key": _parse_path,
+    "http_tls": _parse_switch,
 }
 """What flags, variables and the file may set. The file is in the home, so it cannot name that."""

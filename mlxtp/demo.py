@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.markup import escape
 
+from .client import connection_to
 from .config import EMBEDDED_MODEL, Settings
 from .errors import Code, GroupError
 from .node.agent import running_agent
@@ -94,7 +94,7 @@ class View:
             {"model": "default", "messages": [{"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}
         )
         self._console.print(
-            f"\n  endpoint [bold cyan]{url}/v1[/]   health {url}/health\n\n"
+            f"\n  endpoint [bold cyan]{url}/v1[/]   page {url}/   health {url}/health\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d {escape(repr(body))}\n\n  Ctrl-C stops it.",
             soft_wrap=True,
@@ -113,7 +113,7 @@ async def run(settings: Settings, prompt: str | None, view: View, *, once: bool)
         await agent.wait_ready()
         ready_s = time.monotonic() - began
         view.ask(question)
-        answer = await asyncio.to_thread(ask, agent.url, question, view.text)
+        answer = await asyncio.to_thread(ask, agent.url, question, view.text, agent.key, agent.certificate)
         view.answered(answer)
         if not once:
             view.serving(agent.url)
@@ -129,12 +129,15 @@ async def run(settings: Settings, prompt: str | None, view: View, *, once: bool)
     }
 
 
-def ask(url: str, prompt: str, on_text: Callable[[str], None]) -> Answer:
-    """Ask the endpoint at `url` over HTTP and stream the answer. Blocks.
+def ask(
+    url: str, prompt: str, on_text: Callable[[str], None], key: str = "", certificate: str = ""
+) -> Answer:
+    """Ask the endpoint at `url`, with an API key if it wants one, and stream the answer. Blocks.
 
-    Raises GroupError when the answer is refused or breaks off.
+    `certificate` (PEM) is the one that an https:// endpoint has to show. Raises GroupError when the answer is
+    refused or breaks off.
     """
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=ANSWER_TIMEOUT_S)
+    connection = connection_to(url, certificate, ANSWER_TIMEOUT_S)
     body = {
         "model": "default",
         "messages": [{"role": "user", "content": prompt}],
@@ -147,9 +150,8 @@ def ask(url: str, prompt: str, on_text: Callable[[str], None]) -> Answer:
     try:
         with contextlib.closing(connection):
             sent_at = time.monotonic()
-            connection.request(
-                "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-            )
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             for chunk in _chunks(connection.getresponse()):
                 if chunk.get("usage"):
                     tokens = chunk["usage"]["completion_tokens"]

@@ -70,6 +70,10 @@ class Code(StrEnum):
     # HTTP alone
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    HOST_NOT_ALLOWED = "host_not_allowed"
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
+    KEY_INVALID = "invalid_api_key"
+    RATE_LIMITED = "rate_limit_exceeded"
 
 
 _EXIT_STATUS_BASE = 64

@@ -11,6 +11,7 @@ from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL
 
 TUNING = "Engine"
 CLUSTER = "Cluster"
+ENDPOINT = "Endpoint"
 
 Ranks = Annotated[
     int | None,
@@ -30,7 +31,8 @@ Http = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help=f"Where chat apps on this machine find it; port 0 takes a free one. Default: {DEFAULT_HTTP}.",
+        help=f"Where chat apps find it; port 0 takes a free one. Default: {DEFAULT_HTTP}, for apps on this "
+        "machine. 0.0.0.0:52415 is for other machines too; those need an API key: `mlxtp key create`.",
     ),
 ]
 Home = Annotated[
@@ -48,6 +50,14 @@ Drained = Annotated[
         metavar="SECONDS",
         help="When told to stop, such as by Ctrl-C: how long requests may take to end. A second Ctrl-C ends "
         "at once. Default: 10.",
+    ),
+]
+LogFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="text|json",
+        help="How the log is written to standard error: lines for people, or one JSON object each. Default: "
+        "text.",
     ),
 ]
 
@@ -228,5 +238,60 @@ Rdma = Annotated[
         help="The RDMA device of a Mac, by hand: studio=rdma_en5, or studio/mini=rdma_en5 for one cable. May "
         "be repeated.",
         rich_help_panel=CLUSTER,
+    ),
+]
+
+ApiKeys = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|always|never",
+        help="When an API key is asked for. Default: auto: if other machines reach the endpoint, and on this "
+        "one as soon as there is a key (`mlxtp key create`).",
+        rich_help_panel=ENDPOINT,
+    ),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        metavar="NAME",
+        help="A name under which this Mac is reached, such as that of a proxy, beside its host name and "
+        "addresses; * for any. May be repeated.",
+        rich_help_panel=ENDPOINT,
+    ),
+]
+AllowedOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-origin",
+        metavar="ORIGIN",
+        help="A web page whose program may use the endpoint from a browser, such as http://localhost:3000; * "
+        "for any. May be repeated.",
+        rich_help_panel=ENDPOINT,
+    ),
+]
+HttpCert = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Speak HTTPS with this certificate (PEM, those it hangs on behind it); goes with --http-key.",
+        rich_help_panel=ENDPOINT,
+    ),
+]
+HttpKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="The private key of --http-cert (PEM, without a password).",
+        rich_help_panel=ENDPOINT,
+    ),
+]
+HttpTls = Annotated[
+    bool | None,
+    typer.Option(
+        "--http-tls/--no-http-tls",
+        help="Speak HTTPS with a certificate that mlxtp makes itself, and clients have to be told to trust. "
+        "Default: no.",
+        rich_help_panel=ENDPOINT,
     ),
 ]

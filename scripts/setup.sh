@@ -1,13 +1,14 @@
 #!/bin/sh
-# Installs mlxtp with everything for development into the virtual environment $1.
+# Installs mlxtp with everything for development into the virtual environment $1; $2 names other extras.
 set -eu
 venv=$1
+extras=${2:-dev}
 echo "Installing into $venv; the first time this takes a minute or two." >&2
 cd "$(dirname "$0")/.."
 
 if command -v uv >/dev/null 2>&1; then
     [ -x "$venv/bin/python" ] || uv venv --quiet --python '>=3.11' "$venv"
-    exec uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt --editable '.[dev]'
+    exec uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt --editable ".[$extras]"
 fi
 
 new_enough() {
@@ -32,4 +33,4 @@ if ! { [ -x "$venv/bin/python" ] && new_enough "$venv/bin/python"; }; then
     "$python" -m venv --clear "$venv"
 fi
 exec "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint constraints.txt --editable '.[dev]'
+    --constraint constraints.txt --editable ".[$extras]"

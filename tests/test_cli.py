@@ -63,6 +63,17 @@ def test_the_demo_answers_once_and_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_the_demo_asks_also_where_a_key_is_needed_and_https_spoken(tmp_path: Path) -> None:
+    done = mlxtp(
+        *("demo", "--once", "--json", "--ranks", "1", "--home", str(tmp_path), *ANY_PORT),
+        MLXTP_API_KEYS="always",
+        MLXTP_HTTP_TLS="yes",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"] == ORACLE
+    assert (tmp_path / "https-cert.pem").exists()
+
+
 def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
     done = mlxtp(
         "demo",
@@ -91,7 +102,15 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
     [
         (("demo", "--ranks", "3"), "--ranks 3: one machine runs 1, 2 or 4 ranks"),
         (("node", "--http", "52415"), "--http: '52415' is not HOST:PORT"),
-        (("node", "--http", "0.0.0.0:52415"), "needs an API key"),
+        (("node", "--http", "192.0.2.1:0"), "192.0.2.1 is not an address of this Mac"),
+        (("node", "--api-keys", "some"), "--api-keys: 'some' is none of auto, always, never"),
+        (("node", "--allowed-host", "http://x"), "--allowed-host: 'http://x' is no name or address"),
+        (
+            ("node", "--allowed-origin", "x"),
+            "--allowed-origin: 'x' is no origin, such as http://localhost:3000",
+        ),
+        (("node", "--http-cert", "x.pem"), "name the other file by --http-key"),
+        (("node", "--http-cert", "x.pem", "--http-key", "y.pem"), "--http-cert x.pem: No such file"),
         (("node", "--model", "/no/such/folder"), "neither a folder nor an id on the Hub"),
         (("demo", "--model", "[/no]/such"), "[/no]/such is neither a folder"),
         (("node", "--agreement", "perhaps"), "--agreement: 'perhaps' is none of auto, broadcast, verify"),

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 import pytest
 from click.testing import Result
@@ -257,6 +258,19 @@ def test_each_command_asks_and_says_what_became_of_it(
     assert agent.admin.asked == [asked]
     as_json = mlxtp(agent.home, *args, "--json")
     assert isinstance(json.loads(as_json.output), dict)
+
+
+def test_the_page_is_where_the_agent_is_and_has_its_key(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"{agent.url}/#key={quote(KEY)}"
+    assert mlxtp(agent.home, "page").output == f"{address}\n"
+    assert json.loads(mlxtp(agent.home, "page", "--json").output) == {"url": address}
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)) or len(opened) == 1)
+    assert mlxtp(agent.home, "page", "--open").exit_code == 0
+    assert f"no browser can be opened here; the page is at {address}" in refusal(agent.home, "page", "--open")
+    assert opened == [address, address]
 
 
 def test_a_drain_is_watched_to_the_end_of_the_agent(agent: Agent) -> None:

@@ -16,6 +16,7 @@ from mlxtp.config import (
     Limits,
     Settings,
     embedded_model_path,
+    is_loopback,
     resolve_join,
     resolve_settings,
 )
@@ -45,7 +46,7 @@ def in_toml(key: str, text: str) -> str:
         return text
     if key in SWITCHES:
         return "true" if text == "yes" else "false"
-    if key in ("peers", "rdma"):
+    if key in LISTS:
         return json.dumps([item.strip() for item in text.split(",")])
     return json.dumps(text)
 
@@ -89,7 +90,18 @@ def test_defaults(tmp_path: Path) -> None:
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
         ("load_on_request", "yes", "no", "load_on_request", (True, False)),
+        ("log_format", "json", "text", "log_format", ("json", "text")),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
+        ("api_keys", "always", "never", "api_keys", ("always", "never")),
+        ("allowed_hosts", "Studio.lan, [::1]", "*", "allowed_hosts", (("studio.lan", "::1"), ("*",))),
+        (
+            "allowed_origins",
+            "http://localhost:3000, https://Chat.example.com:443/",
+            "app://obsidian.md",
+            "allowed_origins",
+            (("http://localhost:3000", "https://chat.example.com"), ("app://obsidian.md",)),
+        ),
+        ("http_tls", "no", "yes", "http_tls", (False, True)),
     ],
 )
 def test_flag_over_variable_over_file(
@@ -280,17 +292,63 @@ def test_ranks_that_cannot_be(tmp_path: Path, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "8080", ":8080", "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "[]:1", "::1:-1", "h:65536"]
+    "value",
+    [
+        "",
+        "8080",
+        ":8080",
+        "127.0.0.1",
+        "127.0.0.1:",
+        "127.0.0.1:x",
+        "[]:1",
+        "::1:-1",
+        "h:65536",
+        "a b:1",
+        "é:1",
+    ],
 )
 def test_addresses_that_are_none(tmp_path: Path, value: str) -> None:
     assert refusal(tmp_path, http=value) == f"--http: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "example.com", "::", "127.0.0.2"])
-def test_beyond_this_machine_nothing_is_served(tmp_path: Path, host: str) -> None:
-    detail = refusal(tmp_path, MLXTP_HTTP=f"[{host}]:8080")
-    assert detail.startswith(f"MLXTP_HTTP: {host} is not this machine's loopback")
-    assert "127.0.0.1:8080" in detail
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.2", True),
+        ("127.255.255.254", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.1.5", False),
+        ("128.0.0.1", False),
+        ("fe80::1", False),
+        ("example.com", False),
+        ("localhost.example.com", False),
+        ("127.0.0.1.example.com", False),
+        ("127.1", False),
+        ("", False),
+    ],
+)
+def test_what_only_programs_of_this_machine_reach(tmp_path: Path, host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+    if host:
+        assert resolve(tmp_path, MLXTP_HTTP=f"[{host}]:8080").http_host == host
+
+
+@pytest.mark.parametrize(("one", "other"), [("http_cert", "http_key"), ("http_key", "http_cert")])
+def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -> None:
+    both = resolve(tmp_path, http_cert="~/cert.pem", http_key="key.pem")
+    assert (both.http_cert, both.http_key) == (str(Path.home() / "cert.pem"), "key.pem")
+    variable, flag = f"MLXTP_{one.upper()}", f"--{one.replace('_', '-')}"
+    mends = f"name the other file by --{other.replace('_', '-')}, or {other} in config.toml"
+    for place, given in ((flag, {one: "x.pem"}), (variable, {variable: "x.pem"})):
+        detail = refusal(tmp_path, **given)
+        assert detail.startswith(f"{place}: HTTPS takes a certificate and its private key")
+        assert detail.endswith(mends)
+    assert refusal(tmp_path, f'{one} = "x.pem"').startswith(f"{one} in {tmp_path / 'config.toml'}: ")
+    assert resolve(tmp_path, **{variable: "x", f"MLXTP_{other.upper()}": "y"}).http_cert in ("x", "y")
 
 
 @pytest.mark.parametrize(
@@ -331,10 +389,23 @@ def test_beyond_this_machine_nothing_is_served(tmp_path: Path, host: str) -> Non
         ("rdma", "/mini=rdma_en5"),
         ("rdma", "studio/=rdma_en5"),
         ("rdma", "a=b=c"),
+        ("api_keys", "sometimes"),
+        ("api_keys", "Always"),
+        ("allowed_hosts", "http://studio.local"),
+        ("allowed_hosts", "studio.local:52415"),
+        ("allowed_hosts", "two words"),
+        ("allowed_hosts", "a..b"),
+        ("allowed_origins", "null"),
+        ("allowed_origins", "localhost:3000"),
+        ("allowed_origins", "http://localhost:3000/chat"),
+        ("allowed_origins", "http://user@localhost"),
+        ("allowed_origins", "http://"),
+        ("http_tls", "perhaps"),
     ],
 )
 def test_a_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
-    flag, variable = f"--{key.replace('_', '-')}".replace("peers", "peer"), f"MLXTP_{key.upper()}"
+    several = {"peers": "peer", "allowed_hosts": "allowed-host", "allowed_origins": "allowed-origin"}
+    flag, variable = f"--{several.get(key, key.replace('_', '-'))}", f"MLXTP_{key.upper()}"
     for name, where in ((key, flag), (variable, variable)):
         place, _, what = refusal(tmp_path, **{name: value}).partition(": ")
         assert place == where
@@ -356,11 +427,16 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
     assert words in detail
 
 
-STRINGS = ("http", "model", "agreement", "draft_model", "name", "control", "interface", "backend")
+STRINGS = (
+    "http", "model", "agreement", "draft_model", "name", "control", "interface", "backend", "log_format",
+    "api_keys", "http_cert", "http_key",
+)  # fmt: skip
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
     "load_on_request",
+    "http_tls",
 )  # fmt: skip
+LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins")
 WRONG_TYPES = [
     *(
         (key, value, "a string in quotes")
@@ -376,7 +452,11 @@ WRONG_TYPES = [
     ),
     *(("kv_bytes", value, 'a whole number, or a string such as "500MB"') for value in ("1.5", "true", "[1]")),
     *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),
-    *(("peers", value, "a list of strings") for value in ('"a:1"', "5", '["a:1", 5]', '{a = "b"}')),
+    *(
+        (key, value, "a list of strings")
+        for key in ("peers", "allowed_hosts", "allowed_origins")
+        for value in ('"a:1"', "5", '["a:1", 5]', '{a = "b"}')
+    ),
     *(
         ("rdma", value, "a table of strings")
         for value in ('"a=b"', "true", "[1]", "{a = 5}", "{a = {b = 'c'}}")

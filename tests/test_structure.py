@@ -181,7 +181,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "engine": frozenset({"wire", "errors"}),
     "api": frozenset({"errors"}),
     "node": frozenset({"api", "cluster", "wire", "config", "errors"}),
-    "demo": frozenset({"node", "api", "config", "errors"}),
+    "demo": frozenset({"node", "api", "client", "config", "errors"}),
     "plan": frozenset({"cluster", "config", "errors"}),
     "bench": frozenset({"cluster"}),
     "client": frozenset({"errors"}),
@@ -190,10 +190,15 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "commands": frozenset(
         {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
     ),
+    "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
     "terminal": frozenset({"errors"}),
+    "logs": frozenset({"api"}),
     "options": frozenset({"config"}),
     "cli": frozenset(
-        {"commands", "demo", "options", "terminal", "plan", "node", "cluster", "config", "errors", ""}
+        {
+            *("commands", "key_commands", "demo", "logs", "options", "terminal", "plan", "node", "cluster"),
+            *("config", "errors", ""),
+        }
     ),
     "__main__": frozenset({"cli"}),
     "": frozenset(),
@@ -302,8 +307,11 @@ PURE = (
     "mlxtp.engine.kv",
     "mlxtp.engine.speculation",
     "mlxtp.engine.prefix_cache",
+    "mlxtp.api.account",
+    "mlxtp.api.bucket",
     "mlxtp.api.settings",
     "mlxtp.api.stops",
+    "mlxtp.api.tally",
     "mlxtp.wire.base",
     "mlxtp.wire.fabric",
     "mlxtp.wire.machine",
@@ -328,6 +336,8 @@ PURE = (
     "mlxtp.cluster.topology",
     "mlxtp.cluster.weights",
     "mlxtp.node.epoch",
+    "mlxtp.node.recoveries",
+    "mlxtp.node.history",
     "mlxtp.cluster.standing",
     "mlxtp.cluster.membership",
     "mlxtp.cluster.beliefs",

@@ -31,7 +31,11 @@ class Administration(Protocol):
 
     async def progress(self) -> Json: ...
 
+    def keys(self) -> Json: ...
+
     def plan(self) -> Json: ...
+
+    async def models(self) -> Json: ...
 
     async def token(self) -> Json: ...
 
@@ -69,7 +73,9 @@ def routes(admin: Administration) -> list[Route]:
         route("status", "GET", lambda _: admin.status()),
         route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
         route("progress", "GET", lambda _: admin.progress()),
+        route("keys", "GET", lambda _: admin.keys()),
         route("plan", "GET", lambda _: admin.plan()),
+        route("models", "GET", lambda _: admin.models()),
         route("members", "GET", lambda _: admin.members()),
         route("token", "POST", lambda _: admin.token()),
         route("bench/fabric", "POST", lambda _: admin.bench_fabric()),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -16,12 +15,18 @@ from ..errors import Code, MlxtpError, RequestError
 from . import answers
 from .admin import Administration
 from .admin import routes as admin_routes
+from .anthropic import ANTHROPIC
 from .backend import Backend
+from .completions import Completions
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
-from .guard import LOOPBACK_HOSTS, HostGuard
+from .guard import Access, guards
+from .ollama import Ollama
 from .openai import OpenAIChat
 from .openapi import document
+from .pages import Observed
+from .pages import routes as page_routes
+from .responses import Responses
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it
@@ -29,14 +34,15 @@ _NO_READER = 499  # what nobody will read, as proxies log it
 
 def adapters() -> tuple[Adapter, ...]:
     """All dialects. The last one owns what no other does."""
-    return (OpenAIChat(),)
+    return (ANTHROPIC, Ollama(), Completions(), Responses(), OpenAIChat())
 
 
 def create_app(
     backend: Backend,
     *,
     admin: Administration | None = None,
-    allowed_hosts: Collection[str] = LOOPBACK_HOSTS,
+    access: Access | None = None,
+    observed: Observed | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     keep_alive_s: float = 3.0,
     retry_after_s: int = 5,
@@ -44,9 +50,9 @@ def create_app(
 ) -> Starlette:
     """The HTTP side of one agent.
 
-    `admin` answers the commands of this Mac. `allowed_hosts`: names in Host and Origin that are answered, `*`
-    for any. `keep_alive_s`: the longest silence in a stream. `retry_after_s`: what a client is told while the
-    model is not ready. `body_s`: the time to send a body.
+    `admin` answers the commands of this Mac, `observed` is what the page shows. `access`: who may use the
+    rest; without it, whoever is on this Mac. `keep_alive_s`: the longest silence in a stream.
+    `retry_after_s`: what a client is told while the model is not ready. `body_s`: the time to send a body.
     """
     generation = Generation(
         backend,
@@ -73,8 +79,9 @@ def create_app(
             Route("/openapi.json", openapi, methods=["GET"]),
             *(route for dialect in dialects for route in dialect.routes(generation)),
             *(admin_routes(admin) if admin is not None else ()),
+            *(page_routes(observed) if observed is not None else ()),
         ],
-        middleware=[Middleware(HostGuard, hosts=allowed_hosts)],
+        middleware=guards(access or Access(), refusals.answer),
         exception_handlers={
             MlxtpError: refusals.refuse,
             HTTPException: refusals.refuse_http,
@@ -96,7 +103,7 @@ class _Refusals:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, MlxtpError)
-        return self._generation.refusal(self._dialect(request), error)
+        return self._generation.refusal(self._dialect(request.url.path), error)
 
     async def refuse_http(self, request: Request, error: Exception) -> Response:
         """No such path, or not with this method."""
@@ -104,20 +111,21 @@ class _Refusals:
         message = f"{request.method} {request.url.path}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
-        body = self._dialect(request).error(
-            RequestError(message, code, status=error.status_code), error.status_code
-        )
-        return JSONResponse(body, error.status_code, headers=error.headers)
+        refusal = RequestError(message, code, status=error.status_code)
+        return self._generation.refusal(self._dialect(request.url.path), refusal, error.headers)
 
     async def nobody(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)
 
     async def fail(self, request: Request, _error: Exception) -> Response:
         """A bug. Starlette raises the error again after this answer, and the server logs its traceback."""
-        return self._generation.refusal(self._dialect(request), internal_error())
+        return self._generation.refusal(self._dialect(request.url.path), internal_error())
 
-    def _dialect(self, request: Request) -> Adapter:
-        path = request.url.path
+    def answer(self, path: str, error: MlxtpError, headers: Mapping[str, str]) -> Response:
+        """The one that refuses what was asked on this path."""
+        return self._generation.refusal(self._dialect(path), error, headers)
+
+    def _dialect(self, path: str) -> Adapter:
         owned = ((len(prefix), dialect) for dialect in self._dialects for prefix in dialect.prefixes
                  if path.startswith(prefix))  # fmt: skip
         return max(owned, key=lambda pair: pair[0])[1]

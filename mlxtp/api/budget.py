@@ -43,8 +43,11 @@ def check_may_fit(characters: int, longest_token: int, model: ModelInfo, prompts
         )
 
 
-def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:
-    """How many tokens the answer may have; without a wish, as many as fit. Raises RequestError."""
+def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo, cut_to_fit: bool = False) -> int:
+    """How many tokens the answer may have; without a wish, as many as fit. Raises RequestError.
+
+    `cut_to_fit`: as many as fit, too, where more were asked for.
+    """
     if not prompt:
         raise RequestError("these messages make an empty prompt", param="messages")
     if min(prompt) < 0 or max(prompt) >= model.vocabulary:
@@ -55,8 +58,11 @@ def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> 
             Code.MODEL_INVALID,
             param="messages",
         )
+    room = model.context - len(prompt)
+    if cut_to_fit and asked and room > 0:
+        return min(asked, room)
     if len(prompt) + (asked or 1) <= model.context:
-        return asked or model.context - len(prompt)
+        return asked or room
     wish = f"max_tokens {asked}" if asked else "at least 1 token of answer"
     raise RequestError(
         f"the prompt has {len(prompt)} tokens; with {wish} that makes {len(prompt) + (asked or 1)}, "

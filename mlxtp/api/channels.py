@@ -69,6 +69,11 @@ class Channels:
         return self._finder.held + len(self._space)
 
     @property
+    def thinking(self) -> bool:
+        """Whether what comes next is a thought."""
+        return self._kind is Kind.THOUGHT
+
+    @property
     def calls(self) -> int:
         """How many calls are complete."""
         return 0 if self._reader is None else self._reader.complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 
 from ..errors import Code, GroupError
@@ -86,21 +87,24 @@ class _Collected:
 
 async def _events(index: int, answer: Answer, transcript: Transcript) -> AsyncGenerator[Event]:
     """A stop string ends the answer on every rank at once. Its end then counts the tokens that were used."""
+    began_ns = 0
     async for event in answer:
         if isinstance(event, End):
             if event.reason == "cancel":
                 raise GroupError("the request was cancelled on the server", Code.SHUTTING_DOWN)
             for said in transcript.finish(cut=event.reason == "length"):
                 yield said
-            yield _finish(index, transcript, _stopped(transcript, event) if transcript.stopped else event)
+            end = _stopped(transcript, event) if transcript.stopped else event
+            yield _finish(index, transcript, end, began_ns)
             return
+        began_ns = began_ns or time.perf_counter_ns()
         for said in transcript.push(event.tokens, event.scores):
             yield said
         if transcript.stopped:
             await answer.aclose()
             for said in transcript.finish():
                 yield said
-            yield _finish(index, transcript, End("stop", transcript.used))
+            yield _finish(index, transcript, End("stop", transcript.used), began_ns)
             return
     raise GroupError("the answer broke off", Code.INTERNAL)
 
@@ -109,7 +113,7 @@ def _stopped(transcript: Transcript, end: End) -> End:
     return End("stop", transcript.used, end.cached, end.drafted, end.accepted)
 
 
-def _finish(index: int, transcript: Transcript, end: End) -> Finish:
+def _finish(index: int, transcript: Transcript, end: End, began_ns: int) -> Finish:
     """An answer that the budget cut off says so, whatever it was about to call."""
     why: Why = "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
-    return Finish(index, why, end, transcript.stopped_by)
+    return Finish(index, why, end, transcript.stopped_by, transcript.thought, began_ns)

@@ -24,9 +24,10 @@ from .errors import error_body
 log = logging.getLogger(__name__)
 
 UNREAD_BYTES = 256 * 1024
-"""What the system may hold for a client that does not read; asyncio holds one chunk more."""
+"""What the system may hold for a client that does not read; asyncio holds one chunk more, with TLS 64 KiB."""
 LEAST_READ_BYTES = 16 * 1024
-"""Who reads so much in `stall_s` is slow, but reading."""
+"""Who reads so much in `stall_s` is slow, but reading. With TLS it takes up to 48 KiB more, as what waits in
+asyncio's socket below it is not counted."""
 MAX_CONNECTIONS = 2048
 """Half of the descriptors that an agent asks for: the others are for ranks, links and files."""
 
@@ -47,7 +48,9 @@ class Connection(H11Protocol):
         if len(self.connections) > MAX_CONNECTIONS:
             self.app = _refuse
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
-        transport.set_write_buffer_limits(high=0)  # `pause_writing` comes with the first byte left over
+        # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
+        # above it: with 0, TLS would pause before the first answer, for ever.
+        transport.set_write_buffer_limits(high=1 if transport.get_extra_info("ssl_object") else 0)
         self._watch_request()
 
     def data_received(self, data: bytes) -> None:

@@ -52,12 +52,18 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The last event of a choice. `stopped_by`: the stop string that ended it, or None."""
+    """The last event of a choice. `stopped_by`: the stop string that ended it, or None.
+
+    `thought`: how many of its tokens are thoughts and what ends them. `began_ns`: when its first token came,
+    of `time.perf_counter_ns`; 0 when there was none.
+    """
 
     choice: int
     reason: Why
     end: End
     stopped_by: str | None = None
+    thought: int = 0
+    began_ns: int = field(default=0, compare=False)
 
 
 Event = Said | Thought | CallBegan | CallArguments | Finish

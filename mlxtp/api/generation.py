@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import budget, settings
+from .account import note
 from .adapter import About, Dialect, Writer
 from .ask import NONE, REQUIRED, Ask, Conversation
 from .backend import DRAINING, Backend, Health, ModelInfo, Stored, Turn
@@ -222,20 +223,23 @@ class Generation:
 
         return answered
 
-    def refusal(self, dialect: Dialect, error: MlxtpError) -> Response:
-        """The answer that refuses."""
+    def refusal(self, dialect: Dialect, error: MlxtpError, more: Mapping[str, str] | None = None) -> Response:
+        """The answer that refuses. `more` headers than those that the status has, or in place of them."""
         status = error_status(error)
+        note(error.code)
         if not isinstance(error, RequestError):
             log.warning("request failed with %s: %s", error.code, error.detail)
-        headers = {}
-        if status in (429, 503):
-            headers["retry-after"] = str(self._retry_after_s)
+        headers = dict(more or {})
+        if status in (429, 503, 529):
+            headers.setdefault("retry-after", str(self._retry_after_s))
         elif status == 504:  # what took too long once will do so again
             headers["x-should-retry"] = "false"
         elif status == 408:  # the rest of the body must not be taken for another request
             headers["connection"] = "close"
-        said = in_words_of(dialect.names, error)
-        return JSONResponse(dialect.error(said, status), status, headers=headers)
+        body = dialect.error(in_words_of(dialect.names, error), status)
+        if "request_id" in body:  # Anthropic's clients look for it in both places
+            headers["request-id"] = body["request_id"]
+        return JSONResponse(body, status, headers=headers)
 
     async def _asked(self, wish: _Wish, open_: AsyncExitStack) -> tuple[_Job, Answers]:
         """The request with the backend, once its turn has come and rank 0 has taken it; `open_` closes it."""
@@ -267,7 +271,8 @@ class Generation:
         stops = settings.stop_strings(options.stop)
         guided = bool(shaping.grammar_kind)
         prompts = await _in_thread_if(size > _LARGE_BYTES, lambda: _prompts(ask, text, model, guided))
-        budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
+        most, cut = options.max_tokens, options.cut_to_fit
+        budgets = [budget.token_budget(most, prompt, model, cut) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text() is not text:  # another model was loaded while we were in the thread
             raise self._not_ready()
@@ -391,9 +396,11 @@ async def _written(events: AsyncGenerator[Event], writer: Writer, count: int) ->
                 yield part + writer.close() if ended == count else part
     except MlxtpError as error:
         log.warning("stream failed with %s: %s", error.code, error.detail)
+        note(error.code)
         yield writer.fail(error)
     except Exception:  # the request ends here, the server goes on
         log.exception("stream failed")
+        note(Code.INTERNAL)
         yield writer.fail(internal_error())
 
 

@@ -8,7 +8,8 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
-from ..errors import MlxtpError
+from ..errors import Code, MlxtpError
+from .account import note
 from .adapter import SSE, About, Dialect, Writer
 from .ask import Ask
 from .backend import Turn
@@ -40,9 +41,11 @@ class Loading:
             self._begun = True
         except MlxtpError as error:
             log.warning("stream failed with %s: %s", error.code, error.detail)
+            note(error.code)
             yield self._writer.fail(in_words_of(self._dialect.names, error))
         except Exception:  # the request ends here, the server goes on
             log.exception("stream failed")
+            note(Code.INTERNAL)
             yield self._writer.fail(internal_error())
         else:
             async with aclosing(parts):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import MlxtpError, RequestError
-from . import answers
+from . import answers, anthropic
 from .adapter import SSE, About, Writer
 from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
 from .errors import error_body
@@ -146,11 +147,12 @@ class OpenAIChat:
         async def chat(request: Request) -> Response:
             return await generation.answer(self, request, parse_chat)
 
-        async def models(_request: Request) -> Response:
-            return JSONResponse(answers.models_body(await generation.listed()))
+        async def models(request: Request) -> Response:
+            return JSONResponse(_shapes(request).models_body(await generation.listed()))
 
         async def model(request: Request) -> Response:
-            return JSONResponse(answers.model_body(await generation.find_listed(request.path_params["id"])))
+            found = await generation.find_listed(request.path_params["id"])
+            return JSONResponse(_shapes(request).model_body(found))
 
         return [
             Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),
@@ -167,6 +169,11 @@ class OpenAIChat:
 
     def error(self, error: MlxtpError, status: int) -> Json:
         return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
+
+
+def _shapes(request: Request) -> ModuleType:
+    """Clients of two dialects list models at the same path; Anthropic's say who they are."""
+    return anthropic if "anthropic-version" in request.headers else answers
 
 
 # --- requests ---------------------------------------------------------------------------------------------

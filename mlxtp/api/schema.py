@@ -55,12 +55,22 @@ def parsed(schema: type[S], body: bytes) -> S:
         raise refusal(error) from None
 
 
-def refusal(error: ValidationError) -> RequestError:
+def checked(schema: type[S], value: object, where: str) -> S:
+    """A part of a body that is checked later; `where` it stands. Raises RequestError as `parsed` does."""
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        if not error.errors(include_url=False, include_input=False)[0]["loc"]:
+            raise wrong(where, "an object", value) from None
+        raise refusal(error, where) from None
+
+
+def refusal(error: ValidationError, where: str = "") -> RequestError:
     """The first thing that is wrong, in the words of whoever wrote the body."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    param = field_path(first["loc"])
+    param = field_path((where, *first["loc"]) if where else first["loc"])
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
     if not param:
@@ -88,3 +98,8 @@ def shown(value: object) -> str:
 def not_supported(detail: str, param: str) -> RequestError:
     """What is understood, and cannot be done."""
     return RequestError(detail, Code.NOT_SUPPORTED, param=param)
+
+
+def wrong(where: str, expected: str, value: object) -> RequestError:
+    """A value that is not what it has to be."""
+    return RequestError(f"{where}: expected {expected}, got {shown(value)}", param=where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -45,30 +46,32 @@ async def serve(
     sock: socket.socket,
     stop: asyncio.Event,
     *,
+    tls: ssl.SSLContext | None = None,
     grace_s: int = 5,
     stall_s: float = Connection.stall_s,
     request_s: float = Connection.request_s,
 ) -> None:
     """Serves until `stop` is set or the task is cancelled, then takes at most about `grace_s` to finish.
 
-    Requests still open after `grace_s` are cancelled and their connections closed. So is a connection whose
-    client leaves its answer unread for `stall_s`, or needs more than `request_s` to send a request. Closes
-    `sock`. Signals are left to the caller.
+    By HTTPS where there is `tls`, else by HTTP. Requests still open after `grace_s` are cancelled and their
+    connections closed. So is a connection whose client leaves its answer unread for `stall_s`, or needs more
+    than `request_s` to send a request. Closes `sock`. Signals are left to the caller.
     """
-    server = _Server(
-        uvicorn.Config(
-            _cut_off_quietly(app),
-            http=connection_class(stall_s, request_s),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=_IDLE_CONNECTION_S,
-            timeout_graceful_shutdown=grace_s,
-        )
+    config = uvicorn.Config(
+        _cut_off_quietly(app),
+        http=connection_class(stall_s, request_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=grace_s,
     )
+    config.load()
+    config.ssl = tls  # its own options take files only
+    server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
     try:

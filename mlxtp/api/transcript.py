@@ -52,6 +52,8 @@ class Transcript:
         self._made = 0
         self.used = 0
         """Tokens up to the end, the one that completed a stop string included."""
+        self.thought = 0
+        """Tokens that were thoughts, or ended them."""
         self.called = False
         """Whether a tool call began."""
 
@@ -77,6 +79,7 @@ class Transcript:
             if self.stopped:
                 break
             self.used += 1
+            self.thought += self._channels is not None and self._channels.thinking
             if self._scored:
                 self._incomplete.append((token, scores[i]))
             special = self._specials.get(token) if self._channels is not None else None

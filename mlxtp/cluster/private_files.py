@@ -39,10 +39,11 @@ def check_private_folder(folder: Path) -> None:
         )
 
 
-def read_private(path: Path) -> bytes | None:
+def read_private(path: Path, if_read: str = "remove this Mac from its cluster") -> bytes | None:
     """The content of a file that nobody else may read; None where there is none.
 
-    Raises ConfigError, with what to do, when others may read it, or when it is no file of ours.
+    Raises ConfigError, with what to do, when others may read it, or when it is no file of ours. `if_read` is
+    what to do if somebody has.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -51,7 +52,7 @@ def read_private(path: Path) -> bytes | None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        _check_file(path, os.fstat(descriptor))
+        _check_file(path, os.fstat(descriptor), if_read)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             data = file.read(MAX_BYTES + 1)
     finally:
@@ -99,7 +100,7 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
         )
 
 
-def _check_file(path: Path, status: os.stat_result) -> None:
+def _check_file(path: Path, status: os.stat_result, if_read: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is not a file; move it away")
     _check_owner(path, status)
@@ -107,5 +108,5 @@ def _check_file(path: Path, status: os.stat_result) -> None:
         raise ConfigError(
             f"{path} can be read or changed by other users of this Mac (mode "
             f"{stat.S_IMODE(status.st_mode):04o}, should be {FILE_MODE:04o}); if somebody may have read it, "
-            f"remove this Mac from its cluster; otherwise run: chmod {FILE_MODE:o} '{path}'"
+            f"{if_read}; otherwise run: chmod {FILE_MODE:o} '{path}'"
         )

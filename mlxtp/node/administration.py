@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
@@ -21,7 +22,10 @@ from ..wire.control import Serving
 from .build import versions_here
 from .cluster import Cluster
 from .drain import Drain
+from .key_ring import KeyRing
 from .models import check_name
+from .observer import Observer
+from .on_disk import models_here
 from .supervisor import Supervisor
 
 FILE = "agent.json"
@@ -36,6 +40,8 @@ class Alone:
     def __init__(self, supervisor: Supervisor, name: str) -> None:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(supervisor)
+        self.api_keys: KeyRing | None = None
+        self.observer = Observer(supervisor, name)
         self._supervisor = supervisor
         self._name = name
 
@@ -77,6 +83,20 @@ class Alone:
     async def progress(self) -> Json:
         """How far the drain is, once that has changed or a while has passed."""
         return await self.draining.progress()
+
+    def keys(self) -> Json:
+        """When each API key was last used since this agent started, in seconds since 1970."""
+        return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
+
+    async def models(self) -> Json:
+        """The models on this machine's disk that can be named without a path."""
+        found = await asyncio.to_thread(models_here)
+        return {"models": [asdict(each) for each in found]}
+
+    def close(self) -> None:
+        """Look no more; whoever watches is let go."""
+        self.draining.close()
+        self.observer.over.set()
 
     def plan(self) -> Json:
         raise self._alone()
@@ -130,6 +150,7 @@ class Member(Alone):
     def __init__(self, cluster: Cluster, store: Store) -> None:
         super().__init__(cluster.supervisor, cluster.name)
         self.draining = Drain(cluster.supervisor, cluster)
+        self.observer = Observer(cluster.supervisor, cluster.name, cluster)
         self._cluster = cluster
         self._store = store
 
@@ -288,20 +309,29 @@ class Member(Alone):
 
 
 @contextmanager
-def announced(home: Path, url: str, key: str) -> Iterator[None]:
-    """Meanwhile commands of this user find the agent. Raises ConfigError when the home takes no files."""
+def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator[None]:
+    """Meanwhile commands of this user find the agent. Raises ConfigError as `announce` does."""
+    announce(home, url, key, certificate)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (home / FILE).unlink()
+
+
+def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
+    """Leave word where the agent answers, with which key, and which `certificate` (PEM) it shows by HTTPS.
+
+    That is empty for HTTP. Raises ConfigError when the home takes no files.
+    """
     path = home / FILE
     draft = path.with_suffix(".draft")
     try:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"url": url, "key": key, "pid": os.getpid()}, file)
+            found = {"url": url, "key": key, "certificate": certificate, "pid": os.getpid()}
+            json.dump(found, file)
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"--home {home}: {path.name} cannot be written: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()

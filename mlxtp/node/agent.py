@@ -13,26 +13,31 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from starlette.types import ASGIApp
+
 from ..api.app import create_app
-from ..api.server import bind, serve
+from ..api.server import serve
 from ..cluster import hardware
 from ..cluster.identity import Store
 from ..config import Settings
 from ..errors import Code, ConfigError, GroupError, MlxtpError
 from ..wire.machine import Machine
-from .administration import Alone, Member, announced
+from .administration import Alone, Member, announce, announced
 from .cluster import Cluster
 from .dialer import Dialer
 from .door import Door, bind_control, check_interface
 from .drain import Drain
+from .endpoint import Endpoint, open_endpoint
 from .entering import enter
 from .epoch import State
+from .metrics import observed
 from .models import find_model, is_hub_id, lasting_name, open_model
+from .rank_lines import log_lines
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
 from .spare import Spares
@@ -52,13 +57,17 @@ class Agent:
 
     supervisor: Supervisor
     url: str
-    """Where the endpoint answers, such as http://127.0.0.1:52415."""
+    """Where the endpoint answers programs of this Mac, such as http://127.0.0.1:52415."""
     spares: Spares
     drain: Drain
     over: asyncio.Future[None]
     """Done when this agent has no more to do: it belongs to no cluster any more, or a bug, as an error."""
     cluster: Cluster | None = None
     founded: bool = False
+    certificate: str = ""
+    """What the endpoint shows there by HTTPS, as PEM; empty for HTTP."""
+    key: str = field(default="", repr=False)
+    """That of this Mac's own commands, with which the endpoint always answers."""
 
     async def wait_ready(self) -> None:
         """Wait until the model answers, or this agent has no more to do.
@@ -92,21 +101,23 @@ async def running_agent(
             "--load-on-request needs an agent that is part of a cluster, if only of one Mac: leave --alone "
             "and --ranks away"
         )
-    with _own_home(settings.home), contextlib.closing(bind(settings.http_host, settings.http_port)) as sock:
-        async with Spares(worker, settings.home / "run", settings.ranks if settings.spare else 0) as spares:
+    with _own_home(settings.home), open_endpoint(settings) as endpoint:
+        wanted = settings.ranks if settings.spare else 0
+        heard = log_lines if settings.log_format == "json" else None
+        async with Spares(worker, settings.home / "run", wanted, heard) as spares:
             if settings.cluster:
-                async with _among_others(settings, sock, on_stage, spares) as agent:
+                async with _among_others(settings, endpoint, on_stage, spares) as agent:
                     yield agent
                 return
             model = await open_model(settings.model, settings.draft_model)
-            async with _running(settings, sock, model, on_stage, spares) as agent:
+            async with _running(settings, endpoint, model, on_stage, spares) as agent:
                 yield agent
 
 
 @asynccontextmanager
 async def _running(
     settings: Settings,
-    sock: socket.socket,
+    endpoint: Endpoint,
     model: ModelSource,
     on_stage: StageListener,
     spares: Spares,
@@ -114,8 +125,8 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
-    app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
-    serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
+    app = _app(supervisor, admin, endpoint)
+    serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
         watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
@@ -124,10 +135,19 @@ async def _running(
     for task in (supervising, sleeping):
         task.add_done_callback(partial(_report_bug, partial(_end, over)))
     try:
-        with announced(settings.home, _url(sock), admin.key):
-            yield Agent(supervisor, _url(sock), spares, admin.draining, over)
+        certificate = endpoint.certificate
+        with announced(settings.home, endpoint.url, admin.key, certificate):
+            yield Agent(
+                supervisor,
+                endpoint.url,
+                spares,
+                admin.draining,
+                over,
+                certificate=certificate,
+                key=admin.key,
+            )
     finally:
-        admin.draining.close()
+        admin.close()
         supervising.cancel()
         sleeping.cancel()
         await asyncio.gather(sleeping, return_exceptions=True)
@@ -139,7 +159,7 @@ async def _running(
 
 @asynccontextmanager
 async def _among_others(
-    settings: Settings, sock: socket.socket, on_stage: StageListener, spares: Spares
+    settings: Settings, endpoint: Endpoint, on_stage: StageListener, spares: Spares
 ) -> AsyncIterator[Agent]:
     """An agent that belongs to a cluster. Raises UserError when it cannot."""
     settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
@@ -156,7 +176,7 @@ async def _among_others(
         cluster = Cluster(settings, entered.identity, supervisor, machine, worker=spares)
         port: int = control.getsockname()[1]
         cluster.listens_at = partial(_control_addresses, settings, port)
-        cluster.http = _url(sock)
+        cluster.http = endpoint.told
         supervisor.gateway.elsewhere = cluster.short
         cluster.follower.credentials = store.credentials
         door = Door(control, store, entered.identity, cluster)
@@ -168,8 +188,8 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes, pinned=settings.model_given)
         stop = asyncio.Event()
         admin = Member(cluster, store)
-        app, stall_s = create_app(supervisor.gateway, admin=admin), settings.limits.client_stall_s
-        serving = asyncio.create_task(serve(app, sock, stop, stall_s=stall_s))
+        app = _app(supervisor, admin, endpoint)
+        serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 
         def woke(slept_s: float) -> None:
             cluster.woke(slept_s)
@@ -183,12 +203,21 @@ async def _among_others(
         for task in (*tasks, supervising):
             task.add_done_callback(partial(_report_bug, cluster.end))
         try:
-            with announced(settings.home, _url(sock), admin.key):
+            certificate = endpoint.certificate
+            with announced(settings.home, endpoint.url, admin.key, certificate):
                 yield Agent(
-                    supervisor, _url(sock), spares, admin.draining, cluster.over, cluster, entered.founded
+                    supervisor,
+                    endpoint.url,
+                    spares,
+                    admin.draining,
+                    cluster.over,
+                    cluster,
+                    entered.founded,
+                    certificate,
+                    admin.key,
                 )
         finally:
-            admin.draining.close()
+            admin.close()
             supervising.cancel()
             await asyncio.gather(supervising, return_exceptions=True)
             await cluster.close()
@@ -197,6 +226,25 @@ async def _among_others(
             await asyncio.gather(*tasks, return_exceptions=True)
             stop.set()
             await serving
+
+
+def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint) -> ASGIApp:
+    admin.api_keys = endpoint.keys
+    access = endpoint.access(admin.key)
+    app = create_app(supervisor.gateway, admin=admin, observed=admin.observer, access=access)
+    return observed(app, supervisor)
+
+
+async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings: Settings, key: str) -> None:
+    def tell(certificate: str) -> None:
+        announce(settings.home, endpoint.url, key, certificate)
+
+    tls = endpoint.tls.context if endpoint.tls is not None else None
+    renewing = asyncio.create_task(endpoint.keep_certificate(tell))
+    try:
+        await serve(app, endpoint.sock, stop, tls=tls, stall_s=settings.limits.client_stall_s)
+    finally:
+        renewing.cancel()
 
 
 def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:
@@ -280,8 +328,3 @@ def _allow_many_files() -> None:
     wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _url(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..api.backend import Answer, Event, Tokens
+from ..api.backend import Answer, End, Event, Tokens
+from ..api.tally import UNWATCHED, Watch
 from ..errors import Code, MlxtpError
 from ..wire.messages import Generate
 from .blame import Footing
@@ -36,6 +37,8 @@ class Asked:
         """Ends it, unless a group takes it before."""
         self.deadline: asyncio.TimerHandle | None = None
         """Ends it, unless it ends before."""
+        self.watch: Watch = UNWATCHED
+        """Counts what comes of it."""
         self._got: list[int] = []
         self._got_before = 0
         self._items: asyncio.Queue[Item] = asyncio.Queue()
@@ -69,6 +72,8 @@ class Asked:
         return len(self.generate.tokens) + len(self._got)
 
     def accept(self) -> None:
+        if not self._judged.is_set():
+            self.watch.accepted()
         self._judged.set()
         self.wait_no_more()
 
@@ -85,8 +90,10 @@ class Asked:
             behind = self._items.qsize() >= MAX_UNREAD
         else:
             self._no_deadline()
+            self._end_watch(item)
             if isinstance(item, MlxtpError) and not self._judged.is_set():
                 self._refusal = item
+                self._judged.set()
         if self.pending is not None or not self._judged.is_set():
             self.accept()
         self._items.put_nowait(item)
@@ -126,7 +133,14 @@ class Asked:
     async def aclose(self) -> None:
         self._ended = True
         self._no_deadline()
+        self.watch.leave()
         self._abandon(self)
+
+    def _end_watch(self, item: End | MlxtpError) -> None:
+        if isinstance(item, End):
+            self.watch.end(item)
+        else:
+            self.watch.fail(item)
 
     def _no_deadline(self) -> None:
         if self.deadline is not None:

@@ -17,7 +17,7 @@ from ..cluster.placement import Options, plan
 from ..cluster.placement import Plan as Placement
 from ..cluster.preflight import preflight
 from ..cluster.shapes import ModelShape, shape_of
-from ..cluster.topology import Member
+from ..cluster.topology import Member, Topology
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..wire.control import DesiredState, Prepare, Serving
@@ -154,7 +154,7 @@ class Conductor:
         names = " + ".join(map(cluster.name_of, placement.ranks))
         chosen = placement.chosen
         assert chosen is not None
-        log.info("epoch %d: %s on %s", form.number, chosen.kind, names)
+        log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
         for note in placement.notes:
             log.info("%s", note)
         self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))
@@ -269,6 +269,10 @@ class Conductor:
                 )
             )
         return sorted(found, key=lambda member: member.node_id)
+
+    def topology(self) -> Topology:
+        """What joins those who are present."""
+        return Topology(self.members(), self._overrides(self._cluster.settings))
 
     def _held_bytes(self, node_id: str) -> int:
         """What the rank there holds of its machine's memory, and will give back."""

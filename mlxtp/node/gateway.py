@@ -13,10 +13,12 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..api.backend import AT_ONCE, Answer, End, Health, ModelInfo, Request, Score, Stored, Tokens, Turn
+from ..api.tally import UNWATCHED, Meter, NoMeter
 from ..api.text import Text
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..wire.base import Message
@@ -65,6 +67,19 @@ class NeverSwitches:
         return AT_ONCE
 
 
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Open requests of clients here, for `model`: those that have a first token, and those that wait for one,
+    in a queue, in prefill, or for another group. Nothing that the agent asks for itself. `held` counts the
+    tokens of prompts and answers of all that run at a rank 0 here, other agents' included.
+    """
+
+    model: str
+    running: int
+    waiting: int
+    held: int
+
+
 class Gateway:
     """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error.
 
@@ -101,6 +116,8 @@ class Gateway:
         """The model that open requests are for."""
         self._text: Text | None = None
         self._held = ""
+        self.confirmed_tokens = 0
+        """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
         self.elsewhere: Callable[[], str] = lambda: ""
         """The name of another Mac of the group that is short of memory; empty for none."""
         self.switch: Switch = NeverSwitches()
@@ -108,6 +125,8 @@ class Gateway:
         """Called when a model is there for requests."""
         self.closing = ""
         """Why nothing new is taken; what is open goes on, from group to group if need be."""
+        self.meter: Meter = NoMeter()
+        """Is told of the requests whose clients are here."""
 
     # --- what the agent tells ------------------------------------------------------------------------
 
@@ -160,12 +179,17 @@ class Gateway:
         """What rank 0 emitted."""
         match event:
             case Delta():
+                now = self.meter.clock()
+                self.confirmed_tokens += len(event.tokens)
                 for uid, token in zip(event.uids, event.tokens, strict=True):
                     if request := self._open.get(uid):
                         request.put(Tokens((token,)))
+                        request.watch.tokens(1, now)
             case ScoredDelta():
+                self.confirmed_tokens += len(event.tokens)
                 if request := self._open.get(event.uid):
                     request.put(Tokens(event.tokens, _scores(event)))
+                    request.watch.tokens(len(event.tokens), self.meter.clock())
             case Accepted():
                 if request := self._open.get(event.uid):
                     request.accept()
@@ -200,6 +224,35 @@ class Gateway:
         """Requests that wait for more tokens, other agents' included."""
         return len(self._requests)
 
+    def census(self) -> Census:
+        """What is open right now."""
+        own = [
+            request
+            for request in self._requests
+            if isinstance(request, Asked) and request.watch is not UNWATCHED
+        ]
+        running = sum(request.uid != 0 and request.got > 0 for request in own)
+        there = self._open.values() if self._here else ()
+        held = sum(request.length for request in there if request.footing.progress)
+        name = self._served.id if self._served is not None else ""
+        return Census(name, running, len(own) - running, held)
+
+    @property
+    def queue(self) -> Mapping[str, int]:
+        """Open requests, other agents' included, by what they wait for.
+
+        `generating`: they have tokens of the present group. `first_token`: they wait for the first one, in
+        rank 0's queue or in prefill. `group`: for a group to serve. `held_back`: for a suspect before them.
+        """
+        progress = [request.footing.progress for request in self._open.values()]
+        generating = sum(count > 0 for count in progress)
+        return {
+            "generating": generating,
+            "first_token": len(progress) - generating,
+            "group": len(self._paused),
+            "held_back": len(self._suspects),
+        }
+
     @property
     def _requests(self) -> list[Asked | Relayed]:
         return [*self._open.values(), *self._paused, *self._suspects]
@@ -225,7 +278,10 @@ class Gateway:
         """Start a request; see `Backend.generate`."""
         self._refuse_if_closing()
         client = client_number(request.client, self._salt)
-        return self._start(self._free_desk(client, len(request.prompt)), request, client)
+        asked = self._start(self._free_desk(client, len(request.prompt)), request, client)
+        assert self._served is not None
+        asked.watch = self.meter.begin(self._served.id, request.prompt)
+        return asked
 
     def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
         """Start a request that another agent's gateway sent; `tell` gets its events under its own uid.

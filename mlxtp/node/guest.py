@@ -210,7 +210,8 @@ class Guest:
         """Have this one ended; who came after it stays."""
         if self._stay is stay:
             self._stay = None
-        log.info("rank %d of epoch %d ends: %s", stay.order.rank, stay.order.epoch, why)
+        about = {"epoch": stay.order.epoch, "rank": stay.order.rank}
+        log.info("rank %d of epoch %d ends: %s", stay.order.rank, stay.order.epoch, why, extra=about)
         await self._remove(stay)
 
     async def _remove(self, stay: _Stay) -> None:
@@ -233,9 +234,11 @@ class Guest:
         try:
             folder = await asyncio.to_thread(failures.keep, self._settings.home, failed, (end,))
         except MlxtpError as error:
-            log.warning("epoch %d: nothing of its failure is kept: %s", failed.epoch, error.detail)
+            words = "epoch %d: nothing of its failure is kept: %s"
+            log.warning(words, failed.epoch, error.detail, extra={"epoch": failed.epoch})
         else:
-            log.warning("epoch %d: what led to it: mlxtp doctor --postmortem '%s'", failed.epoch, folder)
+            words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
+            log.warning(words, failed.epoch, folder, extra={"epoch": failed.epoch})
 
     # --- what the rank says --------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from ..wire.messages import (
 )
 from ..wire.protocol import LinkKind, Side, State
 from ..wire.protocol import Protocol as LinkProtocol
-from ..wire.recording import decode
+from ..wire.recording import Recording, decode
 from .epoch import Report, exit_report
 from .failures import RankEnd, read_recording, recorder_memory
 from .spare import Spares
@@ -121,6 +121,8 @@ class RankProcess:
             args += ["--identity", str(identity)]
         started = await self._spares.start(args, listener)
         self._process = started.process
+        if started.lines is not None:
+            started.lines.about = {"epoch": self._epoch, "rank": self.rank}
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
         protocol = LinkProtocol(kind, Side.UPPER, self._epoch)
         self._connection = await Connection.from_socket(started.pipe, protocol)
@@ -208,6 +210,10 @@ class RankProcess:
         with contextlib.suppress(OSError):
             self._recording.unlink()
 
+    def recording(self) -> Recording | None:
+        """Its last steps so far, also while it goes on; None where it has no flight recorder."""
+        return decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
+
     # --- what it says --------------------------------------------------------------------------------
 
     async def _read(self, connection: Connection) -> None:
@@ -251,7 +257,7 @@ class RankProcess:
 
     def _last_words(self) -> str:
         """What stands in its memory: the agent may see its end before it has read its last frame."""
-        recording = decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
+        recording = self.recording()
         return recording.detail if recording is not None else ""
 
     def _report(self, report: Report) -> None:
@@ -266,7 +272,8 @@ class RankProcess:
     def _check_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in a task of ours must not leave a rank that nobody watches."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error)
+            about = {"epoch": self._epoch, "rank": self.rank}
+            log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
             bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
             self._watcher.report(Report(self.rank, bug))
 

@@ -389,7 +389,7 @@ class Ranks:
     def _check_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in a task of ours must not leave an epoch that nobody watches."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("epoch %d", self.epoch, exc_info=error)
+            log.error("epoch %d", self.epoch, exc_info=error, extra={"epoch": self.epoch})
             self.report(Report(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
 
     # --- ending --------------------------------------------------------------------------------------
@@ -443,9 +443,11 @@ class Ranks:
         try:
             folder = await asyncio.to_thread(failures.keep, self._settings.home, failed, ends)
         except MlxtpError as error:  # a disk that is full does not keep the next epoch from coming
-            log.warning("epoch %d: nothing of its failure is kept: %s", self.epoch, error.detail)
+            words = "epoch %d: nothing of its failure is kept: %s"
+            log.warning(words, self.epoch, error.detail, extra={"epoch": self.epoch})
         else:
-            log.warning("epoch %d: what led to it: mlxtp doctor --postmortem '%s'", self.epoch, folder)
+            words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
+            log.warning(words, self.epoch, folder, extra={"epoch": self.epoch})
 
 
 async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..api.backend import End, Event, Score, Tokens
+from ..api.tally import UNWATCHED
 from ..errors import Code, MlxtpError
 from ..wire.base import Message
 from ..wire.messages import Accepted, Delta, Error, Finished, Generate, ScoredDelta
@@ -24,6 +25,9 @@ class Desk(Protocol):
 
 class Relayed:
     """A request of another agent: its events go back there as messages, numbered by the uid it has there."""
+
+    watch = UNWATCHED
+    """Each agent counts its own clients' requests."""
 
     def __init__(self, generate: Generate, tell: Callable[[Message], None]) -> None:
         self.generate = generate

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from ..wire.handover import READY, TAKEN, hand_over
 from ..wire.messages import Pong
+from .rank_lines import Heard, Lines
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class Started:
 
     process: asyncio.subprocess.Process
     pipe: socket.socket
+    lines: Lines | None = None
+    """What it writes, where that is not the agent's own standard error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,16 +87,28 @@ class _Spare:
     pipe: socket.socket
     fd: int
     born_at: float
+    lines: Lines | None = None
     ready: bool = False
     watch: asyncio.Task[None] | None = None
 
 
 class Spares:
-    """Keeps `wanted` spares and hands them out. `command` starts a worker, `folder` is that of all epochs."""
+    """Keeps `wanted` spares and hands them out. `command` starts a worker, `folder` is that of all epochs.
 
-    def __init__(self, command: Sequence[str], folder: Path = Path(), wanted: int = 0) -> None:
+    `heard` gets what rank processes write, line by line; without it they write to the agent's standard error.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path = Path(),
+        wanted: int = 0,
+        heard: Heard | None = None,
+    ) -> None:
         self._command = tuple(command)
         self._folder = folder
+        self._heard = heard
+        self._lines: list[Lines] = []
         self._books = Books(wanted)
         self._spares: list[_Spare] = []
         self._starting = False
@@ -112,6 +127,8 @@ class Spares:
         self._drop(self._spares)
         while self._tasks:
             await asyncio.wait(self._tasks)
+        for lines in self._lines:
+            lines.close()
 
     @property
     def ready(self) -> tuple[int, ...]:
@@ -132,7 +149,7 @@ class Spares:
             if listener is not None:
                 fds.append(listener.fileno())
                 arguments += ["--listen-fd", str(listener.fileno())]
-            return Started(await self._spawn(arguments, fds, ours), ours)
+            return await self._spawn(arguments, fds, ours)
 
     async def _hand_over(
         self, spare: _Spare, arguments: Sequence[str], listener: socket.socket | None
@@ -155,7 +172,7 @@ class Spares:
         if answer != TAKEN:
             return None
         self._books.used()
-        return Started(spare.process, spare.pipe)
+        return Started(spare.process, spare.pipe, spare.lines)
 
     # --- keeping some --------------------------------------------------------------------------------
 
@@ -181,35 +198,43 @@ class Spares:
                 ours.setblocking(False)
                 fd = theirs.fileno()
                 arguments = ["--spare-fd", str(fd), "--folder", str(self._folder)]
-                process = await self._spawn(arguments, [fd], ours)
+                started = await self._spawn(arguments, [fd], ours)
         except OSError as error:
             log.warning("no spare rank process: %s", error)
             self._books.lost(time.monotonic())
             return
         finally:
             self._starting = False
-        spare = _Spare(process, ours, fd, time.monotonic())
+        spare = _Spare(started.process, ours, fd, time.monotonic(), started.lines)
         if self._closed:
             await _end(spare)
             return
         self._spares.append(spare)
         spare.watch = self._background(self._watch(spare))
 
-    async def _spawn(
-        self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket
-    ) -> asyncio.subprocess.Process:
+    async def _spawn(self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket) -> Started:
         """Start a process that inherits `fds`. Closes `ours` when it cannot. Raises OSError."""
+        lines: Lines | None = None
         try:
-            return await asyncio.create_subprocess_exec(
+            lines = Lines(self._heard) if self._heard is not None else None
+            process = await asyncio.create_subprocess_exec(
                 *self._command,
                 *arguments,
                 pass_fds=fds,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=_STDERR_FD,  # stdout is the command's own: its JSON must stay JSON
+                # stdout is the command's own: its JSON must stay JSON
+                stdout=_STDERR_FD if lines is None else lines.descriptor,
+                stderr=None if lines is None else lines.descriptor,
             )
         except BaseException:
             ours.close()
+            if lines is not None:
+                lines.drop()
             raise
+        if lines is not None:
+            lines.started()
+            self._lines = [each for each in self._lines if each.open] + [lines]
+        return Started(process, ours, lines)
 
     async def _watch(self, spare: _Spare) -> None:
         """Until it ends, or somebody takes it."""

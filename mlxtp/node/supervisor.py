@@ -19,9 +19,11 @@ from ..wire.messages import Abort, ClearCache, Unload
 from . import golden, timing
 from .epoch import RestartPolicy, State, is_legal
 from .gateway import Gateway
+from .history import History, Now
 from .overload import Bounds
 from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
+from .recoveries import Recoveries
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +97,11 @@ class Supervisor:
         """The ranks of the present epoch, or of the last one."""
         self._weight_bytes = 0
         """Of the model that is loaded, or being loaded, in files; 0 where that is not known."""
+        self.history = History()
         self.fast_fences = settings.fast_fences
+        self.recoveries = Recoveries()
+        self.kv_room = 0
+        """Tokens that the KV caches of the loaded model may hold; 0 is without a bound, or nothing loaded."""
         self._settings = settings
         self._on_stage = on_stage
         self._worker = worker
@@ -124,16 +130,17 @@ class Supervisor:
         while True:
             error = await self._one_epoch(plans)
             if error.code is Code.REPLANNED:
-                log.info("epoch %d ended: %s", self.epoch, error.detail)
+                log.info("epoch %d ended: %s", self.epoch, error.detail, extra=self._where)
                 continue
             self.resting = True
             delay_s = self._policy.delay_s(time.monotonic(), error)
             if delay_s is not None:
-                log.warning("epoch %d ended: %s; next one in %g s", self.epoch, error.detail, delay_s)
+                words = "epoch %d ended: %s; next one in %g s"
+                log.warning(words, self.epoch, error.detail, delay_s, extra=self._where)
                 self._enter(State.RESTARTING)
                 await asyncio.sleep(delay_s)
             else:
-                log.error("epoch %d: %s; giving up", self.epoch, error.detail)
+                log.error("epoch %d: %s; giving up", self.epoch, error.detail, extra=self._where)
                 self._enter(State.FAILED)
                 self.gateway.suspend(error)
                 if plans is None:
@@ -215,6 +222,7 @@ class Supervisor:
         try:
             loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
             self._reached("loaded")
+            self.kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
             with ranks.warming_up():
                 warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
                 answer = await self._warmed_up(ranks, warm_up)
@@ -239,6 +247,8 @@ class Supervisor:
         self._desired, self.reason = model, None
         self.gateway.serve(ranks, info, model.text)
         self._enter(State.READY)
+        self.recoveries.serving(time.monotonic())
+        self.history.ready(_now())
 
     async def _warmed_up(
         self, ranks: Ranks, warm_up: Coroutine[Any, Any, tuple[int, ...]]
@@ -266,6 +276,8 @@ class Supervisor:
     async def _unload(self, ranks: Ranks) -> None:
         self._enter(State.LOADING)
         self.gateway.suspend(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        self.recoveries.rested()
+        self.kv_room = 0
         await ranks.do(Unload())
         self._enter(State.IDLE)
 
@@ -287,6 +299,14 @@ class Supervisor:
             # Whoever was answered by another Mac until now will be by this one.
             self.gateway.pause(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
+        self.history.began(
+            plan.epoch,
+            _now(),
+            world_size=plan.group.world_size,
+            backend=plan.group.backend,
+            kind=plan.group.kind,
+            model=plan.model.id if plan.model is not None else None,
+        )
         self._enter(State.STARTING)
         self._began = time.monotonic()
         try:
@@ -301,6 +321,8 @@ class Supervisor:
         except OSError as error:  # a disk that is full
             self._enter(State.RESTARTING)
             self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
+            self.recoveries.over(self.reason.code, time.monotonic())
+            self.history.ended(_now(), self.reason.code, self.reason.detail)
             return self.reason
         self._current = ranks
         try:
@@ -321,7 +343,7 @@ class Supervisor:
         except MlxtpError as failure:
             error = failure
         except Exception as bug:  # the process boundary of the ranks: they must not outlive a bug here
-            log.exception("epoch %d", self.epoch)
+            log.exception("epoch %d", self.epoch, extra=self._where)
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
         except asyncio.CancelledError:
             self.ranks = None
@@ -329,11 +351,18 @@ class Supervisor:
             self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             await _to_its_end(ranks.stop())
             raise
-        self.ranks, self.reason = None, error
+        self.ranks, self.reason, self.kv_room = None, error, 0
+        self.recoveries.over(error.code, time.monotonic())
+        self.history.ended(_now(), error.code, error.detail)
         self._enter(State.RESTARTING)
         self.gateway.pause(error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill())
         return error
+
+    @property
+    def desired(self) -> ModelSource | None:
+        """The model of this agent's present epoch, or of the last one."""
+        return self._desired
 
     @property
     def in_epoch(self) -> bool:
@@ -353,6 +382,15 @@ class Supervisor:
     def follow(self, state: State, epoch: int, reason: str, group: Group) -> None:
         """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
         self.epoch, self.group = epoch, group
+        self.history.told(
+            epoch,
+            _now(),
+            state=state,
+            reason=reason,
+            world_size=group.world_size,
+            backend=group.backend,
+            kind=group.kind,
+        )
         self.reason = GroupError(reason) if reason else None
         self._show(state)
 
@@ -374,16 +412,24 @@ class Supervisor:
             return self.reason.detail
         return str(self.state)
 
+    @property
+    def _where(self) -> dict[str, int]:
+        """For lines of the log that are about the present epoch."""
+        return {"epoch": self.epoch}
+
     def _reached(self, stage: str) -> None:
+        seconds = time.monotonic() - self._began
+        self.history.reached(stage, seconds)
         try:
-            self._on_stage(stage, time.monotonic() - self._began)
+            self._on_stage(stage, seconds)
         except Exception:  # whoever only watches must not end the epoch
             log.debug("the listener failed at %r", stage, exc_info=True)
 
     def _enter(self, state: State) -> None:
         before, self._own = self._own, self._show(state)
         if not is_legal(before, self._own):
-            log.error("epoch %d went from %s to %s, which is a bug", self.epoch, before, self._own)
+            words = "epoch %d went from %s to %s, which is a bug"
+            log.error(words, self.epoch, before, self._own, extra=self._where)
 
     def _show(self, state: State) -> State:
         self.state = State.DRAINING if self.gateway.closing and state in _DRAINABLE else state
@@ -417,6 +463,10 @@ def _weight_bytes(folder: Path) -> int:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     except OSError:
         return 0
+
+
+def _now() -> Now:
+    return Now(time.time(), time.monotonic())
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

@@ -15,7 +15,9 @@ from mlxtp.errors import Code, LinkError, UserError
 KEY = "the key in the home"
 ROUTES = {
     "status": "GET",
+    "keys": "GET",
     "plan": "GET",
+    "models": "GET",
     "members": "GET",
     "token": "POST",
     "bench/fabric": "POST",
@@ -46,8 +48,15 @@ class FakeAdmin:
     def status(self) -> Any:
         return self._do("status")
 
+    def keys(self) -> Any:
+        return self._do("keys")
+
     def plan(self) -> Any:
         return self._do("plan")
+
+    async def models(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("models")
 
     def members(self) -> Any:
         return self._do("members")
@@ -109,7 +118,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
-        ("status",), ("plan",), ("members",), ("token",), ("bench/fabric",),
+        ("status",), ("keys",), ("plan",), ("members",), ("token",), ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",),
         ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip

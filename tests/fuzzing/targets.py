@@ -17,14 +17,17 @@ from rich.console import Console
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncServiceInfo
 
-from mlxtp.api import budget, openai, settings
-from mlxtp.api.ask import Conversation, Tool
+from mlxtp.api import budget, completions, openai, response_request, settings
+from mlxtp.api.adapter import About
+from mlxtp.api.ask import Ask, Conversation, Tool
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.calls import CallReader, tool_format, tool_json
 from mlxtp.api.channels import Channels, Plan
 from mlxtp.api.conversation import characters, template_messages
 from mlxtp.api.guard import host_name
 from mlxtp.api.markup import Markup
+from mlxtp.api.response_output import response_body
+from mlxtp.api.response_store import ResponseStore
 from mlxtp.api.stops import StopFinder
 from mlxtp.api.tool_grammar import tool_call_grammar
 from mlxtp.cluster import measurements
@@ -190,7 +193,38 @@ def chat(data: bytes) -> None:
 
 
 def _chat(data: bytes) -> None:
-    asked = openai.parse_chat(data)
+    _asked(openai.parse_chat(data))
+
+
+def responses(data: bytes) -> None:
+    """The same, and what the answer repeats of it."""
+    try:
+        asked = response_request.parse(data, _STORE)
+        _asked(asked)
+        about = About("0" * 32, 1.0, "tiny", (2,), (), lambda token: (str(token), None), asked)
+        json.dumps(response_body(about, "in_progress", ()), allow_nan=False).encode()
+        json.dumps(asked.dialect.input, allow_nan=False).encode()
+    except RequestError as error:
+        error.detail.encode()
+        raise
+
+
+_STORE = ResponseStore()
+
+
+def continued(data: bytes) -> None:
+    """A body with prompts."""
+    try:
+        asked = completions.parse(data, _MODEL.vocabulary)
+        assert all(0 <= token < 512 for each in asked.prompt if isinstance(each, tuple) for token in each)
+        settings.shaping(asked.options, _MODEL.vocabulary)
+        settings.stop_strings(asked.options.stop)
+    except RequestError as error:
+        error.detail.encode()
+        raise
+
+
+def _asked(asked: Ask) -> None:
     conversation, wish = asked.prompt, asked.options
     assert isinstance(conversation, Conversation)
     budget.find_model(asked.model, [_MODEL])
@@ -454,6 +488,34 @@ def _failures() -> tuple[bytes, ...]:
     )
 
 
+_ITEMS = (
+    {"input": "hi", "instructions": "be", "store": False, "metadata": {"a": "b"}},
+    {
+        "input": [
+            {"role": "developer", "content": [{"type": "input_text", "text": "\u00e9"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "2"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "reasoning": {"effort": "low"},
+    },
+    {
+        "input": "hi",
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "max_output_tokens": 5,
+    },
+)
+_PROMPTS = (
+    {"prompt": "hi", "max_tokens": 5, "logprobs": 2, "stop": "x"},
+    {"prompt": [[1, 2], [3]], "n": 2, "best_of": 2, "echo": True},
+    {"prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}},
+)
+
+
 TARGETS: Mapping[str, Target] = {
     "frames": Target(
         frames,
@@ -469,6 +531,8 @@ TARGETS: Mapping[str, Target] = {
     "certificate": Target(certificate, (ProtocolError, ValueError), _CERTIFICATES),
     "joining": Target(joining, (ProtocolError, UserError), _exchange()),
     "token": Target(lambda data: read_token(text(data)), (ConfigError,), (_TOKEN.text().encode(), b"a-b")),
+    "responses": Target(responses, (RequestError,), tuple(json.dumps(each).encode() for each in _ITEMS)),
+    "continued": Target(continued, (RequestError,), tuple(json.dumps(each).encode() for each in _PROMPTS)),
     "chat": Target(chat, (RequestError,), tuple(json.dumps(each).encode() for each in _CHATS)),
     "stops": Target(
         stops, (), (b"ab,b,abc\nxxa|b|c", b"abcd,bc\nxab|cx", b"aa,aab\naaa|aab", "é\né|x".encode())

@@ -1,0 +1,163 @@
+"""The Ollama dialect: the shapes of answers, each field required unless the docstring says otherwise.
+
+They describe answers in `/openapi.json`, and tests read every answer back by them. Answers are written
+without them: a stream is written token by token.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+OllamaTime = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z$")]
+"""RFC 3339."""
+
+
+class OllamaShape(BaseModel):
+    """Nothing but these fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class OllamaError(OllamaShape):
+    """A refusal, or the last line of a stream that failed."""
+
+    error: str
+
+
+class OllamaMadeFunction(OllamaShape):
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaMadeCall(OllamaShape):
+    id: str
+    function: OllamaMadeFunction
+
+
+class OllamaSaid(OllamaShape):
+    """A piece of an answer, or all of it. The last two are there when there is something in them."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: Annotated[str, Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[OllamaMadeCall], Field(min_length=1)] | None = None
+
+
+class OllamaLogprob(OllamaShape):
+    """`bytes` is missing for a token that has none."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class OllamaTokenLogprob(OllamaLogprob):
+    top_logprobs: list[OllamaLogprob]
+
+
+class OllamaPart(OllamaShape):
+    """What all lines have. `logprobs` where there are some."""
+
+    model: str
+    created_at: OllamaTime
+    logprobs: Annotated[list[OllamaTokenLogprob], Field(min_length=1)] | None = None
+
+
+class OllamaEnd(OllamaPart):
+    """The last line of a stream, or an answer that is not streamed. Durations in ns.
+
+    The counts are missing where nothing was generated: `load`.
+    """
+
+    done: Literal[True]
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int = 0
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    prompt_eval_duration: int = 0
+    eval_count: int = 0
+    eval_duration: int = 0
+
+
+class OllamaChatLine(OllamaPart):
+    done: Literal[False]
+    message: OllamaSaid
+
+
+class OllamaChatAnswer(OllamaEnd):
+    message: OllamaSaid
+
+
+class OllamaGenerateLine(OllamaPart):
+    """`thinking` when there is something in it."""
+
+    done: Literal[False]
+    response: str
+    thinking: Annotated[str, Field(min_length=1)] | None = None
+
+
+class OllamaGenerateAnswer(OllamaEnd):
+    """`thinking` when there is something in it."""
+
+    response: str
+    thinking: Annotated[str, Field(min_length=1)] | None = None
+
+
+class OllamaDetails(OllamaShape):
+    """An empty string is unknown."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(OllamaShape):
+    name: str
+    model: str
+    modified_at: OllamaTime
+    size: int
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    details: OllamaDetails
+
+
+class OllamaModels(OllamaShape):
+    models: list[OllamaModel]
+
+
+class OllamaRunningModel(OllamaShape):
+    name: str
+    model: str
+    size: int
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    details: OllamaDetails
+    expires_at: OllamaTime
+    size_vram: int
+    context_length: int
+
+
+class OllamaRunningModels(OllamaShape):
+    models: list[OllamaRunningModel]
+
+
+class OllamaShown(OllamaShape):
+    """`model_info` has `general.architecture`, and `<architecture>.context_length` and others named so."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[Literal["completion", "tools", "thinking"]]
+    modified_at: OllamaTime
+
+
+class OllamaVersion(OllamaShape):
+    version: str

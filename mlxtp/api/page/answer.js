@@ -1,0 +1,125 @@
+// One answer, from the request to its last event: what came, how fast, and what it waits for.
+
+import { ask, events, Refused } from "./net.js";
+import { forming } from "./watch.js";
+
+const LOOK_MS = 200; // how often is looked whether a group serves
+const FRESH_MS = 700; // who has just sent a token serves, whatever was heard of it last
+
+/**
+ * Ask for an answer. `turn` is filled as it comes, `changed` is called each time; `signal` stops it.
+ *
+ * turn.phase    "asking", "first token", "group", "generating", then "over"
+ * turn.problem  why it is incomplete, in words
+ */
+export async function answer(body, turn, changed, signal) {
+  const meter = new Meter();
+  const watching = setInterval(() => {
+    if (setPhase(turn, meter)) changed();
+  }, LOOK_MS);
+  try {
+    await stream(body, turn, meter, changed, signal);
+  } catch (error) {
+    const what = turn.content || turn.reasoning ? "The answer is incomplete" : "There is no answer";
+    turn.problem = signal.aborted ? "You stopped it." : `${what}: ${error.message}`;
+  } finally {
+    clearInterval(watching);
+    turn.phase = "over";
+    turn.numbers = meter.numbers();
+    changed();
+  }
+}
+
+async function stream(body, turn, meter, changed, signal) {
+  const asked = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await ask("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(asked),
+    signal,
+  });
+  meter.answered = true;
+  for await (const data of events(response)) {
+    if (data === null) {
+      if (setPhase(turn, meter)) changed();
+      continue;
+    }
+    if (data === "[DONE]") {
+      if (!turn.finish) throw new Refused("it ended without a reason.");
+      return;
+    }
+    take(JSON.parse(data), turn, meter);
+    setPhase(turn, meter);
+    changed();
+  }
+  throw new Refused("the connection to the agent ended.");
+}
+
+function take(chunk, turn, meter) {
+  if (chunk.error) throw new Refused(chunk.error.message ?? String(chunk.error));
+  if (chunk.usage) meter.usage = chunk.usage;
+  const [choice] = chunk.choices ?? [];
+  if (!choice) return;
+  const { content, reasoning_content: reasoning } = choice.delta ?? {};
+  if (content || reasoning) meter.token();
+  turn.content += content ?? "";
+  turn.reasoning += reasoning ?? "";
+  if (choice.finish_reason) turn.finish = choice.finish_reason;
+}
+
+/** What it waits for now. Gives whether that has changed. */
+function setPhase(turn, meter) {
+  if (turn.phase === "over") return false;
+  const phase = meter.look() ? "group" : !meter.answered ? "asking" : meter.first === null ? "first token" : "generating";
+  const other = phase !== turn.phase;
+  turn.phase = phase;
+  return other;
+}
+
+/** Times in milliseconds. Waiting for a group counts for nothing but itself. */
+class Meter {
+  began = performance.now();
+  answered = false; // the agent has taken the request
+  first = null;
+  last = null;
+  usage = null;
+  waited = 0;
+  #waits = null;
+  #before = 0; // what was waited before the first token
+
+  token() {
+    this.last = performance.now();
+    this.look();
+    if (this.first === null) {
+      this.first = this.last;
+      this.#before = this.waited;
+    }
+  }
+
+  /** Whether it waits for a group now. */
+  look() {
+    const now = performance.now();
+    const waits = forming() && !(this.last !== null && now - this.last < FRESH_MS);
+    if (waits) this.#waits ??= now;
+    else if (this.#waits !== null) {
+      this.waited += now - this.#waits;
+      this.#waits = null;
+    }
+    return waits;
+  }
+
+  numbers() {
+    this.look();
+    const { usage, first, last } = this;
+    const tokens = usage?.completion_tokens ?? null;
+    const took = last - first - (this.waited - this.#before);
+    return {
+      first_token_s: first === null ? null : (first - this.began) / 1000,
+      tokens_per_second: tokens > 1 && took > 0 ? (tokens - 1) / (took / 1000) : null,
+      tokens,
+      prompt_tokens: usage?.prompt_tokens ?? null,
+      cached_tokens: usage?.prompt_tokens_details?.cached_tokens ?? null,
+      waited_s: this.waited > 0 ? this.waited / 1000 : null,
+    };
+  }
+}

@@ -1,0 +1,61 @@
+// The two keys: of the endpoint, if it wants one, and of this agent's administration. Kept until the tab closes.
+
+import { question } from "./dom.js";
+
+const ADMIN = "mlxtp.admin-key";
+const API = "mlxtp.api-key";
+
+const listeners = [];
+let asking = null;
+
+function read(name) {
+  try {
+    return sessionStorage.getItem(name) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+function write(name, value) {
+  try {
+    if (value) sessionStorage.setItem(name, value);
+    else sessionStorage.removeItem(name);
+  } catch {
+    // a browser that keeps nothing asks again
+  }
+  listeners.forEach((tell) => tell());
+}
+
+export const admin = () => read(ADMIN);
+export const setAdmin = (key) => write(ADMIN, key.trim());
+export const onKeys = (tell) => listeners.push(tell);
+
+/** Take the key out of `#key=...`, so that it stands neither in the address bar nor in bookmarks. */
+export function takeFromAddress() {
+  const found = /^#key=([^&]+)$/.exec(location.hash);
+  if (!found) return false;
+  history.replaceState(null, "", `${location.pathname}${location.search}#models`);
+  setAdmin(decodeURIComponent(found[1]));
+  return true;
+}
+
+export function authorization() {
+  const key = read(API);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+/** Ask for a key of the endpoint, once however many want to know. Gives whether there is a new one. */
+export function askForApiKey() {
+  asking ??= question({
+    title: "API key",
+    words: "This endpoint answers only with one of its keys.",
+    field: "Key",
+    yes: "Use it",
+    secret: true,
+  }).then((key) => {
+    asking = null;
+    if (key) write(API, key);
+    return Boolean(key);
+  });
+  return asking;
+}

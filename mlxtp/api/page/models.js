@@ -1,0 +1,130 @@
+// What is served, what is on this Mac's disk, and having something else served.
+
+import { by, el, say } from "./dom.js";
+import * as keys from "./keys.js";
+import { administer } from "./net.js";
+import { bytes, count, seconds, stateWords, UNKNOWN } from "./words.js";
+
+const AGAIN_MS = 5000; // how often the disk is looked at while a model is being got
+let disk = null;
+let lookedAt = -Infinity;
+let looking = false;
+
+export function startModels() {
+  by("admin-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    keys.setAdmin(by("admin-key").value);
+    by("admin-key").value = "";
+  });
+  by("serve-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const model = by("model").value.trim();
+    if (model) serve(model);
+    else problem("Which model? An id on the Hub, or a folder that every Mac has.");
+  });
+  by("unload").addEventListener("click", () => act("unload", {}, () => "Nothing shall be served."));
+  keys.onKeys(() => {
+    disk = null;
+    lookedAt = -Infinity;
+    problem("");
+    access();
+  });
+  access();
+}
+
+export function showModels({ now, connected }) {
+  access();
+  if (connected && keys.admin() && performance.now() - lookedAt > (now.state === "ready" ? 60_000 : AGAIN_MS)) look();
+  served(now);
+}
+
+function access() {
+  const has = Boolean(keys.admin());
+  by("admin-form").hidden = has;
+  by("manage").hidden = !has;
+  if (has && !disk && performance.now() - lookedAt > AGAIN_MS) look();
+}
+
+async function look() {
+  if (looking) return;
+  looking = true;
+  lookedAt = performance.now();
+  try {
+    const { models } = await administer("GET", "models", keys.admin());
+    if (JSON.stringify(models) !== JSON.stringify(disk)) by("disk").replaceChildren(...models.map(row));
+    disk = models;
+  } catch (error) {
+    refused(error);
+  } finally {
+    looking = false;
+  }
+}
+
+function row(model) {
+  const where = model.source === "embedded" ? "comes with mlxtp" : "in the Hub's cache";
+  const whole = model.complete ? "" : ", not complete: serving it downloads the rest";
+  return el(
+    "li",
+    {},
+    el("button", { type: "button", "aria-label": `Serve ${model.name}`, click: () => serve(model.name) }, "Serve"),
+    el("b", {}, model.name),
+    el("span", { class: "about" }, `${bytes(model.size_bytes)}, ${where}${whole}`),
+  );
+}
+
+function serve(model) {
+  const nodes = by("spread").value.trim();
+  act("serve", { model, nodes }, (said) => `${said.model} shall be served.`);
+}
+
+async function act(what, body, words) {
+  problem("");
+  say(by("models-said"), "");
+  try {
+    say(by("models-said"), words(await administer("POST", what, keys.admin(), body)));
+  } catch (error) {
+    refused(error);
+  }
+}
+
+function refused(error) {
+  if (error.status === 401) {
+    keys.setAdmin("");
+    problem("That key is not, or no more, this agent's: it has a new one after each start. Ask `mlxtp page`.");
+    by("admin-key").focus();
+  } else problem(error.message);
+}
+
+const problem = (words) => say(by("models-problem"), words);
+
+// --- what is served ---------------------------------------------------------------------------------------
+
+function served(now) {
+  const wanted = now.desired?.model;
+  const lines = [stateWords(now)];
+  if (wanted) lines.push(`Wanted: ${wanted}${now.desired.nodes ? `, over ${spread(now.desired.nodes)}` : ""}`);
+  if (now.model_bytes) lines.push(`Weights on disk: ${bytes(now.model_bytes)}`);
+  for (const node of now.nodes) if (node.model_problem) lines.push(`${node.name}: ${node.model_problem}`);
+  by("served").replaceChildren(...lines.map((line) => el("p", {}, line)));
+  const busy = ["starting", "forming", "loading", "restarting"].includes(now.state) && Boolean(wanted);
+  by("loading").hidden = !busy;
+  if (busy) progress(now);
+}
+
+const spread = (nodes) => (nodes === "auto" ? "as many Macs as are fastest" : nodes === "all" ? "all Macs" : count(Number(nodes), "Mac"));
+
+/** While weights are read, the memory of all ranks grows to about what they take on disk. */
+function progress(now) {
+  const story = now.history[0];
+  const held = now.ranks.map((each) => (each.phase === "loading" ? each.memory_bytes : null));
+  const reads = held.length > 0 && held.some((each) => each !== null) && now.model_bytes;
+  const sum = held.reduce((all, each) => all + (each ?? 0), 0);
+  const bar = by("loaded");
+  if (reads) {
+    bar.max = now.model_bytes;
+    bar.value = Math.min(sum, now.model_bytes);
+  } else bar.removeAttribute("value");
+  say(by("loaded-label"), reads ? `Ranks hold ${bytes(sum)} of about ${bytes(now.model_bytes)}` : `How far it is, is ${UNKNOWN} yet`);
+  const stages = story && story.lasted_s === null ? story.stages : [];
+  by("stages").replaceChildren(...stages.map(([stage, took]) => el("li", {}, `${stage} after ${seconds(took)}`)));
+}

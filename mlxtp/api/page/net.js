@@ -1,0 +1,76 @@
+// Requests to this agent, and the server-sent events that it answers with.
+
+import { askForApiKey, authorization } from "./keys.js";
+
+/** An answer that is none. The message is the agent's own, where it said one. */
+export class Refused extends Error {
+  constructor(message, status = 0, code = "") {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+/** As `fetch`, with the endpoint's key; asks for one on 401. Raises Refused for everything but a 2xx. */
+export async function ask(path, options = {}) {
+  let response = await request(path, options);
+  if (response.status === 401 && (await askForApiKey())) response = await request(path, options);
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** One request of the administration, with its own key. Gives the JSON body. */
+export async function administer(method, what, key, body) {
+  const headers = { Authorization: `Bearer ${key}`, "Content-Type": "application/json" };
+  const options = { method, headers, body: body ? JSON.stringify(body) : undefined };
+  const response = await reach(`admin/${what}`, options);
+  if (!response.ok) throw await refusal(response);
+  return response.json();
+}
+
+const request = (path, options) =>
+  reach(path, { ...options, headers: { ...options.headers, ...authorization() } });
+
+async function reach(path, options) {
+  try {
+    return await fetch(path, { ...options, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused("The agent cannot be reached.");
+  }
+}
+
+async function refusal(response) {
+  try {
+    const { error } = await response.json();
+    return new Refused(error.message ?? String(error), response.status, error.code ?? "");
+  } catch {
+    return new Refused(`The agent answered with status ${response.status}.`, response.status);
+  }
+}
+
+/** The data of each event; null for a comment, which says that the other end still lives. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const raw of lines) {
+        const line = raw.endsWith("\r") ? raw.slice(0, -1) : raw;
+        if (line.startsWith(":")) yield null;
+        else if (line.startsWith("data:")) data.push(line.slice(line.startsWith("data: ") ? 6 : 5));
+        else if (line === "" && data.length) {
+          yield data.join("\n");
+          data = [];
+        }
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

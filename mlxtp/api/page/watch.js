@@ -1,0 +1,69 @@
+// What the cluster does, as the agent tells it. Everything on the page that shows it listens here.
+
+import { onKeys } from "./keys.js";
+import { ask, events } from "./net.js";
+
+const SILENCE_MS = 12_000; // the agent says something every three seconds
+const AGAIN_MS = [300, 1000, 2000, 4000];
+
+/** `now` is the newest moment, null before the first; `connected`: whether it is of now. */
+export const cluster = { now: null, connected: false, problem: "" };
+
+const listeners = [];
+
+export function onMoment(tell) {
+  listeners.push(tell);
+  if (cluster.now || cluster.problem) tell(cluster);
+}
+
+function tellAll() {
+  listeners.forEach((tell) => tell(cluster));
+}
+
+/** Whether there is no group for open requests now, as far as is known. */
+export const forming = () => cluster.connected && !["ready", "draining"].includes(cluster.now.state);
+
+export async function watch() {
+  let failures = 0;
+  for (;;) {
+    try {
+      await once(() => (failures = 0));
+      cluster.problem = "The agent has ended the connection.";
+    } catch (error) {
+      cluster.problem = error.message || "The connection to the agent broke.";
+    }
+    cluster.connected = false;
+    tellAll();
+    await pause(AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)]);
+    failures += 1;
+  }
+}
+
+async function once(alive) {
+  const cut = new AbortController();
+  let timer = 0;
+  const heard = () => {
+    clearTimeout(timer);
+    timer = setTimeout(() => cut.abort(), SILENCE_MS);
+  };
+  heard();
+  try {
+    const response = await ask("cluster/events", { signal: cut.signal });
+    for await (const data of events(response)) {
+      heard();
+      alive();
+      if (data === null) continue;
+      cluster.now = JSON.parse(data);
+      cluster.connected = true;
+      cluster.problem = "";
+      tellAll();
+    }
+  } catch (error) {
+    if (error.status === 401) await new Promise((resolve) => onKeys(resolve)); // until somebody gives one
+    throw error;
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));

@@ -1,0 +1,89 @@
+"""What rank processes write to their standard output and error, as lines of the agent's own log.
+
+A rank says what matters in frames. What it writes are words of libraries, and Python's last traceback. Where
+the log is JSON these must not stand between its lines; else ranks write to the agent's standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+log = logging.getLogger("mlxtp.rank")
+
+MAX_LINE = 16 * 1024
+"""Bytes; a longer line is cut into several."""
+_READ = 64 * 1024
+
+Heard = Callable[[str, Mapping[str, int]], None]
+"""Gets a line, and the epoch and rank that it is from; a spare has neither."""
+
+
+def log_lines(line: str, about: Mapping[str, int]) -> None:
+    """A line of a rank process, in the agent's log: something is wrong, or a library warns."""
+    log.warning("%s", line, extra=dict(about))
+
+
+class Lines:
+    """A pipe for one process, which writes to `descriptor`. Used within a running loop.
+
+    The system's buffer holds what comes while the agent is busy; a rank that writes more than that waits.
+    """
+
+    def __init__(self, heard: Heard) -> None:
+        self.about: Mapping[str, int] = {}
+        """Epoch and rank, once the process has them."""
+        self._heard = heard
+        self._ours, self.descriptor = os.pipe()
+        os.set_blocking(self._ours, False)
+        self._rest = b""
+        self.open = True
+        """Whether more may come."""
+
+    def started(self) -> None:
+        """The process has its end: read, until it and all that it started are gone."""
+        os.close(self.descriptor)
+        asyncio.get_running_loop().add_reader(self._ours, self._read)
+
+    def drop(self) -> None:
+        """No process was started."""
+        os.close(self.descriptor)
+        self._close()
+
+    def close(self) -> None:
+        """Read what is there, and no more."""
+        while self.open and self._read():
+            pass
+        if self.open:
+            asyncio.get_running_loop().remove_reader(self._ours)
+            self._tell(self._rest)
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._ours)
+        self.open = False
+
+    def _read(self) -> bool:
+        """Whether something was there."""
+        try:
+            data = os.read(self._ours, _READ)
+        except BlockingIOError:
+            return False
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            self._tell(line)
+        if len(self._rest) > MAX_LINE:
+            self._tell(self._rest)
+            self._rest = b""
+        if not data:
+            self._tell(self._rest)
+            asyncio.get_running_loop().remove_reader(self._ours)
+            self._close()
+        return bool(data)
+
+    def _tell(self, line: bytes) -> None:
+        for start in range(0, len(line), MAX_LINE):
+            if text := line[start : start + MAX_LINE].decode(errors="replace").rstrip():
+                self._heard(text, self.about)

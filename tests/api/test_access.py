@@ -1,0 +1,445 @@
+"""Keys, pages of other origins and HTTPS, as clients meet them: a real server on loopback, real keys."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.routing import Route
+
+from mlxtp.api import app as app_module
+from mlxtp.api.app import create_app
+from mlxtp.api.guard import UNREAD_BYTES, Access
+from mlxtp.api.openai import OpenAIChat
+from mlxtp.api.server import bind, serve
+from mlxtp.errors import MlxtpError
+from mlxtp.node.api_keys import FILE, KeyFile
+from mlxtp.node.http_tls import Tls, here_and_now, own_tls
+from mlxtp.node.key_ring import LOOK_S, KeyRing
+
+from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, says
+from .test_admin import KEY as ADMIN_KEY
+from .test_admin import FakeAdmin
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+BODY = {"model": "default", "messages": HELLO}
+PAGE = "http://localhost:3000"
+
+
+@dataclass
+class Door:
+    """A running server, and what decides about who comes in. `now` is the clock of the keys."""
+
+    home: Path
+    port: int
+    file: KeyFile
+    scheme: str = "http"
+    now: float = 0.0
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}"
+
+    def key(self, name: str = "laptop", per_minute: int = 0) -> str:
+        """A new key, which the server has noticed."""
+        self.now += LOOK_S
+        return self.file.create(name, per_minute, 1.0)[1]
+
+    def ask(self, method: str = "GET", path: str = "/v1/models", **options: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=WAIT_S, trust_env=False, **options)
+
+    def openai(self, key: str, **options: Any) -> openai.OpenAI:
+        options = {"max_retries": 0, "timeout": WAIT_S} | options
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+
+@contextlib.contextmanager
+def door(
+    backend: FakeBackend,
+    home: Path,
+    *,
+    rule: str = "always",
+    hosts: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    tls: Tls | None = None,
+    stall_s: float = 60.0,
+) -> Iterator[Door]:
+    sock, file = bind("127.0.0.1", 0), KeyFile(home)
+    found = Door(home, sock.getsockname()[1], file, "http" if tls is None else "https")
+    ring = KeyRing(file, rule, beyond=False, clock=lambda: found.now)
+    ring.own_key = ADMIN_KEY
+    app = create_app(backend, admin=FakeAdmin(), access=Access(hosts, origins, ring))
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    context = None if tls is None else tls.context
+    serving = serve(app, sock, stop, tls=context, grace_s=1, stall_s=stall_s)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
+    thread.start()
+    try:
+        yield found
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@pytest.fixture
+def backend(loaded: dict[str, Loaded]) -> FakeBackend:
+    return FakeBackend(loaded[BYTE_LEVEL].text, says([60, 61, 62]))
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+def test_openais_library_with_a_key_and_without(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        key = server.key()
+        client = server.openai(key)
+        assert client.chat.completions.create(model="default", messages=HELLO).choices[0].message.content
+        assert [chunk.object for chunk in client.chat.completions.create(**BODY, stream=True)]
+        assert client.models.list().data
+        for wrong in ("none", key[:-1]):
+            with pytest.raises(openai.AuthenticationError) as refused:
+                server.openai(wrong).chat.completions.create(model="default", messages=HELLO)
+            assert refused.value.code == "invalid_api_key"
+            assert "`mlxtp key create NAME`" in refused.value.message
+        assert len(backend.requests) == 2
+
+
+def test_a_key_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        key = server.key()
+        assert server.ask(headers={"authorization": f"Bearer {key}"}).status_code == 200
+        assert server.ask(headers={"x-api-key": key}).status_code == 200
+        assert server.ask(path=f"/v1/models?key={key}&api_key={key}").status_code == 401
+        assert server.ask(headers={"authorization": key}).status_code == 401
+        assert server.ask(headers={"cookie": f"key={key}"}).status_code == 401
+
+
+def test_a_refusal_says_how_to_ask(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        server.key()
+        refused = server.ask()
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == 'Bearer realm="mlxtp"'
+        error = refused.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
+
+
+def test_a_refusal_has_the_shape_of_the_dialect_that_owns_the_path(
+    backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(OpenAIChat):
+        prefixes = ("/other/",)
+
+        def routes(self, generation: Any) -> Sequence[Route]:
+            return ()
+
+        def error(self, error: MlxtpError, status: int) -> dict[str, Any]:
+            return {"error": error.detail, "status": status}
+
+    monkeypatch.setattr(app_module, "adapters", lambda: (Other(), OpenAIChat()))
+    with door(backend, tmp_path) as server:
+        server.key()
+        for path, headers, status in (
+            ("/other/x", {}, 401),
+            ("/other/x", {"host": "evil.example"}, 421),
+            ("/other/x", {"origin": "http://evil.example"}, 403),
+        ):
+            refused = server.ask(path=path, headers=headers)
+            assert refused.status_code == status
+            assert refused.json() == {"error": refused.json()["error"], "status": status}
+            assert isinstance(refused.json()["error"], str)
+        assert server.ask(path="/v1/x").json()["error"]["code"] == "invalid_api_key"
+
+
+def test_all_that_is_there_needs_a_key_but_what_is_meant_for_everybody(
+    backend: FakeBackend, tmp_path: Path
+) -> None:
+    app = create_app(backend, admin=FakeAdmin())
+    paths = [route.path for route in app.routes if isinstance(route, Route)]
+    assert {"/health", "/v1/models", "/v1/chat/completions", "/admin/status"} <= set(paths)
+    with door(backend, tmp_path) as server:
+        server.key()
+        for path in (*paths, "/cluster", "/cluster/events", "/metrics", "/openapi.json", "/api/tags", "/no"):
+            for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE"):
+                refused = server.ask(method, path)
+                if path == "/health":
+                    assert refused.status_code in (200, 405), path
+                elif path.startswith("/admin/"):
+                    assert refused.status_code in (401, 405), path
+                else:
+                    assert refused.status_code == 401, path
+        assert server.ask(path="/").status_code != 401
+        assert server.ask(path="/page/none.js").status_code == 404
+    assert backend.requests == []
+
+
+def test_the_administration_has_a_key_of_its_own(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        key = server.key()
+        assert server.ask(path="/admin/status", headers={"authorization": f"Bearer {key}"}).status_code == 401
+        own = {"authorization": f"Bearer {ADMIN_KEY}"}
+        assert server.ask(path="/admin/status", headers=own).status_code == 200
+        assert server.ask(headers=own).status_code == 200
+
+
+def test_keys_come_and_go_while_the_server_runs(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path, rule="auto") as server:
+        assert server.openai("none").models.list().data
+        key = server.key()
+        assert server.ask().status_code == 401
+        assert server.openai(key).models.list().data
+        other = server.key("phone")
+        server.file.revoke("laptop")
+        server.now += LOOK_S
+        assert server.ask(headers={"x-api-key": key}).status_code == 401
+        assert server.ask(headers={"x-api-key": other}).status_code == 200
+        (tmp_path / FILE).write_text("")
+        server.now += LOOK_S
+        for headers in ({}, {"x-api-key": other}):
+            refused = server.ask(headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "config_invalid")
+
+
+def test_who_asks_too_often_is_told_when_to_come_again(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        key = server.key(per_minute=2)
+        client = server.openai(key)
+        for _ in range(2):
+            client.models.list()
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.models.list()
+        assert refused.value.response.headers["retry-after"] == "30"
+        assert refused.value.code == "rate_limit_exceeded"
+        assert refused.value.type == "rate_limit_error"
+        server.now += 30
+        assert client.models.list().data
+
+
+def test_a_large_body_without_a_key_is_answered_and_not_kept(backend: FakeBackend, tmp_path: Path) -> None:
+    with (
+        door(backend, tmp_path) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S, trust_env=False) as client,
+    ):
+        key = server.key()
+        refused = client.post("/v1/chat/completions", content=b"x" * 8_000_000)
+        assert refused.status_code == 401
+        assert "connection" not in refused.headers
+        answered = client.post("/v1/chat/completions", json=BODY, headers={"x-api-key": key})
+        assert answered.status_code == 200  # on the same connection
+
+
+def test_a_body_that_is_far_too_large_is_not_read(backend: FakeBackend, tmp_path: Path) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    with door(backend, tmp_path) as server:
+        server.key()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock:
+            sock.sendall(head + b"Content-Length: %d\r\n\r\n" % (UNREAD_BYTES + 1))
+            assert b" 401 " in received(sock).partition(b"\r\n")[0]  # and the connection ends
+        with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as sock:
+            sock.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+            chunk = b"%x\r\n%b\r\n" % (1 << 20, b"x" * (1 << 20))
+            with contextlib.suppress(ConnectionError):
+                for _ in range(2 * UNREAD_BYTES >> 20):
+                    sock.sendall(chunk)
+            with contextlib.suppress(ConnectionError):
+                assert b" 401 " in received(sock).partition(b"\r\n")[0]
+
+
+def received(sock: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    found = b""
+    while data := sock.recv(65536):
+        found += data
+    return found
+
+
+# --- pages of other origins -------------------------------------------------------------------------------
+
+
+def preflight(server: Door, origin: str = PAGE, **headers: str) -> httpx.Response:
+    given = {"origin": origin, "access-control-request-method": "POST", **headers}
+    return server.ask("OPTIONS", "/v1/chat/completions", headers=given)
+
+
+def cors(response: httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in response.headers.items() if name.startswith("access-control-")}
+
+
+ASKED = "authorization,content-type,x-api-key,anthropic-version,anthropic-beta,x-stainless-retry-count"
+
+
+def test_a_page_on_the_list_asks_first_and_then_in_earnest(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path, origins=(PAGE,)) as server:
+        key = server.key()
+        asked = preflight(
+            server,
+            **{"access-control-request-headers": ASKED, "access-control-request-private-network": "true"},
+        )
+        assert asked.status_code in (200, 204)
+        told = cors(asked)
+        assert told["access-control-allow-origin"] == PAGE
+        assert {"GET", "POST", "DELETE"} <= set(told["access-control-allow-methods"].split(", "))
+        assert set(ASKED.split(",")) <= set(told["access-control-allow-headers"].replace(" ", "").split(","))
+        assert int(told["access-control-max-age"]) > 0
+        assert told["access-control-allow-private-network"] == "true"
+        assert "access-control-allow-credentials" not in told
+        assert "Origin" in asked.headers["vary"]
+
+        answered = server.ask(
+            "POST", "/v1/chat/completions", json=BODY, headers={"origin": PAGE, "x-api-key": key}
+        )
+        assert answered.status_code == 200
+        assert cors(answered)["access-control-allow-origin"] == PAGE
+        assert "Retry-After" in cors(answered)["access-control-expose-headers"]
+        assert "Origin" in answered.headers["vary"]
+
+
+def test_a_page_may_read_why_it_was_refused(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path, origins=(PAGE,)) as server:
+        key = server.key(per_minute=1)
+        for headers, status in (({}, 401), ({"x-api-key": key}, 200), ({"x-api-key": key}, 429)):
+            answer = server.ask(headers={"origin": PAGE, **headers})
+            assert answer.status_code == status
+            assert cors(answer)["access-control-allow-origin"] == PAGE
+
+
+@pytest.mark.parametrize("origins", [(), (PAGE,)])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "http://localhost:4000",
+        "https://localhost:3000",
+        "null",
+        f"{PAGE}.evil.example",
+    ],
+)
+def test_a_page_that_is_not_on_the_list_hears_nothing_it_could_use(
+    backend: FakeBackend, tmp_path: Path, origins: Sequence[str], origin: str
+) -> None:
+    with door(backend, tmp_path, origins=origins, rule="never") as server:
+        asked = preflight(server, origin, **{"access-control-request-private-network": "true"})
+        assert asked.status_code == 403
+        assert asked.json()["error"]["code"] == "origin_not_allowed"
+        assert cors(asked) == {}
+        answer = server.ask("POST", "/v1/chat/completions", json=BODY, headers={"origin": origin})
+        if not origin.partition("//")[2].startswith("localhost:"):  # those are pages of programs of this Mac
+            assert answer.status_code == 403
+            assert backend.requests == []
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_what_to_do_for_a_page_is_said(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        words = preflight(server, "https://chat.example.com").json()["error"]["message"]
+        assert words.endswith("start `mlxtp node` with --allowed-origin https://chat.example.com")
+        words = server.ask(headers={"host": "studio.lan:52415"}).json()["error"]["message"]
+        assert words.endswith("start `mlxtp node` with --allowed-host studio.lan")
+
+
+def test_any_page(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path, origins=("*",)) as server:
+        key = server.key()
+        for origin in ("https://chat.example.com", "null"):
+            assert cors(preflight(server, origin))["access-control-allow-origin"] == "*"
+            answer = server.ask(headers={"origin": origin, "x-api-key": key})
+            assert (answer.status_code, cors(answer)["access-control-allow-origin"]) == (200, "*")
+            refused = server.ask(
+                path="/admin/status", headers={"origin": origin, "authorization": f"Bearer {ADMIN_KEY}"}
+            )
+            assert (refused.status_code, cors(refused)) == (403, {})
+
+
+def test_a_browsers_library_streams_from_a_page(backend: FakeBackend, tmp_path: Path) -> None:
+    """What is sent in a browser on top of what a program sends."""
+    with door(backend, tmp_path, origins=(PAGE,)) as server:
+        client = server.openai(server.key(), default_headers={"Origin": PAGE})
+        with client.chat.completions.with_streaming_response.create(**BODY, stream=True) as stream:
+            assert stream.headers["access-control-allow-origin"] == PAGE
+            assert "data: [DONE]" in "".join(stream.iter_text())
+
+
+def test_a_name_that_was_given_is_answered(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path, hosts=("ai.example.com",), rule="auto") as server:
+        named = {"host": "ai.example.com", "origin": "https://ai.example.com"}
+        assert server.ask(headers=named).status_code == 200
+        assert server.ask(headers={"host": "example.com"}).status_code == 421
+
+
+# --- HTTPS ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Tls:
+    return own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now())
+
+
+def test_openais_library_by_https_trusts_the_certificate_it_was_given(
+    backend: FakeBackend, tmp_path: Path, tls: Tls
+) -> None:
+    with door(backend, tmp_path, tls=tls) as server:
+        key = server.key()
+        trusting = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
+        trusting.verify_flags |= ssl.VERIFY_X509_STRICT
+        with httpx.Client(verify=trusting, trust_env=False) as transport:
+            client = server.openai(key, http_client=transport)
+            assert client.models.list().data
+            stream = client.chat.completions.create(**BODY, stream=True)
+            assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "stop"
+            by_name = client.with_options(base_url=f"https://localhost:{server.port}/v1")
+            assert by_name.models.list().data
+        with pytest.raises(openai.APIConnectionError) as refused:
+            server.openai(key).models.list()
+        assert "CERTIFICATE_VERIFY_FAILED" in repr(refused.value.__cause__)
+
+
+def test_plain_http_is_not_answered_there(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:
+    with door(backend, tmp_path, tls=tls) as server, pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{server.port}/health", timeout=WAIT_S, trust_env=False)
+
+
+def test_a_long_answer_comes_whole_by_https(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:
+    """More than what asyncio and the system hold for a client that does not read."""
+    backend.script = says([60] * 30_000)
+    with door(backend, tmp_path, tls=tls, rule="never") as server:
+        verify = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
+        answer = server.ask("POST", "/v1/chat/completions", json={**BODY, "stream": True}, verify=verify)
+        assert answer.text.rstrip().endswith("data: [DONE]")
+        assert len(answer.text) > 2_000_000
+
+
+def test_who_stops_reading_by_https_is_cut_off(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:
+    backend.script = says([60] * 400_000)
+    context = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
+    with door(backend, tmp_path, tls=tls, rule="never", stall_s=0.3) as server, socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.connect(("127.0.0.1", server.port))
+        with context.wrap_socket(plain, server_hostname="localhost") as deaf:
+            ask_for_stream(deaf.sendall)
+            assert deaf.recv(100)
+            until_closed(backend)
+            assert not backend.finished
+
+
+def ask_for_stream(send: Callable[[bytes], Any]) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
+    send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))
+    send(body)
+
+
+def until_closed(backend: FakeBackend) -> None:
+    assert backend.began.wait(WAIT_S)
+    assert backend.answers[0].closed.wait(WAIT_S)

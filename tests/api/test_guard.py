@@ -1,0 +1,208 @@
+"""Who may ask at all, decided from what stands in a request; no server, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+
+from mlxtp.api.guard import Access, address_of, is_admin, is_public, keys_in, misdirected
+from mlxtp.errors import Code
+
+HERE = ("192.168.1.5", 52415)
+THERE = ("192.168.1.9", 40000)
+
+
+def judged(
+    access: Access,
+    path: str = "/v1/models",
+    method: str = "GET",
+    server: Any = HERE,
+    client: Any = THERE,
+    **headers: str,
+) -> Code | None:
+    """The code of the refusal of a request with these headers; None for one that passes."""
+    given = {"host": "192.168.1.5:52415"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    scope = {
+        "type": "http",
+        "path": path,
+        "method": method,
+        "server": server,
+        "client": client,
+        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+    }
+    refusal = misdirected(access, scope)
+    return None if refusal is None else refusal.code
+
+
+PLAIN = Access()
+NAMED = Access(hosts=("studio.local", "ai.example.com"))
+LISTED = Access(origins=("http://localhost:3000", "https://chat.example.com"))
+
+
+# --- Host -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["192.168.1.5", "192.168.1.5:52415", "localhost:1", "127.0.0.1", "[::1]:80"])
+def test_the_address_that_was_connected_to_and_loopback_are_this_mac(host: str) -> None:
+    assert judged(PLAIN, host=host) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["192.168.1.6", "studio.local", "evil.example", "192.168.1.5.evil.example", "0.0.0.0", "", "a@localhost"],
+)
+def test_no_other_name_or_address_is(host: str) -> None:
+    assert judged(PLAIN, host=host) is Code.HOST_NOT_ALLOWED
+
+
+def test_names_that_were_given_are_this_mac_whatever_their_case() -> None:
+    assert judged(NAMED, host="Studio.Local:52415") is None
+    assert judged(NAMED, host="ai.example.com") is None
+    assert judged(NAMED, host="other.example.com") is Code.HOST_NOT_ALLOWED
+
+
+def test_with_any_host_pages_have_to_be_of_the_same_one() -> None:
+    access = Access(hosts=("*",))
+    assert judged(access, host="whatever.example") is None
+    assert judged(access, host="whatever.example", origin="https://whatever.example") is None
+    assert judged(access, host="whatever.example", origin="https://evil.example") is Code.ORIGIN_NOT_ALLOWED
+    assert judged(access, host="whatever.example", origin="null") is Code.ORIGIN_NOT_ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("end", "address"),
+    [
+        (None, ""),
+        (("127.0.0.1", 5), "127.0.0.1"),
+        (("::ffff:192.168.1.5", 5), "192.168.1.5"),
+        (("fe80::1%en0", 5, 0, 4), "fe80::1"),
+        (("2001:0DB8::0001", 5), "2001:db8::1"),
+        (("testserver", 5), "testserver"),
+    ],
+)
+def test_the_address_of_one_end(end: Any, address: str) -> None:
+    assert address_of(end) == address
+
+
+def test_an_end_that_is_not_known_is_nobodys_name() -> None:
+    assert judged(PLAIN, server=None, client=None, host="") is Code.HOST_NOT_ALLOWED
+    assert judged(PLAIN, server=None, client=None, host="localhost") is None
+    assert judged(PLAIN, path="/admin/status", client=None, host="localhost") is not None
+
+
+# --- Origin -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("origin", ["http://192.168.1.5:52415", "http://localhost:52415", "http://127.0.0.1"])
+def test_this_servers_own_pages_may_ask(origin: str) -> None:
+    assert judged(PLAIN, method="POST", origin=origin) is None
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["http://evil.example", "null", "https://localhost.evil.example", "http://192.168.1.6", "x", "file://"],
+)
+@pytest.mark.parametrize("access", [PLAIN, NAMED, LISTED])
+def test_other_pages_may_not(access: Access, origin: str) -> None:
+    assert judged(access, method="POST", origin=origin) is Code.ORIGIN_NOT_ALLOWED
+
+
+def test_pages_on_the_list_may_and_only_just_these() -> None:
+    assert judged(LISTED, origin="https://chat.example.com") is None
+    for origin in (
+        "http://chat.example.com",
+        "https://chat.example.com:8443",
+        "https://chat.example.com.evil.example",
+        "https://evil.example/https://chat.example.com",
+        "https://CHAT.example.com.",
+    ):
+        assert judged(LISTED, origin=origin) is Code.ORIGIN_NOT_ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("access", "origin", "code"),
+    [
+        (LISTED, "http://localhost:3000", None),
+        (LISTED, "http://localhost:4000", Code.ORIGIN_NOT_ALLOWED),  # a program of this Mac, but not listed
+        (PLAIN, "http://localhost:3000", Code.ORIGIN_NOT_ALLOWED),
+        (Access(origins=("*",)), "http://evil.example", None),
+        (Access(origins=("*",)), "null", None),
+    ],
+)
+def test_only_the_list_counts_for_what_a_browser_asks_first(
+    access: Access, origin: str, code: Code | None
+) -> None:
+    asked = {"origin": origin, "access_control_request_method": "POST"}
+    assert judged(access, method="OPTIONS", **asked) is code
+
+
+# --- what is for whom -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "client", [("127.0.0.1", 1), ("192.168.1.5", 1), ("::1", 1), ("::ffff:127.0.0.1", 1)]
+)
+def test_commands_of_this_mac_reach_the_administration(client: Any) -> None:
+    assert judged(PLAIN, "/admin/status", client=client) is None
+
+
+@pytest.mark.parametrize("path", ["/admin", "/admin/", "/admin/serve"])
+def test_other_macs_do_not(path: str) -> None:
+    assert judged(Access(hosts=("*",), origins=("*",)), path) is Code.BAD_REQUEST
+
+
+def test_no_list_lets_another_page_into_the_administration() -> None:
+    access, client = Access(origins=("*", "https://chat.example.com")), ("127.0.0.1", 1)
+    for method in ("GET", "OPTIONS"):
+        asked = {"origin": "https://chat.example.com", "access_control_request_method": "POST"}
+        refused = judged(access, "/admin/status", method, client=client, **asked)
+        assert refused is Code.ORIGIN_NOT_ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("path", "public", "admin"),
+    [
+        ("/", True, False),
+        ("/health", True, False),
+        ("/page/app.js", True, False),
+        ("/page", False, False),
+        ("/pages", False, False),
+        ("/health/", False, False),
+        ("/healthy", False, False),
+        ("//", False, False),
+        ("", False, False),
+        ("/v1/models", False, False),
+        ("/api/tags", False, False),
+        ("/cluster", False, False),
+        ("/cluster/events", False, False),
+        ("/metrics", False, False),
+        ("/openapi.json", False, False),
+        ("/admin", False, True),
+        ("/admin/status", False, True),
+        ("/administrator", False, False),
+        ("/v1/admin/status", False, False),
+    ],
+)
+def test_what_needs_no_key_of_the_api(path: str, public: bool, admin: bool) -> None:
+    assert (is_public(path), is_admin(path)) == (public, admin)
+
+
+@pytest.mark.parametrize(
+    ("headers", "keys"),
+    [
+        ({}, []),
+        ({"authorization": "Bearer abc"}, ["abc"]),
+        ({"authorization": "bearer  abc "}, ["abc"]),
+        ({"x-api-key": "abc"}, ["abc"]),
+        ({"authorization": "Bearer one", "x-api-key": "two"}, ["one", "two"]),
+        ({"authorization": "Basic abc"}, []),
+        ({"authorization": "abc"}, []),
+        ({"authorization": "Bearer "}, []),
+        ({"x-api-key": " "}, []),
+        ({"cookie": "key=abc", "api-key": "abc"}, []),
+    ],
+)
+def test_where_a_key_may_stand(headers: dict[str, str], keys: list[str]) -> None:
+    assert keys_in(Headers(headers)) == keys

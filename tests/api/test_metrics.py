@@ -1,0 +1,736 @@
+"""What `/metrics` says after requests whose course is known, before a rank 0 that is played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.process_collector import ProcessCollector
+
+from mlxtp.api.account import Account, answering, current, note, note_key
+from mlxtp.api.app import create_app
+from mlxtp.api.backend import End, ModelInfo, Request
+from mlxtp.api.server import bind, serve
+from mlxtp.api.tally import MAX_MODELS, OTHER, Histogram, Tally
+from mlxtp.config import Settings
+from mlxtp.errors import Code, GroupError
+from mlxtp.node.epoch import State
+from mlxtp.node.metrics import Metrics, OwnProcess, observed
+from mlxtp.node.recoveries import Recoveries
+from mlxtp.node.supervisor import Supervisor
+from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
+
+from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
+
+MODEL = "org/tiny"
+CHAT = "/v1/chat/completions"
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "mlxtp.json"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+SECRET = "hello wide world"
+
+
+@dataclass
+class Desk:
+    """Rank 0: says `steps`, each the tokens of one Delta, and then `last`. `held` says nothing by itself."""
+
+    emit: Callable[[Any], None] = lambda _: None
+    steps: tuple[tuple[int, ...], ...] = ()
+    last: Callable[[int], Message | None] = lambda uid: Finished(uid, "stop", 3, 3)
+    held: bool = False
+    asked: list[Generate] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Generate):
+            self.asked.append(message)
+            asyncio.get_running_loop().call_soon(self.play, message.uid)
+        elif isinstance(message, Cancel):
+            self.cancelled.append(message.uid)
+
+    def play(self, uid: int) -> None:
+        self.emit(Accepted(uid))
+        if self.held:
+            return
+        index = 0
+        for step in self.steps:
+            self.emit(Delta((uid,) * len(step), tuple(range(index, index + len(step))), step))
+            index += len(step)
+        if (last := self.last(uid)) is not None:
+            self.emit(last)
+
+
+@dataclass
+class Stage:
+    """A server as an agent has it, but for its ranks."""
+
+    supervisor: Supervisor
+    desk: Desk
+    loop: asyncio.AbstractEventLoop
+    url: str
+    ids: Callable[[str], list[int]]
+
+    def says(self, text: str, last: Callable[[int], Message | None] | None = None) -> int:
+        """From now on every answer is this, a token at a step. Returns how many tokens that is."""
+        tokens = self.ids(text)
+        self.desk.steps = tuple((token,) for token in tokens)
+        self.desk.last = last or (lambda uid: Finished(uid, "stop", len(tokens), len(tokens)))
+        return len(tokens)
+
+    def ask(self, path: str = CHAT, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50} | fields
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=WAIT_S)
+
+    def scrape(self) -> Scraped:
+        answer = httpx.get(f"{self.url}/metrics", timeout=WAIT_S)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return Scraped(answer.text)
+
+    def until(self, condition: Callable[[Scraped], bool]) -> Scraped:
+        """Scrape until that is so: what follows an answer may come a moment after its last byte."""
+        ends_at = time.monotonic() + WAIT_S
+        while not condition(found := self.scrape()):
+            assert time.monotonic() < ends_at, found.text
+        return found
+
+    def do(self, work: Callable[[], Any]) -> Any:
+        """On the agent's loop."""
+
+        async def run() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S)
+
+
+class Scraped:
+    """One answer of `/metrics`, read by Prometheus' own parser."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self.samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        for family in self.families.values():
+            for sample in family.samples:
+                key = sample.name, frozenset(sample.labels.items())
+                assert key not in self.samples, f"{key} stands there twice"
+                self.samples[key] = sample.value
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The value of one sample; of what has a model, that of ours. 0 for what is not there."""
+        for given in ({"model_name": MODEL} | labels, labels):
+            if (key := (name, frozenset(given.items()))) in self.samples:
+                return self.samples[key]
+        return 0
+
+    def finished(self) -> dict[str, float]:
+        """Answers by why they ended, where there are any."""
+        reasons = ("stop", "length", "abort", "error")
+        counts = {why: self("vllm:request_success_total", finished_reason=why) for why in reasons}
+        return {why: count for why, count in counts.items() if count}
+
+    def labels(self, name: str, label: str) -> set[str]:
+        return {dict(labels)[label] for found, labels in self.samples if found == name}
+
+
+@pytest.fixture
+def stage(loaded: dict[str, Loaded], tmp_path: Path) -> Iterator[Stage]:
+    supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+    desk = Desk(supervisor.gateway.on_event)
+    text = loaded[BYTE_LEVEL].text
+    model = ModelInfo(MODEL, ("tiny", "default"), tmp_path, 200, 1234, (1,), VOCABULARY)
+    supervisor.gateway.serve(desk, model, text)
+    supervisor.state = State.READY
+    app, sock = observed(create_app(supervisor.gateway), supervisor), bind("127.0.0.1", 0)
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    thread.start()
+    tokenizer = loaded[BYTE_LEVEL].tokenizer
+    yield Stage(
+        supervisor,
+        desk,
+        loop,
+        url,
+        lambda words: list(tokenizer.encode(words, add_special_tokens=False).ids),
+    )
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    loop.close()
+
+
+# --- requests ---------------------------------------------------------------------------------------------
+
+
+def test_before_the_first_request_all_counters_stand_at_nothing(stage: Stage) -> None:
+    found = stage.scrape()
+    assert found.finished() == {}
+    for name in ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_requests_running"):
+        assert (name, frozenset({("model_name", MODEL)})) in found.samples
+    assert found("vllm:time_to_first_token_seconds_count") == 0
+    assert found("vllm:time_to_first_token_seconds_bucket", le="+Inf") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_whole_answer_is_counted_once_everywhere(stage: Stage, stream: bool) -> None:
+    count = stage.says(SECRET, lambda uid: Finished(uid, "length", 4, 4, cached=2, drafted=6, accepted=5))
+    assert stage.ask(stream=stream).status_code == 200
+    found = stage.until(lambda found: bool(found("mlxtp_http_requests_total", **chat(200))))
+    prompt = len(stage.desk.asked[0].tokens)
+    assert found.finished() == {"length": 1}
+    assert found("vllm:prompt_tokens_total") == found("vllm:prefix_cache_queries_total") == prompt
+    assert found("vllm:prefix_cache_hits_total") == 2
+    assert found("vllm:generation_tokens_total") == found("vllm:request_generation_tokens_sum") == count
+    assert found("vllm:spec_decode_num_draft_tokens_total") == 6
+    assert found("vllm:spec_decode_num_accepted_tokens_total") == 5
+    assert found("vllm:request_prompt_tokens_sum") == prompt
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"):
+        assert found(f"vllm:{name}_count") == 1
+    assert found("vllm:inter_token_latency_seconds_count") == count - 1
+    assert found("mlxtp_request_accept_seconds_count") == 1
+    assert found("vllm:num_requests_running") == found("vllm:num_requests_waiting") == 0
+    assert found("mlxtp_http_requests_total", **chat(200)) == 1
+
+
+def chat(status: int) -> dict[str, str]:
+    return {"method": "POST", "path": CHAT, "status": str(status)}
+
+
+def test_tokens_of_one_step_are_one_interval(stage: Stage) -> None:
+    tokens = stage.ids("hello wide world")[:1] * 6
+    stage.desk.steps = (tuple(tokens[:1]), tuple(tokens[1:4]), tuple(tokens[4:]))
+    stage.ask()
+    found = stage.until(lambda found: bool(found.finished()))
+    assert found("vllm:generation_tokens_total") == 6
+    assert found("vllm:inter_token_latency_seconds_count") == 2
+
+
+def test_times_are_those_that_passed(stage: Stage) -> None:
+    stage.desk.held = True
+    token = stage.ids("hello")[0]
+    answers = []
+    began = time.monotonic()
+    thread = threading.Thread(target=lambda: answers.append(stage.ask()))
+    thread.start()
+    stage.until(lambda found: found("vllm:num_requests_waiting") == 1)
+    time.sleep(0.3)
+    stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
+    time.sleep(0.2)
+    stage.do(lambda: stage.desk.emit(Delta((1,), (1,), (token,))))
+    stage.do(lambda: stage.desk.emit(Finished(1, "stop", 2, 2)))
+    thread.join(WAIT_S)
+    took_s = time.monotonic() - began
+    found = stage.until(lambda found: bool(found.finished()))
+    first_s = found("vllm:time_to_first_token_seconds_sum")
+    between_s = found("vllm:inter_token_latency_seconds_sum")
+    whole_s = found("vllm:e2e_request_latency_seconds_sum")
+    assert first_s >= 0.3
+    assert between_s >= 0.2
+    assert first_s + between_s <= whole_s <= took_s
+    assert found("vllm:inter_token_latency_seconds_bucket", le="0.15") == 0
+    assert found("vllm:inter_token_latency_seconds_bucket", le="60.0") == 1
+
+
+def test_what_runs_and_what_waits_can_be_seen_meanwhile(stage: Stage) -> None:
+    stage.desk.held = True
+    stage.supervisor.kv_room = 100
+    threads = [threading.Thread(target=stage.ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    found = stage.until(lambda found: found("vllm:num_requests_waiting") == 3)
+    assert found("vllm:num_requests_running") == found("vllm:kv_cache_usage_perc") == 0
+    token = stage.ids("hello")[0]
+    stage.do(lambda: stage.desk.emit(Delta((1, 2), (0, 0), (token, token))))
+    found = stage.scrape()
+    assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (2, 1)
+    assert found("vllm:generation_tokens_total") == 2
+    assert found("mlxtp_open_requests") == 3
+    held = 2 * (len(stage.desk.asked[0].tokens) + 1)
+    assert found("vllm:kv_cache_usage_perc") == held / 100
+    assert found("mlxtp_kv_cache_room_tokens") == 100
+    for uid in (1, 2, 3):
+        stage.do(lambda uid=uid: stage.desk.emit(Finished(uid, "stop", 1, 1)))
+    for thread in threads:
+        thread.join(WAIT_S)
+    found = stage.until(lambda found: sum(found.finished().values()) == 3)
+    assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 0)
+
+
+def test_a_client_that_leaves_is_an_abort(stage: Stage) -> None:
+    stage.desk.held = True
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50, "stream": True}
+    with httpx.stream("POST", f"{stage.url}{CHAT}", json=body, timeout=WAIT_S) as answer:
+        next(answer.iter_raw())
+        stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (stage.ids("hello")[0],))))
+        stage.until(lambda found: found("vllm:num_requests_running") == 1)
+    found = stage.until(lambda found: bool(found.finished()))
+    assert found.finished() == {"abort": 1}
+    assert stage.desk.cancelled == [1]
+    assert found("vllm:num_requests_running") == 0
+    assert found("vllm:e2e_request_latency_seconds_count") == 0
+    assert found("vllm:generation_tokens_total") == 1
+    assert found("mlxtp_requests_failed_total", path=CHAT, code="internal") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_an_answer_like_an_end_token(stage: Stage, stream: bool) -> None:
+    stage.says(SECRET, lambda _uid: None)
+    answer = stage.ask(stream=stream, stop=["wide"])
+    assert "stop" in answer.text
+    found = stage.until(lambda found: bool(found.finished()))
+    assert found.finished() == {"stop": 1}
+    assert stage.desk.cancelled == [1]
+    assert found("vllm:e2e_request_latency_seconds_count") == 1
+
+
+def test_a_stream_that_fails_is_an_error_with_its_code(stage: Stage) -> None:
+    stage.says("hello", lambda uid: Error(Code.OUT_OF_MEMORY, "no memory", uid))
+    assert Code.OUT_OF_MEMORY in stage.ask(stream=True).text
+    found = stage.until(lambda found: bool(found.finished()))
+    assert found.finished() == {"error": 1}
+    assert found("mlxtp_requests_failed_total", path=CHAT, code="out_of_memory") == 1
+    assert found.labels("mlxtp_requests_refused_total", "code") == set()
+
+
+def test_a_request_that_fails_before_its_answer_counts_as_refused(stage: Stage) -> None:
+    stage.says("hello", lambda uid: Error(Code.OUT_OF_MEMORY, "no memory", uid))
+    status = stage.ask().status_code
+    assert status >= 500
+    found = stage.until(lambda found: bool(found.finished()))
+    assert found.finished() == {"error": 1}
+    assert found("mlxtp_requests_refused_total", path=CHAT, code="out_of_memory") == 1
+    assert found("mlxtp_http_requests_total", **chat(status)) == 1
+    assert found.labels("mlxtp_requests_failed_total", "code") == set()
+
+
+def test_several_answers_are_several_sequences_of_one_request(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = stage.says("hello wide")
+    with caplog.at_level(logging.INFO, "mlxtp"):
+        stage.ask(n=3)
+        found = stage.until(lambda found: sum(found.finished().values()) == 3)
+    assert found.finished() == {"stop": 3}
+    assert found("mlxtp_http_requests_total", **chat(200)) == 1
+    prompt = len(stage.desk.asked[0].tokens)
+    assert found("vllm:prompt_tokens_total") == 3 * prompt
+    [fields] = lines(caplog)
+    assert (fields["prompt_tokens"], fields["generated_tokens"]) == (prompt, 3 * count)
+    assert fields["reason"] == "stop"
+
+
+def test_a_request_that_changes_its_group_is_counted_once(stage: Stage) -> None:
+    stage.desk.held = True
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(stage.ask()))
+    thread.start()
+    stage.until(lambda found: found("vllm:num_requests_waiting") == 1)
+    gateway, token = stage.supervisor.gateway, stage.ids("hello")[0]
+    model, text = gateway.models()[0], gateway.text()
+    assert text is not None
+    stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (token,))))
+    stage.do(lambda: gateway.pause(GroupError("rank 1 is gone")))
+    found = stage.scrape()
+    assert (found("vllm:num_requests_running"), found("vllm:num_requests_waiting")) == (0, 1)
+    stage.do(lambda: gateway.serve(stage.desk, model, text))
+    stage.do(lambda: stage.desk.emit(Delta((2,), (1,), (token,))))
+    stage.do(lambda: stage.desk.emit(Finished(2, "stop", 2, 2)))
+    thread.join(WAIT_S)
+    assert answers[0].json()["usage"]["completion_tokens"] == 2
+    found = stage.until(lambda found: bool(found.finished()))
+    assert found.finished() == {"stop": 1}
+    assert found("vllm:time_to_first_token_seconds_count") == 1
+    assert found("vllm:inter_token_latency_seconds_count") == 1
+    assert found("vllm:prompt_tokens_total") == len(stage.desk.asked[0].tokens)
+
+
+def test_what_an_agent_asks_itself_or_passes_on_is_not_counted(stage: Stage) -> None:
+    gateway = stage.supervisor.gateway
+
+    def warm_up() -> Any:
+        return asyncio.ensure_future(gateway.warm_up(stage.desk, VOCABULARY))
+
+    stage.desk.held = True
+    warming = stage.do(warm_up)
+    stage.do(lambda: gateway.relay(Generate(7, (1, 2), 9), lambda _: None))
+    found = stage.until(lambda found: found("mlxtp_open_requests") == 2)
+    assert found("vllm:num_requests_running") == found("vllm:num_requests_waiting") == 0
+    for uid in (1, 2):
+        stage.do(lambda uid=uid: stage.desk.emit(Delta((uid,), (0,), (5,))))
+    found = stage.scrape()
+    assert found("vllm:generation_tokens_total") == found("vllm:num_requests_running") == 0
+    stage.do(warming.cancel)
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------
+
+
+def test_refusals_are_counted_by_path_and_code(stage: Stage) -> None:
+    assert stage.ask(model="nobody").status_code == 404
+    assert stage.ask(temperature=99).status_code == 400
+    assert stage.ask(temperature=98).status_code == 400
+    found = stage.until(lambda found: found("mlxtp_http_requests_total", **chat(400)) == 2)
+    assert found("mlxtp_http_requests_total", **chat(404)) == 1
+    refused = {
+        dict(labels)["code"]: value
+        for (name, labels), value in found.samples.items()
+        if name == "mlxtp_requests_refused_total"
+    }
+    assert sum(refused.values()) == 3
+    assert len(refused) == 2
+    assert found.finished() == {}
+
+
+def test_unknown_paths_and_methods_share_one_label(stage: Stage) -> None:
+    for number in range(40):
+        assert httpx.get(f"{stage.url}/wp-admin/{number}").status_code == 404
+        httpx.request(f"BREW{number}", f"{stage.url}/health")
+        httpx.get(f"{stage.url}/v1/models/nobody/{number}")
+    assert httpx.get(f"{stage.url}{CHAT}").status_code == 405
+    found = stage.scrape()
+    assert found("mlxtp_http_requests_total", method="GET", path=OTHER, status="404") == 40
+    assert found("mlxtp_http_requests_total", method=OTHER, path="/health", status="405") == 40
+    assert found("mlxtp_http_requests_total", method="GET", path=CHAT, status="405") == 1
+    assert found("mlxtp_http_requests_total", method="GET", path="/v1/models/{id:path}", status="404") == 40
+    assert len([key for key in found.samples if key[0] == "mlxtp_http_requests_total"]) == 4
+
+
+def test_metrics_are_for_those_who_may_ask_this_host(stage: Stage) -> None:
+    assert httpx.get(f"{stage.url}/metrics", headers={"host": "evil.example"}).status_code == 421
+    assert httpx.get(f"{stage.url}/metrics", headers={"origin": "http://evil.example"}).status_code == 403
+    assert httpx.post(f"{stage.url}/metrics").status_code == 405
+
+
+def test_an_error_that_was_noted_has_its_code() -> None:
+    account = Account("id", 0.0)
+    note("nobody hears this")
+    note_key("nobody")
+    with answering(account):
+        assert current() is account
+        note("overloaded")
+        note_key("laptop")
+    assert (account.code, account.key) == ("overloaded", "laptop")
+    assert current() is None
+
+
+# --- ids and lines ----------------------------------------------------------------------------------------
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of each finished request but those for metrics, once all of them are there."""
+    ends_at = time.monotonic() + WAIT_S
+    while time.monotonic() < ends_at:
+        found = [record for record in caplog.records if record.name == "mlxtp.api.accounting"]
+        if found := [record for record in found if record.levelno == logging.INFO]:
+            return [cast(Any, record).fields | {"epoch": cast(Any, record).epoch} for record in found]
+        time.sleep(0.01)
+    pytest.fail("no request was logged")
+
+
+def test_every_answer_has_an_id_of_its_own(stage: Stage) -> None:
+    stage.says("hello")
+    asked = [
+        stage.ask(),
+        stage.ask(stream=True),
+        stage.ask(model="nobody"),
+        httpx.get(f"{stage.url}/nothing"),
+    ]
+    asked += [httpx.get(f"{stage.url}/health", headers={"host": "evil.example"}) for _ in range(20)]
+    ids = [answer.headers["x-request-id"] for answer in asked]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+
+
+@pytest.mark.parametrize("given", ["x", "a" * 128, "req_01:{abc}/~!"])
+def test_a_clients_own_id_comes_back(stage: Stage, given: str) -> None:
+    assert httpx.get(f"{stage.url}/health", headers={"x-request-id": given}).headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", [b"", b"a" * 129, b"two words", b"caf\xe9", b"tab\there"])
+def test_an_id_that_is_none_is_replaced(stage: Stage, given: bytes) -> None:
+    answer = httpx.get(f"{stage.url}/health", headers=[(b"x-request-id", given)])
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+def test_two_ids_are_none(stage: Stage) -> None:
+    answer = httpx.get(f"{stage.url}/health", headers=[("x-request-id", "a"), ("x-request-id", "b")])
+    assert answer.headers["x-request-id"] not in ("a", "b", "a, b")
+
+
+def test_a_finished_request_has_one_line_without_its_words(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.supervisor.epoch = 7
+    count = stage.says(SECRET, lambda uid: Finished(uid, "stop", 4, 4, cached=2))
+    with caplog.at_level(logging.DEBUG, "mlxtp"):
+        stage.ask(messages=[{"role": "user", "content": "the end"}], headers={"x-request-id": "mine"})
+        stage.scrape()
+        [fields] = lines(caplog)
+    assert fields.pop("duration_s") >= fields.pop("first_token_s") > 0
+    prompt = len(stage.desk.asked[0].tokens)
+    assert fields == {
+        "method": "POST", "path": CHAT, "status": 200, "reason": "stop", "epoch": 7,
+        "prompt_tokens": prompt, "cached_tokens": 2, "generated_tokens": count,
+    }  # fmt: skip
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert f"POST {CHAT} 200 in " in said
+    assert f"{prompt} prompt tokens, 2 cached; {count} generated, the first after " in said
+    assert "the end" not in said
+    assert SECRET not in said
+
+
+def test_what_an_error_was_stands_in_its_line(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mlxtp"):
+        stage.ask(temperature=99)
+        [fields] = lines(caplog)
+    assert fields["status"] == 400
+    assert fields["code"]
+    assert "prompt_tokens" not in fields
+
+
+def test_a_path_cannot_break_a_line(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mlxtp"):
+        httpx.get(f"{stage.url}/a%0Ab%1B[31m{'x' * 5000}?secret=1")
+        [fields] = lines(caplog)
+    assert fields["path"].startswith("/a%0Ab%1B")
+    assert len(fields["path"]) < 700
+    assert "secret" not in json.dumps(fields)
+
+
+# --- the group --------------------------------------------------------------------------------------------
+
+
+def pong(**fields: Any) -> Pong:
+    most = {"phase": "decode", "phase_s": 0.0, "in_flight": 0, "step": 0, "forwards": 0, "collectives": 0}
+    rest = {"emitted": 0, "memory_bytes": 0, "peak_memory_bytes": 0, "model": ""}
+    return Pong(**(most | rest | fields))
+
+
+def test_each_rank_has_its_figures(stage: Stage) -> None:
+    pongs = {
+        1: pong(memory_bytes=22, peak_memory_bytes=33, weight_bytes=4, kv_bytes=5, forwards=6),
+        0: pong(memory_bytes=11, step_us=1500, wait_us=500, collective_us=40),
+    }
+    stage.supervisor.ranks = cast(Any, SimpleNamespace(pongs=pongs))
+    found = stage.scrape()
+    assert found("mlxtp_ranks_alive") == 2
+    assert found("mlxtp_rank_memory_bytes", rank="0") == 11
+    assert found("mlxtp_rank_memory_bytes", rank="1") == 22
+    assert found("mlxtp_rank_peak_memory_bytes", rank="1") == 33
+    assert found("mlxtp_rank_weight_bytes", rank="1") == 4
+    assert found("mlxtp_rank_kv_cache_bytes", rank="1") == 5
+    assert found("mlxtp_rank_forwards_total", rank="1") == 6
+    assert found("mlxtp_rank_step_seconds", rank="0") == 0.0015
+    assert found("mlxtp_rank_wait_seconds", rank="0") == 0.0005
+    assert found("mlxtp_rank_collective_seconds", rank="0") == 0.00004
+    stage.supervisor.ranks = None
+    found = stage.scrape()
+    assert not [key for key in found.samples if key[0].startswith("mlxtp_rank")]
+
+
+def test_one_state_is_true(stage: Stage) -> None:
+    for state in (State.READY, State.RESTARTING, State.FAILED):
+        stage.supervisor.state = state
+        found = stage.scrape()
+        assert {s: found("mlxtp_state", state=s) for s in State} == {s: float(s is state) for s in State}
+        assert found("mlxtp_ready") == float(state is State.READY)
+
+
+def test_epochs_and_recoveries_are_told(stage: Stage) -> None:
+    stage.supervisor.epoch = 3
+    stage.supervisor.recoveries.serving(1.0)
+    stage.supervisor.recoveries.over(Code.RANK_LOST, 2.0)
+    stage.supervisor.recoveries.serving(4.5)
+    found = stage.scrape()
+    assert found("mlxtp_epoch") == 3
+    assert found("mlxtp_epochs_ended_total", code="rank_lost") == 1
+    assert found("mlxtp_recovery_seconds_sum") == 2.5
+    assert found("mlxtp_recovery_seconds_count") == found("mlxtp_recovery_seconds_bucket", le="3.0") == 1
+    assert found("mlxtp_recovery_seconds_bucket", le="2.0") == 0
+
+
+def test_a_recovery_is_from_the_first_failure_to_the_next_that_serves() -> None:
+    story = Recoveries()
+    story.over(Code.FORM_FAILED, 1.0)  # nothing was served yet
+    story.serving(5.0)
+    assert story.seconds.count == 0
+    story.over(Code.RANK_LOST, 10.0)
+    story.over(Code.FORM_FAILED, 12.0)
+    story.over(Code.REPLANNED, 13.0)
+    story.serving(17.0)
+    assert (story.seconds.count, story.seconds.total) == (1, 7.0)
+    story.over(Code.REPLANNED, 20.0)  # somebody joined
+    story.serving(25.0)
+    story.over(Code.RANK_LOST, 30.0)
+    story.rested()  # and then nothing was wanted
+    story.serving(99.0)
+    assert (story.seconds.count, story.seconds.total) == (1, 7.0)
+    assert story.ended == {Code.FORM_FAILED: 2, Code.RANK_LOST: 2, Code.REPLANNED: 2}
+
+
+# --- the text itself --------------------------------------------------------------------------------------
+
+
+def test_every_metric_says_what_it_is_and_of_what_kind(stage: Stage) -> None:
+    text = stage.scrape().text
+    families = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
+    helped = dict(re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE))
+    assert len({name for name, _ in families}) == len(families) == len(helped)
+    assert all(helped[name] for name, _ in families)
+    assert all(name.startswith(("vllm:", "mlxtp_", "process_")) for name, _ in families)
+    assert {kind for _, kind in families} == {"gauge", "counter", "histogram"}
+    assert "untyped" not in text
+
+
+def test_the_page_lists_every_metric(stage: Stage) -> None:
+    page = PAGE.read_text()
+    families = re.findall(r"^# TYPE (\S+) ", stage.scrape().text, re.MULTILINE)
+    assert len(families) > 30
+    assert [name for name in families if not name.startswith("process_") and f"`{name}" not in page] == []
+    rows = "".join(re.findall(r"^\|.*", page, re.MULTILINE))
+    named = set(re.findall(r"`((?:vllm:|mlxtp_)[a-z0-9_]+)", rows))
+    assert named - set(families) == set()
+
+
+def test_two_agents_in_one_process_share_nothing(stage: Stage, tmp_path: Path) -> None:
+    stage.says("hello")
+    stage.ask()
+    other = Supervisor(Settings(tmp_path / "other", "", 0, 1, "tiny"))
+    text, _ = Metrics(other, Tally(time.perf_counter)).collect()
+    assert MODEL not in text.decode()
+
+
+def test_the_agents_own_memory_and_descriptors_are_told(stage: Stage) -> None:
+    found = stage.scrape()
+    assert found("process_resident_memory_bytes") > 1e6
+    assert 0 < found("process_open_fds") < found("process_max_fds")
+
+
+def test_a_mac_tells_the_same_of_its_process_as_linux() -> None:
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("there is no /proc to compare with")
+    linux = {metric.name: metric for metric in ProcessCollector(registry=None).collect()}
+    ours = {metric.name: metric for metric in OwnProcess().collect()}
+    assert {name: metric.type for name, metric in ours.items()} == {n: m.type for n, m in linux.items()}
+    for name in ("process_start_time_seconds", "process_max_fds"):
+        assert ours[name].samples[0].value == pytest.approx(linux[name].samples[0].value, abs=2)
+    for name in ("process_resident_memory_bytes", "process_virtual_memory_bytes"):
+        assert ours[name].samples[0].value == pytest.approx(linux[name].samples[0].value, rel=0.2)
+
+
+# --- counting ---------------------------------------------------------------------------------------------
+
+
+def test_a_value_counts_up_to_its_bound_and_beyond() -> None:
+    histogram = Histogram((1, 2, 5))
+    for value in (0, 1, 1.5, 2, 4, 6, 7):
+        histogram.observe(value)
+    assert histogram.buckets() == [(1, 2), (2, 4), (5, 5), (float("inf"), 7)]
+    assert (histogram.total, histogram.count) == (21.5, 7)
+
+
+def test_models_have_names_up_to_a_bound() -> None:
+    clock = itertools.count()
+    tally = Tally(lambda: next(clock))
+    for number in range(100):
+        tally.begin(f"model-{number}", (1,)).end(End("stop", 1))
+    assert len(tally.models) == MAX_MODELS + 1
+    assert tally.models[OTHER].finished["stop"] == 100 - MAX_MODELS
+    tally.begin("model-3", (1,)).end(End("stop", 1))
+    assert tally.models["model-3"].finished["stop"] == 2
+
+
+def test_the_first_end_is_the_one_that_counts() -> None:
+    tally = Tally(lambda: 5.0)
+    watch = tally.begin("m", (1, 2))
+    watch.end(End("stop", 1, 1))
+    watch.end(End("length", 1, 1))
+    watch.fail(GroupError("late"))
+    watch.leave()
+    assert {why: n for why, n in tally.models["m"].finished.items() if n} == {"stop": 1}
+    assert tally.models["m"].cached_tokens == 1
+    left = tally.begin("m", (1, 2))
+    left.leave()
+    left.end(End("stop", 1))
+    assert tally.models["m"].finished["abort"] == 1
+
+
+def test_whoever_nobody_answers_over_http_is_counted_too(stage: Stage) -> None:
+    """A program of ours may use the gateway without HTTP, as benchmarks do."""
+
+    async def leave() -> None:
+        await stage.supervisor.gateway.generate(Request((1, 2), 9)).aclose()
+
+    asyncio.run_coroutine_threadsafe(leave(), stage.loop).result(WAIT_S)
+    assert stage.scrape().finished() == {"abort": 1}
+
+
+# --- the dashboard ----------------------------------------------------------------------------------------
+
+
+def queries() -> list[str]:
+    def expressions(panels: list[dict[str, Any]]) -> Iterator[str]:
+        for panel in panels:
+            yield from expressions(panel.get("panels", []))
+            yield from (target["expr"] for target in panel.get("targets", []))
+
+    board = json.loads(DASHBOARD.read_text())
+    variables = [str(each["query"]) for each in board["templating"]["list"] if each["type"] == "query"]
+    return [*expressions(board["panels"]), *variables]
+
+
+NAME = re.compile(r"\b(?:vllm:|mlxtp_|process_)[a-z0-9_]+")
+
+
+def test_the_dashboard_asks_for_what_there_is(stage: Stage) -> None:
+    found = stage.scrape()
+    there = {name for name, _ in found.samples}
+    for family in found.families.values():  # what has no samples yet
+        ends = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(family.type, ("",))
+        there |= {f"{family.name.removesuffix('_total')}{end}" for end in ends}
+    asked = {name for query in queries() for name in NAME.findall(query)}
+    assert len(asked) > 10
+    assert asked - there == set()
+
+
+def test_the_dashboard_shows_what_matters() -> None:
+    asked = " ".join(queries())
+    for name in (
+        "vllm:generation_tokens_total", "vllm:num_requests_running", "vllm:num_requests_waiting",
+        "vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket",
+        "mlxtp_requests_refused_total", "mlxtp_requests_failed_total", "mlxtp_epochs_ended_total",
+        "mlxtp_recovery_seconds_count", "mlxtp_rank_memory_bytes",
+    ):  # fmt: skip
+        assert name in asked
+    assert asked.count("histogram_quantile(0.5,") >= 2
+    assert asked.count("histogram_quantile(0.95,") >= 2
+
+
+def test_the_dashboards_panels_do_not_lie_on_each_other() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        mine = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not mine & cells
+        cells |= mine
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)

@@ -1,0 +1,169 @@
+"""What is kept of the last epochs, and how fast tokens come. No clock runs here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlxtp.node.history import MOST, History, Meter, Now, to_json
+
+
+class Told:
+    """A history with a clock of its own; the time of day begins at 1000."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.clock = 0.0
+
+    @property
+    def now(self) -> Now:
+        return Now(1000 + self.clock, self.clock)
+
+    def begins(self, epoch: int, after: float = 0.0) -> None:
+        self.clock += after
+        self.history.began(epoch, self.now, world_size=2, backend="ring", model="tiny")
+
+    def ready(self, after: float) -> None:
+        self.clock += after
+        self.history.ready(self.now)
+
+    def ends(
+        self, after: float, code: str | None = "rank_lost", reason: str | None = "rank 1 is gone"
+    ) -> None:
+        self.clock += after
+        self.history.ended(self.now, code, reason)
+
+    def told(self, epoch: int, state: str, reason: str = "", after: float = 0.5) -> None:
+        self.clock += after
+        self.history.told(
+            epoch, self.now, state=state, reason=reason, world_size=2, backend="ring", kind="ring over Wi-Fi"
+        )
+
+    def rows(self, *names: str) -> list[tuple[Any, ...]]:
+        return [tuple(getattr(story, name) for name in names) for story in self.history.stories]
+
+
+def test_a_failure_and_the_epoch_after_it() -> None:
+    told = Told()
+    told.begins(1)
+    told.history.reached("spawned", 0.4004)
+    told.history.reached("formed", 1.5)
+    told.ready(2.0)
+    told.ends(30.0)
+    told.begins(2, after=0.5)
+    assert told.rows("epoch", "began", "ready_s", "lasted_s", "code", "reason") == [
+        (2, 1032.5, None, None, None, None),
+        (1, 1000.0, 2.0, 32.0, "rank_lost", "rank 1 is gone"),
+    ]
+    assert told.history.stories[1].stages == [("spawned", 0.4), ("formed", 1.5)]
+    assert json.loads(json.dumps(to_json(told.history.stories)))[1]["stages"] == [
+        ["spawned", 0.4],
+        ["formed", 1.5],
+    ]
+
+
+def test_what_was_said_first_holds() -> None:
+    told = Told()
+    told.begins(1)
+    told.ready(1.0)
+    told.ready(5.0)
+    told.ends(1.0)
+    told.ends(1.0, "internal", "another reason")
+    told.history.reached("loaded", 9.0)
+    told.ready(1.0)
+    assert told.rows("ready_s", "lasted_s", "code") == [(1.0, 7.0, "rank_lost")]
+    assert told.history.stories[0].stages == []
+
+
+def test_an_epoch_that_was_never_ready_says_so() -> None:
+    told = Told()
+    told.begins(1)
+    told.ends(3.0, "group_form_failed", "no cable")
+    assert told.rows("ready_s", "lasted_s") == [(None, 3.0)]
+
+
+def test_only_the_last_ones_are_kept() -> None:
+    told = Told()
+    for epoch in range(1, MOST + 6):
+        told.begins(epoch, after=1.0)
+    epochs = [epoch for (epoch,) in told.rows("epoch")]
+    assert epochs == list(range(MOST + 5, 5, -1))
+    assert told.rows("lasted_s")[1] == (1.0,)
+
+
+def test_what_another_mac_tells_of_its_group() -> None:
+    told = Told()
+    told.told(7, "forming", "rank 0 was lost before")  # of an epoch that nobody here has seen
+    told.told(7, "loading")
+    told.told(7, "ready")
+    told.told(7, "ready")
+    told.told(8, "forming", "epoch 7 lost mini")
+    told.told(8, "ready", after=2.0)
+    assert told.rows("epoch", "here", "ready_s", "lasted_s", "code", "reason") == [
+        (8, False, 2.0, None, None, None),
+        (7, False, 1.0, 2.0, None, "epoch 7 lost mini"),
+    ]
+
+
+@pytest.mark.parametrize(("epoch", "state"), [(0, "idle"), (7, "restarting"), (7, "failed"), (7, "idle")])
+def test_a_group_elsewhere_that_is_none_any_more(epoch: int, state: str) -> None:
+    told = Told()
+    told.told(7, "ready")
+    told.told(epoch, state, "it is gone", after=3.0)
+    assert told.rows("epoch", "lasted_s", "reason") == [(7, 3.0, "it is gone")]
+
+
+def test_a_reason_that_is_about_the_new_group_is_none_of_the_old_one() -> None:
+    told = Told()
+    told.told(7, "ready")
+    told.told(8, "loading", "connecting to rank 0")
+    assert told.rows("epoch", "reason") == [(8, None), (7, None)]
+
+
+def test_an_epoch_whose_news_were_lost_for_a_while_is_still_the_same() -> None:
+    told = Told()
+    told.told(7, "ready")
+    told.told(0, "idle", "the link is gone")
+    told.told(7, "ready")
+    assert told.rows("epoch", "lasted_s", "reason") == [(7, None, None)]
+
+
+def test_an_epoch_of_this_mac_that_has_ended_does_not_begin_again_because_another_mac_speaks_of_it() -> None:
+    told = Told()
+    told.begins(7)
+    told.ends(1.0)
+    told.told(7, "ready")
+    told.told(6, "ready")
+    assert told.rows("epoch", "lasted_s", "code") == [(7, 1.0, "rank_lost")]
+
+
+def test_a_rate_is_known_once_somebody_has_looked_twice() -> None:
+    meter = Meter(window_s=4.0, least_s=0.5)
+    assert meter.rate(100, 10.0) is None
+    assert meter.rate(110, 10.1) is None
+    assert meter.rate(150, 11.0) == 50.0
+    assert meter.rate(150, 13.0) == 16.7
+
+
+def test_what_came_before_the_window_does_not_count() -> None:
+    meter = Meter(window_s=4.0, least_s=0.5)
+    for second in range(10):
+        meter.rate(1000 if second else 0, float(second))
+    assert meter.rate(1000, 10.0) == 0.0
+
+
+def test_a_rate_is_not_known_when_nobody_has_looked_for_long() -> None:
+    meter = Meter(window_s=4.0, least_s=0.5)
+    meter.rate(0, 0.0)
+    assert meter.rate(1_000_000, 60.0) is None
+    assert meter.rate(1_000_030, 61.0) == 30.0
+
+
+def test_a_rate_begins_anew_with_a_new_group() -> None:
+    meter = Meter(window_s=4.0, least_s=0.5)
+    meter.rate(0, 0.0)
+    meter.forget()
+    assert meter.rate(500, 1.0) is None
+    assert meter.rate(500, 2.0) == 0.0

@@ -1,0 +1,195 @@
+"""One moment of an agent, alone and in a cluster: what is known is right, what is not is None."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.cluster.topology import Member, Topology
+from mlxtp.config import Settings
+from mlxtp.errors import Code, GroupError
+from mlxtp.node.epoch import State
+from mlxtp.node.observer import ALONE, Observer, links, pairs
+from mlxtp.node.ranks import Group
+from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.wire.control import Serving
+from mlxtp.wire.machine import Interface, Machine
+
+from ..wire import members
+from .one_node import MACHINE, A, B, Node, play
+from .scenes import run, sees
+from .test_supervisor import Stage
+from .test_supervisor import play as play_epochs
+
+
+def moment(observer: Observer) -> dict[str, Any]:
+    """As a client gets it."""
+    found: dict[str, Any] = json.loads(json.dumps(observer.moment()))
+    return found
+
+
+def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -> None:
+    async def story() -> None:
+        found = moment(Observer(Supervisor(Settings(tmp_path, "", 0, 1, "tiny")), "studio"))
+        assert (found["state"], found["ready"], found["epoch"]) == ("starting", False, 0)
+        nothing = ("model", "model_bytes", "group", "cluster", "coordinator", "desired")
+        assert {name: found[name] for name in nothing} == dict.fromkeys(nothing)
+        assert (found["ranks"], found["links"], found["history"]) == ([], [], [])
+        assert found["tokens_per_second"] == {"value": None, "of": "group"}
+        [node] = found["nodes"]
+        assert (node["node_id"], node["name"], node["chip"]) == (ALONE, "studio", None)
+        assert found["self"] == ALONE
+        assert node["memory_bytes"] > 0
+
+    run(story())
+
+
+def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        observer = Observer(stage.supervisor, "studio")
+        await stage.serves(41)
+        await sees(lambda: moment(observer)["ranks"][0]["phase"] is not None)
+        found = moment(observer)
+        assert (found["state"], found["model"], found["desired"]) == (
+            "ready",
+            "tiny",
+            {"model": "tiny", "nodes": None},
+        )
+        assert found["model_bytes"] > 1_000_000
+        assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
+        assert found["ranks"][0]["node"] == ALONE
+        assert found["history"][0]["epoch"] == 41
+        assert found["history"][0]["ready_s"] > 0
+        assert "loaded" in [stage for stage, _ in found["history"][0]["stages"]]
+        stage.supervisor.end_epoch(GroupError("rank 0 was taken", Code.RANK_LOST))
+        await sees(lambda: stage.asked == 2)
+        [ended] = moment(observer)["history"]
+        assert (ended["code"], ended["reason"]) == ("rank_lost", "rank 0 was taken")
+        assert ended["lasted_s"] >= ended["ready_s"]
+        assert moment(observer)["ranks"][0]["memory_bytes"] is None
+        await stage.serves(42)
+        assert [each["epoch"] for each in moment(observer)["history"]] == [42, 41]
+
+    play_epochs(tmp_path, source, story)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    from mlxtp.node.models import open_model
+
+    return asyncio.run(open_model("tiny"))
+
+
+def test_a_cluster_before_anything_is_served(tmp_path: Path, member: members.Member) -> None:
+    async def story(node: Node) -> None:
+        node.meet(A)
+        node.tick()
+        found = moment(Observer(node.cluster.supervisor, "studio", node.cluster))
+        rows = {each["name"]: each for each in found["nodes"]}
+        assert rows["studio"]["self"]
+        assert rows["studio"]["chip"] == "a chip"
+        assert rows["studio"]["memory_bytes"] == 64 << 30
+        assert (rows["mac-a"]["state"], rows["mac-a"]["chip"], rows["mac-a"]["memory_bytes"]) == (
+            "alive",
+            None,
+            None,
+        )
+        assert found["desired"] == {"model": "", "nodes": "auto"}
+        assert found["links"] == []
+
+    play(tmp_path, member, story)
+
+
+def test_a_group_on_other_macs_is_shown_as_it_is_told(
+    tmp_path: Path, member: members.Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a, b = node.meet(A), node.meet(B)
+        node.live(a, b)
+        node.follow(a)
+        observer = Observer(node.cluster.supervisor, "studio", node.cluster)
+        told = Serving(
+            9, "ready", "", "ring", "ring over Ethernet", (A, B), (0.0, 5.0), 0, "x", 0, 4096, 9, (1,)
+        )
+        node.hear(a, told)
+        node.tick()
+        found = moment(observer)
+        assert (found["epoch"], found["group"]["kind"], found["group"]["pairs"]) == (
+            9,
+            "ring over Ethernet",
+            [[0, 1]],
+        )
+        assert [(each["rank"], each["node"], each["memory_bytes"]) for each in found["ranks"]] == [
+            (0, A, None),
+            (1, B, None),
+        ]
+        assert found["group"]["fabric"] is None
+        assert found["tokens_per_second"]["value"] is None
+        node.hear(a, replace(told, epoch=10, state="starting", reason="epoch 9 lost mac-f"))
+        node.tick()
+        assert [(each["epoch"], each["reason"]) for each in moment(observer)["history"]] == [
+            (10, None),
+            (9, "epoch 9 lost mac-f"),
+        ]
+
+    play(tmp_path, member, story)
+
+
+def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
+    async def story() -> None:
+        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+        observer = Observer(supervisor, "studio")
+        supervisor.follow(State.READY, 3, "", Group(0, 2, "ring"))
+        assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
+        await asyncio.sleep(0.5)
+        supervisor.gateway.confirmed_tokens += 50
+        value = moment(observer)["tokens_per_second"]["value"]
+        assert 10 < value <= 100
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "expected"),
+    [
+        (1, False, []),
+        (2, False, [(0, 1)]),
+        (2, True, [(0, 1)]),
+        (3, False, [(0, 1), (1, 2), (2, 0)]),
+        (4, False, [(0, 1), (1, 2), (2, 3), (3, 0)]),
+        (4, True, [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
+    ],
+)
+def test_who_exchanges_bytes_with_whom(ranks: int, mesh: bool, expected: list[tuple[int, int]]) -> None:
+    assert pairs(ranks, mesh=mesh) == expected
+
+
+def machine(*interfaces: Interface) -> Machine:
+    return replace(MACHINE, interfaces=interfaces)
+
+
+def test_the_best_way_between_two_macs_is_shown_and_no_other() -> None:
+    def at(number: int) -> Machine:
+        return machine(
+            Interface("en0", f"10.0.0.{number}", 24, "ethernet", 10_000 // number, True),
+            Interface("en1", f"192.168.1.{number}", 24, "wifi", 0, True),
+        )
+
+    alone = machine(Interface("en1", "192.168.1.9", 24, "wifi", 0, True))
+    topology = Topology([Member("a", "a", at(1)), Member("b", "b", at(2)), Member("c", "c", alone)])
+    assert links(topology, ["c", "b", "a"]) == [
+        {"a": "a", "b": "b", "network": "ethernet", "rdma": False, "mbps": 5000},
+        {"a": "a", "b": "c", "network": "wifi", "rdma": False, "mbps": None},
+        {"a": "b", "b": "c", "network": "wifi", "rdma": False, "mbps": None},
+    ]
+
+
+def test_macs_that_do_not_reach_each_other_have_no_link() -> None:
+    far = machine(Interface("en0", "10.9.9.9", 24, "ethernet", 0, True))
+    near = machine(Interface("en0", "10.0.0.1", 24, "ethernet", 0, True))
+    assert links(Topology([Member("a", "a", near), Member("b", "b", far)]), ["a", "b"]) == []

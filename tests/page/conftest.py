@@ -1,0 +1,308 @@
+"""A real server with the page on it, whose backend and cluster are played, and the system's Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from mlxtp.api.app import create_app
+from mlxtp.api.backend import End, Event, Tokens
+from mlxtp.api.server import bind, serve
+from mlxtp.api.text import Text
+
+from ..api.conftest import FakeBackend, byte_level, save
+from ..api.test_admin import FakeAdmin
+from ..cluster import WAIT_S
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+CHROMIUM = os.environ.get("MLXTP_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
+ARGUMENTS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+PHONE, DESK = {"width": 360, "height": 740}, {"width": 1280, "height": 860}
+
+RANK = {
+    "node": "a" * 32,
+    "phase": "idle",
+    "memory_bytes": 14_200_000,
+    "weight_bytes": 4_000_000,
+    "kv_bytes": 100_000,
+    "step_us": 1500,
+    "wait_us": 800,
+    "collective_us": 60,
+    "in_flight": 0,
+}
+NODE = {
+    "node_id": "a" * 32,
+    "name": "studio",
+    "state": "alive",
+    "self": True,
+    "coordinator": True,
+    "draining": False,
+    "address": None,
+    "chip": "Apple M3 Ultra",
+    "memory_bytes": 512 * 10**9,
+    "notes": [],
+    "model_problem": None,
+}
+MOMENT: dict[str, Any] = {
+    "versions": ["mlxtp=0"],
+    "self": "a" * 32,
+    "state": "ready",
+    "ready": True,
+    "reason": None,
+    "waiting": None,
+    "problem": None,
+    "epoch": 3,
+    "model": "org/tiny",
+    "model_bytes": 8_000_000,
+    "cluster": "c" * 16,
+    "coordinator": "a" * 32,
+    "desired": {"model": "org/tiny", "nodes": "2"},
+    "group": {
+        "world_size": 2,
+        "backend": "jaccl",
+        "kind": "JACCL mesh",
+        "pairs": [[0, 1]],
+        "fabric": {"collective_us": 195, "by": "bench", "at": 1_780_000_000},
+    },
+    "ranks": [RANK | {"rank": 0}, RANK | {"rank": 1, "node": "b" * 32, "memory_bytes": None}],
+    "nodes": [NODE, NODE | {"node_id": "b" * 32, "name": "mini", "self": False, "coordinator": False,
+                            "chip": None, "memory_bytes": None, "notes": ["RDMA is disabled"]}],
+    "links": [{"a": "a" * 32, "b": "b" * 32, "network": "thunderbolt", "rdma": True, "mbps": None}],
+    "tokens_per_second": {"value": None, "of": "group"},
+    "requests": {"open": 0, "generating": 0, "first_token": 0, "group": 0, "held_back": 0},
+    "history": [
+        {"epoch": 3, "began": 1_780_000_100.0, "here": True, "world_size": 2, "backend": "jaccl",
+         "kind": "JACCL mesh", "model": "org/tiny", "stages": [["spawned", 0.4]], "ready_s": 2.5,
+         "lasted_s": None, "code": None, "reason": None},
+        {"epoch": 2, "began": 1_780_000_000.0, "here": True, "world_size": 2, "backend": "jaccl",
+         "kind": "JACCL mesh", "model": "org/tiny", "stages": [], "ready_s": 2.4, "lasted_s": 33.0,
+         "code": "rank_lost", "reason": "rank 1 was ended by signal 9"},
+        {"epoch": 1, "began": 1_779_999_000.0, "here": False, "world_size": 1, "backend": "none",
+         "kind": "", "model": None, "stages": [], "ready_s": None, "lasted_s": 1.0, "code": None,
+         "reason": None},
+    ],
+}  # fmt: skip
+FORMING = {
+    "state": "forming",
+    "ready": False,
+    "reason": "epoch 3 lost mini",
+    "epoch": 4,
+    "model": None,
+    "history": [
+        MOMENT["history"][0] | {"epoch": 4, "ready_s": None},
+        MOMENT["history"][0] | {"lasted_s": 60.0, "code": "rank_lost", "reason": "epoch 3 lost mini"},
+        *MOMENT["history"][1:],
+    ],
+}
+
+
+class FakeObserved:
+    """Shows what the test says."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self.shown: Mapping[str, Any] = MOMENT
+        self.looks = 0
+
+    def moment(self) -> Mapping[str, Any]:
+        self.looks += 1
+        return self.shown
+
+
+class Admin(FakeAdmin):
+    """Has two models on its disk."""
+
+    def _do(self, *what: str) -> dict[str, object]:
+        super()._do(*what)
+        models = [
+            {"name": "tiny", "source": "embedded", "size_bytes": 2_000_000, "complete": True},
+            {"name": "org/big", "source": "hub", "size_bytes": 40 * 10**9, "complete": False},
+        ]
+        return {"models": models, "model": what[1] if len(what) > 1 else ""}
+
+
+@dataclass
+class Site:
+    """The running server, what it plays, and how its script goes on."""
+
+    url: str
+    backend: FakeBackend
+    observed: FakeObserved
+    admin: Admin
+    ids: Any
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def reset(self) -> None:
+        self.backend.__init__(self.backend.loaded_text)  # type: ignore[misc]
+        self.observed.shown, self.observed.looks = MOMENT, 0
+        self.admin.asked.clear()
+        self.admin.error = None
+        self.go_on.clear()
+
+    def show(self, **changes: Any) -> None:
+        """From now on the cluster is like this."""
+        self.observed.shown = MOMENT | changes
+
+    def says(self, *parts: str, step: int = 4, error: Exception | None = None) -> None:
+        """The next answers: after each part but the last they wait for `go_on`. At the end stands `error`."""
+
+        async def script() -> AsyncIterator[Event]:
+            count = 0
+            for number, part in enumerate(parts):
+                while number and not self.go_on.is_set():  # noqa: ASYNC110 - a test's thread sets it
+                    await asyncio.sleep(0.01)
+                tokens = self.ids(part)
+                count += len(tokens)
+                for i in range(0, len(tokens), step):
+                    yield Tokens(tuple(tokens[i : i + step]))
+            if error is not None:
+                raise error
+            yield End("stop", count, cached=3)
+
+        self.backend.script = script
+
+
+class Running:
+    """A server in a thread of its own, until it is closed. Port 0 takes a free one."""
+
+    def __init__(
+        self, backend: FakeBackend | None, observed: FakeObserved, admin: Any = None, port: int = 0
+    ) -> None:
+        app = create_app(cast(Any, backend), admin=admin, observed=observed, keep_alive_s=0.1)
+        sock = bind("127.0.0.1", port)
+        self.port: int = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._observed = observed
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        serving = serve(app, sock, self._stop, grace_s=int(WAIT_S))
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(serving))
+        self._thread.start()
+
+    def close(self) -> None:
+        """As an agent ends. Fails when it is held up. May be repeated."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._observed.over.set)
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(WAIT_S / 2)
+            assert not self._thread.is_alive()
+            self._loop.close()
+
+
+@pytest.fixture(scope="session")
+def running_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    tokenizer = byte_level()
+    folder = save(tokenizer, tmp_path_factory.mktemp("tokenizer"))
+    backend, observed, admin = FakeBackend(Text.load(folder)), FakeObserved(), Admin()
+    running = Running(backend, observed, admin)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    yield Site(running.url, backend, observed, admin, ids)
+    running.close()
+
+
+@pytest.fixture
+def site(running_site: Site) -> Site:
+    """The running server with nothing said yet."""
+    running_site.reset()
+    return running_site
+
+
+# --- the browser ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'"
+    )
+    if not Path(CHROMIUM).exists():
+        pytest.skip(f"there is no Chromium at {CHROMIUM}; install it, or name it in MLXTP_CHROMIUM")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=WAIT_S * 1000)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Visit:
+    """A tab with the page in it. `trouble` collects what the browser complained about."""
+
+    page: Page
+    context: BrowserContext
+    trouble: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
+
+    def state(self, words: str) -> None:
+        """Wait until the line about the state has these words."""
+        self.shows(words, "#state")
+
+    def shows(self, words: str, within: str = "#turns") -> None:
+        """Wait until this element has these words. (`wait_for_function` would need `eval` in the page.)"""
+        self.page.wait_for_selector(f"{within}:has-text({json.dumps(words)})", state="attached")
+
+    def send(self, text: str) -> None:
+        self.page.fill("#say", text)
+        self.page.press("#say", "Enter")
+
+    def answered(self) -> None:
+        """Wait until the last answer has come to its end."""
+        self.page.wait_for_selector("#turns > li:last-child.assistant .numbers:not([hidden])")
+        self.page.wait_for_selector("#send:not([hidden])")
+
+    def open(self, view: str) -> None:
+        self.page.click(f"header nav a[href='#{view}']")
+        self.page.wait_for_selector(f"#{view}:not([hidden])")
+
+    def text(self, selector: str) -> str:
+        return self.page.inner_text(selector)
+
+
+@pytest.fixture
+def visiting(browser: Browser, site: Site) -> Iterator[Any]:
+    """Call it for a new visit; how the context is made may be said. At the end nobody may have complained."""
+    visits: list[Visit] = []
+
+    def visit(fragment: str = "", url: str = "", **how: Any) -> Visit:
+        context = browser.new_context(**{"viewport": DESK, **how})
+        context.set_default_timeout(WAIT_S / 4 * 1000)
+        page = context.new_page()
+        made = Visit(page, context)
+        page.on("console", lambda said: made.trouble.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: made.trouble.append(str(error)))
+        page.on("request", lambda request: made.requested.append(request.url))
+        page.goto(f"{url or site.url}/{fragment}")
+        visits.append(made)
+        return made
+
+    yield visit
+    for each in visits:
+        each.context.close()
+    assert [line for each in visits for line in each.trouble if "status of 4" not in line] == []
+    outside = [
+        url for each in visits for url in each.requested if not url.startswith((site.url, "blob:", "data:"))
+    ]
+    assert outside == []
+
+
+@pytest.fixture
+def visit(visiting: Any) -> Visit:
+    """The page on a desk, once it knows the cluster."""
+    made: Visit = visiting()
+    made.state("Ready: org/tiny on 2 ranks")
+    return made

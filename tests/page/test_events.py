@@ -1,0 +1,100 @@
+"""`/cluster` and `/cluster/events`, as whoever watches reads them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxtp.api import pages
+from mlxtp.api.app import create_app
+
+from ..cluster import WAIT_S
+from .conftest import FORMING, MOMENT, FakeObserved, Running, Site
+
+
+@pytest.fixture
+def events(site: Site) -> Iterator[Iterator[str]]:
+    with httpx.stream("GET", f"{site.url}/cluster/events", timeout=WAIT_S) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache"
+        yield response.iter_lines()
+
+
+def following(lines: Iterator[str]) -> dict[str, Any]:
+    """The next moment that comes."""
+    found: dict[str, Any] = json.loads(next(line[6:] for line in lines if line.startswith("data: ")))
+    return found
+
+
+def test_one_moment_is_all_that_is_known(site: Site) -> None:
+    response = httpx.get(f"{site.url}/cluster")
+    assert response.status_code == 200
+    assert response.json() == MOMENT
+    assert response.headers["cache-control"] == "no-store"
+
+
+def test_a_moment_comes_at_once_and_another_when_something_has_changed(
+    site: Site, events: Iterator[str]
+) -> None:
+    assert following(events) == MOMENT
+    site.show(**FORMING)
+    began = time.monotonic()
+    assert following(events)["state"] == "forming"
+    assert time.monotonic() - began < WAIT_S / 4
+    site.show()
+    assert following(events) == MOMENT
+
+
+def test_nothing_is_told_twice(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "LOOK_S", 0.01)
+    with httpx.stream("GET", f"{site.url}/cluster/events", timeout=WAIT_S) as response:
+        lines = response.iter_lines()
+        assert following(lines) == MOMENT
+        looks = site.observed.looks
+        while site.observed.looks < looks + 10:
+            time.sleep(0.01)
+        site.show(epoch=99)
+        assert following(lines)["epoch"] == 99
+
+
+def test_who_watches_together_is_answered_from_one_look(site: Site) -> None:
+    for _ in range(20):
+        assert httpx.get(f"{site.url}/cluster").json() == MOMENT
+    assert site.observed.looks < 20
+
+
+def test_at_most_twice_a_second(site: Site, events: Iterator[str]) -> None:
+    following(events)
+    began, told = time.monotonic(), 0
+    while time.monotonic() - began < 2.0:
+        site.show(epoch=1000 + told)
+        following(events)
+        told += 1
+    assert told <= 5
+
+
+def test_when_the_agent_ends_whoever_watches_is_let_go() -> None:
+    """Else each open page would hold up the end of the agent until it is cut off."""
+    observed = FakeObserved()
+    running = Running(None, observed)
+    try:
+        with httpx.stream("GET", f"{running.url}/cluster/events", timeout=WAIT_S) as response:
+            lines = response.iter_lines()
+            assert following(lines) == MOMENT
+            observed.shown = MOMENT | {"state": "stopped"}
+            running.close()
+            assert [json.loads(line[6:])["state"] for line in lines if line.startswith("data")] == ["stopped"]
+    finally:
+        running.close()
+
+
+def test_without_a_source_there_is_no_page() -> None:
+    routes = {getattr(route, "path", "") for route in create_app(None).routes}  # type: ignore[arg-type]
+    assert "/cluster" not in routes
+    assert "/" not in routes

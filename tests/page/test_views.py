@@ -1,0 +1,344 @@
+"""The views of the cluster and of models, and what holds for the whole page: widths, keys, colours, ears."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from mlxtp.errors import Code, UserError
+
+from ..api.test_admin import KEY
+from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, FakeObserved, Running, Site, Visit
+
+VIEWS = ("chat", "cluster", "models")
+
+
+def nodes(count: int) -> dict[str, Any]:
+    """A cluster of so many Macs, in a ring."""
+    ids = [f"{number:032x}" for number in range(count)]
+    return {
+        "self": ids[0],
+        "nodes": [
+            NODE | {"node_id": node, "name": f"a Mac with a long name {i}", "self": i == 0}
+            for i, node in enumerate(ids)
+        ],
+        "ranks": [RANK | {"rank": i, "node": node} for i, node in enumerate(ids)],
+        "group": MOMENT["group"]
+        | {"world_size": count, "pairs": [[i, (i + 1) % count] for i in range(count)]},
+        "links": [
+            {"a": a, "b": b, "network": "ethernet", "rdma": False, "mbps": 10_000}
+            for i, a in enumerate(ids)
+            for b in ids[i + 1 :]
+        ],
+    }
+
+
+# --- the cluster ------------------------------------------------------------------------------------------
+
+
+def test_the_cluster_in_words(visit: Visit) -> None:
+    visit.open("cluster")
+    facts = visit.text("#facts")
+    assert "Ready: org/tiny on 2 ranks" in facts
+    assert "JACCL mesh, backend jaccl" in facts
+    assert "195 µs (measured by mlxtp bench)" in facts
+    assert "not known" in facts  # tokens per second: nobody has asked for any
+    ranks = visit.page.locator("#ranks li").all_inner_texts()
+    assert "Rank 0 on studio · idle" in ranks[0]
+    assert "14.2 MB of memory: weights 4.0 MB, KV caches 100 kB, a step in 1.5 ms" in ranks[0]
+    assert "its figures are not known here" in ranks[1]
+    macs = visit.page.locator("#nodes li").all_inner_texts()
+    assert "Apple M3 Ultra, memory 512 GB" in macs[0]
+    assert "chip not known, memory not known" in macs[1]
+    assert "RDMA is disabled" in macs[1]
+    assert visit.text("#links li") == "studio – mini · Thunderbolt, RDMA\nlatency 195 µs for a small sum"
+
+
+def test_the_last_epochs_newest_first_with_their_reasons(visit: Visit) -> None:
+    visit.open("cluster")
+    third, second, first = visit.page.locator("#history li").all_inner_texts()
+    assert third.startswith("Epoch 3 · runs, ready after 2.5 s")
+    assert second.startswith("Epoch 2 · ended after 33.0 s, ready after 2.4 s")
+    assert "rank 1 was ended by signal 9 (rank_lost)" in second
+    assert "was never ready" in first
+    assert "why it ended is not known" in first
+
+
+def test_the_picture_shows_macs_ranks_and_what_joins_them(site: Site, visit: Visit) -> None:
+    visit.open("cluster")
+    picture = visit.page.locator("#picture svg")
+    assert picture.get_attribute("role") == "img"
+    assert "2 Macs, 2 present. Ready" in (picture.get_attribute("aria-label") or "")
+    assert picture.locator(".machine .name").all_text_contents() == ["studio", "mini"]
+    assert picture.locator(".rank").count() == 2
+    assert picture.locator(".cable.used[data-kind=rdma]").count() == 1
+    assert picture.locator(".label").all_text_contents() == ["Thunderbolt, RDMA", "small sum in 195 µs"]
+    lost = [NODE, MOMENT["nodes"][1] | {"state": "dead"}]
+    site.show(**FORMING, nodes=lost, group=None, ranks=[], links=[])
+    visit.page.wait_for_selector("#picture .machine[data-state=dead]")
+    assert picture.locator(".rank").count() == 0
+    assert picture.locator(".cable").count() == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_no_mac_lies_on_another_or_outside(
+    site: Site, visiting: Any, count: int, size: dict[str, int]
+) -> None:
+    site.show(**nodes(count))
+    visit: Visit = visiting("#cluster", viewport=size)
+    visit.page.wait_for_selector("#picture .machine")
+    boxes = [box.bounding_box() for box in visit.page.locator("#picture .case").all()]
+    frame = visit.page.locator("#picture svg").bounding_box()
+    assert len(boxes) == count
+    for i, box in enumerate(boxes):
+        assert box["x"] >= frame["x"]
+        assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 0.5
+        assert box["y"] >= frame["y"]
+        assert box["y"] + box["height"] <= frame["y"] + frame["height"] + 0.5
+        for other in boxes[:i]:
+            apart_x = abs(box["x"] - other["x"]) >= box["width"]
+            apart_y = abs(box["y"] - other["y"]) >= box["height"]
+            assert apart_x or apart_y
+
+
+def test_a_failure_is_announced_and_so_is_the_recovery(site: Site, visit: Visit) -> None:
+    state = visit.page.locator("#state")
+    assert state.get_attribute("role") == "status"
+    visit.page.evaluate(
+        """() => {
+            window.heard = [];
+            const state = document.getElementById('state');
+            const watch = new MutationObserver(() => heard.push(state.textContent));
+            watch.observe(state, { childList: true, subtree: true });
+        }"""
+    )
+    site.show(tokens_per_second={"value": 12.5, "of": "group"})  # figures are no news
+    visit.page.wait_for_selector("#figures:has-text('12.5 tokens/s')")
+    site.show(**FORMING)
+    visit.state("Forming the group of epoch 4: epoch 3 lost mini")
+    site.show(epoch=4)
+    visit.state("Ready: org/tiny on 2 ranks")
+    assert visit.page.evaluate("heard") == [
+        "Forming the group of epoch 4: epoch 3 lost mini",
+        "Ready: org/tiny on 2 ranks",
+    ]
+
+
+def test_figures_of_one_mac_are_said_to_be_so(site: Site, visit: Visit) -> None:
+    site.show(tokens_per_second={"value": 7.0, "of": "here"})
+    visit.page.wait_for_selector("#figures:has-text('7 tokens/s asked here')")
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_taken_from_the_address_and_leaves_it(site: Site, visiting: Any) -> None:
+    visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
+    visit.page.wait_for_selector("#disk li")
+    assert "key" not in visit.page.url
+    assert visit.page.is_visible("#models")
+    assert visit.page.locator("#disk b").all_inner_texts() == ["tiny", "org/big"]
+    assert "40.0 GB, in the Hub's cache, not complete" in visit.text("#disk")
+    visit.page.reload()
+    visit.page.wait_for_selector("#disk li")
+    assert KEY not in visit.page.evaluate("JSON.stringify(localStorage)")
+    other: Visit = visiting("#models")
+    assert other.page.is_visible("#admin-form")
+    assert not other.page.is_visible("#manage")
+
+
+def test_serving_and_unloading(site: Site, visiting: Any) -> None:
+    visit: Visit = visiting("#models")
+    visit.page.fill("#admin-key", KEY)
+    visit.page.press("#admin-key", "Enter")
+    visit.page.wait_for_selector("#disk li")
+    visit.page.click("#disk button[aria-label='Serve org/big']")
+    visit.page.wait_for_selector("#models-said:has-text('org/big shall be served.')")
+    visit.page.fill("#model", "org/other")
+    visit.page.fill("#spread", "2")
+    visit.page.press("#model", "Enter")
+    visit.page.wait_for_selector("#models-said:has-text('org/other shall be served.')")
+    visit.page.click("#unload")
+    visit.page.wait_for_selector("#models-said:has-text('Nothing shall be served.')")
+    asked = [each for each in site.admin.asked if each != ("models",)]
+    assert asked == [("serve", "org/big", ""), ("serve", "org/other", "2"), ("unload",)]
+
+
+def test_what_the_agent_refuses_is_said_in_its_words(site: Site, visiting: Any) -> None:
+    visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
+    visit.page.wait_for_selector("#disk li")
+    site.admin.error = UserError("this agent keeps to this Mac", Code.NOT_SUPPORTED)
+    visit.page.click("#unload")
+    visit.page.wait_for_selector("#models-problem:has-text('this agent keeps to this Mac')")
+
+
+def test_a_wrong_key_is_asked_for_again(visiting: Any) -> None:
+    visit: Visit = visiting("#key=wrong")
+    visit.page.wait_for_selector("#admin-form:not([hidden])")
+    assert "That key is not" in visit.text("#models-problem")
+
+
+def test_loading_with_its_progress(site: Site, visiting: Any) -> None:
+    loading = [RANK | {"rank": rank, "phase": "loading", "memory_bytes": 1_000_000} for rank in (0, 1)]
+    story = MOMENT["history"][0] | {"ready_s": None, "stages": [["spawned", 0.4], ["formed", 1.25]]}
+    site.show(state="loading", ready=False, model=None, ranks=loading, history=[story])
+    visit: Visit = visiting("#models")
+    visit.state("Loading org/tiny")
+    bar = visit.page.locator("#loaded")
+    assert bar.evaluate("bar => [bar.value, bar.max]") == [2_000_000, 8_000_000]
+    assert visit.text("#loaded-label") == "Ranks hold 2.0 MB of about 8.0 MB"
+    assert visit.page.locator("#stages li").all_inner_texts() == [
+        "spawned after 400 ms",
+        "formed after 1.3 s",
+    ]
+    unknown = [each | {"memory_bytes": None, "phase": None} for each in loading]
+    site.show(state="loading", ready=False, model=None, ranks=unknown, history=[story])
+    visit.page.wait_for_selector("#loaded-label:has-text('not known')")
+    assert bar.evaluate("bar => bar.position") == -1
+    site.show()
+    visit.page.wait_for_selector("#loading", state="hidden")
+
+
+# --- for everybody ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+def test_nothing_is_wider_than_the_window(site: Site, visiting: Any, size: dict[str, int]) -> None:
+    site.show(**nodes(4), reason="a_long_word_" * 20, problem="x" * 300)
+    code, word = "```\n" + "wide " * 80 + "\n```", "w" * 300
+    cells = "|".join(["cell" * 5] * 12)
+    site.says(f"{code}\n\n{word}\n\n|{cells}|\n|{'-|' * 12}\n|{cells}|")
+    visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"), viewport=size)
+    visit.page.wait_for_selector("#disk li")
+    visit.open("chat")
+    visit.send("q" * 400)
+    visit.answered()
+    visit.page.click("#parameters summary")
+    for view in VIEWS:
+        visit.open(view)
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= size["width"], view
+
+
+def test_by_keys_alone(site: Site, visit: Visit) -> None:
+    """To the skip link, past it to the views, into the message, and to a parameter."""
+    page = visit.page
+    site.says("typed")
+
+    def focus() -> str:
+        return str(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
+
+    page.keyboard.press("Tab")
+    assert focus() == "skip"
+    assert page.locator("#skip").bounding_box()["y"] >= 0  # type: ignore[index]
+    page.keyboard.press("Enter")
+    assert focus() == "main"
+    seen = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        seen.append(focus())
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", seen[-1]
+        if seen[-1] == "say":
+            break
+    assert seen[-1] == "say"
+    page.keyboard.type("Hello")
+    page.keyboard.press("Enter")
+    visit.answered()
+    assert visit.text("#turns > li:last-child > .said") == "typed"
+    assert focus() == "say"
+    page.keyboard.press("Shift+Tab")
+    assert focus() == "Parameters"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert focus() == "temperature"
+    page.focus("#rename")
+    page.keyboard.press("Enter")
+    assert focus() == "asking-value"
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#asking")
+    assert focus() == "rename"
+    page.focus("header nav a[href='#cluster']")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#cluster:not([hidden])")
+    assert page.get_attribute("header nav a[href='#cluster']", "aria-current") == "page"
+
+
+def test_a_finished_answer_is_told_to_those_who_listen(site: Site, visit: Visit) -> None:
+    site.says("Heard by ", "everybody")
+    assert visit.page.get_attribute("#spoken", "aria-live") == "polite"
+    visit.send("Go")
+    visit.shows("Heard by")
+    assert "Heard" not in visit.page.text_content("#spoken")  # type: ignore[operator]
+    site.go_on.set()
+    visit.answered()
+    visit.shows("Heard by everybody", "#spoken")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_everything_has_a_name_and_a_place(site: Site, visiting: Any, view: str) -> None:
+    """Landmarks, one first heading, and a label for every field and button that can be seen."""
+    visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
+    visit.page.wait_for_selector("#disk li")
+    visit.open(view)
+    assert visit.page.locator("h1:visible").count() == 1
+    assert visit.page.locator("main").count() == visit.page.locator("header").count() == 1
+    nameless = visit.page.evaluate(
+        """() => {
+            const named = e => e.labels?.length || e.getAttribute('aria-label')
+                || e.getAttribute('aria-labelledby') || (e.tagName === 'BUTTON' && e.textContent.trim());
+            const all = 'input, textarea, select, button, progress, meter, svg[role=img], nav';
+            return [...document.querySelectorAll(all)]
+                .filter(e => e.getClientRects().length && !named(e)).map(e => e.outerHTML);
+        }"""
+    )
+    assert nameless == []
+    assert visit.page.get_attribute("html", "lang") == "en"
+
+
+def luminance(colour: str) -> float:
+    channels = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark(site: Site, visiting: Any, scheme: str) -> None:
+    """Each has its own ground, and text stands out from it by 4.5 to 1 at least."""
+    site.show(problem="a problem")
+    visit: Visit = visiting("#cluster", color_scheme=scheme)
+    visit.page.wait_for_selector("#facts dd")
+    ground = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (luminance(ground) > 0.5) == (scheme == "light")
+    card = visit.page.evaluate("getComputedStyle(document.querySelector('#nodes li')).backgroundColor")
+    for selector, behind in (
+        ("body", ground),
+        ("#facts dt", ground),
+        ("#state", card),
+        ("#figures", card),
+        ("#nodes .about", card),
+        ("#nodes .trouble", card),
+        ("header nav a[href='#chat']", card),
+    ):
+        colour = visit.page.evaluate(f'getComputedStyle(document.querySelector("{selector}")).color')
+        assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
+
+
+def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:
+    first = Running(None, FakeObserved())
+    visit: Visit = visiting(url=first.url)
+    visit.state("Ready")
+    first.close()
+    visit.state("The agent does not answer; what is shown is old")
+    assert visit.text("#figures") == ""
+    second = Running(None, FakeObserved(), port=first.port)
+    visit.state("Ready")
+    second.close()
+    visit.trouble.clear()  # the browser complains of the requests that failed

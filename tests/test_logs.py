@@ -1,0 +1,134 @@
+"""Lines of the log: each one JSON object, whatever is in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from mlxtp.api.account import Account, answering
+from mlxtp.cli import _log_to_stderr
+from mlxtp.logs import log_formatter
+
+
+class Log:
+    """A logger of its own, and what it wrote."""
+
+    def __init__(self, name: str) -> None:
+        self.stream = io.StringIO()
+        handler = logging.StreamHandler(self.stream)
+        handler.setFormatter(log_formatter(name))
+        self.log = logging.Logger("mlxtp.test")
+        self.log.addHandler(handler)
+
+    @property
+    def line(self) -> dict[str, object]:
+        """The one line, as JSON."""
+        text = self.stream.getvalue()
+        assert text.count("\n") == 1
+        assert text.endswith("\n")
+        found: dict[str, object] = json.loads(text)
+        return found
+
+
+@pytest.fixture
+def json_log() -> Log:
+    return Log("json")
+
+
+def test_a_line_says_when_who_and_what(json_log: Log) -> None:
+    json_log.log.warning("epoch %d ended: %s", 3, "rank 1 is gone")
+    line = json_log.line
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", str(line.pop("time")))
+    assert line == {"level": "warning", "logger": "mlxtp.test", "message": "epoch 3 ended: rank 1 is gone"}
+
+
+def test_times_are_utc_with_milliseconds(json_log: Log) -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "hello", (), None)
+    record.created = 1767225599.0004
+    assert '"time": "2025-12-31T23:59:59.000Z"' in log_formatter("json").format(record)
+
+
+def test_a_line_says_what_it_is_about(json_log: Log) -> None:
+    json_log.log.error("it ended", extra={"epoch": 3, "rank": 0})
+    assert (json_log.line["epoch"], json_log.line["rank"]) == (3, 0)
+
+
+def test_a_line_knows_the_request_that_is_answered(json_log: Log) -> None:
+    account = Account("abc", 0.0)
+    account.key = "laptop"
+    with answering(account):
+        json_log.log.info("one")
+    assert (json_log.line["request_id"], json_log.line["key"]) == ("abc", "laptop")
+
+
+def test_fields_of_a_record_stand_beside_the_others_and_replace_none(json_log: Log) -> None:
+    json_log.log.info("done", extra={"fields": {"status": 200, "message": "forged", "path": "/x"}})
+    line = json_log.line
+    assert (line["status"], line["path"], line["message"]) == (200, "/x", "done")
+
+
+@pytest.mark.parametrize("text", ['two\nlines "quoted"', "\x1b[31m", "日本 😀", "\u2028\udc80", "%s %d {}"])
+def test_any_text_is_one_line(json_log: Log, text: str) -> None:
+    json_log.log.info("%s", text)
+    assert json_log.line["message"] == text
+
+
+def test_an_exception_is_in_its_line(json_log: Log) -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        json_log.log.exception("epoch %d", 3)
+    assert "Traceback" in str(json_log.line["exception"])
+    assert "ValueError: why" in str(json_log.line["exception"])
+
+
+def test_what_is_no_json_is_written_as_text(json_log: Log) -> None:
+    json_log.log.info("x", extra={"epoch": object(), "fields": {"nan": {1, 2}}})
+    assert "object object" in str(json_log.line["epoch"])
+
+
+def test_people_see_the_requests_id_at_the_end_of_a_line() -> None:
+    text = Log("text")
+    text.log.warning("nobody answers")
+    with answering(Account("abc", 0.0)):
+        text.log.warning("a request failed")
+    first, second = text.stream.getvalue().splitlines()
+    assert first.endswith("WARNING nobody answers")
+    assert second.endswith("WARNING a request failed [abc]")
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The root logger without handlers, as a process begins; afterwards it is what it was."""
+    root, mlxtp = logging.getLogger(), logging.getLogger("mlxtp")
+    handlers, level, own = root.handlers[:], root.level, mlxtp.level
+    root.handlers[:] = []
+    yield root
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    mlxtp.setLevel(own)
+
+
+def test_everything_a_json_agent_logs_is_json(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _log_to_stderr("json")
+    logging.getLogger("mlxtp.node").info("hello")
+    logging.getLogger("asyncio").error("somebody else")
+    logging.getLogger("asyncio").info("not said")
+    warnings.warn("a library's", stacklevel=1)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["logger"] for line in lines] == ["mlxtp.node", "asyncio", "py.warnings"]
+
+
+def test_an_agent_for_people_logs_lines(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    _log_to_stderr("text")
+    logging.getLogger("mlxtp.node").info("hello")
+    assert re.fullmatch(r"\d{4}-\S+ \S+ INFO hello\n", capsys.readouterr().err)

@@ -605,7 +605,7 @@ class Cluster:
 
     def _why_unplanned(self, situation: Situation, action: Action, now: float) -> str:
         """Why there is no group for what is wanted although everybody has looked for it."""
-        looked = self.model.problem or (self.model.source is not None and now >= situation.hold_until)
+        looked = (self.model.problem or self.model.source is not None) and now >= situation.hold_until
         waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
         return situation.refusal if waits and looked and self.coordination.desired.model else ""
 

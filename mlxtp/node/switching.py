@@ -316,8 +316,18 @@ class Switching:
         wanted, _, since = self._trouble
         if not why or wanted != version:  # it is still that of what was wanted before
             return ""
-        certain = failed or self._cluster.model.problem or now >= since + UNPLANNED_S
-        return why if certain else ""
+        nowhere = self._cluster.model.problem and self._all_have_looked()
+        return why if failed or nowhere or now >= since + UNPLANNED_S else ""
+
+    def _all_have_looked(self) -> bool:
+        """Whether every member with a link has said whether it has what is wanted: one of them may."""
+        told = [self._cluster.knowledge.models.get(node) for node in self._cluster.neighbours.nodes()]
+        return all(
+            each is not None
+            and each.desired == self._cluster.model.version
+            and bool(each.fingerprint or each.problem)
+            for each in told
+        )
 
     def _go_back(self, why: str, now: float) -> None:
         """What a request brought cannot be served: serve what was there before."""

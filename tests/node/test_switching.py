@@ -15,7 +15,7 @@ from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.node.epoch import State
 from mlxtp.node.supervisor import ModelSource
-from mlxtp.wire.control import DesiredState, ModelQueue, ModelTurn
+from mlxtp.wire.control import DesiredState, ModelQueue, ModelStatus, ModelTurn
 
 from ..wire.members import Member
 from .one_node import CLOCK, A, B, FakeLink, Node, play
@@ -375,6 +375,27 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
             node.live_once(link)
             node.tick(0.5)
         assert "64 GB are too little" in (await waiting.refused()).detail
+        assert cluster.coordination.desired.model == LOADED
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        served(node, "")
+        cluster.supervisor.state = State.IDLE
+        cluster.model.problem = "tiny is not here"
+        unplanned(node, cluster.model.problem)
+        node.tick(1.0)
+        node.tick(1.0)
+        assert waiting.turn.come is False
+        assert cluster.coordination.desired.model == WANTED
+        node.hear(link, ModelStatus(cluster.coordination.desired.version, "", "nor here"))
+        node.tick(0.01)
+        assert "tiny is not here" in (await waiting.refused()).detail
         assert cluster.coordination.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)

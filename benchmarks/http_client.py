@@ -38,7 +38,8 @@ class Ask:
     """One streaming request of a batch.
 
     It is sent `delay_s` after the batch began or, with `after` = (i, n), when request i has had n reads.
-    `leave_after` closes the connection when that many characters have come.
+    `leave_after` closes the connection when that many characters have come. `ignore_eos` has our own server
+    go on beyond the end of an answer.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -46,6 +47,7 @@ class Ask:
     delay_s: float = 0.0
     after: tuple[int, int] | None = None
     leave_after: int | None = None
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class _Batch:
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if ask.ignore_eos else {}),
         }
         url = f"{self._endpoint.url}/v1/chat/completions"
         sent_at = time.perf_counter()

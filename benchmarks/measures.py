@@ -72,8 +72,8 @@ _ALL = (
             "What a token of a single stream takes longer at the client than at the pipe, on average."),
     # --- http
     Measure("HTTP and text at 200 tokens/s, 1 stream", "%",
-            "CPU time, as a share of one core, of a process that is an agent's HTTP side and gateway, while "
-            "something in it makes 200 tokens a second.", "", Goal("≤", 10)),
+            "CPU time for 200 tokens, as a share of one core's second, of a process that is an agent's HTTP "
+            "side and gateway, while something in it makes 200 tokens a second.", "", Goal("≤", 10)),
     Measure("HTTP and text at 200 tokens/s, 16 streams", "%",
             "The same, 200 tokens a second in all.", "", Goal("≤", 10)),
     Measure("a step of 16 rows streamed over HTTP, 99th percentile", "ms",

@@ -89,6 +89,7 @@ class Settings:
     spare         whether a rank process is started ahead for each rank here, for when that one dies
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     drain_s       how long an agent that is told to stop goes on with what has begun
+    load_on_request  whether a request that names another model on this Mac's disk has it loaded
     log_format    how lines of the log are written: text for people, json for programs
 
     api_keys         when the endpoint asks for an API key: auto (beyond loopback, or once there is a key),
@@ -131,6 +132,7 @@ class Settings:
     keep_awake: bool = True
     rdma: tuple[str, ...] = ()
     drain_s: float = 10.0
+    load_on_request: bool = False
     log_format: str = "text"
     api_keys: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
@@ -548,6 +550,7 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "fast_fences": _SWITCH,
     "keep_awake": _SWITCH,
     "drain": ((int, float), "a number of seconds"),
+    "load_on_request": _SWITCH,
     "log_format": _TEXT,
     "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
     "api_keys": _TEXT,
@@ -583,6 +586,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "fast_fences": _parse_switch,
     "keep_awake": _parse_switch,
     "drain": parse_seconds,
+    "load_on_request": _parse_switch,
     "log_format": _parse_log_format,
     "rdma": _parse_rdma,
     "api_keys": _parse_api_keys,

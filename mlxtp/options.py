@@ -61,6 +61,16 @@ LogFormat = Annotated[
     ),
 ]
 
+LoadOnRequest = Annotated[
+    bool | None,
+    typer.Option(
+        "--load-on-request/--no-load-on-request",
+        help="A request that names another model on this Mac's disk has it loaded, once nothing is asked of "
+        "the loaded one any more. `mlxtp serve` pins a model, which no request replaces. Default: no.",
+        rich_help_panel=CLUSTER,
+    ),
+]
+
 Agreement = Annotated[
     str | None,
     typer.Option(

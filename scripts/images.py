@@ -25,6 +25,7 @@ ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "-
 MOST_BYTES = 200_000
 WAIT_MS = 120_000
 DESK, PHONE = (1100, 760), (360, 740)
+TALL = 960
 QUESTION = "Count from 1 to 60."
 LAST = "#turns > li:last-child"
 READY = "#state[data-state=ready]:has-text('on 2 ranks')"
@@ -86,6 +87,8 @@ async def pictures(browser: Browser, agents: tuple[Agent, ...]) -> None:
     await desk.click("nav a[href='#cluster']")
     await desk.wait_for_selector("#history li:nth-child(2)")
     await desk.wait_for_selector("#ranks:not(:has-text('not known'))")
+    await desk.wait_for_selector("#figures:not(:has-text('not known'))")
+    await desk.set_viewport_size({"width": DESK[0], "height": TALL})
     await save(desk, "cluster")
 
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,3 +298,50 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
     words = ("removed this Mac from its cluster", "`mlxtp cluster leave`", "`mlxtp node --join TOKEN`")
     assert all((word in caplog.text) is says for word in words)
     assert "belongs to no cluster any more" in caplog.text
+
+
+def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "node", "--home", str(tmp_path), *ANY_PORT, "--log-format", "json"],
+        env=alone(),
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert process.stderr is not None
+    lines: list[dict[str, Any]] = []
+
+    def read_until(found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        assert process.stderr is not None
+        for text in process.stderr:
+            lines.append(json.loads(text))
+            if found(lines[-1]):
+                return lines[-1]
+        pytest.fail(f"the node ended: {lines}")
+
+    try:
+        ready = read_until(lambda line: line["message"].startswith("ready"))
+        url = ready["message"].split(" at ")[1].removesuffix("/v1")
+        headers = {"x-request-id": "from-a-test"}
+        body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}]}
+        httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=WAIT_S)
+        asked = read_until(lambda line: "status" in line)
+        assert (asked["request_id"], asked["status"], asked["epoch"]) == ("from-a-test", 200, 1)
+        assert asked["generated_tokens"] > asked["first_token_s"] > 0
+        os.kill(rank_processes(tmp_path)[0], signal.SIGKILL)
+        ended = read_until(lambda line: "ended" in line["message"])
+        assert (ended["level"], ended["epoch"]) == ("warning", 1)
+        until(lambda: httpx.get(f"{url}/health").json()["epoch"] == 2, "the next epoch")
+        until(lambda: httpx.get(f"{url}/health").status_code == 200, "the next group")
+        metrics = httpx.get(f"{url}/metrics").text
+        assert 'mlxtp_epochs_ended_total{code="rank_lost"} 1.0' in metrics
+        assert "mlxtp_recovery_seconds_count 1.0" in metrics
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=WAIT_S)
+        assert all(json.loads(line)["level"] for line in rest.splitlines())
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    assert process.returncode == 0
+    assert ORACLE not in json.dumps(lines)

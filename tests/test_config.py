@@ -89,6 +89,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("backend", "ring", "jaccl", "fabric", ("ring", "jaccl")),
         ("fast_fences", "no", "yes", "fast_fences", (False, True)),
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
+        ("load_on_request", "yes", "no", "load_on_request", (True, False)),
         ("log_format", "json", "text", "log_format", ("json", "text")),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
         ("api_keys", "always", "never", "api_keys", ("always", "never")),
@@ -358,6 +359,7 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         ("compiled", "maybe"),
         ("prefix_cache", "2"),
         ("spare", "two"),
+        ("load_on_request", "maybe"),
         ("max_context", "-1"),
         ("max_context", "4k"),
         ("max_context", "16777217"),
@@ -431,6 +433,7 @@ STRINGS = (
 )  # fmt: skip
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
+    "load_on_request",
     "http_tls",
 )  # fmt: skip
 LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins")

@@ -109,7 +109,7 @@ def test_a_running_agent_knows_when_keys_were_used(tmp_path: Path) -> None:
         assert [row["last_used"] for row in listed] == [USED, None]
         shown = mlxtp(tmp_path, "key", "list").stdout.splitlines()[1]
     assert asked.asked == [("keys",)] * 2
-    assert shown.endswith(datetime.fromtimestamp(USED).astimezone().strftime("%Y-%m-%d %H:%M"))
+    assert shown.rstrip().endswith(datetime.fromtimestamp(USED).astimezone().strftime("%Y-%m-%d %H:%M"))
 
 
 def test_what_revoking_means_is_said(tmp_path: Path) -> None:

@@ -105,10 +105,9 @@ def test_people_see_the_requests_id_at_the_end_of_a_line() -> None:
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    """The root logger without handlers, as a process begins; afterwards it is what it was."""
+    """The root logger; afterwards it is what it was."""
     root, mlxtp = logging.getLogger(), logging.getLogger("mlxtp")
     handlers, level, own = root.handlers[:], root.level, mlxtp.level
-    root.handlers[:] = []
     yield root
     logging.captureWarnings(False)
     root.handlers[:] = handlers
@@ -119,6 +118,7 @@ def root() -> Iterator[logging.Logger]:
 def test_everything_a_json_agent_logs_is_json(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    root.handlers[:] = []  # as a process begins
     _log_to_stderr("json")
     logging.getLogger("mlxtp.node").info("hello")
     logging.getLogger("asyncio").error("somebody else")
@@ -129,6 +129,7 @@ def test_everything_a_json_agent_logs_is_json(
 
 
 def test_an_agent_for_people_logs_lines(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    root.handlers[:] = []
     _log_to_stderr("text")
     logging.getLogger("mlxtp.node").info("hello")
     assert re.fullmatch(r"\d{4}-\S+ \S+ INFO hello\n", capsys.readouterr().err)

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Callable
 from urllib.parse import quote
 
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Match, Mount, Route
+from starlette.types import Message, Receive, Scope, Send
 
 from .account import Account, answering
 from .tally import OTHER, Tally
@@ -29,8 +30,9 @@ _PROBES = frozenset(("/health", "/metrics"))
 class Accounting:
     """ASGI middleware, outside of all others. `epoch` is what the log shall say about when it was."""
 
-    def __init__(self, app: ASGIApp, tally: Tally, epoch: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, app: Starlette, tally: Tally, epoch: Callable[[], int] = lambda: 0) -> None:
         self._app = app
+        self._routes = app.router.routes
         self._tally = tally
         self._epoch = epoch
 
@@ -52,8 +54,7 @@ class Accounting:
         status = exchange.status or _NO_READER
         probe = scope["path"] in _PROBES
         account.settle(delivered=exchange.complete and status < 400 and not account.code)
-        route = scope.get("route")
-        path = route.path if isinstance(route, Route | Mount) else OTHER
+        path = self._path(scope)
         is_error = status >= 400 and status != _NO_READER and not probe
         code = account.code or (f"http_{status}" if is_error else "")
         self._tally.over(scope["method"], path, status, code)
@@ -69,6 +70,14 @@ class Accounting:
             sentence(fields),
             extra={"epoch": self._epoch(), "fields": fields},
         )
+
+    def _path(self, scope: Scope) -> str:
+        """That of the route; the router does not say it of what was refused before."""
+        route = scope.get("route")
+        if route is None:
+            routes = (each for each in self._routes if each.matches(scope)[0] is not Match.NONE)
+            route = next(routes, None)
+        return route.path if isinstance(route, Route | Mount) else OTHER
 
 
 class _Exchange:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import MlxtpError
 from .adapter import About
-from .backend import End, Health, ModelInfo
+from .backend import End, Health, ModelInfo, Stored
 from .errors import error_body_of
 from .events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from .streaming import COMMENT
@@ -165,7 +165,7 @@ def sse(data: Json) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-def model_body(model: ModelInfo) -> Json:
+def model_body(model: ModelInfo | Stored) -> Json:
     return {
         "id": model.id,
         "object": "model",
@@ -176,7 +176,7 @@ def model_body(model: ModelInfo) -> Json:
     }
 
 
-def models_body(models: Sequence[ModelInfo]) -> Json:
+def models_body(models: Sequence[ModelInfo | Stored]) -> Json:
     return {"object": "list", "data": [model_body(model) for model in models]}
 
 

@@ -22,10 +22,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
+from .account import current
 from .adapter import SSE, About, Json
 from .anthropic_shapes import AnthropicError, AnthropicMessage, TokenCount
 from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
-from .backend import ModelInfo
+from .backend import ModelInfo, Stored
 from .errors import error_status
 from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
 from .generation import Generation
@@ -565,10 +566,12 @@ def error_body(error: MlxtpError, status: int) -> Json:
 
 
 def _request_id() -> str:
-    return f"req_{uuid.uuid4().hex}"
+    """The log has the same without `req_`."""
+    account = current()
+    return f"req_{uuid.uuid4().hex if account is None else account.id}"
 
 
-def model_body(model: ModelInfo) -> Json:
+def model_body(model: ModelInfo | Stored) -> Json:
     """One model, as Anthropic's `GET /v1/models/{id}` shows it."""
     created = datetime.fromtimestamp(model.created, UTC)
     return {
@@ -582,7 +585,7 @@ def model_body(model: ModelInfo) -> Json:
     }
 
 
-def models_body(models: Sequence[ModelInfo]) -> Json:
+def models_body(models: Sequence[ModelInfo | Stored]) -> Json:
     """All of them on one page, as Anthropic's `GET /v1/models` lists them."""
     return {
         "data": [model_body(model) for model in models],

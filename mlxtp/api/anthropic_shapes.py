@@ -71,11 +71,11 @@ class AnthropicErrorDetail(Shape):
 
 
 class AnthropicError(Shape):
-    """`request_id` is that of the header `request-id`."""
+    """`request_id` is that of the header `request-id`, and `x-request-id` after `req_`."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
-    request_id: Annotated[str, Field(pattern=r"^req_[0-9a-f]{32}$")]
+    request_id: Annotated[str, Field(pattern=r"^req_[!-~]{1,128}$")]
 
 
 class AnthropicModel(Shape):

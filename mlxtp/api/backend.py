@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from .text import Text
 
 __all__ = [
-    "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "Backend", "End", "Event", "Health",
-    "ModelInfo", "Reason", "Request", "Sampling", "Score", "Shaping", "Tokens",
+    "AT_ONCE", "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "AtOnce", "Backend",
+    "End", "Event", "Health", "ModelInfo", "Reason", "Request", "Sampling", "Score", "Shaping", "Stored",
+    "Tokens", "Turn",
 ]  # fmt: skip
 
 Reason = Literal["stop", "length", "cancel"]
@@ -96,6 +97,16 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A model that is not loaded, and is served when a request names it. The fields are `ModelInfo`'s."""
+
+    id: str
+    path: Path
+    context: int
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """One moment of the cluster as this agent sees it. `reason` says why it is not ready, in plain words."""
 
@@ -129,6 +140,56 @@ class Answer(Protocol):
         ...
 
 
+class Turn(Protocol):
+    """A request's turn with the model that it names, from when it waits for it until it has ended.
+
+    `model`: what the model is called once it is there, where the request called it otherwise; else empty.
+    """
+
+    model: str
+
+    @property
+    def come(self) -> bool:
+        """Whether the request may begin. From then on its model stays loaded until `close`."""
+        ...
+
+    def progress(self) -> str:
+        """What it waits for, such as "loading 40 %"."""
+        ...
+
+    def wait(self) -> AsyncIterator[str]:
+        """Until it has come; what it waits for, now and then.
+
+        Raises RequestError when it never will: the model cannot be loaded, another one was pinned meanwhile,
+        or others take too long.
+        """
+        ...
+
+    def close(self) -> None:
+        """The request has ended, or waits no more. May be repeated."""
+        ...
+
+
+class AtOnce:
+    """The turn of a request where nobody waits."""
+
+    come = True
+    model = ""
+
+    def progress(self) -> str:
+        return ""
+
+    async def wait(self) -> AsyncIterator[str]:
+        return
+        yield
+
+    def close(self) -> None:
+        pass
+
+
+AT_ONCE = AtOnce()
+
+
 class Backend(Protocol):
     """The model as the HTTP side sees it. Everything runs on one event loop."""
 
@@ -136,6 +197,21 @@ class Backend(Protocol):
 
     def models(self) -> tuple[ModelInfo, ...]:
         """What can be served now: the loaded model, or nothing."""
+        ...
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        """What would be loaded for a request that names it: nothing where requests load nothing."""
+        ...
+
+    async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
+        """The turn of a request for the model `name`, which waits `within_s`; 0 is the server's own limit.
+
+        Raises RequestError: 404 when a pinned model is in its way, 503 when another one is about to be loaded
+        and requests here do not wait.
+
+        What is nowhere has its turn at once: the request then ends as one whose model is not loaded. The
+        caller closes the turn after the request.
+        """
         ...
 
     def text(self) -> Text | None:

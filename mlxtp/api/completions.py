@@ -1,13 +1,14 @@
 """OpenAI's older dialect: prompts that are continued, without a chat template.
 
-`max_tokens` is 16 where a request does not say, as in OpenAI's API. What is understood but cannot be done is
-refused with `not_supported`.
+`max_tokens` is 16, or what fits, where a request does not say, as in OpenAI's API. What is understood but
+cannot be done is refused with `not_supported`.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from starlette.requests import Request
@@ -99,6 +100,8 @@ def parse(body: bytes, vocabulary: int) -> Ask:
         logprobs=-1 if request.logprobs is None else request.logprobs,
         format_=request.response_format,
     )
+    if request.max_tokens is None:
+        options = replace(options, cut_to_fit=True)
     user = request.user if isinstance(request.user, str) else ""
     return Ask(request.model, prompts, options, bool(request.stream), user, request)
 

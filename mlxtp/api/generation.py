@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 import uuid
@@ -23,7 +22,7 @@ from . import budget, settings
 from .account import note
 from .adapter import About, Dialect, Writer
 from .ask import NONE, REQUIRED, Ask, Conversation
-from .backend import DRAINING, Backend, Health, ModelInfo
+from .backend import DRAINING, Backend, Health, ModelInfo, Stored, Turn
 from .backend import Request as Wanted
 from .budget import find_model
 from .calls import JSON_CALLS, CallReader, ToolFormat, tool_json
@@ -32,11 +31,13 @@ from .choices import Answers, collect
 from .conversation import characters
 from .errors import error_status, internal_error
 from .events import Event, Finish
+from .loading import Loading
 from .openapi import Operation
 from .streaming import AnswerStream, unless_gone
 from .text import Name, Text
 from .tool_grammar import tool_call_grammar
 from .transcript import Transcript
+from .wording import in_words_of
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,28 @@ class _Job:
         return 0 if not isinstance(prompt, Conversation) or prompt.parallel else 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """A request whose model may have to be loaded. `size` of its body, in bytes.
+
+    `arrived`: when it began to wait, by the clock; None where it need not.
+    """
+
+    ask: Ask
+    size: int
+    client: str
+    turn: Turn
+    arrived: float | None
+
+    def now(self) -> Ask:
+        """What is left of it once its turn has come: its time, and a name by which the model is known."""
+        ask, options = self.ask, self.ask.options
+        if options.deadline_s and self.arrived is not None:
+            left_s = options.deadline_s - (time.monotonic() - self.arrived)
+            options = replace(options, deadline_s=max(left_s, 0.001))
+        return replace(ask, model=self.turn.model or ask.model, options=options)
+
+
 class Generation:
     """What every adapter's routes are made of. `retry_after_s`: when a client may come again."""
 
@@ -121,8 +144,19 @@ class Generation:
         return self._backend.models()
 
     def find_model(self, name: str | None) -> ModelInfo:
-        """Raises RequestError 404."""
+        """One that can be served now. Raises RequestError 404."""
         return find_model(name, self.models())
+
+    async def listed(self) -> tuple[ModelInfo | Stored, ...]:
+        """What can be served now, and then what would be loaded for a request that names it."""
+        models = self.models()
+        loaded = {model.id for model in models}
+        return (*models, *(each for each in await self._backend.on_request() if each.id not in loaded))
+
+    async def find_listed(self, name: str) -> ModelInfo | Stored:
+        """One that can be served now, or would be loaded for a request. Raises RequestError 404."""
+        listed = await self.listed()
+        return next((each for each in listed if each.id == name), None) or self.find_model(name)
 
     def text(self) -> Text | None:
         """The tokenizer side of the loaded model, or None when there is none."""
@@ -149,26 +183,33 @@ class Generation:
         body = await self.body(request)
         ask = await _in_thread_if(len(body) > _LARGE_BYTES, lambda: parse(body))
         address = request.client.host if request.client is not None else ""
-        job = await self._job(ask, len(body), settings.client_of(ask.user, address))
+        client = settings.client_of(ask.user, address)
         async with AsyncExitStack() as open_:
-            asked = Answers()
-            open_.push_async_callback(asked.aclose)
-            for wanted in job.requests:
-                asked.add(self._backend.generate(wanted))
-            try:
-                await unless_gone(request.receive, asked.accepted())
-            except RequestError as error:
-                if ask.options.format is not None and error.code is Code.BAD_REQUEST:
-                    error.param = error.param or "response_format"
-                raise
+            turn = await self._backend.turn(ask.model, ask.options.deadline_s)
+            open_.callback(turn.close)
+            wish = _Wish(ask, len(body), client, turn, None if turn.come else time.monotonic())
+            if ask.stream and not turn.come:
+                return self._late(dialect, wish, open_.pop_all())
+            job, asked = await unless_gone(request.receive, self._asked(wish, open_))
             events = asked.events(job.transcripts())
             if ask.stream:
                 writer = dialect.writer(job.about)
                 parts = _written(events, writer, len(asked))
-                open_.pop_all()  # from here on the stream closes them
-                return AnswerStream(parts, asked, self._keep_alive_s, writer.idle, dialect.media_type)
+                source = open_.pop_all()  # from here on the stream closes them
+                return AnswerStream(parts, source, self._keep_alive_s, writer.idle, dialect.media_type)
             wholes = await unless_gone(request.receive, collect(events, len(asked)))
         return await _in_thread_if(job.scored, lambda: JSONResponse(dialect.whole(job.about, wholes)))
+
+    def _late(self, dialect: Dialect, wish: _Wish, open_: AsyncExitStack) -> Response:
+        """A stream whose headers go out before its model is loaded."""
+
+        async def begin() -> tuple[Writer, AsyncGenerator[bytes]]:
+            job, asked = await self._asked(wish, open_)
+            writer = dialect.writer(job.about)
+            return writer, _written(asked.events(job.transcripts()), writer, len(asked))
+
+        loading = Loading(dialect, wish.ask, wish.turn, begin)
+        return AnswerStream(loading.parts(), open_, self._keep_alive_s, loading.idle, dialect.media_type)
 
     def endpoint(self, dialect: Dialect, handler: Handler) -> Handler:
         """`handler`, whose errors are answered in the shape of `dialect`, in its words."""
@@ -199,6 +240,24 @@ class Generation:
         if "request_id" in body:  # Anthropic's clients look for it in both places
             headers["request-id"] = body["request_id"]
         return JSONResponse(body, status, headers=headers)
+
+    async def _asked(self, wish: _Wish, open_: AsyncExitStack) -> tuple[_Job, Answers]:
+        """The request with the backend, once its turn has come and rank 0 has taken it; `open_` closes it."""
+        async for _ in wish.turn.wait():
+            pass
+        ask = wish.now()
+        job = await self._job(ask, wish.size, wish.client)
+        asked = Answers()
+        open_.push_async_callback(asked.aclose)
+        for wanted in job.requests:
+            asked.add(self._backend.generate(wanted))
+        try:
+            await asked.accepted()
+        except RequestError as error:
+            if ask.options.format is not None and error.code is Code.BAD_REQUEST:
+                error.param = error.param or "response_format"
+            raise
+        return job, asked
 
     async def _job(self, ask: Ask, size: int, client: str) -> _Job:
         model, text = self._loaded(ask.model)
@@ -275,16 +334,6 @@ class Adapter(Dialect, Protocol):
     def routes(self, generation: Generation) -> Sequence[Route]:
         """One that generates calls `generation.answer(self, request, self.parse)`."""
         ...
-
-
-def in_words_of(names: Mapping[str, str], error: MlxtpError) -> MlxtpError:
-    """The same error, with the fields called as a dialect calls them. Pure."""
-    if not names or not isinstance(error, RequestError) or not error.param:
-        return error  # it is about no field: what it says of a stop is no field of that name
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-    detail = pattern.sub(lambda found: names[found[1]], error.detail)
-    param = pattern.sub(lambda found: names[found[1]], error.param)
-    return RequestError(detail, error.code, status=error.status, param=param)
 
 
 def _tool_use(ask: Ask, text: Text) -> tuple[ToolFormat | None, tuple[str, str] | None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .backend import ModelInfo
+from .backend import ModelInfo, Stored
 
 Json = dict[str, Any]
 
@@ -44,7 +44,7 @@ class ModelCard:
         return None
 
 
-def read_card(model: ModelInfo) -> ModelCard:
+def read_card(model: ModelInfo | Stored) -> ModelCard:
     """Reads the small files of the model's folder. Blocks: call it in a thread."""
     config = _read_json(model.path / "config.json")
     weights = _weights(model.path)

@@ -455,7 +455,7 @@ class _Models:
         self._generation = generation
 
     async def tags(self, _request: Request) -> Response:
-        models = self._generation.models()
+        models = await self._generation.listed()
         rows = [list_row(model, await asyncio.to_thread(read_card, model)) for model in models]
         return JSONResponse({"models": rows})
 

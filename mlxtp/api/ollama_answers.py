@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from ..errors import MlxtpError
 from .adapter import About, Json
 from .ask import Call
-from .backend import GREEDY, Health, ModelInfo
+from .backend import GREEDY, Health, ModelInfo, Stored
 from .events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from .model_card import ModelCard
 
@@ -208,7 +208,7 @@ _SHAPE = {
 """What Ollama calls numbers of config.json."""
 
 
-def list_row(model: ModelInfo, card: ModelCard) -> Json:
+def list_row(model: ModelInfo | Stored, card: ModelCard) -> Json:
     """A model in `/api/tags`."""
     return {
         "name": model.id,

@@ -134,7 +134,9 @@ class OpenAIChat:
     media_type = SSE
     operations = (
         Operation("GET", "/health", "The state of the cluster", None, Health, Health),
-        Operation("GET", "/v1/models", "What can be served now", None, ModelList, OpenAIError),
+        Operation(
+            "GET", "/v1/models", "What can be served, the loaded model first", None, ModelList, OpenAIError
+        ),
         Operation("GET", "/v1/models/{id}", "One model", None, Model, OpenAIError),
         Operation(
             "POST", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, OpenAIError, SSE
@@ -146,10 +148,11 @@ class OpenAIChat:
             return await generation.answer(self, request, parse_chat)
 
         async def models(request: Request) -> Response:
-            return JSONResponse(_shapes(request).models_body(generation.models()))
+            return JSONResponse(_shapes(request).models_body(await generation.listed()))
 
         async def model(request: Request) -> Response:
-            return JSONResponse(_shapes(request).model_body(generation.find_model(request.path_params["id"])))
+            found = await generation.find_listed(request.path_params["id"])
+            return JSONResponse(_shapes(request).model_body(found))
 
         return [
             Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),

@@ -186,18 +186,32 @@ def status_of(finish: Finish) -> str:
     return "incomplete" if finish.reason == "length" else "completed"
 
 
+def scores_of_first(about: About, text: str, scores: Sequence[Scored]) -> Sequence[Scored]:
+    """Of the scores that come with the first `text` after thoughts, those that are not of the thoughts."""
+    start = b"".join(_pieces(about, scores)).rfind(text.encode())
+    return _overlapping(about, scores, start, None) if start >= 0 else scores
+
+
 def _of_text(about: About, whole: Whole) -> Sequence[Scored]:
     """The scores of what was said, without those of thoughts before and calls after it."""
     if not (whole.reasoning or whole.calls):
         return whole.scores
-    pieces = [bytes(about.names(token)[1] or ()) for token, _ in whole.scores]
     text = whole.text.encode()
-    start = b"".join(pieces).find(text, len(whole.reasoning.encode()))
-    if start < 0:
-        return whole.scores
-    kept, at = [], 0
-    for piece, scored in zip(pieces, whole.scores, strict=True):
-        if at + len(piece) > start and (at < start + len(text) or not whole.calls):
+    start = b"".join(_pieces(about, whole.scores)).find(text, len(whole.reasoning.encode()))
+    end = start + len(text) if whole.calls else None
+    return _overlapping(about, whole.scores, start, end) if start >= 0 else whole.scores
+
+
+def _pieces(about: About, scores: Sequence[Scored]) -> list[bytes]:
+    return [bytes(about.names(token)[1] or ()) for token, _ in scores]
+
+
+def _overlapping(about: About, scores: Sequence[Scored], start: int, end: int | None) -> list[Scored]:
+    """Those of the tokens that have something of the bytes from `start` to `end`, or come after them."""
+    kept: list[Scored] = []
+    at = 0
+    for piece, scored in zip(_pieces(about, scores), scores, strict=True):
+        if (kept or at + len(piece) > start) and (end is None or at < end):
             kept.append(scored)
         at += len(piece)
     return kept

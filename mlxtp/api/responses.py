@@ -32,6 +32,7 @@ from .response_output import (
     logprobs,
     place,
     response_body,
+    scores_of_first,
     speaks,
     status_of,
 )
@@ -55,6 +56,8 @@ class _Writer:
         self._number = 0
         self._output: list[Json] = []
         self._item: Item | None = None
+        self._late: list[Scored] = []
+        """Scores of tokens of which it is not known yet whether they belong to what is said."""
         self._finish: Finish | None = None
 
     def open(self) -> bytes:
@@ -101,14 +104,23 @@ class _Writer:
         return before + self._sent(self._item.more(text))
 
     def _say(self, text: str, scores: Sequence[Scored]) -> bytes:
-        """The scores of thoughts and calls come without text, and have no place here."""
+        """Scores without a text are those of thoughts and calls, or of what ends the answer."""
+        if not text:
+            if isinstance(self._item, Message):
+                self._late += scores
+            return b""
         before = b""
         if not isinstance(self._item, Message):
-            if not text:
-                return b""
+            if self._item is not None:
+                scores = scores_of_first(self._about, text, scores)
             before = self._begin(Message(self._place()))
+        return before + self._more(text, scores)
+
+    def _more(self, text: str, scores: Sequence[Scored]) -> bytes:
         assert isinstance(self._item, Message)
-        return before + self._sent(self._item.more(text, logprobs(self._about, scores)))
+        scores = [*self._late, *scores]
+        self._late = []
+        return self._sent(self._item.more(text, logprobs(self._about, scores)))
 
     def _finished(self, finish: Finish) -> bytes:
         self._finish = finish
@@ -116,6 +128,8 @@ class _Writer:
         before = b""
         if "message" not in kinds and speaks(finish, "reasoning" in kinds, "function_call" in kinds):
             before = self._begin(Message(self._place()))
+        elif self._late:
+            before = self._more("", ())
         return before + self._end(status_of(finish))
 
     def _place(self) -> str:
@@ -123,7 +137,7 @@ class _Writer:
 
     def _begin(self, item: Item) -> bytes:
         before = self._end("completed")
-        self._item = item
+        self._item, self._late = item, []
         added = {"type": "response.output_item.added", "item": item.json("in_progress")}
         return before + b"".join([self._sent(event) for event in (added, *item.opened())])
 

@@ -39,8 +39,12 @@ NOTHING = DesiredState(0, "", "", "auto")
 def newer(one: DesiredState, other: DesiredState) -> DesiredState:
     """The later version; of one version, the smaller writer's."""
     return min(
-        one, other, key=lambda desired: (-desired.version, desired.writer, desired.model, desired.nodes)
-    )
+        one,
+        other,
+        key=lambda desired: (
+            -desired.version, desired.writer, desired.model, desired.nodes, not desired.pinned
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,9 +193,9 @@ class Coordination:
 
     # --- what is said here
 
-    def want(self, model: str, nodes: str = "auto") -> DesiredState:
-        """What should run from now on, by the word of a person at this node: keep it, and send it on."""
-        self.desired = DesiredState(self.desired.version + 1, self.self_id, model, nodes)
+    def want(self, model: str, nodes: str = "auto", *, pinned: bool = False) -> DesiredState:
+        """What should run from now on, by the word of a person or a request here: keep it, and send it on."""
+        self.desired = DesiredState(self.desired.version + 1, self.self_id, model, nodes, pinned)
         return self.desired
 
     def admit(self, node_id: str, name: str, fingerprint: str) -> None:

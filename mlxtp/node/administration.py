@@ -167,7 +167,12 @@ class Member(Alone):
             "node_id": cluster.node_id,
             "coordinator": cluster.name_of(claim.node_id) if claim.node_id else "",
             "term": claim.term,
-            "desired": {"model": desired.model, "nodes": desired.nodes, "version": desired.version},
+            "desired": {
+                "model": desired.model,
+                "nodes": desired.nodes,
+                "version": desired.version,
+                "pinned": desired.pinned,
+            },
             "fabric": self._fabric(),
             "members": self._members(),
         }

@@ -96,6 +96,11 @@ async def running_agent(
 
     Raises ConfigError and ModelError before anything is started.
     """
+    if settings.load_on_request and not settings.cluster:
+        raise ConfigError(
+            "--load-on-request needs an agent that is part of a cluster, if only of one Mac: leave --alone "
+            "and --ranks away"
+        )
     with _own_home(settings.home), open_endpoint(settings) as endpoint:
         wanted = settings.ranks if settings.spare else 0
         heard = log_lines if settings.log_format == "json" else None
@@ -180,7 +185,7 @@ async def _among_others(
         if entered.joined and settings.model_given:
             log.warning("--model is left aside: what a cluster serves is said with `mlxtp serve`")
         elif settings.model_given or entered.founded:
-            cluster.want(lasting_name(settings.model), settings.nodes)
+            cluster.want(lasting_name(settings.model), settings.nodes, pinned=settings.model_given)
         stop = asyncio.Event()
         admin = Member(cluster, store)
         app = _app(supervisor, admin, endpoint)

@@ -15,8 +15,18 @@ from collections.abc import Callable, Mapping
 
 from ..cluster import hardware
 from ..cluster.builds import Build, compare
-from ..cluster.coordination import Coordination
-from ..cluster.decisions import FormEpoch, HandOver, StopEpoch, View, Wait, drained_by, may_leave, refusal
+from ..cluster.coordination import Coordination, Situation
+from ..cluster.decisions import (
+    Action,
+    FormEpoch,
+    HandOver,
+    StopEpoch,
+    View,
+    Wait,
+    drained_by,
+    may_leave,
+    refusal,
+)
 from ..cluster.identity import Identity
 from ..cluster.membership import Membership
 from ..cluster.speed import Measured
@@ -39,7 +49,9 @@ from ..wire.control import (
     FabricWanted,
     MachineReport,
     Members,
+    ModelQueue,
     ModelStatus,
+    ModelTurn,
     Prepare,
     Prepared,
     RankGathered,
@@ -71,6 +83,7 @@ from .records import Records
 from .state import Kept, load, save
 from .supervisor import ABOUT_TO_STOP, Supervisor
 from .surroundings import Knowledge
+from .switching import Switching
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +99,10 @@ class Cluster:
 
     may_leave = False
     """Whether the others can do without this node, once it is about to stop."""
+    waiting = ""
+    """Why there is no group yet."""
+    _unplanned = ""
+    """Why there can be none for what is wanted, however long one waits."""
 
     def __init__(
         self,
@@ -113,8 +130,6 @@ class Cluster:
         """What a person has to mend, such as a copied home folder."""
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
         """By node id: the boot ids of two machines that had it at once, and what was said about it."""
-        self.waiting = ""
-        """Why there is no group yet."""
         self.supervisor = supervisor
         founder = identity.authority is not None
         self.coordination = Coordination(self.node_id, kept.beliefs, now, founder=founder)
@@ -133,6 +148,7 @@ class Cluster:
         self.records = Records(self)
         self.issuing = Issuing(self)
         self.follower = Follower(self)
+        self.switching = Switching(self, lambda: self._unplanned)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
         self.on_gone: Callable[[str], None] = lambda _node_id: None
@@ -184,8 +200,8 @@ class Cluster:
 
     # --- what people want ----------------------------------------------------------------------------
 
-    def want(self, model: str, nodes: str = "") -> DesiredState:
-        """What the cluster should run from now on.
+    def want(self, model: str, nodes: str = "", *, pinned: bool = True) -> DesiredState:
+        """What the cluster should run from now on; `pinned`: whatever requests name.
 
         What is wanted already stays as it is, unless its group has failed: asking again tries it again.
         Raises UserError for what no member could say.
@@ -196,10 +212,12 @@ class Cluster:
             )
         present = self.coordination.desired
         nodes = nodes or present.nodes
-        if (model, nodes) == (present.model, present.nodes) and self.supervisor.state is not Serves.FAILED:
+        wanted = (model, nodes, pinned and bool(model))
+        there = (present.model, present.nodes, present.pinned)
+        if wanted == there and self.supervisor.state is not Serves.FAILED:
             return present
-        desired = self.coordination.want(model, nodes)
-        self._desire(present.model, desired)
+        desired = self.coordination.want(model, nodes, pinned=pinned and bool(model))
+        self._desire(present, desired)
         return desired
 
     def remove(self, node_id: str) -> None:
@@ -331,7 +349,7 @@ class Cluster:
             case Beat():
                 self._beat(link, message)
             case DesiredState():
-                before = self.coordination.desired.model
+                before = self.coordination.desired
                 if self.coordination.desires(message):
                     self._desire(before, message)
             case Members():
@@ -352,6 +370,8 @@ class Cluster:
         match message:
             case TokenWanted() | TokenIssued():
                 self.issuing.received(node_id, message)
+            case ModelTurn() | ModelQueue():
+                self.switching.received(node_id, message, time.monotonic())
             case FabricWanted() | FabricReport() | FabricAnswer():
                 self.fabric.received(node_id, message)
             case RecordsWanted() | Record() | RecordsTold():
@@ -360,9 +380,11 @@ class Cluster:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
 
-    def _desire(self, before: str, desired: DesiredState) -> None:
-        if desired.model != before:
-            why = f"{desired.model} is wanted now" if desired.model else f"{before} was unloaded"
+    def _desire(self, before: DesiredState, desired: DesiredState) -> None:
+        if (desired.model, desired.nodes) == (before.model, before.nodes):
+            self.conductor.still_wanted(desired)
+        if desired.model != before.model:
+            why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
             self.supervisor.gateway.suspend(GroupError(why, Code.SHUTTING_DOWN))
         self.model.want(desired)
         self.neighbours.tell_all(desired)
@@ -490,6 +512,7 @@ class Cluster:
                 self._tell_beat()
                 if (serving := self.conductor.serving()) is not None:
                     self.neighbours.tell_all(serving)
+                self.switching.remind()
             if now >= report_at or self._rewired:
                 report_at = now + REPORT_S
                 self._look_again()
@@ -515,6 +538,7 @@ class Cluster:
             self._tell_beat()
         self._decide(now)
         self.follower.look()
+        self.switching.look(now)
         self._announce()
 
     def _tell_beat(self) -> None:
@@ -560,6 +584,7 @@ class Cluster:
         action = self.coordination.decide(self.membership, situation, now)
         self._until = now + BEAT_S
         self.waiting = "" if self.coordination.desired.model else "nothing shall be served"
+        self._unplanned = self._why_unplanned(situation, action, now)
         match action:
             case FormEpoch():
                 self.conductor.form(action)
@@ -577,6 +602,12 @@ class Cluster:
                 self.waiting = reason
                 self._until = min(until, self._until)
         self.supervisor.drain(self._why_draining(view))
+
+    def _why_unplanned(self, situation: Situation, action: Action, now: float) -> str:
+        """Why there is no group for what is wanted although everybody has looked for it."""
+        looked = self.model.problem or (self.model.source is not None and now >= situation.hold_until)
+        waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
+        return situation.refusal if waits and looked and self.coordination.desired.model else ""
 
     def _why_draining(self, view: View) -> str:
         """Why this node takes no new requests: it, or a rank of its group, is about to stop."""

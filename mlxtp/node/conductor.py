@@ -20,7 +20,7 @@ from ..cluster.shapes import ModelShape, shape_of
 from ..cluster.topology import Member, Topology
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..wire.control import Prepare, Serving
+from ..wire.control import DesiredState, Prepare, Serving
 from ..wire.rdma import Matrix, flat
 from .epoch import State
 from .ranks import Group, Ranks, Seat
@@ -158,6 +158,12 @@ class Conductor:
         for note in placement.notes:
             log.info("%s", note)
         self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))
+
+    def still_wanted(self, desired: DesiredState) -> None:
+        """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
+        mine = self._mine
+        if mine is not None and mine.model == desired.model and mine.desired == desired.version - 1:
+            self._mine = replace(mine, desired=desired.version)
 
     def _group(self, form: FormEpoch, placement: Placement) -> Group:
         cluster, chosen = self._cluster, placement.chosen
@@ -465,10 +471,13 @@ class Conductor:
         else:  # it is about to begin, or is over; what the supervisor shows is of whom this node follows
             state, requests, info = State.RESTARTING, 0, None
         group = supervisor.group
+        reason = supervisor.reason.detail if supervisor.reason is not None else ""
+        if state is State.LOADING:
+            reason = supervisor.progress
         return Serving(
             mine.form.number,
             str(state),
-            supervisor.gateway.closing or (supervisor.reason.detail if supervisor.reason is not None else ""),
+            supervisor.gateway.closing or reason,
             group.backend if group is not None else "none",
             group.kind if group is not None else "",
             mine.form.plan.ranks,

@@ -15,8 +15,9 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
-from ..api.backend import Answer, End, Health, ModelInfo, Request, Score, Tokens
+from ..api.backend import AT_ONCE, Answer, End, Health, ModelInfo, Request, Score, Stored, Tokens, Turn
 from ..api.tally import UNWATCHED, Meter, NoMeter
 from ..api.text import Text
 from ..errors import Code, GroupError, MlxtpError, RequestError
@@ -46,6 +47,24 @@ WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
 ASK_AGAIN_S = 0.5
 """When the agent with rank 0 is asked again, if it was not ready after all."""
+
+
+class Switch(Protocol):
+    """Who has a model loaded because a request names it."""
+
+    async def on_request(self) -> tuple[Stored, ...]: ...
+
+    async def turn(self, name: str | None, within_s: float) -> Turn: ...
+
+
+class NeverSwitches:
+    """There is one model, and requests change nothing about it."""
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        return ()
+
+    async def turn(self, _name: str | None, _within_s: float) -> Turn:
+        return AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +120,9 @@ class Gateway:
         """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
         self.elsewhere: Callable[[], str] = lambda: ""
         """The name of another Mac of the group that is short of memory; empty for none."""
+        self.switch: Switch = NeverSwitches()
+        self.on_serving: Callable[[], None] = lambda: None
+        """Called when a model is there for requests."""
         self.closing = ""
         """Why nothing new is taken; what is open goes on, from group to group if need be."""
         self.meter: Meter = NoMeter()
@@ -115,6 +137,7 @@ class Gateway:
         self._desk, self._model, self._text, self._here = desk, model, text, here
         self._served = model
         self._take_up()
+        self.on_serving()
 
     def rest(self) -> None:
         """Nothing new for now; what is open stays with its desk."""
@@ -244,6 +267,12 @@ class Gateway:
 
     def text(self) -> Text | None:
         return self._text
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        return await self.switch.on_request()
+
+    async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
+        return await self.switch.turn(name, within_s)
 
     def generate(self, request: Request) -> Answer:
         """Start a request; see `Backend.generate`."""

@@ -26,6 +26,8 @@ class ModelHere:
         self.fingerprint = ""
         self.problem = ""
         self._model = ""
+        self._download = True
+        """Whether it may be fetched from the Hub: not for a request."""
         self._draft = draft
         self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
@@ -37,7 +39,7 @@ class ModelHere:
 
     def want(self, desired: DesiredState) -> None:
         """From now on this model is looked for; what is known of it stays when only the version is new."""
-        self.version = desired.version
+        self.version, self._download = desired.version, desired.pinned
         if desired.model == self._model and not self.problem:
             self._on_change()
             return
@@ -66,11 +68,11 @@ class ModelHere:
 
     async def _find(self, model: str) -> None:
         try:
-            self._path = await find_model(model)
+            self._path = await find_model(model, download=self._download)
             self.fingerprint = await asyncio.to_thread(golden.fingerprint, self._path)
             self.problem = ""
             self._on_change()  # a rank needs no more; the tokenizer takes another second
-            self.source = await open_model(model, self._draft)
+            self.source = await open_model(model, self._draft, download=self._download)
         except MlxtpError as error:
             if error.detail != self.problem:
                 log.warning("%s: %s", model, error.detail)

@@ -9,23 +9,25 @@ from pathlib import Path
 from ..api.text import Text
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
+from ..wire.control import MAX_MODEL
+from .stored import hub_folder, is_complete
 from .supervisor import ModelSource
 
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
 
 
-async def open_model(name: str, draft: str = "") -> ModelSource:
+async def open_model(name: str, draft: str = "", *, download: bool = True) -> ModelSource:
     """The model `name`: the embedded one, a folder, or an id on the Hugging Face Hub, downloaded if need be.
 
-    `draft` names a second one that proposes tokens for it. Raises ModelError in the words of whoever typed
-    the name.
+    `draft` names a second one that proposes tokens for it. Without `download` the model has to be on this
+    machine. Raises ModelError in the words of whoever typed the name.
     """
-    return await asyncio.to_thread(_open_model, name, draft)
+    return await asyncio.to_thread(_open_model, name, draft, download)
 
 
-async def find_model(name: str) -> Path:
-    """Only its folder, downloaded if need be. Raises ModelError as `open_model` does."""
-    return await asyncio.to_thread(lambda: _check(_find(name)).resolve())
+async def find_model(name: str, *, download: bool = True) -> Path:
+    """Only its folder. Raises ModelError as `open_model` does."""
+    return await asyncio.to_thread(lambda: _check(_find(name, download)).resolve())
 
 
 def find_config(name: str) -> Path:
@@ -33,8 +35,24 @@ def find_config(name: str) -> Path:
     return _download(name, ("config.json", "*.index.json")) if is_hub_id(name) else _check(_find(name))
 
 
-def _open_model(name: str, draft: str) -> ModelSource:
-    path = _check(_find(name))
+def stored_name(name: str) -> str | None:
+    """What a request may call a model that is complete on this machine: the embedded one, a folder by its
+    whole path, or an id on the Hub. None for anything else. Reads the disk: call it in a thread.
+    """
+    if len(name) > MAX_MODEL or not name.isprintable():
+        return None  # no Mac could tell another one about it
+    if name == EMBEDDED_MODEL:
+        return name
+    try:
+        if Path(name).is_absolute():
+            return lasting_name(name) if is_complete(_check(_find(name))) else None
+    except (ModelError, OSError, ValueError):
+        return None
+    return name if hub_folder(name) is not None else None
+
+
+def _open_model(name: str, draft: str, download: bool) -> ModelSource:
+    path = _check(_find(name, download))
     draft_path = _check(_find(draft)).resolve() if draft else None
     public = name if is_hub_id(name) else path.name
     return ModelSource(public, path.resolve(), Text.load(path), draft_path)
@@ -48,7 +66,7 @@ def _check(path: Path) -> Path:
     return path
 
 
-def _find(name: str) -> Path:
+def _find(name: str, download: bool = True) -> Path:
     if name == EMBEDDED_MODEL:
         return embedded_model_path()
     folder = _as_path(name)
@@ -64,6 +82,14 @@ def _find(name: str) -> Path:
             f"{EMBEDDED_MODEL!r} is the embedded model",
             Code.MODEL_NOT_FOUND,
         )
+    if not download:
+        if (stored := hub_folder(name)) is None:
+            raise ModelError(
+                f"{name} is not complete on this Mac, and nothing is downloaded for a request; "
+                f"`mlxtp serve {name}` downloads it",
+                Code.MODEL_NOT_FOUND,
+            )
+        return stored
     return _download(name)
 
 

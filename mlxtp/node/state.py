@@ -22,8 +22,10 @@ from ..wire.codecs import FieldCodec, integer, record, records, text, texts
 from ..wire.control import MAX_MEMBERS, DesiredState, RosterEntry
 
 FILE = "state.json"
-FORMAT = 1
-"""Of the file. A file of a later format was written by a later version, and is not for this one to read."""
+FORMAT = 2
+"""Of the file. A file of a later format was written by a later version, and is not for this one to read.
+
+In format 1 nothing was said of pinning: what was wanted then, a person had said."""
 MAX_ADDRESSES = 16
 """Kept of each peer."""
 _MAX_BYTES = 1 << 20
@@ -69,8 +71,10 @@ def from_text(text: str) -> Kept:
     table = json.loads(text)
     if type(table) is not dict or type(table.get("format")) is not int:
         raise ValueError("it does not say its format")
-    if table["format"] != FORMAT:
-        raise ValueError(f"it has format {table['format']}; this version reads format {FORMAT}")
+    if not 1 <= table["format"] <= FORMAT:
+        raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
+    if table["format"] == 1:
+        table["desired"] = _with_pinned(table.get("desired"))
     expected = {"format", "peers", *_FIELDS}
     if table.keys() != expected:
         raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
@@ -87,6 +91,12 @@ def from_text(text: str) -> Kept:
         values["epoch"],
     )
     return Kept(beliefs, _peers(table["peers"]))
+
+
+def _with_pinned(desired: Any) -> Any:
+    if type(desired) is not dict or "pinned" in desired:
+        return None  # which is no desired state of that format
+    return desired | {"pinned": bool(desired.get("model"))}
 
 
 def _peers(value: Any) -> dict[str, tuple[str, ...]]:

@@ -95,6 +95,8 @@ class Supervisor:
         self._current: Ranks | None = None
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
+        self._weight_bytes = 0
+        """Of the model that is loaded, or being loaded, in files; 0 where that is not known."""
         self.history = History()
         self.fast_fences = settings.fast_fences
         self.recoveries = Recoveries()
@@ -215,6 +217,7 @@ class Supervisor:
                     raise UserError(f"the group ended while it was measured: {error.detail}") from error
 
     async def _load(self, ranks: Ranks, model: ModelSource) -> None:
+        self._weight_bytes = await asyncio.to_thread(_weight_bytes, model.path)
         self._enter(State.LOADING)
         try:
             loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
@@ -400,6 +403,16 @@ class Supervisor:
             self._show(State.DRAINING)
 
     @property
+    def progress(self) -> str:
+        """How far the next group is, in a few words, such as "loading 40 %"."""
+        if self.in_epoch and self.ranks is not None and self._own is State.LOADING and self._weight_bytes:
+            held = sum(pong.memory_bytes for pong in self.ranks.pongs.values())
+            return f"loading {min(held * 100 // self._weight_bytes, 99)} %"
+        if not self.in_epoch and self.reason is not None:
+            return self.reason.detail
+        return str(self.state)
+
+    @property
     def _where(self) -> dict[str, int]:
         """For lines of the log that are about the present epoch."""
         return {"epoch": self.epoch}
@@ -443,6 +456,13 @@ class Supervisor:
             open_requests=open_requests,
             ranks=tuple(rows),
         )
+
+
+def _weight_bytes(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    except OSError:
+        return 0
 
 
 def _now() -> Now:

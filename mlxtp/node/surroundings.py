@@ -9,7 +9,7 @@ from ..cluster.coordination import Coordination
 from ..cluster.membership import Membership
 from ..cluster.speed import Measured
 from ..config import Settings
-from ..wire.control import ModelStatus, Serving
+from ..wire.control import DesiredState, ModelStatus, Serving
 from ..wire.machine import Machine
 from .guest import Guest
 from .model_here import ModelHere
@@ -63,6 +63,9 @@ class Surroundings(Protocol):
 
     def measured(self) -> Measured:
         """What placement takes over its assumptions."""
+
+    def want(self, model: str, nodes: str = "", *, pinned: bool = True) -> DesiredState:
+        """What the cluster should run from now on."""
 
     def changed(self) -> None:
         """Something is different: look at everything again, soon."""

@@ -33,6 +33,8 @@ from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 MAX_MEMBERS = 64
 MAX_MODEL = 1000
 MAX_RECORD = 4 << 20
+MAX_WAITING = 16
+"""Models that one member's clients wait for at a time."""
 
 _count = integer(0, U63)
 _epoch = integer(1, U63)
@@ -92,7 +94,8 @@ class Beat(Message):
 class DesiredState(Message):
     """What should run: newer versions replace older ones; of two equal ones, the smaller writer's holds.
 
-    An empty `model` means nothing. `nodes` is "auto", "all" or a number.
+    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `pinned`: a person said so, and no
+    request that names another model replaces it.
     """
 
     TYPE: ClassVar[int] = 0x05
@@ -100,6 +103,7 @@ class DesiredState(Message):
     writer: str = _f(_id)
     model: str = _f(text(MAX_MODEL))
     nodes: str = _f(text(8))
+    pinned: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,10 +340,42 @@ class RecordsTold(Message):
     nonce: bytes = _f(binary(16, 16))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTurn(Message):
+    """The coordinator to all: no request for another model than this one begins until the next such word.
+
+    `number` counts them in this `term`. `refused` is a model that could not be served, for the reason in
+    `why`; whoever has waited for it until now waits no more.
+    """
+
+    TYPE: ClassVar[int] = 0x4F
+    term: int = _f(_count)
+    number: int = _f(_count)
+    model: str = _f(text(MAX_MODEL))
+    refused: str = _f(text(MAX_MODEL))
+    why: str = _f(_detail)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelQueue(Message):
+    """A member to the coordinator: the models that its clients wait for, and how many of their requests run.
+
+    `term` and `number` are those of the last ModelTurn it heard: since then no request for another model has
+    begun.
+    """
+
+    TYPE: ClassVar[int] = 0x50
+    term: int = _f(_count)
+    number: int = _f(_count)
+    waiting: tuple[str, ...] = _f(texts(MAX_WAITING, MAX_MODEL))
+    running: int = _f(_count)
+
+
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
     RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
-    FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold,
+    FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
+    ModelQueue,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

@@ -16,7 +16,20 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import GREEDY, End, Event, Health, ModelInfo, Request, Sampling, Score, Tokens
+from mlxtp.api.backend import (
+    AT_ONCE,
+    GREEDY,
+    End,
+    Event,
+    Health,
+    ModelInfo,
+    Request,
+    Sampling,
+    Score,
+    Stored,
+    Tokens,
+    Turn,
+)
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text import Text
 from mlxtp.errors import Code, RequestError
@@ -222,6 +235,8 @@ class FakeBackend:
     defaults: Sampling = GREEDY
     requests: list[Request] = field(default_factory=list)
     answers: list[FakeAnswer] = field(default_factory=list)
+    stored: tuple[Stored, ...] = ()
+    take_turn: Callable[[str | None, float], Turn] = lambda _name, _within_s: AT_ONCE
     began: threading.Event = field(default_factory=threading.Event)
 
     def health(self) -> Health:
@@ -237,6 +252,12 @@ class FakeBackend:
                 "org/tiny", ("tiny", "gpt-x"), Path(), self.context, 1234, (1,), VOCABULARY, self.defaults
             ),
         )
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        return self.stored
+
+    async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
+        return self.take_turn(name, within_s)
 
     def text(self) -> Text | None:
         return self.loaded_text if self.ready else None

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import anthropic
@@ -16,6 +18,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
+from mlxtp.api.accounting import Accounting
 from mlxtp.api.anthropic import SIGNATURE, models_body, parse_count, parse_messages
 from mlxtp.api.anthropic_shapes import (
     AnthropicError,
@@ -40,10 +43,13 @@ from mlxtp.api.app import create_app
 from mlxtp.api.ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
+from mlxtp.api.tally import Tally
 from mlxtp.api.text import Text
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
+from .test_access import backend as backend
+from .test_access import door
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ANSWER = " The 日本語 world 😀\n\u2028end"
@@ -92,7 +98,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnthropicServe
     tokenizer = byte_level()
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     backend = Thinker(Text.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE)))
-    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7)
+    app = Accounting(
+        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7), Tally(monotonic)
+    )
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
@@ -112,7 +120,7 @@ def server(running: AnthropicServer) -> AnthropicServer:
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    return {"model": "claude-sonnet-4-5", "max_tokens": 100, "messages": HELLO} | fields
+    return {"model": "claude-sonnet-5", "max_tokens": 100, "messages": HELLO} | fields
 
 
 def post(server: Server, path: str = "/v1/messages", **kwargs: Any) -> httpx.Response:
@@ -201,7 +209,7 @@ def put_together(events: list[Any]) -> list[dict[str, Any]]:
 def test_a_whole_answer(server: AnthropicServer) -> None:
     server.say(ANSWER + "</s>", cached=4)
     message = create(server, system="be brief")
-    assert (message.type, message.role, message.model) == ("message", "assistant", "claude-sonnet-4-5")
+    assert (message.type, message.role, message.model) == ("message", "assistant", "claude-sonnet-5")
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ANSWER}]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert server.prompt() == "<|system|>be brief<|user|>hello<|assistant|>"
@@ -226,9 +234,9 @@ def test_a_streamed_answer(server: AnthropicServer) -> None:
         texts = list(stream.text_stream)
         message = stream.get_final_message()
     assert "".join(texts) == ANSWER
-    assert len(texts) > 10
+    assert len(texts) > 5
     assert not any("\ufffd" in text for text in texts)
-    assert (message.stop_reason, message.model) == ("end_turn", "claude-sonnet-4-5")
+    assert (message.stop_reason, message.model) == ("end_turn", "claude-sonnet-5")
     prompt = len(server.backend.request.prompt)
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (prompt - 4, 4)
     assert message.usage.output_tokens == len(server.ids(ANSWER))
@@ -280,7 +288,8 @@ def test_a_budget_that_does_not_fit_is_as_large_as_fits(
 
 def test_what_was_set_reaches_the_backend(server: AnthropicServer) -> None:
     server.say("x")
-    create(server, temperature=0.5, top_p=0.9, top_k=7, metadata={"user_id": "alice"}, max_tokens=31)
+    chosen = {"temperature": 0.5, "top_p": 0.9, "top_k": 7}  # the library has no names for them any more
+    create(server, extra_body=chosen, metadata={"user_id": "alice"}, max_tokens=31)
     asked = server.backend.request
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
     assert (asked.client, asked.max_tokens) == ("127.0.0.1 alice", 31)
@@ -381,7 +390,7 @@ def test_a_call_that_has_to_come(server: AnthropicServer) -> None:
 
 
 def test_half_a_call_is_no_call_in_a_whole_answer(server: AnthropicServer) -> None:
-    half = CALL + CALL[:-30]
+    half = CALL + CALL[:-18]
     server.say(half, reason="length")
     most = len(server.ids(half))
     message = create(server, tools=[WEATHER], max_tokens=most)
@@ -389,6 +398,14 @@ def test_half_a_call_is_no_call_in_a_whole_answer(server: AnthropicServer) -> No
     assert [block.input for block in message.content] == [{"city": "Köln"}]
     events = complete(post(server, json=body(tools=[WEATHER], max_tokens=most, stream=True)))
     assert events[-2].delta.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("wrong", ['{"city": }', '{"city": NaN}', '{"city": 1e999}'])
+def test_arguments_that_are_no_json_stay_visible(server: AnthropicServer, wrong: str) -> None:
+    server.say(f'<tool_call>{{"name": "weather", "arguments": {wrong}}}</tool_call>')
+    message = create(server, tools=[WEATHER])
+    assert message.stop_reason == "tool_use"
+    assert [use.input for use in message.content] == [{"arguments": wrong}]
 
 
 def test_an_answer_in_json(server: AnthropicServer) -> None:
@@ -419,7 +436,7 @@ def test_tokens_are_counted_as_they_are_used(server: AnthropicServer) -> None:
 def test_which_model_answers(server: AnthropicServer) -> None:
     server.say("x")
     names = {
-        "claude-opus-4-1-20250805": "claude-opus-4-1-20250805",
+        "claude-opus-4-5-20251101": "claude-opus-4-5-20251101",
         "tiny": "org/tiny",
         "default": "org/tiny",
     }
@@ -482,7 +499,7 @@ def assert_error(response: httpx.Response, status: int, kind: str) -> str:
     assert response.headers["content-type"] == "application/json"
     error = AnthropicError.model_validate_json(response.content)
     assert error.error.type == kind
-    assert response.headers["request-id"] == error.request_id
+    assert response.headers["request-id"] == error.request_id == f"req_{response.headers['x-request-id']}"
     return error.error.message
 
 
@@ -491,7 +508,7 @@ def test_a_mistake_is_a_400_for_the_client_library(server: AnthropicServer, stre
     with pytest.raises(
         anthropic.BadRequestError, match=r"temperature should be from 0 to 1, got 1\.5"
     ) as caught:
-        create(server, temperature=1.5, stream=stream)
+        create(server, extra_body={"temperature": 1.5}, stream=stream)
     assert caught.value.type == "invalid_request_error"
     assert caught.value.request_id
     assert caught.value.request_id.startswith("req_")
@@ -512,6 +529,12 @@ def test_every_error_has_the_same_shape(server: AnthropicServer) -> None:
     assert server.backend.requests == []
 
 
+def test_an_error_has_the_id_that_the_log_has(server: AnthropicServer) -> None:
+    response = post(server, json={}, headers={"x-request-id": "mine"})
+    assert_error(response, 400, "invalid_request_error")
+    assert (response.headers["request-id"], response.headers["x-request-id"]) == ("req_mine", "mine")
+
+
 def test_an_unknown_model_is_a_404_for_the_client_library(server: AnthropicServer) -> None:
     with pytest.raises(anthropic.NotFoundError, match="available: org/tiny") as caught:
         create(server, model="gpt-9")
@@ -525,6 +548,20 @@ def test_errors_of_others_speak_of_the_fields_of_this_dialect(server: AnthropicS
     schema = WEATHER | {"input_schema": {"type": "string"}}
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema.type"):
         create(server, tools=[schema])
+
+
+def test_keys_are_shown_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as guarded:
+        key = guarded.key()
+        for shown in ({"api_key": key}, {"auth_token": key}):
+            client = anthropic.Anthropic(base_url=guarded.url, max_retries=0, timeout=WAIT_S, **shown)
+            assert client.messages.create(**body()).content
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            response = guarded.ask("POST", path, json=body(), headers={"x-api-key": "wrong"})
+            assert response.status_code == 401
+            error = AnthropicError.model_validate_json(response.content)
+            assert error.error.type == "authentication_error"
+            assert response.headers["request-id"] == error.request_id
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -693,7 +730,7 @@ def test_who_thinks() -> None:
 
 
 def test_names_of_claude_mean_the_model_that_is_loaded() -> None:
-    assert parse(model="claude-opus-4-1").model is None
+    assert parse(model="claude-opus-5").model is None
     assert parse(model="tiny").model == "tiny"
     assert parse_count(json.dumps({"messages": HELLO}).encode()).model is None
 
@@ -855,5 +892,5 @@ def test_no_body_breaks_the_server(server: AnthropicServer) -> None:
                 if response.status_code != 200:
                     assert response.status_code in (400, 404), content
                     AnthropicError.model_validate_json(response.content)
-    assert answers.keys() == {200, 400, 404}
-    assert min(answers.values()) > 3
+    assert answers.keys() >= {200, 400}
+    assert min(answers[200], answers[400]) > 50

@@ -86,6 +86,13 @@ def test_an_answer_has_16_tokens_unless_more_are_asked_for(server: Server) -> No
     assert [request.max_tokens for request in server.backend.requests] == [16, 20]
 
 
+def test_where_16_tokens_do_not_fit_nobody_asked_for_them(server: Server) -> None:
+    create(server, prompt=[3] * (CONTEXT - 5))
+    assert server.backend.request.max_tokens == 5
+    with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+        create(server, prompt=[3] * (CONTEXT - 5), max_tokens=16)
+
+
 def test_settings_reach_the_backend(server: Server) -> None:
     create(
         server, temperature=0.5, top_p=0.9, seed=7, presence_penalty=0.5, frequency_penalty=-0.5,
@@ -168,6 +175,16 @@ def test_echo_puts_the_prompt_in_front(server: Server, prompt: Any) -> None:
     expected = [f"{each}hello" for each in ([prompt] if isinstance(prompt, str) else prompt)]
     assert [choice.text for choice in create(server, prompt=prompt, echo=True).choices] == expected
     choices = streamed(server, len(expected), prompt=prompt, echo=True)
+    assert [choice["text"] for choice in choices] == expected
+
+
+def test_echo_of_several_answers_to_several_prompts(server: Server) -> None:
+    words = ["a", "bc", "def", "ghij"]
+    expected = ["x a", "x bc", "yz def", "yz ghij"]
+    server.backend.scripts = [says(server.ids(word)) for word in [*words, *words]]
+    answer = create(server, prompt=["x ", "yz "], n=2, echo=True)
+    assert [choice.text for choice in answer.choices] == expected
+    choices = streamed(server, 4, prompt=["x ", "yz "], n=2, echo=True)
     assert [choice["text"] for choice in choices] == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -23,16 +24,21 @@ from prometheus_client.process_collector import ProcessCollector
 from mlxtp.api.account import Account, answering, current, note, note_key
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import End, ModelInfo, Request
+from mlxtp.api.guard import Access
 from mlxtp.api.server import bind, serve
 from mlxtp.api.tally import MAX_MODELS, OTHER, Histogram, Tally
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
+from mlxtp.logs import JsonLines
+from mlxtp.node.api_keys import KeyFile
 from mlxtp.node.epoch import State
+from mlxtp.node.key_ring import KeyRing
 from mlxtp.node.metrics import Metrics, OwnProcess, observed
 from mlxtp.node.recoveries import Recoveries
 from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
 
+from ..cluster import Cluster
 from .conftest import BYTE_LEVEL, VOCABULARY, WAIT_S, Loaded
 
 MODEL = "org/tiny"
@@ -145,31 +151,34 @@ class Scraped:
         return {dict(labels)[label] for found, labels in self.samples if found == name}
 
 
-@pytest.fixture
-def stage(loaded: dict[str, Loaded], tmp_path: Path) -> Iterator[Stage]:
-    supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+@contextlib.contextmanager
+def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterator[Stage]:
+    supervisor = Supervisor(Settings(home, "", 0, 1, "tiny"))
     desk = Desk(supervisor.gateway.on_event)
-    text = loaded[BYTE_LEVEL].text
-    model = ModelInfo(MODEL, ("tiny", "default"), tmp_path, 200, 1234, (1,), VOCABULARY)
-    supervisor.gateway.serve(desk, model, text)
+    model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
+    supervisor.gateway.serve(desk, model, loaded.text)
     supervisor.state = State.READY
-    app, sock = observed(create_app(supervisor.gateway), supervisor), bind("127.0.0.1", 0)
+    app = observed(create_app(supervisor.gateway, access=access), supervisor)
+    sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     thread.start()
-    tokenizer = loaded[BYTE_LEVEL].tokenizer
-    yield Stage(
-        supervisor,
-        desk,
-        loop,
-        url,
-        lambda words: list(tokenizer.encode(words, add_special_tokens=False).ids),
-    )
+
+    def ids(words: str) -> list[int]:
+        return list(loaded.tokenizer.encode(words, add_special_tokens=False).ids)
+
+    yield Stage(supervisor, desk, loop, url, ids)
     loop.call_soon_threadsafe(stop.set)
     thread.join(WAIT_S)
     assert not thread.is_alive()
     loop.close()
+
+
+@pytest.fixture
+def stage(loaded: dict[str, Loaded], tmp_path: Path) -> Iterator[Stage]:
+    with serving(loaded[BYTE_LEVEL], tmp_path) as stage:
+        yield stage
 
 
 # --- requests ---------------------------------------------------------------------------------------------
@@ -244,6 +253,22 @@ def test_times_are_those_that_passed(stage: Stage) -> None:
     assert found("vllm:inter_token_latency_seconds_bucket", le="60.0") == 1
 
 
+def test_how_long_a_body_takes_is_no_time_of_ours(stage: Stage) -> None:
+    stage.says("hello")
+    body = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:10]
+        time.sleep(1.0)
+        yield body[10:]
+
+    assert httpx.post(f"{stage.url}{CHAT}", content=slowly(), timeout=WAIT_S).status_code == 200
+    found = stage.until(lambda found: bool(found.finished()))
+    assert (
+        0 < found("vllm:time_to_first_token_seconds_sum") < found("vllm:e2e_request_latency_seconds_sum") < 1
+    )
+
+
 def test_what_runs_and_what_waits_can_be_seen_meanwhile(stage: Stage) -> None:
     stage.desk.held = True
     stage.supervisor.kv_room = 100
@@ -273,7 +298,8 @@ def test_a_client_that_leaves_is_an_abort(stage: Stage) -> None:
     stage.desk.held = True
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 50, "stream": True}
     with httpx.stream("POST", f"{stage.url}{CHAT}", json=body, timeout=WAIT_S) as answer:
-        next(answer.iter_raw())
+        parts = answer.iter_raw()  # which closes the connection when nobody holds it
+        next(parts)
         stage.do(lambda: stage.desk.emit(Delta((1,), (0,), (stage.ids("hello")[0],))))
         stage.until(lambda found: found("vllm:num_requests_running") == 1)
     found = stage.until(lambda found: bool(found.finished()))
@@ -430,7 +456,7 @@ def test_an_error_that_was_noted_has_its_code() -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of each finished request but those for metrics, once all of them are there."""
+    """The fields of each finished request but probes, once there is one."""
     ends_at = time.monotonic() + WAIT_S
     while time.monotonic() < ends_at:
         found = [record for record in caplog.records if record.name == "mlxtp.api.accounting"]
@@ -510,6 +536,31 @@ def test_a_path_cannot_break_a_line(stage: Stage, caplog: pytest.LogCaptureFixtu
     assert "secret" not in json.dumps(fields)
 
 
+def test_whose_key_it_was_and_which_was_none_is_known(
+    loaded: dict[str, Loaded],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(caplog.handler, "formatter", JsonLines())
+    _, key = KeyFile(tmp_path).create("laptop", 0, 1.0)
+    access = Access(keys=KeyRing(KeyFile(tmp_path), "always", beyond=False))
+    with serving(loaded[BYTE_LEVEL], tmp_path, access) as stage, caplog.at_level(logging.INFO, "mlxtp"):
+        stage.says("hello")
+        good = {"authorization": f"Bearer {key}"}
+        assert stage.ask(headers=good).status_code == 200
+        assert stage.ask(headers={"authorization": "Bearer mlxtp-nobody"}).status_code == 401
+        assert httpx.get(f"{stage.url}/metrics").status_code == 401
+        found = Scraped(httpx.get(f"{stage.url}/metrics", headers=good).text)
+    assert found("mlxtp_requests_refused_total", path=CHAT, code="invalid_api_key") == 1
+    assert found("mlxtp_http_requests_total", **chat(401)) == 1
+    assert key not in found.text
+    first, second = [json.loads(line) for line in caplog.text.splitlines() if "api.accounting" in line]
+    assert (first["key"], first["status"], "code" in first) == ("laptop", 200, False)
+    assert ("key" in second, second["status"], second["code"]) == (False, 401, "invalid_api_key")
+    assert key not in caplog.text
+
+
 # --- the group --------------------------------------------------------------------------------------------
 
 
@@ -579,6 +630,33 @@ def test_a_recovery_is_from_the_first_failure_to_the_next_that_serves() -> None:
     story.serving(99.0)
     assert (story.seconds.count, story.seconds.total) == (1, 7.0)
     assert story.ended == {Code.FORM_FAILED: 2, Code.RANK_LOST: 2, Code.REPLANNED: 2}
+
+
+def test_a_live_agent_tells_of_its_rank(one_rank: Cluster) -> None:
+    def scrape() -> Scraped:
+        return Scraped(httpx.get(f"{one_rank.url}/metrics", timeout=WAIT_S).text)
+
+    def total(found: Scraped, name: str) -> float:
+        return sum(value for (each, _), value in found.samples.items() if each == name)
+
+    before = scrape()
+    body = {"messages": [{"role": "user", "content": "Count from 1 to 60."}], "max_tokens": 20}
+    answer = httpx.post(f"{one_rank.url}{CHAT}", json=body, timeout=WAIT_S).json()
+    after = scrape()
+    for name, count in (
+        ("vllm:prompt_tokens_total", answer["usage"]["prompt_tokens"]),
+        ("vllm:generation_tokens_total", 20),
+        ("vllm:inter_token_latency_seconds_count", 19),
+        ("vllm:e2e_request_latency_seconds_count", 1),
+        ("mlxtp_request_accept_seconds_count", 1),
+    ):
+        assert total(after, name) - total(before, name) == count, name
+    assert after("mlxtp_ranks_alive") == after("mlxtp_world_size") == after("mlxtp_ready") == 1
+    assert after("mlxtp_state", state="ready") == 1
+    assert after("mlxtp_epoch") >= 1
+    assert after("mlxtp_rank_memory_bytes", rank="0") >= after("mlxtp_rank_weight_bytes", rank="0") > 1e5
+    assert after("mlxtp_rank_forwards_total", rank="0") > 0
+    assert total(after, "mlxtp_kv_cache_room_tokens") > 1000
 
 
 # --- the text itself --------------------------------------------------------------------------------------

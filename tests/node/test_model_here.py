@@ -29,12 +29,14 @@ class Stage:
         self.gates: dict[str, asyncio.Event] = {}
         self.finding = 0
         self.opened: list[tuple[str, str]] = []
+        self.downloads: list[bool] = []
         self.model = ModelHere("draft", lambda: self.changes.append(self.model.status))
         patch.setattr(model_here, "find_model", self._find)
         patch.setattr(model_here, "open_model", self._open)
         patch.setattr(model_here.golden, "fingerprint", lambda path: f"{path.name:0>64}")
 
-    async def _find(self, name: str) -> Path:
+    async def _find(self, name: str, *, download: bool) -> Path:
+        self.downloads.append(download)
         self.finding += 1
         try:
             if name in self.gates:
@@ -45,13 +47,14 @@ class Stage:
         finally:
             self.finding -= 1
 
-    async def _open(self, name: str, draft: str) -> ModelSource:
+    async def _open(self, name: str, draft: str, *, download: bool) -> ModelSource:
+        self.downloads.append(download)
         self.opened.append((name, draft))
         await asyncio.sleep(0)
         return ModelSource(name, self.home / name, cast(Text, None))
 
-    def want(self, name: str, version: int) -> None:
-        self.model.want(DesiredState(version, "", name, "auto"))
+    def want(self, name: str, version: int, *, pinned: bool = True) -> None:
+        self.model.want(DesiredState(version, "", name, "auto", pinned))
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)

@@ -18,7 +18,7 @@ from mlxtp.wire.control import DesiredState
 KEPT = Kept(
     Beliefs(
         Claim(7, "a"),
-        DesiredState(3, "b", "mlx-community/Llama", "2"),
+        DesiredState(3, "b", "mlx-community/Llama", "2", True),
         Roster().admitting("a", "studio", "key-a").admitting("b", "mini", "key-b").removing("b"),
         12,
     ),
@@ -29,6 +29,18 @@ KEPT = Kept(
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     save(tmp_path, KEPT)
     assert load(tmp_path) == (KEPT, "")
+
+
+@pytest.mark.parametrize("model", ["mlx-community/Llama", ""])
+def test_what_an_earlier_version_remembered_was_said_by_a_person_and_is_pinned(
+    tmp_path: Path, model: str
+) -> None:
+    table = json.loads(to_text(KEPT)) | {"format": 1}
+    table["desired"] = {"version": 3, "writer": "b", "model": model, "nodes": "2"}
+    (tmp_path / FILE).write_text(json.dumps(table))
+    kept, told = load(tmp_path)
+    assert told == ""
+    assert kept.beliefs.desired == DesiredState(3, "b", model, "2", bool(model))
 
 
 def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:
@@ -113,7 +125,9 @@ def changed(**fields: object) -> str:
         (to_text(KEPT)[:-40], ""),
         ("[]", "does not say its format"),
         ("{}", "does not say its format"),
-        (changed(format=2), "format 2; this version reads format 1"),
+        (changed(format=3), "format 3; this version reads formats 1 to 2"),
+        (changed(format=0), "format 0"),
+        (changed(format=1), "desired: expected a map"),
         (changed(format=True), "does not say its format"),
         (changed(more=1), "exactly the fields"),
         (changed(epoch=-1), "epoch: expected an integer"),

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,7 +23,7 @@ from mlxtp.node.epoch import RestartPolicy, State, is_legal
 from mlxtp.node.models import open_model
 from mlxtp.node.ranks import Group
 from mlxtp.node.supervisor import ModelSource, Plan, Supervisor
-from mlxtp.wire.messages import Delta
+from mlxtp.wire.messages import Delta, Pong
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
 from .fake_rank import ENDLESS, Orders
@@ -277,3 +278,18 @@ def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
         assert (health.state, health.epoch, health.world_size) == ("ready", 8, 1)
 
     play(tmp_path, source, story)
+
+
+def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
+    async def story() -> None:
+        supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+        assert supervisor.progress == "starting"
+        supervisor.follow(State.LOADING, 3, "loading 7 %", Group(0, 2, "ring"))
+        assert supervisor.progress == "loading 7 %"
+        supervisor._own, supervisor._weight_bytes = State.LOADING, 1000
+        for held, shown in ((0, 0), (204, 40), (900, 99)):  # of each rank; and the rest of it is not the load
+            pongs = {rank: Pong("loading", 0.0, 0, 0, 0, 0, 0, held, held, "") for rank in range(2)}
+            supervisor._current = supervisor.ranks = cast(Any, SimpleNamespace(pongs=pongs))
+            assert supervisor.progress == f"loading {shown} %"
+
+    run(story())

@@ -16,6 +16,7 @@ import pytest
 
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import End, Event, Tokens
+from mlxtp.api.guard import Access
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text import Text
 
@@ -153,7 +154,7 @@ class Site:
         self.admin.error = None
         self.go_on.clear()
 
-    def show(self, **changes: Any) -> None:
+    def show(self, /, **changes: Any) -> None:
         """From now on the cluster is like this."""
         self.observed.shown = MOMENT | changes
 
@@ -180,9 +181,15 @@ class Running:
     """A server in a thread of its own, until it is closed. Port 0 takes a free one."""
 
     def __init__(
-        self, backend: FakeBackend | None, observed: FakeObserved, admin: Any = None, port: int = 0
+        self,
+        backend: FakeBackend | None,
+        observed: FakeObserved,
+        admin: Any = None,
+        *,
+        port: int = 0,
+        access: Access | None = None,
     ) -> None:
-        app = create_app(cast(Any, backend), admin=admin, observed=observed, keep_alive_s=0.1)
+        app = create_app(cast(Any, backend), admin=admin, observed=observed, access=access, keep_alive_s=0.1)
         sock = bind("127.0.0.1", port)
         self.port: int = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -226,8 +233,9 @@ def site(running_site: Site) -> Site:
 # --- the browser ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Until the module ends, and no longer: an event loop runs in this thread meanwhile."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: pip install -e '.[browser]'"
     )
@@ -294,10 +302,8 @@ def visiting(browser: Browser, site: Site) -> Iterator[Any]:
     for each in visits:
         each.context.close()
     assert [line for each in visits for line in each.trouble if "status of 4" not in line] == []
-    outside = [
-        url for each in visits for url in each.requested if not url.startswith((site.url, "blob:", "data:"))
-    ]
-    assert outside == []
+    ours = ("http://127.0.0.1:", "blob:", "about:")
+    assert [url for each in visits for url in each.requested if not url.startswith(ours)] == []
 
 
 @pytest.fixture

@@ -267,6 +267,7 @@ def test_the_browser_itself_would_refuse_what_slipped_through(visit: Visit) -> N
         "() => { try { document.body.innerHTML = '<p>x</p>'; return false; } catch { return true; } }"
     )
     assert refused
+    visit.trouble.clear()  # the browser says that it refused
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,8 @@ def test_an_answer_that_a_reload_cut_off_says_so(site: Site, visit: Visit) -> No
     visit.page.reload()
     visit.state("Ready")
     assert visit.text(f"{LAST} > .said") == "Only half"
-    assert visit.text(f"{LAST} .problem") == "The answer is incomplete: the page was closed."
+    whys = ("the page was closed.", "the connection to the agent broke.")  # whichever came first
+    assert visit.text(f"{LAST} .problem") in [f"The answer is incomplete: {why}" for why in whys]
     assert site.backend.all_closed()
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlxtp.api.guard import Access
 from mlxtp.errors import Code, UserError
+from mlxtp.node.api_keys import KeyFile
+from mlxtp.node.key_ring import KeyRing
 
 from ..api.test_admin import KEY
 from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, FakeObserved, Running, Site, Visit
 
 VIEWS = ("chat", "cluster", "models")
+WIDE = """() => [...document.querySelectorAll('main *')]
+    .filter(each => each.getBoundingClientRect().right > innerWidth)
+    .map(each => `${each.tagName} ${each.id} ${each.className}`)"""
+"""What reaches beyond the window."""
 
 
 def nodes(count: int) -> dict[str, Any]:
@@ -219,7 +227,12 @@ def test_nothing_is_wider_than_the_window(site: Site, visiting: Any, size: dict[
     visit.page.click("#parameters summary")
     for view in VIEWS:
         visit.open(view)
-        assert visit.page.evaluate("document.documentElement.scrollWidth") <= size["width"], view
+        wide = visit.page.evaluate(WIDE) if scrolls(visit, size["width"]) else []
+        assert not scrolls(visit, size["width"]), (view, wide)
+
+
+def scrolls(visit: Visit, width: int) -> bool:
+    return int(visit.page.evaluate("document.documentElement.scrollWidth")) > width
 
 
 def test_by_keys_alone(site: Site, visit: Visit) -> None:
@@ -331,6 +344,36 @@ def test_light_and_dark(site: Site, visiting: Any, scheme: str) -> None:
         assert contrast(colour, behind) >= 4.5, (selector, colour, behind)
 
 
+def test_an_endpoint_with_keys_is_opened_by_one_and_by_the_agents_own(
+    site: Site, visiting: Any, tmp_path: Path
+) -> None:
+    file = KeyFile(tmp_path)
+    key = file.create("page", 0, 1.0)[1]
+    ring = KeyRing(file, "always", beyond=False)
+    ring.own_key = KEY
+    guarded = Running(site.backend, FakeObserved(), site.admin, access=Access(keys=ring))
+    try:
+        visit: Visit = visiting(url=guarded.url)
+        visit.shows("`mlxtp key create NAME`", "#asking")
+        visit.page.fill("#asking-value", "wrong")
+        visit.page.press("#asking-value", "Enter")
+        visit.shows("`mlxtp key create NAME`", "#asking[open]")
+        visit.page.fill("#asking-value", key)
+        visit.page.click("#asking-yes")
+        visit.state("Ready")
+        site.says("let in")
+        visit.send("Hello")
+        visit.answered()
+        assert visit.text("#turns > li:last-child > .said") == "let in"
+        own: Visit = visiting("#key=" + KEY.replace(" ", "%20"), url=guarded.url)
+        own.state("Ready")
+        assert not own.page.is_visible("#asking")
+        for each in (visit, own):
+            each.page.goto("about:blank")
+    finally:
+        guarded.close()
+
+
 def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:
     first = Running(None, FakeObserved())
     visit: Visit = visiting(url=first.url)
@@ -340,5 +383,6 @@ def test_an_agent_that_goes_is_missed_and_found_again(visiting: Any) -> None:
     assert visit.text("#figures") == ""
     second = Running(None, FakeObserved(), port=first.port)
     visit.state("Ready")
+    visit.page.goto("about:blank")
     second.close()
     visit.trouble.clear()  # the browser complains of the requests that failed

@@ -39,16 +39,17 @@ export function takeFromAddress() {
   return true;
 }
 
+/** What a request shows: a key of the endpoint, or this agent's own, which opens everything. */
 export function authorization() {
-  const key = read(API);
+  const key = read(API) || read(ADMIN);
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
 /** Ask for a key of the endpoint, once however many want to know. Gives whether there is a new one. */
-export function askForApiKey() {
+export function askForApiKey(words) {
   asking ??= question({
     title: "API key",
-    words: "This endpoint answers only with one of its keys.",
+    words,
     field: "Key",
     yes: "Use it",
     secret: true,

@@ -6,7 +6,7 @@ import { by, say } from "./dom.js";
 import { takeFromAddress } from "./keys.js";
 import { showModels, startModels } from "./models.js";
 import { cluster, onMoment, watch } from "./watch.js";
-import { count, rate, stateWords } from "./words.js";
+import { count, rate, stateWords, UNKNOWN } from "./words.js";
 
 const VIEWS = { chat: "Chat", cluster: "Cluster", models: "Models" };
 
@@ -41,7 +41,7 @@ function showState({ now, connected, problem }) {
   const speed = now.tokens_per_second;
   const where = speed.of === "here" ? " asked here" : "";
   const figures = [`${count(now.requests.open, "request")} open`];
-  if (now.ready) figures.unshift(`${rate(speed.value)}${where}`);
+  if (now.ready) figures.unshift(speed.value === null ? `tokens/s ${UNKNOWN}` : `${rate(speed.value)}${where}`);
   say(by("figures"), figures.join(" · "));
 }
 

@@ -14,8 +14,11 @@ export class Refused extends Error {
 /** As `fetch`, with the endpoint's key; asks for one on 401. Raises Refused for everything but a 2xx. */
 export async function ask(path, options = {}) {
   let response = await request(path, options);
-  if (response.status === 401 && (await askForApiKey())) response = await request(path, options);
-  if (!response.ok) throw await refusal(response);
+  while (!response.ok) {
+    const refused = await refusal(response);
+    if (refused.status !== 401 || !(await askForApiKey(refused.message))) throw refused;
+    response = await request(path, options);
+  }
   return response;
 }
 
@@ -49,6 +52,11 @@ async function refusal(response) {
   }
 }
 
+function broken(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Refused("the connection to the agent broke.");
+}
+
 /** The data of each event; null for a comment, which says that the other end still lives. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -56,7 +64,7 @@ export async function* events(response) {
   let data = [];
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch(broken);
       if (done) return;
       const lines = (rest + value).split("\n");
       rest = lines.pop();

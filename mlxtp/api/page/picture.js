@@ -5,7 +5,7 @@ import { svg } from "./dom.js";
 import { bytes, count, linkWords, micros, stateWords, UNKNOWN } from "./words.js";
 
 const NARROW = 600;
-const HEAD = 58;
+const HEAD = 74;
 const ROW = 34;
 const GAP = 76;
 const MARGIN = 10;
@@ -13,6 +13,8 @@ const MARGIN = 10;
 /** An `svg` element that is `width` pixels wide. */
 export function draw(now, width) {
   const cards = now.nodes.map((node) => ({ node, ranks: now.ranks.filter((rank) => rank.node === node.node_id) }));
+  const first = (card) => card.ranks[0]?.rank ?? Infinity;
+  cards.sort((a, b) => (first(a) === first(b) ? 0 : first(a) - first(b)));
   const most = Math.max(...cards.map((card) => card.ranks.length), 0);
   const size = { width: Math.min(width - 2 * MARGIN, width < NARROW ? 330 : 236), height: HEAD + Math.max(most, 1) * ROW + 8 };
   const { places, height } = layout(cards.length, size, width);
@@ -72,23 +74,25 @@ function joins(now, cards, width) {
   const all = [...now.links, ...unknown.map(([a, b]) => ({ a, b, network: "" }))];
   return all.flatMap((link) => {
     const [a, b] = [at.get(link.a), at.get(link.b)];
-    return a && b ? cable(link, a, b, used.has(pair(link.a, link.b)), now, width) : [];
+    return a && b ? cable(link, a, b, used.has(pair(link.a, link.b)), now, width, cards.length) : [];
   });
 }
 
 const pair = (a, b) => [a, b].sort().join(" ");
 
-function cable(link, a, b, used, now, width) {
+function cable(link, a, b, used, now, width, number) {
   const [p, q] = [middle(a), middle(b)];
   const beside = p.x === q.x && Math.abs(p.y - q.y) > a.height + GAP + 1; // something stands in between
   const bend = beside ? { x: width - 4, y: (p.y + q.y) / 2 } : { x: (p.x + q.x) / 2, y: (p.y + q.y) / 2 };
   const path = beside ? `M${p.x} ${p.y}Q${bend.x * 1.2} ${bend.y} ${q.x} ${q.y}` : `M${p.x} ${p.y}L${q.x} ${q.y}`;
+  const lies = Math.abs(p.x - q.x) > Math.abs(p.y - q.y); // its words stand above and below it
   const words = linkWords(link) || `link ${UNKNOWN}`;
   const took = used && now.ranks.length === 2 ? now.group?.fabric?.collective_us : null;
-  const lines = beside ? [] : [words, took ? `small sum in ${micros(took)}` : ""].filter(Boolean);
+  const crowded = !used && number > 3; // the list has the words of all
+  const lines = beside || crowded ? [] : [words, took ? `small sum in ${micros(took)}` : ""].filter(Boolean);
   return [
     svg("path", { d: path, class: used ? "cable used" : "cable", "data-kind": link.rdma ? "rdma" : link.network }),
-    ...lines.map((line, i) => svg("text", { x: bend.x, y: bend.y + 5 + (i - (lines.length - 1) / 2) * 17, class: "label" }, line)),
+    ...lines.map((line, i) => svg("text", { x: bend.x, y: bend.y + (lies ? [-8, 19][i] : [-3, 14][i]), class: "label" }, line)),
   ];
 }
 
@@ -103,9 +107,10 @@ function machine({ node, ranks, x, y, width, height }, now) {
     "g",
     { class: "machine", "data-state": node.state, transform: `translate(${x} ${y})` },
     svg("rect", { width, height, rx: 10, class: "case" }),
-    svg("text", { x: 14, y: 24, class: "name" }, cut(node.name, (width - 28) / 9)),
-    svg("text", { x: 14, y: 43, class: "small" }, cut([roles.join(", "), about].filter(Boolean).join(" · "), (width - 28) / 6.4)),
-    ...ranks.map((rank, i) => rankRow(rank, i, width, now)),
+    svg("text", { x: 14, y: 24, class: "name" }, cut(node.name, (width - 28) / 9.6)),
+    svg("text", { x: 14, y: 43, class: "small" }, cut(roles.join(", "), (width - 28) / 6.4)),
+    svg("text", { x: 14, y: 60, class: "small" }, cut(about || `chip and memory ${UNKNOWN}`, (width - 28) / 6.4)),
+    ...ranks.map((rank, i) => rankRow(rank, i, ranks.length > 1 ? width - 44 : width - 20, now)),
     ...(ranks.length ? [] : [svg("text", { x: 14, y: HEAD + 22, class: "small" }, "no rank")]),
     ...within(ranks, width, now),
   );
@@ -118,7 +123,7 @@ function rankRow(rank, i, width, now) {
   return svg(
     "g",
     { class: "rank", "data-phase": works, transform: `translate(10 ${HEAD + i * ROW})` },
-    svg("rect", { width: width - 44, height: ROW - 6, rx: 6 }),
+    svg("rect", { width, height: ROW - 6, rx: 6 }),
     svg("text", { x: 10, y: 19 }, `${rank.rank}`),
     svg("text", { x: 28, y: 19, class: "small" }, `${phase} · ${memory}`),
   );

@@ -1,0 +1,343 @@
+"""Requests that wait until the model which they name is served: this node's part in changing it for them.
+
+`cluster/switching.py` decides, where this node coordinates; here it is heard, told and carried out, and the
+requests of this node's clients wait for their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from ..api.backend import AT_ONCE, Stored, Turn
+from ..cluster.switching import Load, Tell, Turns
+from ..errors import Code, MlxtpError, RequestError
+from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
+from .epoch import State
+from .models import stored_name
+from .stored import stored_models
+from .surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+NEWS_S = 1.0
+"""How often a request that waits looks how far its model is."""
+REFUSED_S = 60.0
+"""How long a model that could not be served is not tried again."""
+UNPLANNED_S = 12.0
+"""How long a model may have no place: longer than the others take to tell that their memory is free again."""
+
+
+class Waiter:
+    """Implements `api.backend.Turn`. `target` is what `DesiredState` calls the model."""
+
+    model = ""
+
+    def __init__(self, target: str, within_s: float, late: RequestError, switching: Switching) -> None:
+        self.target = target
+        self.come = False
+        self.refusal: RequestError | None = None
+        self.news = asyncio.Event()
+        self._switching = switching
+        self._late = late
+        self._until = asyncio.get_running_loop().time() + within_s
+
+    def progress(self) -> str:
+        return self._switching.progress(self.target)
+
+    async def wait(self) -> AsyncIterator[str]:
+        told, loop = "", asyncio.get_running_loop()
+        while not self.come:
+            self.news.clear()
+            left_s = self._until - loop.time()
+            if self.refusal is None and left_s <= 0:
+                self.refusal = self._late
+            if self.refusal is not None:
+                self.close()
+                raise self.refusal
+            if told != (told := self.progress()):
+                yield told
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, NEWS_S)):
+                    await self.news.wait()
+
+    def close(self) -> None:
+        self._switching.leave(self)
+
+
+class Switching:
+    """Implements `gateway.Switch`. `unplanned` says why there is no group for what is wanted, or nothing."""
+
+    def __init__(self, cluster: Surroundings, unplanned: Callable[[], str]) -> None:
+        self._cluster = cluster
+        gateway = cluster.supervisor.gateway
+        gateway.switch, gateway.on_serving = self, cluster.changed
+        self._unplanned = unplanned
+        self._turns = Turns()
+        self._turn = ModelTurn(0, 0, "", "", "")
+        """The last that was heard."""
+        self._waiting: dict[Waiter, None] = {}
+        self._running: set[Waiter] = set()
+        self._told: object = None
+        self._refused: dict[str, tuple[str, float]] = {}
+        """By model: why it could not be served, and until when it is not tried again."""
+        self._before: DesiredState | None = None
+        """What was served, or that nothing was to be, before anything else was wanted."""
+        self._trouble: tuple[int, str, float] = (0, "", 0.0)
+        """The version of what cannot be served, the reason, and since when."""
+
+    # --- for requests --------------------------------------------------------------------------------
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        """What a request may have loaded."""
+        if not self._on or self._desired.pinned:
+            return ()
+        return await asyncio.to_thread(stored_models)
+
+    async def turn(self, name: str | None, within_s: float) -> Turn:
+        """See `Backend.turn`."""
+        target = self._known(name)
+        if target is None and self._on:
+            target = await asyncio.to_thread(stored_name, name or "")
+        if not target:
+            return AT_ONCE
+        if (refusal := self._refusal(target)) is not None:
+            raise refusal
+        if not self._on and not self._may_begin(target):
+            raise RequestError(
+                f"{self._turn.model} is loaded next, for a request that came before; try again",
+                Code.NOT_READY,
+                status=503,
+            )
+        waiter = self._waiter(target, within_s)
+        self._waiting[waiter] = None
+        if not self._on or self._cluster.supervisor.gateway.closing:  # it is refused as it always was
+            self._begin(waiter)
+        else:
+            self._admit()
+            if not waiter.come:
+                self._cluster.changed()
+        return waiter
+
+    def leave(self, waiter: Waiter) -> None:
+        """A request has ended, or waits no more."""
+        known = waiter in self._waiting or waiter in self._running
+        self._waiting.pop(waiter, None)
+        self._running.discard(waiter)
+        if known and (self._waiting or self._pending or self._told is not None):
+            self._cluster.changed()
+
+    def progress(self, target: str) -> str:
+        """How far a model is, in a few words."""
+        desired = self._desired.model
+        if target != desired or not self._may_begin(target):
+            return f"waiting until nothing is asked of {desired} any more" if desired else "waiting"
+        return self._cluster.supervisor.progress
+
+    def _known(self, name: str | None) -> str | None:
+        """What `DesiredState` calls it, if that is what the name means; None for another model."""
+        desired = self._desired.model
+        models = self._cluster.supervisor.gateway.models()
+        if name in (None, "", "default", desired):
+            return desired
+        return desired if models and (name == models[0].id or name in models[0].aliases) else None
+
+    def _waiter(self, target: str, within_s: float) -> Waiter:
+        queue_s = self._cluster.settings.limits.queue_s
+        if within_s and within_s < queue_s:
+            late = RequestError(
+                f"{target} was not there within {within_s:g} s", Code.DEADLINE, status=504, param="deadline_s"
+            )
+            return Waiter(target, within_s, late, self)
+        detail = f"{target} was not there within {queue_s:g} s, as others are asked for; try again"
+        return Waiter(target, queue_s, RequestError(detail, Code.OVERLOADED, status=503), self)
+
+    # --- what is heard -------------------------------------------------------------------------------
+
+    def received(self, node_id: str, message: ModelTurn | ModelQueue, now: float) -> None:
+        """A member said something. Turns are given by who coordinates alone."""
+        if isinstance(message, ModelQueue):
+            self._turns.heard(node_id, message, now)
+        elif node_id == self._cluster.coordination.claim.node_id:
+            self._hear(message, now)
+            self._told = None  # it asks, by saying it, whether this node has heard
+        self._cluster.changed()
+
+    def _hear(self, turn: ModelTurn, now: float) -> None:
+        if (turn.term, turn.number) <= (self._turn.term, self._turn.number):
+            return
+        self._turn = turn
+        if turn.refused:
+            self._refused[turn.refused] = (turn.why, now + REFUSED_S)
+            for waiter in self._waiting:
+                if waiter.target == turn.refused:
+                    _refuse(waiter, _cannot(turn.refused, turn.why))
+
+    # --- what follows --------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """After each change, and twice a second."""
+        self._refused = {model: said for model, said in self._refused.items() if said[1] > now}
+        if self._cluster.coordination.leading:
+            self._lead(now)
+        self._admit()
+        self._tell()
+        if not self._desired.model or self._ready:
+            self._before = self._desired
+
+    def remind(self) -> None:
+        """With each beat: who has not heard yet hears it again."""
+        if self._cluster.coordination.leading and self._pending:
+            self._cluster.neighbours.tell_all(self._turn)
+
+    @property
+    def _on(self) -> bool:
+        return self._cluster.settings.load_on_request
+
+    @property
+    def _desired(self) -> DesiredState:
+        return self._cluster.coordination.desired
+
+    @property
+    def _ready(self) -> bool:
+        """Whether what is wanted is served. The state alone may still be that of what was wanted before."""
+        supervisor = self._cluster.supervisor
+        return supervisor.state is State.READY and bool(supervisor.gateway.models())
+
+    @property
+    def _given(self) -> bool:
+        """Whether the present coordinator has given anybody a turn."""
+        return self._turn.number > 0 and self._turn.term == self._cluster.coordination.claim.term
+
+    @property
+    def _pending(self) -> bool:
+        return self._given and self._turn.model != self._desired.model
+
+    def _may_begin(self, target: str) -> bool:
+        return target == (self._turn.model if self._given else self._desired.model)
+
+    def _refusal(self, target: str) -> RequestError | None:
+        """Why a request for this model need not wait."""
+        desired = self._desired
+        if desired.pinned and target != desired.model:
+            return RequestError(
+                f"{target} is on this Mac, but {desired.model} is pinned, so no request replaces it; "
+                f"`mlxtp serve {target}` serves that instead, and after `mlxtp unload` requests choose",
+                Code.MODEL_NOT_FOUND,
+                status=404,
+                param="model",
+            )
+        supervisor = self._cluster.supervisor
+        if desired.pinned and supervisor.state is State.FAILED and supervisor.reason is not None:
+            return RequestError(
+                f"{target} cannot be served: {supervisor.reason.detail}", Code.NOT_READY, status=503
+            )
+        why, _ = self._refused.get(target, ("", 0.0))
+        return _cannot(target, why) if why else None
+
+    def _admit(self) -> None:
+        """Let begin whose turn has come, and say why to those whose turn never will."""
+        gateway = self._cluster.supervisor.gateway
+        for waiter in list(self._waiting):
+            if gateway.closing:
+                _refuse(waiter, RequestError(f"{gateway.closing}; try again", Code.SHUTTING_DOWN, status=503))
+            elif waiter.refusal is None and (refusal := self._refusal(waiter.target)) is not None:
+                _refuse(waiter, refusal)
+            elif (
+                waiter.refusal is None
+                and waiter.target == self._desired.model
+                and self._may_begin(waiter.target)
+                and gateway.models()
+            ):
+                waiter.model = gateway.models()[0].id
+                self._begin(waiter)
+
+    def _begin(self, waiter: Waiter) -> None:
+        del self._waiting[waiter]
+        self._running.add(waiter)
+        waiter.come = True
+        waiter.news.set()
+
+    def _queue(self) -> ModelQueue:
+        waiting = dict.fromkeys(waiter.target for waiter in self._waiting if waiter.refusal is None)
+        turn = self._turn
+        return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], len(self._running))
+
+    def _tell(self) -> None:
+        """The coordinator hears of this node's queue, if there ever was one."""
+        claim, queue = self._cluster.coordination.claim, self._queue()
+        if self._cluster.coordination.leading or not claim.node_id:
+            return
+        word = (claim, queue if self._pending else (queue.term, queue.number, queue.waiting))
+        if word == self._told or not (queue.waiting or self._told or self._given):
+            return
+        with contextlib.suppress(MlxtpError):  # it hears of it over the next link
+            self._cluster.neighbours.send(claim.node_id, queue)
+            self._told = word
+
+    # --- where this node coordinates -----------------------------------------------------------------
+
+    def _lead(self, now: float) -> None:
+        cluster = self._cluster
+        standings = cluster.membership.standings()
+        present = {cluster.node_id, *(node for node, each in standings.items() if each.present)}
+        while True:
+            self._turns.heard(cluster.node_id, self._queue(), now)
+            action = self._turns.decide(
+                cluster.coordination.claim.term, self._desired, present, served=self._ready, now=now
+            )
+            match action:
+                case None:
+                    break
+                case Tell(turn):
+                    self._give(turn, now)
+                case Load(model):
+                    log.info("%s is loaded for a request", model)
+                    cluster.want(model, pinned=False)
+        if why := self._why_not(now):
+            self._go_back(why, now)
+
+    def _give(self, turn: ModelTurn, now: float) -> None:
+        self._hear(turn, now)
+        self._cluster.neighbours.tell_all(turn)
+        self._admit()
+
+    def _why_not(self, now: float) -> str:
+        """Why what is wanted cannot be served, once that is certain."""
+        supervisor, version = self._cluster.supervisor, self._desired.version
+        failed = supervisor.resting and supervisor.state is State.FAILED and supervisor.reason is not None
+        why = supervisor.reason.detail if failed and supervisor.reason is not None else self._unplanned()
+        if not why:
+            self._trouble = (version, "", now)
+        elif not self._trouble[1]:
+            self._trouble = (version, why, now)
+        wanted, _, since = self._trouble
+        if not why or wanted != version:  # it is still that of what was wanted before
+            return ""
+        certain = failed or self._cluster.model.problem or now >= since + UNPLANNED_S
+        return why if certain else ""
+
+    def _go_back(self, why: str, now: float) -> None:
+        """What a request brought cannot be served: serve what was there before."""
+        desired, before = self._desired, self._before
+        if desired.pinned or not desired.model:
+            return
+        if before is None or before.model == desired.model:
+            if self._turns.waits_for(desired.model):
+                self._give(self._turns.refuse(desired.model, why, desired.model).turn, now)
+            return
+        log.warning("%s cannot be served: %s; %s is again", desired.model, why, before.model or "nothing")
+        self._give(self._turns.refuse(desired.model, why, before.model).turn, now)
+        self._cluster.want(before.model, before.nodes, pinned=before.pinned)
+
+
+def _cannot(model: str, why: str) -> RequestError:
+    detail = f"{model} could not be loaded: {why}"
+    return RequestError(detail, Code.MODEL_INVALID, status=400, param="model")
+
+
+def _refuse(waiter: Waiter, refusal: RequestError) -> None:
+    waiter.refusal = refusal
+    waiter.news.set()

@@ -1,0 +1,380 @@
+"""Requests that wait for a model at one node, whose coordinator and models are played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.api.backend import ModelInfo, Turn
+from mlxtp.cluster.coordination import Situation
+from mlxtp.config import Limits, embedded_model_path
+from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.node.epoch import State
+from mlxtp.node.supervisor import ModelSource
+from mlxtp.wire.control import DesiredState, ModelQueue, ModelTurn
+
+from ..wire.members import Member
+from .one_node import CLOCK, A, B, FakeLink, Node, play
+from .scenes import sees, within
+
+TERM = 5
+LOADED = "org/loaded"
+WANTED = "tiny"
+"""It is on every Mac's disk."""
+
+
+class Waiting:
+    """A request that waits for its turn."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.told: list[str] = []
+        self._task = asyncio.ensure_future(self._wait())
+
+    async def _wait(self) -> None:
+        async for what in self.turn.wait():
+            self.told.append(what)
+
+    async def has_come(self) -> None:
+        await within(asyncio.shield(self._task))
+        assert self.turn.come
+
+    async def refused(self) -> RequestError:
+        with pytest.raises(RequestError) as caught:
+            await within(asyncio.shield(self._task))
+        return caught.value
+
+
+async def ask(node: Node, model: str | None, within_s: float = 0.0) -> Waiting:
+    waiting = Waiting(await node.cluster.supervisor.gateway.turn(model, within_s))
+    await asyncio.sleep(0)
+    node.tick(0.01)
+    return waiting
+
+
+async def refusal(node: Node, model: str) -> RequestError:
+    """Of a request that need not even wait."""
+    with pytest.raises(RequestError) as caught:
+        await node.cluster.supervisor.gateway.turn(model)
+    return caught.value
+
+
+def served(node: Node, model: str) -> None:
+    """From now on this model is there for requests; an empty one: none is."""
+    info = ModelInfo(model, ("default",), Path(), 1000, 1, (1,), 300)
+    node.cluster.supervisor.gateway._model = info if model else None
+    node.tick(0.01)
+
+
+def following(node: Node, *, pinned: bool = False) -> FakeLink:
+    """The other end, which coordinates a cluster that serves `LOADED`."""
+    link = node.meet(A)
+    node.follow(link, TERM)
+    desires(node, link, LOADED, pinned=pinned)
+    served(node, LOADED)
+    return link
+
+
+def desires(node: Node, link: FakeLink, model: str, *, pinned: bool = False) -> None:
+    version = node.cluster.coordination.desired.version + 1
+    served(node, "")
+    node.hear(link, DesiredState(version, A, model, "auto", pinned))
+
+
+def last(link: FakeLink) -> ModelQueue:
+    queue: ModelQueue = link.heard(ModelQueue)[-1]
+    return queue
+
+
+def test_a_request_for_the_loaded_model_begins_at_once_and_nobody_hears_of_it(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        for name in (None, "", "default", LOADED):
+            turn = await node.cluster.supervisor.gateway.turn(name)
+            assert turn.come
+            turn.close()
+        node.tick()
+        assert link.heard(ModelQueue) == []
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_a_request_waits_until_the_coordinator_has_its_model_loaded(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        running = await ask(node, LOADED)
+        waiting = await ask(node, WANTED)
+        assert last(link) == ModelQueue(0, 0, (WANTED,), 1)
+        node.hear(node.meet(B), ModelTurn(TERM, 1, WANTED, "", ""))
+        node.tick(0.01)
+        assert last(link).number == 0, "only who coordinates gives turns"
+        node.hear(link, ModelTurn(TERM, 1, WANTED, "", ""))
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 1, (WANTED,), 1)
+        behind = await ask(node, LOADED)
+        assert not behind.turn.come
+        running.turn.close()
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 1, (WANTED, LOADED), 0)
+        desires(node, link, WANTED)
+        node.cluster.supervisor.reason = GroupError("loading 40 %")
+        await sees(lambda: "loading 40 %" in waiting.told)
+        served(node, WANTED)
+        await waiting.has_come()
+        assert waiting.told[0] == f"waiting until nothing is asked of {LOADED} any more"
+        assert waiting.turn.model == WANTED
+        assert not behind.turn.come
+        node.hear(link, ModelTurn(TERM, 2, LOADED, "", ""))
+        late = await ask(node, WANTED)
+        assert not late.turn.come, "it came after somebody who waits for the other one"
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 2, (LOADED, WANTED), 1)
+        for each in (waiting, behind, late):
+            each.turn.close()
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 2, (), 0)
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_on_no_disk_is_answered_as_ever(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        for name in ("org/none", "/no/such/folder", "nonsense"):
+            assert (await node.cluster.supervisor.gateway.turn(name)).come
+        assert link.heard(ModelQueue) == []
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_without_the_option_nothing_is_wanted_and_the_turn_of_others_is_kept(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        assert await node.cluster.supervisor.gateway.on_request() == ()
+        assert (await node.cluster.supervisor.gateway.turn(WANTED)).come  # to be told that it is not there
+        running = await ask(node, LOADED)
+        node.tick()
+        assert link.heard(ModelQueue) == []
+        node.hear(link, ModelTurn(TERM, 1, WANTED, "", ""))
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 1, (), 1)
+        error = await refusal(node, LOADED)
+        assert (error.status, error.code) == (503, Code.NOT_READY)
+        assert f"{WANTED} is loaded next" in error.detail
+        running.turn.close()
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 1, (), 0)
+
+    play(tmp_path, member, story)
+
+
+def test_a_pinned_model_is_named_with_what_changes_it(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        waiting = await ask(node, WANTED)
+        assert WANTED in {each.id for each in await node.cluster.supervisor.gateway.on_request()}
+        desires(node, link, LOADED, pinned=True)
+        node.tick(0.01)
+        for error in (await waiting.refused(), await refusal(node, WANTED)):
+            assert (error.status, error.code, error.param) == (404, Code.MODEL_NOT_FOUND, "model")
+            assert f"{LOADED} is pinned" in error.detail
+            assert f"`mlxtp serve {WANTED}`" in error.detail
+            assert "`mlxtp unload`" in error.detail
+        assert await node.cluster.supervisor.gateway.on_request() == ()
+        served(node, LOADED)
+        assert (await ask(node, LOADED)).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_who_waited_for_what_cannot_be_loaded_hears_why_and_who_comes_soon_too(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        waiting, patient = await ask(node, WANTED), await ask(node, LOADED)
+        node.hear(link, ModelTurn(TERM, 1, LOADED, WANTED, "it does not fit"))
+        node.tick(0.01)
+        for error in (await waiting.refused(), await refusal(node, WANTED)):
+            assert (error.status, error.code) == (400, Code.MODEL_INVALID)
+            assert error.detail == f"{WANTED} could not be loaded: it does not fit"
+        await patient.has_come()
+        node.tick(61)
+        assert not (await ask(node, WANTED)).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "within_s", "status", "code"),
+    [(0.05, 0.0, 503, Code.OVERLOADED), (0.05, 9.0, 503, Code.OVERLOADED), (9.0, 0.05, 504, Code.DEADLINE)],
+)
+def test_nobody_waits_for_ever(
+    tmp_path: Path, member: Member, queue_s: float, within_s: float, status: int, code: Code
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        error = await (await ask(node, WANTED, within_s)).refused()
+        assert (error.status, error.code) == (status, code)
+        assert "within 0.05 s" in error.detail
+        node.tick(0.01)
+        assert last(link).waiting == ()
+
+    play(tmp_path, member, story, load_on_request=True, limits=replace(Limits(), queue_s=queue_s))
+
+
+def test_who_waits_at_an_agent_that_is_about_to_stop_shall_ask_another(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        following(node)
+        waiting = await ask(node, WANTED)
+        node.cluster.supervisor.gateway.closing = "this Mac is about to stop"
+        node.cluster.switching.look(CLOCK.now)
+        error = await waiting.refused()
+        assert (error.status, error.code) == (503, Code.SHUTTING_DOWN)
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_a_new_coordinator_is_told_who_waits(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        following(node)
+        other = node.meet(B)
+        await ask(node, WANTED)
+        assert other.heard(ModelQueue) == []
+        node.follow(other, TERM + 1)
+        node.tick(0.01)
+        assert last(other) == ModelQueue(0, 0, (WANTED,), 0)
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+# --- where this node coordinates --------------------------------------------------------------------------
+
+
+def leading(node: Node) -> FakeLink:
+    """The other end of a link to a node that coordinates a cluster which serves `LOADED`."""
+    link = node.meet(B)
+    node.lead(ModelSource(LOADED, embedded_model_path(), cast(Any, None)))
+    unplanned(node, "")
+    node.cluster.want(LOADED, pinned=False)
+    node.cluster.follower.look = lambda: None  # type: ignore[method-assign]
+    node.cluster.supervisor.state = State.READY
+    served(node, LOADED)
+    return link
+
+
+def unplanned(node: Node, why: str) -> None:
+    """From now on there is no group, or none is possible."""
+    node.cluster.conductor.situation = lambda: Situation(refusal=why)  # type: ignore[method-assign]
+
+
+def tell(node: Node, link: FakeLink, *waiting: str, running: int = 0) -> None:
+    """The queue of the other member, which has heard of the last turn."""
+    turns = link.heard(ModelTurn)
+    term, number = (turns[-1].term, turns[-1].number) if turns else (0, 0)
+    node.hear(link, ModelQueue(term, number, waiting, running))
+    node.tick(0.01)
+
+
+def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_other(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        here = await ask(node, LOADED)
+        tell(node, link, WANTED)
+        [turn] = link.heard(ModelTurn)
+        assert turn == ModelTurn(cluster.coordination.claim.term, 1, WANTED, "", "")
+        tell(node, link, WANTED)
+        assert cluster.coordination.desired.model == LOADED, "a request runs here"
+        here.turn.close()
+        node.tick(0.01)
+        desired = cluster.coordination.desired
+        assert (desired.model, desired.pinned) == (WANTED, False)
+        assert link.heard(DesiredState)[-1] == desired
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("before", [LOADED, ""])
+def test_what_cannot_be_served_gives_way_to_what_was_there_before(
+    tmp_path: Path, member: Member, before: str
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        cluster.want(before, pinned=False)
+        served(node, before)
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        assert cluster.coordination.desired.model == WANTED
+        served(node, "")
+        supervisor = cluster.supervisor
+        supervisor.resting, supervisor.state = True, State.FAILED
+        supervisor.reason = GroupError("no weights")
+        node.tick(0.01)
+        error = await waiting.refused()
+        assert error.detail == f"{WANTED} could not be loaded: no weights"
+        desired = cluster.coordination.desired
+        assert (desired.model, desired.pinned) == (before, False)
+        told = link.heard(ModelTurn)[-1]
+        assert (told.model, told.refused, told.why) == (before, WANTED, "no weights")
+        version = desired.version
+        behind = await ask(node, before) if before else None
+        for _ in range(3):  # the state is still that of the failure
+            node.tick(1.0)
+        if behind is not None:
+            supervisor.resting, supervisor.state = False, State.READY
+            served(node, before)
+            await behind.has_come()
+        assert cluster.coordination.desired.version == version
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_who_waits_for_the_only_model_there_was_is_told_why_it_is_not_there(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        leading(node)
+        cluster = node.cluster
+        cluster.switching._before = None
+        supervisor = cluster.supervisor
+        supervisor.resting, supervisor.state = True, State.FAILED
+        supervisor.reason = GroupError("no weights")
+        served(node, "")
+        error = await (await ask(node, LOADED)).refused()
+        assert "no weights" in error.detail
+        assert cluster.coordination.desired.model == LOADED
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        served(node, "")
+        cluster.supervisor.state = State.IDLE
+        unplanned(node, "64 GB are too little")
+        for _ in range(11):
+            node.live_once(link)
+            node.tick(0.5)
+        assert cluster.coordination.desired.model == WANTED, "memory that was just freed is told late"
+        for _ in range(3):
+            node.live_once(link)
+            node.tick(0.5)
+        assert "64 GB are too little" in (await waiting.refused()).detail
+        assert cluster.coordination.desired.model == LOADED
+
+    play(tmp_path, member, story, load_on_request=True)

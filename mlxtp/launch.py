@@ -152,13 +152,13 @@ def find_served(home: Path, key: str) -> Served:
             "shows how far it is",
             Code.NOT_READY,
         )
-    models = client.models(key)
-    if not models:
+    listed = {str(model["id"]): model for model in client.models(key)}
+    model = listed.get(status["model"])  # others may be listed that would be loaded first
+    if model is None:
         raise UserError("the model is just being replaced; try again in a moment", Code.NOT_READY)
     own = home / OWN_CERTIFICATE
     known = bool(client.certificate) and own.is_file() and own.read_text() == client.certificate
-    context = int(models[0]["context_length"])
-    return Served(client.url, str(models[0]["id"]), context, key, str(own) if known else "")
+    return Served(client.url, str(model["id"]), int(model["context_length"]), key, str(own) if known else "")
 
 
 def find_program(application: Application) -> str:

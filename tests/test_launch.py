@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import GREEDY, ModelInfo
+from mlxtp.api.backend import GREEDY, ModelInfo, Stored
 from mlxtp.api.server import serve
 from mlxtp.config import Settings
 from mlxtp.launch import APPLICATIONS, Served, as_shell, changed, claude
@@ -38,7 +38,7 @@ sys.exit(7)
 
 
 class Backend:
-    """Serves one model, or none; nobody asks it anything."""
+    """Serves one model, or none, and could load another; nobody asks it anything."""
 
     def __init__(self) -> None:
         self.served: tuple[ModelInfo, ...] = (
@@ -47,6 +47,10 @@ class Backend:
 
     def models(self) -> tuple[ModelInfo, ...]:
         return self.served
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        """Others that are listed too, and would have to be loaded first."""
+        return (Stored("org/another", Path(), 512, 1234),)
 
 
 class Admin(FakeAdmin):
@@ -175,9 +179,9 @@ def test_claude_is_found_where_its_installers_put_it(agent: Agent, place: str) -
 
 def test_a_model_with_too_little_room_is_started_with_a_word_of_warning(agent: Agent) -> None:
     agent.install()
-    agent.backend.served = (ModelInfo("tiny", (), Path(), 4096, 1234, (1,), 512, GREEDY),)
+    agent.backend.served = (ModelInfo(MODEL, (), Path(), 4096, 1234, (1,), 512, GREEDY),)
     done = agent.launch("claude")
-    assert "tiny has a context of 4096 tokens, of which claude needs 32768 or more" in done.stderr
+    assert f"{MODEL} has a context of 4096 tokens, of which claude needs 32768 or more" in done.stderr
     assert json.loads(done.stdout)["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
 
 

@@ -44,13 +44,20 @@ def operations(description: dict[str, Any]) -> list[schemathesis.APIOperation]:
 
 
 OPERATIONS = operations(DESCRIPTION)
+FIELDS = {
+    each.path: set(each.body.model_fields)
+    for adapter in adapters()
+    for each in adapter.operations
+    if each.body
+}
 WITH_BODY = [each for each in OPERATIONS if each.body]
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
     content_type_conformance,
-    response_schema_conformance,
+    response_schema_conformance,  # the last: OpenAPI 3.1 has no words for the events of a stream
 ]
+STREAMS = ("text/event-stream", "application/x-ndjson")
 
 
 Change = Callable[[schemathesis.Case], None]
@@ -76,7 +83,8 @@ def check(
         def ask(case: schemathesis.Case) -> None:
             change(case)
             response = case.call(base_url=roomy.url, session=session)
-            case.validate_response(response, checks=CHECKS)
+            streamed = response.headers["content-type"][0].startswith(STREAMS)
+            case.validate_response(response, checks=CHECKS[:-1] if streamed else CHECKS)
             statuses.add(response.status_code)
 
         ask()
@@ -93,6 +101,8 @@ def with_something_to_say(case: schemathesis.Case) -> None:
     simple = {name: value for name, value in case.body.items() if isinstance(value, bool | int | float)}
     simple.pop("deadline_s", None)  # it may be too short for any answer
     case.body = simple | ASKED[case.path]
+    if "stream" in FIELDS[case.path]:
+        case.body["stream"] = len(simple) % 2 == 1
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)

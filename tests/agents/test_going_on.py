@@ -188,6 +188,7 @@ def test_the_coordinator_is_killed(pair: Pair) -> None:
     assert not first.said("is a member now")  # it knew everybody
 
 
+@pytest.mark.chaos
 def test_a_member_is_killed_and_started_again(pair: Pair) -> None:
     first, other = pair.whole()
     before = other.status()

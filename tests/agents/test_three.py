@@ -89,6 +89,7 @@ def test_a_client_that_leaves_a_member_stops_the_ranks(three: tuple[Agent, Agent
     assert 0 < emitted() - before < 3800
 
 
+@pytest.mark.chaos
 def test_who_waits_takes_part_when_another_leaves(three: tuple[Agent, Agent, Agent]) -> None:
     a, b, c = three
     epoch = a.status()["epoch"]

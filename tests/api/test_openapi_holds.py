@@ -24,7 +24,7 @@ from mlxtp.api.openapi import document
 from .conftest import Server
 
 HELLO = [{"role": "user", "content": "hello"}]
-EXAMPLES = 20
+EXAMPLES = 8
 ASKED: Mapping[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},
     "/v1/completions": {"prompt": "hello"},

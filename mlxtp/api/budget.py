@@ -28,11 +28,19 @@ def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo:
     )
 
 
-def check_may_fit(characters: int, longest_token: int, model: ModelInfo, prompts: int = 1) -> None:
-    """Refuse what cannot fit before it is tokenized: that takes seconds in which nothing else runs.
+def check_may_fit(
+    characters: int, longest_token: int, model: ModelInfo, prompts: int = 1, *, turns: int = 0
+) -> None:
+    """Refuse what cannot fit before it is tokenized, which takes seconds.
 
-    `longest_token` is in characters. Raises RequestError with the numbers.
+    `longest_token` is in characters. Each turn takes a token at least. Raises RequestError with the numbers.
     """
+    if turns > model.context:
+        raise RequestError(
+            f"there are {turns} messages, more than the model's context of {model.context} tokens",
+            Code.CONTEXT_OVERFLOW,
+            param="messages",
+        )
     most = longest_token * model.context * prompts
     if characters > most:
         raise RequestError(

@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -59,8 +59,15 @@ class ToolFormat:
 class CallReader:
     """Reads the calls of one answer. `forced`: a grammar makes sure that it is JSON and nothing else."""
 
-    def __init__(self, format_: ToolFormat, tools: Sequence[Tool], forced: bool = False) -> None:
+    def __init__(
+        self, format_: ToolFormat, tools: Sequence[Tool], forced: bool = False, most: int = 0
+    ) -> None:
         self.forced = forced
+        self.began = False
+        """Whether a call began in the text that is read, so that the text is no answer after all."""
+        self._most = most
+        self._names = frozenset(tool.name for tool in tools)
+        self._headless = False
         self.complete = 0
         """Calls that were read to their end."""
         self.format = format_
@@ -72,18 +79,21 @@ class CallReader:
     def push(self, text: str) -> Iterator[CallText]:
         """More of what stands between the markers of a call."""
         self._text.append(text)
-        if not (self.format.streams or self.forced):
+        if self._headless or not (self.format.streams or self.forced):
             return
-        while text:
+        while text and not self._enough:
             if self._streamed is None:
                 so_far = "".join(self._text)
-                head = _HEAD.match(so_far) if len(so_far) < _LONGEST_HEAD else None
-                if head is None:
+                found = self._head(so_far)
+                if found is None:
+                    self._headless = len(so_far) > _LONGEST_HEAD
                     return
+                name, end = found
                 self._streamed = _Streamed(self._next)
                 self._next += 1
-                yield CallText(self._streamed.index, "", new_id(), json.loads(head[1]))
-                text = so_far[head.end() :]
+                self.began = True
+                yield CallText(self._streamed.index, "", new_id(), name)
+                text = so_far[end:]
             arguments, text = self._streamed.push(text)
             if arguments:
                 yield CallText(self._streamed.index, arguments)
@@ -93,24 +103,47 @@ class CallReader:
             self._streamed = None
             self._text = [text]
 
+    @property
+    def quoted(self) -> bool:
+        """Whether the arguments that are passed on stand in the middle of a string."""
+        return self._streamed is not None and self._streamed.quoted
+
+    @property
+    def _enough(self) -> bool:
+        return 0 < self._most <= self.complete
+
+    def _head(self, text: str) -> tuple[str, int] | None:
+        """The name of a call in JSON, and where its arguments begin."""
+        head = _HEAD.match(text)
+        if head is None:
+            return None
+        try:
+            name = json.loads(head[1])
+        except ValueError:
+            return None
+        return None if self.format.bare and name not in self._names else (name, head.end())
+
     def close(self, cut: bool) -> tuple[list[CallText], str]:
         """At the end of a call, or of the answer: more pieces of calls, and text that is no call after all.
 
         `cut`: the answer was cut off in the middle of the call.
         """
         text, streamed = "".join(self._text), self._streamed
-        self._text, self._streamed = [], None
+        self._text, self._streamed, self._headless = [], None, False
         if streamed is not None or not text.strip(" \n\t;,}]"):
             return [], ""
+        if self.began:  # what follows a call: fields that nobody asked for, or words
+            rest = text.lstrip(" \n\t;,}]")
+            return [], "" if rest.startswith('"') else rest
         if cut:
             return [], text
         try:
-            calls = _calls(self.format.parse(text, self._tools))
+            calls = _calls(self.format.parse(text, self._tools), self._names if self.format.bare else None)
         except Exception as error:  # noqa: BLE001 - a model may write anything, and parsers raise as they like
             log.debug("no tool call of the kind %s: %s", self.format.name, error)
             return [], text
         pieces = []
-        for call in calls:
+        for call in calls[: self._most - self.complete] if self._most else calls:
             pieces += [CallText(self._next, "", call.id, call.name), CallText(self._next, call.arguments)]
             self._next += 1
             self.complete += 1
@@ -124,18 +157,18 @@ class _Streamed:
         self.index = index
         self.depth = -1
         """Open brackets; -1 before the first one, 0 at the end."""
-        self._quoted = self._escaped = False
+        self.quoted = self._escaped = False
 
     def push(self, text: str) -> tuple[str, str]:
         """What belongs to the object, and what comes after it."""
         for at, character in enumerate(text):
             if self._escaped:
                 self._escaped = False
-            elif self._quoted:
+            elif self.quoted:
                 self._escaped = character == "\\"
-                self._quoted = character != '"'
+                self.quoted = character != '"'
             elif character == '"':
-                self._quoted = True
+                self.quoted = True
             elif character in "{[":
                 self.depth = max(self.depth, 0) + 1
             elif character in "}]":
@@ -163,8 +196,11 @@ def tool_json(tool: Tool) -> Json:
     return {"type": "function", "function": function}
 
 
-def _calls(found: object) -> list[Call]:
-    """What a parser returned. Raises ValueError when it is no call."""
+def _calls(found: object, names: Collection[str] | None) -> list[Call]:
+    """What a parser returned. Raises ValueError when it is no call.
+
+    `names`: those that count, with arguments beside them, where any JSON could be a call.
+    """
     calls = []
     for each in found if isinstance(found, list) else [found]:
         if not isinstance(each, Mapping):
@@ -172,14 +208,30 @@ def _calls(found: object) -> list[Call]:
         name, arguments = each.get("name"), each.get("arguments", each.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
+        if names is not None and (name not in names or not each.keys() & {"arguments", "parameters"}):
+            raise ValueError("it names no tool that was offered")
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise ValueError("a call has a name, and an object of arguments")
         id_ = each.get("id")
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = _object_text(arguments)
         calls.append(Call(id_ if isinstance(id_, str) and id_ else new_id(), name, text))
     if not calls:
         raise ValueError("no call")
     return calls
+
+
+def _object_text(arguments: Mapping[str, Any]) -> str:
+    """As JSON, readable unless there is half a character in it. Raises ValueError for what JSON has not."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return text if _is_unicode(text) else json.dumps(arguments, allow_nan=False)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # --- formats ----------------------------------------------------------------------------------------------

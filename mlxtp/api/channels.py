@@ -58,6 +58,8 @@ class Channels:
         self._bare = False
         """What comes next is shown without the white space before it."""
         self._begun = False
+        self._spoken = False
+        """Something was said since the beginning, the last call or the last silent marker."""
         self._opened = ""
         """What stood before the call that is read: white space and its marker."""
         kind = Kind.CALL if plan.forced else Kind.THOUGHT if plan.thinking else Kind.SAID
@@ -118,7 +120,7 @@ class Channels:
     def _markers(self, kind: Kind) -> list[str]:
         think, call = self._markup.think, self._markup.call
         if kind is Kind.CALL:
-            return [call[1]] if call[1] else []
+            return [call[1]] if call[1] and self._reader is not None and not self._reader.forced else []
         if kind is Kind.THOUGHT:
             return [think[1]] if think is not None else []
         markers = [*self._markup.silent, *([think[0]] if think is not None else [])]
@@ -126,15 +128,24 @@ class Channels:
 
     def _pass(self, marker: str) -> Iterator[Part]:
         self._begun = True
-        if self._kind is Kind.CALL:
+        if self._kind is Kind.CALL and self._reader is not None and self._reader.quoted:
+            self._finder = StopFinder(self._markers(Kind.CALL))  # it stands in an argument
+            yield from self._show([(len(marker), False)], marker)
+        elif self._kind is Kind.CALL:
             rest = list(self._close_call(cut=False))
+            self._spoken = False
             yield from rest
             self._enter(Kind.SAID, after_marker=all(part.call is not None for part in rest))
         elif self._kind is Kind.THOUGHT:
             self._enter(Kind.SAID)
         elif self._markup.think is not None and marker == self._markup.think[0]:
-            self._enter(Kind.THOUGHT)
+            if self._spoken:  # a model thinks before it speaks: this is a word like others
+                self._finder = StopFinder(self._markers(Kind.SAID))
+                yield from self._show([(len(marker), False)], marker)
+            else:
+                self._enter(Kind.THOUGHT)
         elif marker in self._markup.silent:
+            self._spoken = False
             self._enter(Kind.SAID)
         else:
             self._opened = self._space + marker
@@ -155,6 +166,7 @@ class Channels:
         shown = text.rstrip()
         self._space = text[len(shown) :]
         if shown:
+            self._spoken = self._spoken or self._kind is Kind.SAID
             yield Part(self._kind, shown)
 
     def _close_call(self, cut: bool) -> Iterator[Part]:
@@ -165,8 +177,8 @@ class Channels:
             yield Part(Kind.CALL, call=call)
         if raw:
             end = "" if cut or not self._opened else self._markup.call[1]
-            yield Part(Kind.SAID, f"{self._opened}{raw}{end}")
-        self._opened = ""
+            yield Part(Kind.SAID, raw if self._reader.began else f"{self._opened}{raw}{end}")
+        self._opened, self._reader.began = "", False
 
     def _take(self, count: int) -> list[tuple[int, bool]]:
         """The next `count` characters of what was pushed, as pieces."""

@@ -30,6 +30,8 @@ LEAST_READ_BYTES = 16 * 1024
 asyncio's socket below it is not counted."""
 MAX_CONNECTIONS = 2048
 """Half of the descriptors that an agent asks for: the others are for ranks, links and files."""
+MAX_REFUSALS = 512
+"""So many more are told that they are too many; the next ones are cut without a word."""
 
 
 class Connection(H11Protocol):
@@ -47,6 +49,9 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             self.app = _refuse
+        if len(self.connections) > MAX_CONNECTIONS + MAX_REFUSALS:
+            transport.abort()  # whoever is told so much does not listen
+            return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
         # above it: with 0, TLS would pause before the first answer, for ever.

@@ -70,7 +70,7 @@ def _object(arguments: str) -> Mapping[str, Any]:
     """Templates take arguments as an object. Text that is none stays visible."""
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
 

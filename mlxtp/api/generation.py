@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Protocol, TypeVar
@@ -20,7 +22,7 @@ from starlette.routing import Route
 from ..errors import Code, MlxtpError, RequestError
 from . import budget, settings
 from .account import note
-from .adapter import About, Dialect, Writer
+from .adapter import About, Dialect, Json, Writer
 from .ask import NONE, REQUIRED, Ask, Conversation
 from .backend import DRAINING, Backend, Health, ModelInfo, Stored, Turn
 from .backend import Request as Wanted
@@ -33,6 +35,7 @@ from .errors import error_status, internal_error
 from .events import Event, Finish
 from .loading import Loading
 from .openapi import Operation
+from .stops import StopFinder
 from .streaming import AnswerStream, unless_gone
 from .text import Name, Text
 from .tool_grammar import tool_call_grammar
@@ -68,10 +71,11 @@ class _Job:
         return self.requests[0].logprobs >= 0
 
     def transcripts(self) -> list[Transcript]:
+        finder = StopFinder(self.stops) if self.stops else None  # its tables are made once for all
         return [
             Transcript(
                 self.text.detokenizer(skip=self.model.eos),
-                self.stops,
+                copy(finder),
                 self.scored,
                 choice=index,
                 plan=self._plan(),
@@ -84,11 +88,13 @@ class _Job:
     def _plan(self) -> Plan | None:
         """How an answer is read; None when there is nothing in it but text."""
         prompt, markup = self.about.ask.prompt, self.text.markup
+        if self.requests[0].shaping.grammar_kind:  # a grammar leaves no room for thoughts
+            markup = replace(markup, think=None)
         if not isinstance(prompt, Conversation) or (self.format is None and markup.think is None):
             return None
         if self.format is None:
             return Plan(markup, self.thinking)
-        calls = CallReader(self.format, prompt.tools, self.forced)
+        calls = CallReader(self.format, prompt.tools, self.forced, self._most_calls())
         return Plan(markup.with_calls(self.format), self.thinking, calls, self.forced)
 
     def _most_calls(self) -> int:
@@ -175,7 +181,9 @@ class Generation:
         model, text = self._loaded(ask.model)
         assert isinstance(ask.prompt, Conversation)
         conversation = ask.prompt
-        budget.check_may_fit(characters(conversation), text.longest_token, model)
+        budget.check_may_fit(
+            characters(conversation), text.longest_token, model, turns=len(conversation.turns)
+        )
         return len(await asyncio.to_thread(text.conversation_ids, conversation))
 
     async def answer(self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask]) -> Response:
@@ -198,7 +206,7 @@ class Generation:
                 source = open_.pop_all()  # from here on the stream closes them
                 return AnswerStream(parts, source, self._keep_alive_s, writer.idle, dialect.media_type)
             wholes = await unless_gone(request.receive, collect(events, len(asked)))
-        return await _in_thread_if(job.scored, lambda: JSONResponse(dialect.whole(job.about, wholes)))
+        return await _in_thread_if(job.scored, lambda: _json(dialect.whole(job.about, wholes)))
 
     def _late(self, dialect: Dialect, wish: _Wish, open_: AsyncExitStack) -> Response:
         """A stream whose headers go out before its model is loaded."""
@@ -270,7 +278,8 @@ class Generation:
         shaping = settings.shaping(options, model.vocabulary, grammar)
         stops = settings.stop_strings(options.stop)
         guided = bool(shaping.grammar_kind)
-        prompts = await _in_thread_if(size > _LARGE_BYTES, lambda: _prompts(ask, text, model, guided))
+        large = max(size, _characters(ask)) > _LARGE_BYTES
+        prompts = await _in_thread_if(large, lambda: _prompts(ask, text, model, guided))
         most, cut = options.max_tokens, options.cut_to_fit
         budgets = [budget.token_budget(most, prompt, model, cut) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
@@ -370,7 +379,7 @@ def _prompts(ask: Ask, text: Text, model: ModelInfo, guided: bool) -> list[tuple
         budget.check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
         return [text.continued_ids(each) if isinstance(each, str) else each for each in ask.prompt]
     conversation = ask.prompt
-    budget.check_may_fit(characters(conversation), text.longest_token, model)
+    budget.check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.turns))
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
         conversation = replace(conversation, thinking=False)
     if conversation.tool_choice == NONE:
@@ -402,6 +411,18 @@ async def _written(events: AsyncGenerator[Event], writer: Writer, count: int) ->
         log.exception("stream failed")
         note(Code.INTERNAL)
         yield writer.fail(internal_error())
+
+
+def _characters(ask: Ask) -> int:
+    """How long its prompts are: a short body may name a long conversation."""
+    if isinstance(ask.prompt, Conversation):
+        return characters(ask.prompt)
+    return sum(map(len, ask.prompt))
+
+
+def _json(body: Json) -> Response:
+    """ASCII, as in streams: a model may write half a character, and no client breaks lines at U+2028."""
+    return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
 
 
 async def _read_body(request: Request, limit: int) -> bytes:

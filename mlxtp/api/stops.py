@@ -57,6 +57,7 @@ class StopFinder:
     def finish(self) -> str:
         """What was held back and is no stop string after all."""
         held, self._held = self._held, ""
+        self._state = 0
         return held
 
     def _step(self, state: int, character: str) -> int:

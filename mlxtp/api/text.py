@@ -112,7 +112,7 @@ class Text:
 
     def continued_ids(self, text: str) -> tuple[int, ...]:
         """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
-        return tuple(self._backend.encode(text, add_special_tokens=True).ids)
+        return self._encoded(text, add_special_tokens=True)
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """The text of tokens that a client sent, special ones too."""
@@ -157,7 +157,18 @@ class Text:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return tuple(self._backend.encode(prompt, add_special_tokens=False).ids)
+        return self._encoded(prompt, add_special_tokens=False)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """As a batch, for which the library lets other threads run meanwhile. Raises RequestError."""
+        try:
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(
+                f"the messages hold half a character, such as \\ud800, which is no text: {error}",
+                param="messages",
+            ) from None
+        return tuple(found.ids)
 
     def name(self, token: int) -> Name:
         """What log-probabilities call `token`. Bytes that are no whole character are shown as U+FFFD."""

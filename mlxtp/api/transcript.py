@@ -30,7 +30,7 @@ class Transcript:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stops: Sequence[str] = (),
+        finder: StopFinder | None = None,
         scored: bool = False,
         *,
         choice: int = 0,
@@ -39,7 +39,7 @@ class Transcript:
         most_calls: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
-        self._finder = StopFinder(stops) if stops else None
+        self._finder = finder
         self._channels = None if plan is None else Channels(plan)
         self._scored = scored
         self._choice = choice

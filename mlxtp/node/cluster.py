@@ -318,6 +318,8 @@ class Cluster:
             link.send(self.model.status)
             if (serving := self.conductor.serving()) is not None:
                 link.send(serving)
+            if (turn := self.switching.met()) is not None:
+                link.send(turn)
             for measured in self.fabric.told():
                 link.send(measured)
         self.changed()

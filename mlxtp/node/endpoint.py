@@ -84,8 +84,8 @@ class Endpoint:
             try:
                 if self.renew(here_and_now()):
                     tell(self.certificate)
-            except ConfigError as error:
-                log.error("the certificate for HTTPS is not renewed: %s", error.detail)
+            except (ConfigError, OSError) as error:  # ssl's errors are OSErrors
+                log.error("the certificate for HTTPS is not renewed: %s", error)
 
 
 @contextlib.contextmanager

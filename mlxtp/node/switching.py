@@ -160,10 +160,24 @@ class Switching:
         """A member said something. Turns are given by who coordinates alone."""
         if isinstance(message, ModelQueue):
             self._turns.heard(node_id, message, now)
+            if self._behind(message):
+                with contextlib.suppress(MlxtpError):  # it hears of it over the next link
+                    self._cluster.neighbours.send(node_id, self._turn)
         elif node_id == self._cluster.coordination.claim.node_id:
             self._hear(message, now)
             self._told = None  # it asks, by saying it, whether this node has heard
         self._cluster.changed()
+
+    def met(self) -> ModelTurn | None:
+        """There is a new link to a member: this node repeats its word, and a coordinator the turn."""
+        self._told = None
+        return self._turn if self._cluster.coordination.leading and self._given else None
+
+    def _behind(self, queue: ModelQueue) -> bool:
+        """Whether a member has not heard the turn that this coordinator gave last."""
+        turn = self._turn
+        leading = self._cluster.coordination.leading and self._given
+        return leading and (queue.term, queue.number) < (turn.term, turn.number)
 
     def _hear(self, turn: ModelTurn, now: float) -> None:
         if (turn.term, turn.number) <= (self._turn.term, self._turn.number):

@@ -196,3 +196,37 @@ def test_json_that_is_no_call_is_given_back(text: str) -> None:
 def test_arguments_in_a_string_are_unpacked() -> None:
     text = json.dumps({"name": "add", "arguments": json.dumps({"a": 1})})
     assert read(JSON_CALLS, [[text]])[:2] == ([("add", {"a": 1})], [""])
+
+
+def test_only_what_was_offered_is_a_call_where_any_json_could_be_one() -> None:
+    for text in ('{"name": "Alice", "age": 30}', '{"name": "add"}', '[{"name": "Bob", "parameters": {}}]'):
+        calls, (raw,), _ = read(LLAMA_CALLS, [cut(text, [])])
+        assert (calls, raw) == ([], text)
+
+
+def test_a_name_that_is_no_json_is_no_call_and_no_bug() -> None:
+    text = '{"name": "a\\qb", "arguments": {}}'
+    assert read(JSON_CALLS, [[text]])[:2] == ([], [text])
+
+
+def test_fields_after_the_arguments_are_nothing_and_words_are_words() -> None:
+    text = '{"name": "add", "arguments": {"a": 1}, "id": "x"}'
+    assert read(JSON_CALLS, [[text]])[:2] == ([("add", {"a": 1})], [""])
+    assert read(LLAMA_CALLS, [['{"name": "add", "parameters": {"a": 1}} Done.']])[1] == ["Done."]
+
+
+def test_no_more_calls_than_are_wanted_however_they_are_written() -> None:
+    two = {"mistral": '[{"name": "add", "arguments": {}}, {"name": "say", "arguments": {}}]',
+           "llama": '{"name": "add", "parameters": {}}; {"name": "say", "parameters": {}}'}  # fmt: skip
+    for name, text in two.items():
+        reader = CallReader(tool_format(name), TOOLS, most=1)
+        pieces = [*reader.push(text), *reader.close(cut=False)[0]]
+        assert (joined(pieces), reader.complete) == ([("add", {})], 1)
+
+
+def test_half_a_character_of_the_models_is_escaped() -> None:
+    text = '[{"name": "say", "arguments": {"text": "\\ud800"}}]'
+    reader = CallReader(tool_format("mistral"), TOOLS)
+    assert list(reader.push(text)) == []
+    (_, arguments), _ = reader.close(cut=False)
+    assert arguments.text.encode() == b'{"text": "\\ud800"}'

@@ -75,6 +75,17 @@ STORIES: dict[str, tuple[str, Plan, list[tuple[str, str]]]] = {
     "a bare call": (f" {CALL}", plan(LLAMA_CALLS), [ADDED]),
     "an answer in braces": ('{"a": 1} b', plan(LLAMA_CALLS), [(SAID, '{"a": 1} b')]),
     "braces later on": ('a {"name"', plan(LLAMA_CALLS), [(SAID, 'a {"name"')]),
+    "a marker in an argument": (
+        '<tool_call>{"name": "say", "arguments": {"text": "</tool_call>"}}</tool_call>yes',
+        plan(JSON_CALLS),
+        [(CALLED, 'say {"text": "</tool_call>"}'), (SAID, "yes")],
+    ),
+    "a marker in an argument that must come": (
+        '{"name": "say", "arguments": {"text": "</tool_call>"}}',
+        plan(JSON_CALLS, forced=True),
+        [(CALLED, 'say {"text": "</tool_call>"}')],
+    ),
+    "a word like a marker": ("use <think> x </think> here", plan(), [(SAID, "use <think> x </think> here")]),
     "a call that must come": (CALL, plan(JSON_CALLS, forced=True), [ADDED]),
 }  # fmt: skip
 

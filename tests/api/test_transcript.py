@@ -11,10 +11,15 @@ from mlxtp.api.calls import JSON_CALLS, CallReader
 from mlxtp.api.channels import Plan
 from mlxtp.api.events import CallArguments, CallBegan, Event, Said, Scored, Thought
 from mlxtp.api.markup import Markup
+from mlxtp.api.stops import StopFinder
 from mlxtp.api.transcript import Transcript
 
 from .conftest import BYTE_LEVEL, KINDS, Loaded, score
 from .test_stops import quick, shown, sizes, stop_lists
+
+
+def finder_of(stops: Sequence[str]) -> StopFinder | None:
+    return StopFinder(stops) if stops else None
 
 
 def said_in(events: Iterable[Event]) -> tuple[str, list[Scored]]:
@@ -55,7 +60,7 @@ def play(
     pieces: list[str], stops: Sequence[str], steps: Sequence[int], scored: bool = True
 ) -> tuple[list[tuple[str, list[Scored]]], Transcript]:
     """What each push of a stream says; the tokens are 0, 1, 2 … and token i has score i."""
-    stream, at, said = Transcript(Pieces(pieces), stops, scored), 0, []
+    stream, at, said = Transcript(Pieces(pieces), finder_of(stops), scored), 0, []
     for size in [*steps, *[1] * len(pieces)]:
         tokens = tuple(range(at, min(at + size, len(pieces))))
         if tokens and not stream.stopped:
@@ -135,9 +140,9 @@ def test_a_score_waits_while_its_text_is_held_back() -> None:
 
 def test_scores_that_do_not_match_the_tokens_are_a_bug() -> None:
     with pytest.raises(ValueError, match="0 scores for 2 tokens"):
-        Transcript(Pieces(["a", "b"]), (), True).push((0, 1))
+        Transcript(Pieces(["a", "b"]), None, True).push((0, 1))
     with pytest.raises(ValueError, match="1 scores for 2 tokens"):
-        Transcript(Pieces(["a", "b"]), (), True).push((0, 1), (Score(0.0, ()),))
+        Transcript(Pieces(["a", "b"]), None, True).push((0, 1), (Score(0.0, ()),))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,7 +150,7 @@ def test_a_stop_string_is_found_in_the_text_of_real_tokens(loaded: dict[str, Loa
     text = "hello 😀 wide world, hello 日本語 the end"
     ids = loaded[kind].tokenizer.encode(text, add_special_tokens=False).ids
     for stop in ("日", "world, hel", "😀 w", "d", "hello "):
-        stream = Transcript(loaded[kind].text.detokenizer(), [stop], True)
+        stream = Transcript(loaded[kind].text.detokenizer(), StopFinder([stop]), True)
         said = [said_in(stream.push((id_,), (score(i),))) for i, id_ in enumerate(ids)]
         assert "".join(part for part, _ in said) == text[: text.index(stop)]
         used = loaded[kind].tokenizer.decode(ids[: stream.used], skip_special_tokens=True)
@@ -182,7 +187,7 @@ CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
 def read(pieces: Sequence[str], plan: Plan, stops: Sequence[str] = (), most_calls: int = 0) -> list[Event]:
-    transcript = Transcript(Pieces(pieces), stops, plan=plan, most_calls=most_calls)
+    transcript = Transcript(Pieces(pieces), finder_of(stops), plan=plan, most_calls=most_calls)
     return [*transcript.push(range(len(pieces))), *transcript.finish()]
 
 
@@ -192,15 +197,15 @@ def test_a_stop_string_counts_in_what_is_said_only() -> None:
 
 
 def test_scores_wait_for_a_marker_and_none_is_lost() -> None:
-    pieces = ["a", " <", "think", ">", "b", "</think>", "c"]
-    transcript = Transcript(Pieces(pieces), (), True, plan=Plan(THINKS))
+    pieces = [" <", "think", ">", "b", "</think>", "c"]
+    transcript = Transcript(Pieces(pieces), None, True, plan=Plan(THINKS))
     counts, events = [], []
     for token in range(len(pieces)):
         events += (new := transcript.push((token,), (score(token),)))
         counts.append(len(said_in(new)[1]))
     events += transcript.finish()
-    assert counts == [1, 0, 0, 3, 1, 1, 1]
-    assert said_in(events) == ("ac", [(token, score(token)) for token in range(len(pieces))])
+    assert counts == [0, 0, 3, 1, 1, 1]
+    assert said_in(events) == ("c", [(token, score(token)) for token in range(len(pieces))])
 
 
 def test_one_call_is_enough_where_no_more_are_wanted() -> None:
@@ -211,3 +216,9 @@ def test_one_call_is_enough_where_no_more_are_wanted() -> None:
     assert isinstance(began, CallBegan)
     assert arguments == CallArguments(0, 0, '{"a": 1}')
     assert (transcript.stopped, transcript.stopped_by, transcript.used) == (True, None, 1)
+
+
+def test_a_stop_string_does_not_reach_across_a_call() -> None:
+    plan = Plan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    said = read(["a", f"<tool_call>{CALL}</tool_call>", "bcdef"], plan, ["ab"])
+    assert "".join(event.text for event in said if isinstance(event, Said)) == "abcdef"

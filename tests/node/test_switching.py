@@ -399,3 +399,33 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         assert cluster.coordination.desired.model == LOADED
 
     play(tmp_path, member, story, load_on_request=True)
+
+
+def test_who_missed_a_turn_hears_it_again(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = leading(node)
+        tell(node, link, WANTED)
+        [turn] = link.heard(ModelTurn)
+        node.hear(link, ModelQueue(turn.term, 0, (LOADED,), 0))
+        assert link.heard(ModelTurn)[1:] == [turn], "it spoke of an older one"
+        node.hear(link, ModelQueue(turn.term, turn.number, (WANTED,), 0))
+        assert len(link.heard(ModelTurn)) == 2
+        link.close()
+        assert node.meet(B).heard(ModelTurn) == [turn], "it was away"
+
+    play(tmp_path, member, story)
+
+
+def test_after_a_broken_link_the_coordinator_hears_again_who_waits(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        waiting = await ask(node, WANTED)
+        assert last(link).waiting == (WANTED,)
+        link.close()
+        again = node.meet(A)
+        node.follow(again, TERM)
+        node.tick(0.01)
+        assert last(again).waiting == (WANTED,)
+        waiting.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)

@@ -150,7 +150,8 @@ def goes_on(gateway: Agent, case: str, break_it: Callable[[], None]) -> None:
     assert took_s < ENDS_S
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_rank_is_killed_under_a_stream(pair: Pair, rank: int) -> None:
     """Whichever Mac it is on: the client's is the one that does not coordinate."""
     first, other = pair.whole()

@@ -128,6 +128,7 @@ def test_a_client_that_stops_reading(cluster: FaultyCluster) -> None:
 
 def test_a_client_that_stops_reading_and_leaves(cluster: FaultyCluster) -> None:
     expected = cluster.right(SHORT)
+    assert cluster.content(SHORT) == expected  # whatever the first answer opens for good
     was = before(cluster)
     at_first = all_descriptors(cluster)
     host, port = cluster.url.removeprefix("http://").split(":")

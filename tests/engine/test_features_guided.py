@@ -103,6 +103,7 @@ def assert_fits(kind: Kind, outcome: Outcome) -> None:
 # --- beside others ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.chaos
 def test_two_hundred_requests_guided_and_not_in_turn(two_ranks: Cluster, tmp_path: Path) -> None:
     """Random weights: nothing but the grammars makes these answers what they are."""
     random = Random(200)
@@ -287,6 +288,7 @@ def test_going_away_in_the_middle_of_a_guided_answer(cluster: Cluster) -> None:
     assert cluster.complete(QUESTION, 40)[0] == answer(QUESTION, 40).tokens
 
 
+@pytest.mark.chaos
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     with Cluster(tmp_path / "home", ranks=1, model=folder) as cluster:

@@ -300,6 +300,7 @@ def test_nothing_is_left_of_one_that_imports(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.chaos
 def test_eight_epochs_leave_no_descriptor_and_no_process(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         me, counts = psutil.Process(), []

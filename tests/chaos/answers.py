@@ -23,6 +23,20 @@ Fields = dict[str, Any]
 
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 12, "maxItems": 12}
 
+CALL: Fields = {
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "parameters": {"type": "object", "properties": {"all": NUMBERS}, "required": ["all"]},
+            },
+        }
+    ],
+    "tool_choice": "required",
+}
+"""A tool call that takes a while to write."""
+
 UNSURE: Fields = {"prompt": "Tell me a story about the sea.", "temperature": 2.0, "ignore_eos": True}
 """What the model makes of it depends on the draw; with penalties on almost every one."""
 
@@ -38,6 +52,8 @@ KINDS: dict[str, Fields] = {
     "logprobs": {"logprobs": True, "top_logprobs": 3},
     "guided": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": NUMBERS}}},
     "guided, in one piece": {"stream": False, "response_format": {"type": "regex", "pattern": "[A-Z]{80}"}},
+    "a call": CALL,
+    "a call, in one piece": CALL | {"stream": False},
 }  # fmt: skip
 """Everything that a request may ask for and that must be the same in the next group."""
 
@@ -112,7 +128,7 @@ def read_events(lines: Iterator[str], *answers: Answer) -> None:
         for choice in event.get("choices", ()):
             answer = answers[choice["index"]]
             assert answer.finish is None, f"after the finish reason: {line}"
-            text = choice["delta"].get("content") or ""
+            text = said(choice["delta"])
             answer.text += text
             answer.tokens += bool(text)
             answer.scores += scores_of(choice)
@@ -128,10 +144,17 @@ def read_whole(body: dict[str, Any], answers: list[Answer]) -> None:
         answer.error = body.get("error")
         if answer.error is None:
             choice = body["choices"][index]
-            answer.text, answer.finish = choice["message"]["content"], choice["finish_reason"]
+            answer.text, answer.finish = said(choice["message"]), choice["finish_reason"]
             answer.scores = scores_of(choice)
             answer.tokens = body["usage"]["completion_tokens"] // len(answers)
             answer.done = True
+
+
+def said(message: dict[str, Any]) -> str:
+    """What a message, or a part of one, has to say and to call."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    called = "".join((call.get("name") or "") + call["arguments"] for call in calls)
+    return (message.get("content") or "") + called
 
 
 def scores_of(choice: dict[str, Any]) -> list[tuple[str, float]]:

@@ -53,7 +53,7 @@ _without_a_fault: list[list[Answer]] = []
 
 @pytest.mark.parametrize("rank", [1, 0])
 def test_killed_at_a_random_token(cluster: FaultyCluster, rank: int, seed: int) -> None:
-    """Nine requests, of which none is like another."""
+    """Eleven requests, of which none is like another."""
     at = random.Random(seed).randrange(1, 80)
     print(f"seed {seed}: rank {rank} dies in step {at}")
     kinds = list(KINDS.values())

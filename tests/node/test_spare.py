@@ -362,6 +362,13 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
 # --- ranks that compute -------------------------------------------------------------------------------
 
 
+def rests(process: psutil.Process) -> bool:
+    """Whether it does nothing at all for a while."""
+    worked = process.cpu_times()
+    time.sleep(0.3)
+    return bool(process.cpu_times() == worked)
+
+
 def test_after_a_kill_the_group_is_made_of_spares_and_answers_as_before(tmp_path: Path) -> None:
     with Cluster(tmp_path, ranks=2, spare=True) as cluster:
         prompt = "Repeat exactly: FALCON-MERCURY-7749"
@@ -370,9 +377,7 @@ def test_after_a_kill_the_group_is_made_of_spares_and_answers_as_before(tmp_path
         assert len(rank_processes(tmp_path)) == 4
         for process in map(psutil.Process, waiting):
             assert process.net_connections("inet") == []
-            worked = process.cpu_times()
-            time.sleep(0.3)
-            assert process.cpu_times() == worked
+            until(lambda process=process: rests(process), "a spare waits without working")
         os.kill(cluster.pids()[1], signal.SIGKILL)
         until(lambda: cluster.epoch == 2 and cluster.health()["ready"], "the next epoch")
         assert set(cluster.pids()) == waiting

@@ -19,17 +19,16 @@ from starlette.routing import Route
 from ..errors import MlxtpError, RequestError
 from . import answers, anthropic
 from .adapter import SSE, About, Writer
-from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
+from .ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Role, Tool, Turn
 from .errors import error_body
 from .events import Whole
 from .generation import MAX_CHOICES, Generation
 from .openai_shapes import ChatCompletion, Health, Model, ModelList, OpenAIError
 from .openapi import Operation
 from .schema import Schema, in_range, not_supported, parsed, shown
+from .tuning import MOST_TOKENS, Tuning
 
 Json = dict[str, Any]
-
-_MOST_TOKENS = 2**31 - 1
 
 
 class Function(Schema):
@@ -71,7 +70,7 @@ class StreamOptions(Schema):
     include_usage: bool | None = None
 
 
-class ChatRequest(Schema):
+class ChatRequest(Tuning):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # errors take memory, too
@@ -79,29 +78,11 @@ class ChatRequest(Schema):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, in_range(1, MAX_CHOICES)] | None = None
-    # how long
-    max_tokens: Annotated[int, in_range(1, _MOST_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, in_range(1, _MOST_TOKENS)] | None = None
-    min_tokens: Annotated[int, in_range(0, _MOST_TOKENS)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
-    # how a token is chosen
-    temperature: Annotated[float, in_range(0, 2)] | None = None
-    top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[int, in_range(-1, _MOST_TOKENS)] | None = None
-    min_p: Annotated[float, in_range(0, 1)] | None = None
-    xtc_probability: Annotated[float, in_range(0, 1)] | None = None
-    xtc_threshold: Annotated[float, in_range(0, 0.5)] | None = None
-    seed: int | None = None
-    presence_penalty: Annotated[float, in_range(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, in_range(-2, 2)] | None = None
-    repetition_penalty: Annotated[float, in_range(0.01, 100)] | None = None
-    logit_bias: dict[str, Annotated[float, in_range(-100, 100)]] | None = None
+    max_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
     response_format: Json | None = None
-    # for whom, and until when
     user: Any = None
-    deadline_s: Annotated[float, in_range(0.001, 86_400)] | None = None
-    # what is told of it
+    # what is told of its tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[int, in_range(0, 20)] | None = None
     # what it may call, and how it thinks
@@ -203,9 +184,13 @@ def parse_chat(body: bytes) -> Ask:
         _template_options(request),
     )
     user = request.user if isinstance(request.user, str) else ""
-    return Ask(
-        request.model, conversation, _options(request), bool(request.stream), user, request.include_usage
+    options = request.options(
+        n=request.n or 1,
+        max_tokens=request.budget,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
+        format_=request.response_format,
     )
+    return Ask(request.model, conversation, options, bool(request.stream), user, request.include_usage)
 
 
 def turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
@@ -262,31 +247,6 @@ def tool_choice(given: str | Mapping[str, Any] | None) -> str:
         case other:
             expected = '"auto", "none", "required" or {"type": "function", "function": {"name": "..."}}'
             raise RequestError(f"tool_choice: expected {expected}, got {shown(other)}", param="tool_choice")
-
-
-def _options(request: ChatRequest) -> Options:
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    return Options(
-        n=request.n or 1,
-        max_tokens=request.budget,
-        min_tokens=request.min_tokens or 0,
-        stop=stop,
-        ignore_eos=bool(request.ignore_eos),
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        xtc_probability=request.xtc_probability,
-        xtc_threshold=request.xtc_threshold,
-        seed=request.seed,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
-        logit_bias=request.logit_bias or {},
-        format=request.response_format,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
-        deadline_s=request.deadline_s or 0.0,
-    )
 
 
 _OWN_VARIABLES = ("messages", "tools", "tokenize", "add_generation_prompt", "chat_template", "return_dict")

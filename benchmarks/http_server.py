@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
-from mlxtp.api.text import Text
+from mlxtp.api.text.tokens import Text
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.node.metrics import observed
 from mlxtp.node.rank_process import RequestEvent

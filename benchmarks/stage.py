@@ -12,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.api.text import Text
+from mlxtp.api.text.tokens import Text
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
 from mlxtp.node.agent import Agent, running_agent
 from mlxtp.node.models import open_model

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from mlxtp.api.backend import PLAIN, Request, Score
-from mlxtp.api.text import Text
+from mlxtp.api.text.tokens import Text
 from mlxtp.config import embedded_model_path
 
 TINY = embedded_model_path()

@@ -311,7 +311,7 @@ PURE = (
     "mlxtp.api.account",
     "mlxtp.api.bucket",
     "mlxtp.api.settings",
-    "mlxtp.api.stops",
+    "mlxtp.api.text.stops",
     "mlxtp.api.tally",
     "mlxtp.wire.base",
     "mlxtp.wire.fabric",
@@ -425,7 +425,7 @@ def test_mlx_elsewhere_is_found(bad: str) -> None:
 def test_an_agent_starts_without_mlx() -> None:
     script = (
         "import sys, mlxtp.node.agent, mlxtp.node.models\n"
-        "from mlxtp.api.text import Text\n"
+        "from mlxtp.api.text.tokens import Text\n"
         "from mlxtp.config import embedded_model_path\n"
         "Text.load(embedded_model_path()).prompt_ids([{'role': 'user', 'content': 'x'}])\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm'}))"
@@ -482,7 +482,7 @@ def test_nothing_that_is_read_can_run() -> None:
     ],
 )
 def test_what_could_run_is_found(bad: str) -> None:
-    assert executable_data({"mlxtp.api.text": bad})
+    assert executable_data({"mlxtp.api.text.tokens": bad})
 
 
 def test_evaluating_an_array_is_not_that() -> None:

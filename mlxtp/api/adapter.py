@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ..errors import MlxtpError
 from .ask import Ask
 from .events import Event, Whole
-from .text import Name
+from .text.tokens import Name
 
 Json = dict[str, Any]
 SSE = "text/event-stream"

@@ -12,21 +12,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
-from . import answers
 from .admin import Administration
 from .admin import routes as admin_routes
-from .anthropic import ANTHROPIC
 from .backend import Backend
-from .completions import Completions
+from .dialects import openai_answers as answers
+from .dialects.anthropic import ANTHROPIC
+from .dialects.completions import Completions
+from .dialects.ollama import Ollama
+from .dialects.openai import OpenAIChat
+from .dialects.responses import Responses
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
 from .guard import Access, guards
-from .ollama import Ollama
-from .openai import OpenAIChat
 from .openapi import document
 from .pages import Observed
 from .pages import routes as page_routes
-from .responses import Responses
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ..wire.messages import MAX_BIASES, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 
 if TYPE_CHECKING:
-    from .text import Text
+    from .text.tokens import Text
 
 __all__ = [
     "AT_ONCE", "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "AtOnce", "Backend",

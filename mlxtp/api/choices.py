@@ -10,7 +10,7 @@ from .ask import Call
 from .backend import Answer, End
 from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole, Why
 from .streaming import interleaved
-from .transcript import Transcript
+from .text.transcript import Transcript
 
 
 class Answers:

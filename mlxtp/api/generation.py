@@ -27,19 +27,19 @@ from .ask import NONE, REQUIRED, Ask, Conversation
 from .backend import DRAINING, Backend, Health, ModelInfo, Stored, Turn
 from .backend import Request as Wanted
 from .budget import find_model
-from .calls import JSON_CALLS, CallReader, ToolFormat, tool_json
-from .channels import Plan
 from .choices import Answers, collect
-from .conversation import characters
 from .errors import error_status, internal_error
 from .events import Event, Finish
 from .loading import Loading
 from .openapi import Operation
-from .stops import StopFinder
 from .streaming import AnswerStream, unless_gone
-from .text import Name, Text
-from .tool_grammar import tool_call_grammar
-from .transcript import Transcript
+from .text.calls import JSON_CALLS, CallReader, ToolFormat, tool_json
+from .text.channels import Plan
+from .text.conversation import characters
+from .text.stops import StopFinder
+from .text.tokens import Name, Text
+from .text.tool_grammar import tool_call_grammar
+from .text.transcript import Transcript
 from .wording import in_words_of
 
 log = logging.getLogger(__name__)

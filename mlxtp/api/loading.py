@@ -14,7 +14,7 @@ from .adapter import SSE, About, Dialect, Writer
 from .ask import Ask
 from .backend import Turn
 from .errors import internal_error
-from .text import Name
+from .text.tokens import Name
 from .wording import in_words_of
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ..api.backend import AT_ONCE, Answer, End, Health, ModelInfo, Request, Score, Stored, Tokens, Turn
 from ..api.tally import UNWATCHED, Meter, NoMeter
-from ..api.text import Text
+from ..api.text.tokens import Text
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..wire.base import Message
 from ..wire.messages import (

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from ..api.text import Text
+from ..api.text.tokens import Text
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..wire.control import MAX_MODEL

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ..api.backend import Health, ModelInfo
 from ..api.defaults import load_defaults
-from ..api.text import Text
+from ..api.text.tokens import Text
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
 from ..wire.messages import Abort, ClearCache, Unload

@@ -31,7 +31,7 @@ from mlxtp.api.backend import (
     Turn,
 )
 from mlxtp.api.server import bind, serve
-from mlxtp.api.text import Text
+from mlxtp.api.text.tokens import Text
 from mlxtp.errors import Code, RequestError
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from mlxtp.api import app as app_module
 from mlxtp.api.app import create_app
+from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.guard import UNREAD_BYTES, Access
-from mlxtp.api.openai import OpenAIChat
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import MlxtpError
 from mlxtp.node.api_keys import FILE, KeyFile

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from mlxtp.api.backend import Tokens
-from mlxtp.api.openai_shapes import ChatCompletionChunk, OpenAIError
+from mlxtp.api.dialects.openai_shapes import ChatCompletionChunk, OpenAIError
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import CONTEXT, WAIT_S, Server, forever, says, then

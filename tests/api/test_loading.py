@@ -17,8 +17,8 @@ import pytest
 
 from mlxtp.api.adapter import NDJSON, About
 from mlxtp.api.backend import Stored
+from mlxtp.api.dialects.openai import OpenAIChat, parse_chat
 from mlxtp.api.loading import Loading
-from mlxtp.api.openai import OpenAIChat, parse_chat
 from mlxtp.errors import Code, MlxtpError, RequestError
 
 from .conftest import WAIT_S, Server, forever, says, then

@@ -9,7 +9,7 @@ import pytest
 from starlette.routing import Route
 
 from mlxtp.api.app import adapters, create_app
-from mlxtp.api.openai_shapes import ChatCompletion, ChatCompletionChunk, Health, Model, ModelList
+from mlxtp.api.dialects.openai_shapes import ChatCompletion, ChatCompletionChunk, Health, Model, ModelList
 from mlxtp.api.openapi import document
 
 from .conftest import FakeBackend, Loaded, Server, says, says_scored

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from mlxtp.api.ask import Tool
-from mlxtp.api.calls import tool_json
+from mlxtp.api.text.calls import tool_json
 from mlxtp.errors import GroupError
 
 from .conftest import Server, says, then

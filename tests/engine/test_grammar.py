@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mlxtp.api import tool_grammar
-from mlxtp.api.tool_grammar import tool_call_grammar
+from mlxtp.api.text import tool_grammar
+from mlxtp.api.text.tool_grammar import tool_call_grammar
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import grammar_trial
 from mlxtp.engine.grammar import Grammar, Grammars, Matcher, unpack

@@ -17,19 +17,20 @@ from rich.console import Console
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncServiceInfo
 
-from mlxtp.api import budget, completions, openai, response_request, settings
+from mlxtp.api import budget, settings
 from mlxtp.api.adapter import About
 from mlxtp.api.ask import Ask, Conversation, Tool
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.calls import CallReader, tool_format, tool_json
-from mlxtp.api.channels import Channels, Plan
-from mlxtp.api.conversation import characters, template_messages
+from mlxtp.api.dialects import completions, openai, response_request
+from mlxtp.api.dialects.response_output import response_body
+from mlxtp.api.dialects.response_store import ResponseStore
 from mlxtp.api.guard import host_name
-from mlxtp.api.markup import Markup
-from mlxtp.api.response_output import response_body
-from mlxtp.api.response_store import ResponseStore
-from mlxtp.api.stops import StopFinder
-from mlxtp.api.tool_grammar import tool_call_grammar
+from mlxtp.api.text.calls import CallReader, tool_format, tool_json
+from mlxtp.api.text.channels import Channels, Plan
+from mlxtp.api.text.conversation import characters, template_messages
+from mlxtp.api.text.markup import Markup
+from mlxtp.api.text.stops import StopFinder
+from mlxtp.api.text.tool_grammar import tool_call_grammar
 from mlxtp.cluster import measurements
 from mlxtp.cluster.dialing import host_and_port
 from mlxtp.cluster.joining import Host, Joiner

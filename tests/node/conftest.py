@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from mlxtp.api.text import Text
+from mlxtp.api.text.tokens import Text
 from mlxtp.config import embedded_model_path
 from mlxtp.node.supervisor import ModelSource
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.text import Text
+from mlxtp.api.text.tokens import Text
 from mlxtp.errors import Code, ModelError
 from mlxtp.node import model_here
 from mlxtp.node.model_here import ModelHere

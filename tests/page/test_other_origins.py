@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mlxtp.api.text import Text
+from mlxtp.api.text.tokens import Text
 
 from ..api.conftest import FakeBackend, byte_level, save, says
 from ..api.test_access import BODY, Door, door

@@ -1,0 +1,204 @@
+"""The OpenAI dialect: what a chat's answer, a model and the cluster's health look like. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...errors import MlxtpError
+from ..adapter import About
+from ..backend import End, Health, ModelInfo, Stored
+from ..errors import error_body_of
+from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
+from ..streaming import COMMENT
+from ..text.tokens import Name
+
+Json = dict[str, Any]
+Names = Callable[[int], Name]
+
+LEAST_LOGPROB = -9999.0
+"""What OpenAI says of tokens that are next to impossible; JSON has no minus infinity."""
+
+
+def usage(about: About, ends: Sequence[End]) -> Json:
+    """What all answers took. Of each prompt, only what no answer had to compute counts as cached."""
+    prompt, n = sum(about.prompt_tokens), about.ask.options.n
+    completion = sum(end.generated for end in ends)
+    accepted = sum(end.accepted for end in ends)
+    cached = sum(min(end.cached for end in ends[first : first + n]) for first in range(0, len(ends), n))
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(end.drafted for end in ends) - accepted,
+        },
+    }
+
+
+def finishes(wholes: Sequence[Whole]) -> list[Finish]:
+    """How each choice ended."""
+    return [whole.finish for whole in wholes if whole.finish is not None]
+
+
+def completion_body(about: About, wholes: Sequence[Whole]) -> Json:
+    """The whole answer to a request that does not stream."""
+    ends = finishes(wholes)
+    scored = about.ask.options.logprobs >= 0
+    rows = [
+        {
+            "index": index,
+            "message": _message(whole),
+            "logprobs": logprobs(whole.scores, about.names) if scored else None,
+            "finish_reason": end.reason,
+        }
+        for index, (whole, end) in enumerate(zip(wholes, ends, strict=True))
+    ]
+    counts = usage(about, [end.end for end in ends])
+    return _head(about, "chat.completion") | {"choices": rows, "usage": counts}
+
+
+def _message(whole: Whole) -> Json:
+    message: Json = {"role": "assistant", "content": whole.text, "refusal": None}
+    if whole.reasoning:
+        message["reasoning_content"] = whole.reasoning
+    if whole.calls:
+        message["content"] = whole.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in whole.calls
+        ]
+    return message
+
+
+def logprobs(scores: Sequence[Scored], names: Names) -> Json:
+    """OpenAI's shape. A token without bytes has no text in the answer."""
+    content = [
+        _logprob(token, score.logprob, names)
+        | {"top_logprobs": [_logprob(other, logprob, names) for other, logprob in score.top]}
+        for token, score in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _logprob(token: int, logprob: float, names: Names) -> Json:
+    name, bytes_ = names(token)
+    return {"token": name, "logprob": min(max(logprob, LEAST_LOGPROB), 0.0), "bytes": bytes_}
+
+
+class ChunkWriter:
+    """The events of one stream, as bytes. What all chunks have in common is encoded once."""
+
+    def __init__(self, about: About, include_usage: bool) -> None:
+        self._about = about
+        self._head = _head(about, "chat.completion.chunk")
+        self._before = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
+        self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._include_usage = include_usage
+        self._silent = set(range(about.choices))
+        """Choices that have said nothing yet, not even their role."""
+        self._ends: dict[int, End] = {}
+
+    def open(self) -> bytes:
+        return COMMENT
+
+    def idle(self) -> bytes:
+        return COMMENT
+
+    def write(self, event: Event) -> bytes:
+        return self._role(event.choice) + self._rest(event)
+
+    def close(self) -> bytes:
+        """The usage if it was asked for, and `[DONE]`."""
+        trailer = b""
+        if self._include_usage:
+            ends = [self._ends[index] for index in range(self._about.choices)]
+            trailer = sse(self._head | {"choices": [], "usage": usage(self._about, ends)})
+        return trailer + b"data: [DONE]\n\n"
+
+    def fail(self, error: MlxtpError) -> bytes:
+        return sse(error_body_of(error))
+
+    def _role(self, index: int) -> bytes:
+        """The first chunk of a choice, once."""
+        if index not in self._silent:
+            return b""
+        self._silent.remove(index)
+        return self._chunk(index, b'{"role":"assistant","content":""}')
+
+    def _rest(self, event: Event) -> bytes:
+        index = event.choice
+        match event:
+            case Said(text=text, scores=scores):
+                known = _encode(logprobs(scores, self._about.names)) if scores else b"null"
+                return self._chunk(index, b'{"content":%b}' % json.dumps(text).encode(), known)
+            case Thought(text=text):
+                return self._chunk(index, b'{"reasoning_content":%b}' % json.dumps(text).encode())
+            case CallBegan(index=number, id=id_, name=name):
+                call = {"index": number, "id": id_, "type": "function"}
+                return self._call(index, call | {"function": {"name": name, "arguments": ""}})
+            case CallArguments(index=number, text=text):
+                return self._call(index, {"index": number, "function": {"arguments": text}})
+            case Finish(reason=reason, end=end):
+                self._ends[index] = end
+                return self._chunk(index, b"{}", reason=json.dumps(reason).encode())
+
+    def _call(self, index: int, call: Json) -> bytes:
+        return self._chunk(index, _encode({"tool_calls": [call]}))
+
+    def _chunk(self, index: int, delta: bytes, scores: bytes = b"null", reason: bytes = b"null") -> bytes:
+        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
+            self._before, index, delta, scores, reason, self._after,
+        )  # fmt: skip
+
+
+def _encode(data: Json) -> bytes:
+    """ASCII only, so that no client breaks lines at U+2028."""
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+def sse(data: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+def model_body(model: ModelInfo | Stored) -> Json:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "mlxtp",
+        "context_length": model.context,
+        "max_model_len": model.context,
+    }
+
+
+def models_body(models: Sequence[ModelInfo | Stored]) -> Json:
+    return {"object": "list", "data": [model_body(model) for model in models]}
+
+
+def health_body(health: Health) -> Json:
+    return {
+        "status": "ok" if health.ready else "unavailable",
+        "state": health.state,
+        "epoch": health.epoch,
+        "world_size": health.world_size,
+        "backend": health.backend,
+        "model": health.model,
+        "reason": health.reason,
+        "ready": health.ready,
+        "open_requests": health.open_requests,
+        "ranks": [dict(rank) for rank in health.ranks],
+    }
+
+
+def _head(about: About, object_: str) -> Json:
+    return {
+        "id": f"chatcmpl-{about.id}",
+        "object": object_,
+        "created": int(about.created),
+        "model": about.model,
+    }

@@ -1,0 +1,37 @@
+"""Endpoints of OpenAI's that there are not: each says so, so that nobody looks for a mistake of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...errors import Code, RequestError
+from ..generation import Handler
+from ..openapi import Operation
+from .openai_shapes import OpenAIError
+
+UNSERVED = {
+    "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",
+    "/v1/audio/{rest:path}": "audio is not served: mlxtp runs models that read and write text",
+    "/v1/images/{rest:path}": "images are not served: mlxtp runs models that read and write text",
+    "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
+}
+PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
+OPERATIONS = tuple(
+    Operation("POST", path.replace(":path", ""), "Not served", error=OpenAIError) for path in UNSERVED
+)
+
+
+def routes(endpoint: Callable[[Handler], Handler]) -> Sequence[Route]:
+    """`endpoint` gives errors their shape. The status is 404, which client libraries do not try again."""
+    return [Route(path, endpoint(_refusing(detail)), methods=["POST"]) for path, detail in UNSERVED.items()]
+
+
+def _refusing(detail: str) -> Handler:
+    async def refuse(_request: Request) -> Response:
+        raise RequestError(detail, Code.NOT_SUPPORTED, status=404)
+
+    return refuse

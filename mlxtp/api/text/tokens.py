@@ -1,0 +1,338 @@
+"""Between text and token ids: chat template, tokenizer, and a detokenizer that shows no half characters."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ...errors import Code, ModelError, RequestError
+from ..ask import Conversation
+from .calls import JSON_CALLS, ToolFormat, tool_format, tool_json
+from .conversation import template_messages, template_options
+from .markup import call_format, thinking_markup
+
+_PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
+_SHOWN = 200  # characters of another library's error
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LONGEST_MARKER = 16  # tokens of a marker and the white space after it
+_LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
+
+
+class Detokenizer(Protocol):
+    """Token ids of one answer in, its text out. What `push` returned so far is final."""
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that is certain now. An incomplete character waits for the next tokens."""
+        ...
+
+    def finish(self) -> str:
+        """The rest. A character that never got complete is dropped."""
+        ...
+
+
+Name = tuple[str, tuple[int, ...] | None]
+"""How one token is shown alone, and its bytes in the answer; None for what has none there: special tokens."""
+
+_IMPORTING = threading.Lock()
+
+
+class Text:
+    """The tokenizer and chat template of one model. Its methods may be called from any thread.
+
+    `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.specials: dict[int, str] = {
+            id_: token.content
+            for id_, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        """The text of special tokens, which answers do not show."""
+        self._special = frozenset(self.specials)
+        self._decoding = _byte_decoding(self._backend, self._special)
+        self._names: dict[int, Name] = {}
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.longest_token = max(map(len, vocabulary))
+        """In characters: `n` tokens make at most `n` times as many."""
+        template = _whole_template(tokenizer.chat_template)
+        self.knows_tools = "tools" in template
+        """Whether the chat template has its own way with tools."""
+        self.markup = thinking_markup(vocabulary)
+        self.tool_calls = _tool_format(template, vocabulary) if self.knows_tools else JSON_CALLS
+        """How this model writes tool calls."""
+
+    @classmethod
+    def load(cls, path: Path) -> Text:
+        """Reads a model folder. Blocks for a second or more: call it in a thread. Raises ModelError."""
+        if not path.is_dir():
+            raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+        with _IMPORTING:  # its lazy import fails where two threads begin it at once
+            from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the Rust side raises plain Exception for a broken file
+            what = " ".join(str(error).split())[:_SHOWN]
+            raise ModelError(
+                f"the tokenizer or config.json in {path} cannot be read ({type(error).__name__}: {what}); "
+                "a complete model folder has tokenizer.json and tokenizer_config.json"
+            ) from error
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ModelError(f"{path} has no tokenizer.json; tokenizers written in Python are not supported")
+        return cls(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The tokenizer's own end token, if it has one."""
+        token = self._tokenizer.eos_token_id
+        return () if token is None else (int(token),)
+
+    def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
+        """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
+        messages = template_messages(conversation, self.knows_tools)
+        tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
+        return self.prompt_ids(messages, tools, template_options(conversation))
+
+    def continued_ids(self, text: str) -> tuple[int, ...]:
+        """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
+        return self._encoded(text, add_special_tokens=True)
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that a client sent, special ones too."""
+        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+
+    def thinks_on(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends in the middle of a thought, which the answer begins with then."""
+        if self.markup.think is None:
+            return False
+        return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[int, ...]:
+        """The prompt that makes the model answer `messages` (`role` and `content` each).
+
+        The template writes the beginning-of-sequence token, so the tokenizer must not add another. `options`
+        are variables of the template.
+        Raises RequestError when there is no template or the template refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template, so it cannot answer chat messages; "
+                "use its instruct or chat version",
+                Code.NOT_SUPPORTED,
+                param="messages",
+            )
+        try:
+            prompt = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return self._encoded(prompt, add_special_tokens=False)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """As a batch, for which the library lets other threads run meanwhile. Raises RequestError."""
+        try:
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(
+                f"the messages hold half a character, such as \\ud800, which is no text: {error}",
+                param="messages",
+            ) from None
+        return tuple(found.ids)
+
+    def name(self, token: int) -> Name:
+        """What log-probabilities call `token`. Bytes that are no whole character are shown as U+FFFD."""
+        name = self._names.get(token)
+        if name is None:
+            name = self._names[token] = self._name(token)
+        return name
+
+    def _name(self, token: int) -> Name:
+        known = self._backend.id_to_token(token)
+        if known is None or token in self._special:
+            return known or f"<{token}>", None
+        if self._decoding is not None:
+            piece = self._decoding.piece(token)
+            return piece.decode(errors="replace"), tuple(piece)
+        text = str(self._backend.decode([token], skip_special_tokens=False))
+        return text or known, None if "\ufffd" in text or not text else tuple(text.encode())
+
+    def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
+        """For one answer. Special tokens and the ids in `skip` have no text."""
+        if self._decoding is not None:
+            return _ByteDetokenizer(self._decoding, frozenset(skip))
+        return _LibraryDetokenizer(self._backend, frozenset(skip))
+
+
+def _whole_template(template: Any) -> str:
+    """All texts of a model that has one template for chats and one for tools."""
+    if isinstance(template, Mapping):
+        return "\n".join(map(str, template.values()))
+    return str(template or "")
+
+
+def _tool_format(template: str, vocabulary: Collection[str]) -> ToolFormat:
+    name = call_format(template, vocabulary)
+    return JSON_CALLS if name is None else tool_format(name)
+
+
+class _ByteDecoding:
+    """A tokenizer whose tokens are pieces of UTF-8: what each id adds, looked up once and kept."""
+
+    def __init__(self, backend: Any, special: frozenset[int], byte_level: bool, strip: bool) -> None:
+        self.strip = strip  # one space at the very beginning belongs to the tokenizer, not to the text
+        self._backend = backend
+        self._special = special
+        self._to_bytes = _byte_level if byte_level else _byte_fallback
+        self._known: dict[int, bytes] = {}
+
+    def piece(self, token: int) -> bytes:
+        piece = self._known.get(token)
+        if piece is None:
+            name = None if token in self._special or token < 0 else self._backend.id_to_token(token)
+            piece = self._known[token] = b"" if name is None else self._to_bytes(name)
+        return piece
+
+
+class _ByteDetokenizer:
+    """Exact and linear: bytes through Python's incremental UTF-8 decoder."""
+
+    def __init__(self, decoding: _ByteDecoding, skip: frozenset[int]) -> None:
+        self._decoding = decoding
+        self._skip = skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = decoding.strip
+
+    def push(self, tokens: Iterable[int]) -> str:
+        piece, skip = self._decoding.piece, self._skip
+        text = self._utf8.decode(b"".join([piece(token) for token in tokens if token not in skip]))
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        self._utf8.reset()
+        return ""
+
+
+class _LibraryDetokenizer:
+    """For the decoders that are not made of bytes: the library's own stream, started anew where it gives up.
+
+    Its stream raises "Invalid prefix encountered" when a token changes the text of earlier ones, and holds
+    back everything while the text ends in U+FFFD.
+    """
+
+    def __init__(self, backend: Any, skip: frozenset[int]) -> None:
+        self._backend = backend
+        self._skip = skip
+        self._held: list[int] = []
+        self._restart()
+
+    def push(self, tokens: Iterable[int]) -> str:
+        return "".join([self._step(token) for token in tokens if token not in self._skip and token >= 0])
+
+    def finish(self) -> str:
+        return self._flush().rstrip("\ufffd")
+
+    def _step(self, token: int) -> str:
+        self._held.append(token)
+        try:
+            text = self._stream.step(self._backend, token)
+        except Exception:  # noqa: BLE001 - the Rust side knows no narrower type
+            return self._flush()
+        if text is None:
+            return self._flush() if len(self._held) > _LONGEST_HELD else ""
+        self._held.clear()
+        return str(text)
+
+    def _flush(self) -> str:
+        text = self._backend.decode(self._held, skip_special_tokens=True) if self._held else ""
+        self._restart()
+        return str(text)
+
+    def _restart(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._held.clear()
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+
+def _byte_decoding(backend: Any, special: frozenset[int]) -> _ByteDecoding | None:
+    """How to turn this tokenizer's tokens into bytes, or None when its decoder is of another kind.
+
+    Trusted only if it reproduces the library's own decoding of a text with everything difficult in it.
+    """
+    if backend.decoder is None:
+        return None
+    steps = _steps(json.loads(backend.decoder.__getstate__()))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        decoding = _ByteDecoding(backend, special, byte_level=True, strip=False)
+    elif kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        decoding = _ByteDecoding(backend, special, byte_level=False, strip=kinds[-1] == "Strip")
+    else:
+        return None
+    ids = backend.encode(_PROBE, add_special_tokens=False).ids
+    expected = backend.decode(ids, skip_special_tokens=True)
+    return decoding if _ByteDetokenizer(decoding, frozenset()).push(ids) == expected else None
+
+
+def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def _byte_level(token: str) -> bytes:
+    """One character a byte; a token with any other character is literal text (an added token)."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    """`<0xF0>` is a byte, everything else is text with U+2581 for the space."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()

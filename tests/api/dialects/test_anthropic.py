@@ -1,0 +1,896 @@
+"""Anthropic's dialect: the real client library, a real server; only the model is played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from pydantic import BaseModel, TypeAdapter
+
+from mlxtp.api.accounting import Accounting
+from mlxtp.api.app import create_app
+from mlxtp.api.ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
+from mlxtp.api.backend import ModelInfo
+from mlxtp.api.dialects.anthropic import SIGNATURE, models_body, parse_count, parse_messages
+from mlxtp.api.dialects.anthropic_shapes import (
+    AnthropicError,
+    AnthropicMessage,
+    AnthropicModelPage,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputDelta,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    SignatureDelta,
+    StreamEvent,
+    TextDelta,
+    ThinkingDelta,
+    TokenCount,
+)
+from mlxtp.api.server import bind, serve
+from mlxtp.api.tally import Tally
+from mlxtp.api.text.tokens import Text
+from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
+
+from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
+from ..test_access import backend as backend
+from ..test_access import door
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+ANSWER = " The 日本語 world 😀\n\u2028end"
+CONTEXT = 4000
+WEATHER: dict[str, Any] = {
+    "name": "weather",
+    "description": "The weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+TEMPLATE = (
+    "{% for tool in tools or [] %}<|tool|>{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set tool_call = c.function %}"
+    '<tool_call>{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% endfor %}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+# --- a model with tools and thoughts ----------------------------------------------------------------------
+
+
+class Thinker(FakeBackend):
+    def models(self) -> tuple[ModelInfo, ...]:
+        return tuple(replace(model, context=CONTEXT, vocabulary=400) for model in super().models())
+
+
+@dataclass
+class AnthropicServer(Server):
+    @property
+    def claude(self) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=WAIT_S)
+
+    def prompt(self, number: int = -1) -> str:
+        """What the model was given last."""
+        prompt = self.backend.requests[number].prompt
+        return str(self.tokenizer.decode(list(prompt), skip_special_tokens=False))
+
+    def say(self, text: str, **end: Any) -> None:
+        self.backend.script = says(self.ids(text), **end)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnthropicServer]:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    backend = Thinker(Text.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE)))
+    app = Accounting(
+        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7), Tally(monotonic)
+    )
+    sock = bind("127.0.0.1", 0)
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
+    port = sock.getsockname()[1]
+    thread.start()
+    yield AnthropicServer(backend, port, tokenizer)
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    loop.close()
+
+
+@pytest.fixture
+def server(running: AnthropicServer) -> AnthropicServer:
+    running.backend.__init__(running.backend.loaded_text)  # type: ignore[misc]
+    return running
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "claude-sonnet-5", "max_tokens": 100, "messages": HELLO} | fields
+
+
+def post(server: Server, path: str = "/v1/messages", **kwargs: Any) -> httpx.Response:
+    return httpx.post(server.url + path, timeout=WAIT_S, trust_env=False, **kwargs)
+
+
+def create(server: AnthropicServer, **fields: Any) -> Any:
+    return server.claude.messages.create(**body(**fields))
+
+
+def streamed(server: AnthropicServer, **fields: Any) -> Any:
+    """The message that the library puts together from a stream."""
+    with server.claude.messages.stream(**body(**fields)) as stream:
+        return stream.get_final_message()
+
+
+# --- strict events ----------------------------------------------------------------------------------------
+
+
+EVENT: TypeAdapter[Any] = TypeAdapter(StreamEvent)
+DELTAS = {
+    "text": (TextDelta,), "thinking": (ThinkingDelta, SignatureDelta), "tool_use": (InputDelta,),
+}  # fmt: skip
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """Every event, parsed strictly; its name is its type."""
+    events = []
+    assert response.text.endswith("\n\n")
+    for part in response.text[:-2].split("\n\n"):
+        name, data = part.split("\n")
+        event = EVENT.validate_json(data.removeprefix("data: "))
+        assert name == f"event: {event.type}"
+        events.append(event)
+    return events
+
+
+def complete(response: httpx.Response) -> list[Any]:
+    """The events of a complete answer, in their legal order, without pings."""
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    start, *events = events_of(response)
+    assert isinstance(start, MessageStart)
+    assert (start.message.content, start.message.stop_reason) == ([], None)
+    assert isinstance(events[0], Ping)
+    events = [event for event in events if not isinstance(event, Ping)]
+    *blocks, delta, stop = events
+    assert isinstance(delta, MessageDelta)
+    assert isinstance(stop, MessageStop)
+    open_, index = "", -1
+    for event in blocks:
+        if isinstance(event, BlockStart):
+            assert not open_
+            open_, index = event.content_block.type, index + 1
+        elif isinstance(event, BlockStop):
+            assert open_
+            open_ = ""
+        else:
+            assert isinstance(event.delta, DELTAS[open_])
+        assert event.index == index
+    assert not open_
+    return [start, *events]
+
+
+def put_together(events: list[Any]) -> list[dict[str, Any]]:
+    """The content of a stream, as that of a whole answer."""
+    blocks: list[dict[str, Any]] = []
+    inputs: dict[int, str] = {}
+    for event in events:
+        if isinstance(event, BlockStart):
+            blocks.append(event.content_block.model_dump())
+        elif isinstance(event, BlockDelta):
+            for field, value in event.delta.model_dump(exclude={"type"}).items():
+                if field == "partial_json":
+                    inputs[event.index] = inputs.get(event.index, "") + value
+                else:
+                    blocks[event.index][field] += value
+    for index, text in inputs.items():
+        blocks[index]["input"] = json.loads(text)
+    return blocks
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_a_whole_answer(server: AnthropicServer) -> None:
+    server.say(ANSWER + "</s>", cached=4)
+    message = create(server, system="be brief")
+    assert (message.type, message.role, message.model) == ("message", "assistant", "claude-sonnet-5")
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ANSWER}]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert server.prompt() == "<|system|>be brief<|user|>hello<|assistant|>"
+    prompt = len(server.backend.request.prompt)
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (prompt - 4, 4)
+    assert message.usage.cache_creation_input_tokens == 0
+    assert message.usage.output_tokens == len(server.ids(ANSWER)) + 1
+    assert server.backend.request.max_tokens == 100
+
+
+def test_a_whole_answer_has_every_field(server: AnthropicServer) -> None:
+    server.say(f"<think>hm</think>hi{CALL}")
+    response = post(server, json=body(tools=[WEATHER]))
+    message = AnthropicMessage.model_validate_json(response.content)
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+    assert response.headers["content-type"] == "application/json"
+
+
+def test_a_streamed_answer(server: AnthropicServer) -> None:
+    server.say(ANSWER, cached=4)
+    with server.claude.messages.stream(**body()) as stream:
+        texts = list(stream.text_stream)
+        message = stream.get_final_message()
+    assert "".join(texts) == ANSWER
+    assert len(texts) > 5
+    assert not any("\ufffd" in text for text in texts)
+    assert (message.stop_reason, message.model) == ("end_turn", "claude-sonnet-5")
+    prompt = len(server.backend.request.prompt)
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (prompt - 4, 4)
+    assert message.usage.output_tokens == len(server.ids(ANSWER))
+
+
+def test_the_events_of_a_stream(server: AnthropicServer) -> None:
+    server.say(f"<think>hm</think>hi{CALL}", cached=3)
+    events = complete(post(server, json=body(tools=[WEATHER], stream=True)))
+    prompt = len(server.backend.request.prompt)
+    first, last = events[0].message.usage, events[-2].usage
+    assert first == MessageUsage(
+        input_tokens=prompt, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
+    )
+    assert (last.input_tokens, last.cache_read_input_tokens) == (prompt - 3, 3)
+    assert last.output_tokens == len(server.ids(f"<think>hm</think>hi{CALL}"))
+    thinking, text, use = put_together(events)
+    assert thinking == {"type": "thinking", "thinking": "hm", "signature": SIGNATURE}
+    assert text == {"type": "text", "text": "hi"}
+    assert (use["name"], use["input"]) == ("weather", {"city": "Köln"})
+    assert events[-2].delta.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_an_answer_that_says_nothing_has_no_content(server: AnthropicServer, get: Callable[..., Any]) -> None:
+    server.say("</s>")
+    message = get(server)
+    assert (message.content, message.stop_reason) == ([], "end_turn")
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_why_an_answer_ended(server: AnthropicServer, get: Callable[..., Any]) -> None:
+    server.say("one two", reason="length")
+    assert get(server, max_tokens=len(server.ids("one two"))).stop_reason == "max_tokens"
+    server.say("one two three")
+    message = get(server, stop_sequences=["zzz", " two"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", " two")
+    assert message.content[0].text == "one"
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_a_budget_that_does_not_fit_is_as_large_as_fits(
+    server: AnthropicServer, get: Callable[..., Any]
+) -> None:
+    room = CONTEXT - len(server.ids("<|user|>hello<|assistant|>"))
+    server.backend.script = says(server.ids("x") * room, reason="length", step=1000)
+    assert get(server, max_tokens=10_000).stop_reason == "model_context_window_exceeded"
+    assert server.backend.request.max_tokens == room
+
+
+def test_what_was_set_reaches_the_backend(server: AnthropicServer) -> None:
+    server.say("x")
+    chosen = {"temperature": 0.5, "top_p": 0.9, "top_k": 7}  # the library has no names for them any more
+    create(server, extra_body=chosen, metadata={"user_id": "alice"}, max_tokens=31)
+    asked = server.backend.request
+    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
+    assert (asked.client, asked.max_tokens) == ("127.0.0.1 alice", 31)
+
+
+# --- thoughts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_thoughts_come_before_the_text(server: AnthropicServer, get: Callable[..., Any]) -> None:
+    server.say("let me see</think>\n\nhi")  # the template has begun the thought
+    message = get(server, thinking={"type": "adaptive"})
+    assert [block.to_dict() for block in message.content] == [
+        {"type": "thinking", "thinking": "let me see", "signature": SIGNATURE},
+        {"type": "text", "text": "hi"},
+    ]
+    assert server.prompt().endswith("<|assistant|><think>")
+    server.say("hi")
+    assert [block.type for block in get(server, thinking={"type": "disabled"}).content] == ["text"]
+    assert server.prompt().endswith("<|assistant|>")
+
+
+def test_thoughts_are_streamed_while_they_come(server: AnthropicServer) -> None:
+    server.say("let me see</think>hi")
+    thoughts = []
+    with server.claude.messages.stream(**body(thinking={"type": "adaptive"})) as stream:
+        for event in stream:
+            if event.type == "thinking":
+                thoughts.append(event.thinking)
+                assert event.snapshot == "".join(thoughts)
+    assert "".join(thoughts) == "let me see"
+    assert len(thoughts) > 1
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_thoughts_that_shall_be_left_out_are(server: AnthropicServer, get: Callable[..., Any]) -> None:
+    server.say("let me see</think>hi")
+    message = get(server, thinking={"type": "adaptive", "display": "omitted"})
+    thinking, text = message.content
+    assert (thinking.thinking, thinking.signature, text.text) == ("", SIGNATURE, "hi")
+
+
+def test_thoughts_come_back_to_the_model(server: AnthropicServer) -> None:
+    server.say("let me see</think>hi")
+    message = create(server, thinking={"type": "adaptive"})
+    create(server, messages=[*HELLO, message.to_param(), {"role": "user", "content": "and?"}])
+    assert server.prompt() == (
+        "<|user|>hello<|assistant|><think>let me see</think>hi<|user|>and?<|assistant|>"
+    )
+
+
+# --- tools ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_a_tool_is_called_and_its_answer_comes_back(server: AnthropicServer, get: Callable[..., Any]) -> None:
+    server.say(f"I look.{CALL}")
+    message = get(server, tools=[WEATHER])
+    text, use = message.content
+    assert text.text == "I look."
+    assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Köln"})
+    assert message.stop_reason == "tool_use"
+    assert '"name": "weather"' in server.prompt()
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "rain"}]}
+    more = {"type": "text", "text": "so?"}
+    server.say("It rains.")
+    answer = get(
+        server,
+        tools=[WEATHER],
+        messages=[*HELLO, message.to_param(), {"role": "user", "content": [result, more]}],
+    )
+    assert answer.content[0].text == "It rains."
+    assert server.prompt().endswith(
+        '<|user|>hello<|assistant|>I look.<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}'
+        "</tool_call><|tool|>rain<|user|>so?<|assistant|>"
+    )
+
+
+@pytest.mark.parametrize("get", [create, streamed])
+def test_several_calls(server: AnthropicServer, get: Callable[..., Any]) -> None:
+    server.say(f"{CALL}\n{CALL.replace('Köln', 'Bonn')}")
+    cities = [use.input["city"] for use in get(server, tools=[WEATHER]).content]
+    assert cities == ["Köln", "Bonn"]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    [only] = get(server, tools=[WEATHER], tool_choice=choice).content
+    assert only.input == {"city": "Köln"}
+
+
+def test_a_call_that_has_to_come(server: AnthropicServer) -> None:
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        server.say('{"name": "weather", "arguments": {"city": "Bonn"}}')
+        [use] = create(server, tools=[WEATHER], tool_choice=choice).content
+        assert (use.name, use.input) == ("weather", {"city": "Bonn"})
+        assert server.backend.requests[-1].shaping.grammar_kind == "lark"
+    server.say(CALL)
+    message = create(server, tools=[WEATHER], tool_choice={"type": "none"})
+    assert [block.type for block in message.content] == ["text"]
+
+
+def test_half_a_call_is_no_call_in_a_whole_answer(server: AnthropicServer) -> None:
+    half = CALL + CALL[:-18]
+    server.say(half, reason="length")
+    most = len(server.ids(half))
+    message = create(server, tools=[WEATHER], max_tokens=most)
+    assert message.stop_reason == "max_tokens"
+    assert [block.input for block in message.content] == [{"city": "Köln"}]
+    events = complete(post(server, json=body(tools=[WEATHER], max_tokens=most, stream=True)))
+    assert events[-2].delta.stop_reason == "max_tokens"
+
+
+@pytest.mark.parametrize("wrong", ['{"city": }', '{"city": NaN}', '{"city": 1e999}'])
+def test_arguments_that_are_no_json_stay_visible(server: AnthropicServer, wrong: str) -> None:
+    server.say(f'<tool_call>{{"name": "weather", "arguments": {wrong}}}</tool_call>')
+    message = create(server, tools=[WEATHER])
+    assert message.stop_reason == "tool_use"
+    assert [use.input for use in message.content] == [{"arguments": wrong}]
+
+
+def test_an_answer_in_json(server: AnthropicServer) -> None:
+    class City(BaseModel):
+        name: str
+
+    server.say('{"name": "Bonn"}')
+    message = server.claude.messages.parse(**body(output_format=City))
+    assert message.parsed_output == City(name="Bonn")
+    asked = server.backend.request.shaping
+    assert (asked.grammar_kind, json.loads(asked.grammar)["required"]) == ("json_schema", ["name"])
+
+
+# --- tokens, models ---------------------------------------------------------------------------------------
+
+
+def test_tokens_are_counted_as_they_are_used(server: AnthropicServer) -> None:
+    server.say("x")
+    fields: dict[str, Any] = {"system": "be brief", "tools": [WEATHER], "messages": HELLO}
+    count = server.claude.messages.count_tokens(model="claude-x", **fields)
+    assert count.input_tokens == create(server, **fields).usage.input_tokens
+    assert len(server.backend.requests) == 1
+    response = post(server, "/v1/messages/count_tokens", json={"messages": HELLO})
+    assert TokenCount.model_validate_json(response.content).input_tokens < count.input_tokens
+    assert response.headers["request-id"].startswith("req_")
+
+
+def test_which_model_answers(server: AnthropicServer) -> None:
+    server.say("x")
+    names = {
+        "claude-opus-4-5-20251101": "claude-opus-4-5-20251101",
+        "tiny": "org/tiny",
+        "default": "org/tiny",
+    }
+    for name, shown in names.items():
+        assert create(server, model=name).model == shown
+        assert streamed(server, model=name).model == shown
+
+
+def test_the_list_of_models(server: AnthropicServer) -> None:
+    listed = models_body(server.backend.models())
+    [row] = AnthropicModelPage.model_validate(listed).data
+    model = TypeAdapter(anthropic.types.ModelInfo).validate_python(row.model_dump())
+    assert (model.id, model.display_name, model.created_at.timestamp()) == ("org/tiny", "org/tiny", 1234)
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "org/tiny", "org/tiny")
+    assert AnthropicModelPage.model_validate(models_body(())).last_id is None
+
+
+def test_models_are_listed_for_the_client_library(server: AnthropicServer) -> None:
+    [model] = server.claude.models.list()
+    assert (model.id, model.type, model.max_input_tokens) == ("org/tiny", "model", CONTEXT)
+    assert server.claude.models.retrieve("tiny") == model
+    with pytest.raises(anthropic.NotFoundError, match="available: org/tiny"):
+        server.claude.models.retrieve("other")
+    assert [model.object for model in server.client.models.list()] == ["model"]
+
+
+# --- the system prompt ------------------------------------------------------------------------------------
+
+
+def billing(hash_: str) -> str:
+    return f"x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch={hash_};"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        lambda hash_: f"{billing(hash_)}\nYou are Claude Code.",
+        lambda hash_: [
+            {"type": "text", "text": billing(hash_)},
+            {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
+        ],
+    ],
+)
+def test_the_line_that_differs_each_time_is_no_part_of_the_prompt(
+    server: AnthropicServer, system: Callable[[str], Any]
+) -> None:
+    server.say("x")
+    for hash_ in ("eb6c6", "0aaa9"):
+        create(server, system=system(hash_))
+    one, other = server.backend.requests
+    assert one.prompt == other.prompt
+    assert server.prompt() == "<|system|>You are Claude Code.<|user|>hello<|assistant|>"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def assert_error(response: httpx.Response, status: int, kind: str) -> str:
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/json"
+    error = AnthropicError.model_validate_json(response.content)
+    assert error.error.type == kind
+    assert response.headers["request-id"] == error.request_id == f"req_{response.headers['x-request-id']}"
+    return error.error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_mistake_is_a_400_for_the_client_library(server: AnthropicServer, stream: bool) -> None:
+    with pytest.raises(
+        anthropic.BadRequestError, match=r"temperature should be from 0 to 1, got 1\.5"
+    ) as caught:
+        create(server, extra_body={"temperature": 1.5}, stream=stream)
+    assert caught.value.type == "invalid_request_error"
+    assert caught.value.request_id
+    assert caught.value.request_id.startswith("req_")
+
+
+def test_every_error_has_the_same_shape(server: AnthropicServer) -> None:
+    unlimited = {key: value for key, value in body().items() if key != "max_tokens"}
+    kind = "invalid_request_error"
+    assert assert_error(post(server, json=unlimited), 400, kind) == "max_tokens is missing"
+    assert "not valid JSON" in assert_error(post(server, content=b"{"), 400, kind)
+    assert "must be a JSON object" in assert_error(post(server, content=b"[]"), 400, kind)
+    assert_error(post(server, content=b"x" * 300_001), 413, "request_too_large")
+    assert_error(post(server, "/v1/messages/count_tokens", json={"messages": []}), 400, kind)
+    long = [{"role": "user", "content": "hello " * 20_000}]
+    assert str(CONTEXT) in assert_error(post(server, json=body(messages=long)), 400, kind)
+    assert_error(httpx.get(f"{server.url}/v1/messages", trust_env=False), 405, kind)
+    assert_error(post(server, "/v1/messages/batches", json={}), 404, "not_found_error")
+    assert server.backend.requests == []
+
+
+def test_an_error_has_the_id_that_the_log_has(server: AnthropicServer) -> None:
+    response = post(server, json={}, headers={"x-request-id": "mine"})
+    assert_error(response, 400, "invalid_request_error")
+    assert (response.headers["request-id"], response.headers["x-request-id"]) == ("req_mine", "mine")
+
+
+def test_an_unknown_model_is_a_404_for_the_client_library(server: AnthropicServer) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="available: org/tiny") as caught:
+        create(server, model="gpt-9")
+    assert caught.value.type == "not_found_error"
+
+
+def test_errors_of_others_speak_of_the_fields_of_this_dialect(server: AnthropicServer) -> None:
+    stops = [str(i) for i in range(17)]
+    with pytest.raises(anthropic.BadRequestError, match="stop_sequences has 17 strings"):
+        create(server, stop_sequences=stops)
+    schema = WEATHER | {"input_schema": {"type": "string"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema.type"):
+        create(server, tools=[schema])
+
+
+def test_keys_are_shown_in_either_header(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as guarded:
+        key = guarded.key()
+        for shown in ({"api_key": key}, {"auth_token": key}):
+            client = anthropic.Anthropic(base_url=guarded.url, max_retries=0, timeout=WAIT_S, **shown)
+            assert client.messages.create(**body()).content
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            response = guarded.ask("POST", path, json=body(), headers={"x-api-key": "wrong"})
+            assert response.status_code == 401
+            error = AnthropicError.model_validate_json(response.content)
+            assert error.error.type == "authentication_error"
+            assert response.headers["request-id"] == error.request_id
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_much_is_a_529_that_says_when_to_come_back(
+    server: AnthropicServer, stream: bool, status: int
+) -> None:
+    server.backend.refusal = RequestError("full", Code.OVERLOADED, status=status)
+    response = post(server, json=body(stream=stream))
+    assert assert_error(response, 529, "overloaded_error") == "full"
+    assert response.headers["retry-after"] == "7"
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        create(server, stream=stream)
+    assert caught.value.type == "overloaded_error"
+
+
+def test_what_is_not_ready_says_when_to_come_back(server: AnthropicServer) -> None:
+    server.backend.ready = False
+    response = post(server, json=body())
+    assert "30 % read" in assert_error(response, 503, "overloaded_error")
+    assert response.headers["retry-after"] == "7"
+
+
+def fail_with(error: Exception) -> Any:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def test_what_was_too_late_is_not_tried_again(server: AnthropicServer) -> None:
+    server.backend.script = then([], fail_with(MlxtpError("too late", Code.DEADLINE)))
+    response = post(server, json=body())
+    assert assert_error(response, 504, "timeout_error") == "too late"
+    assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("error", [GroupError("rank 1 is gone"), ZeroDivisionError("secret")])
+def test_a_failure_in_the_middle_is_an_error_event_and_no_stop(
+    server: AnthropicServer, error: Exception
+) -> None:
+    server.backend.script = then(server.ids("ab"), fail_with(error))
+    *events, last = events_of(post(server, json=body(stream=True)))
+    assert isinstance(last, AnthropicError)
+    assert not any(
+        isinstance(event, BlockStop | MessageDelta | MessageStop | AnthropicError) for event in events
+    )
+    assert "secret" not in last.error.message
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        streamed(server)
+    kind = "overloaded_error" if isinstance(error, GroupError) else "api_error"
+    assert caught.value.type == last.error.type == kind
+
+
+def test_pings_come_while_nothing_else_does(server: AnthropicServer) -> None:
+    server.backend.script = then([], forever)
+    stream = httpx.stream("POST", f"{server.url}/v1/messages", json=body(stream=True), trust_env=False)
+    with stream as response:
+        names = (line for line in response.iter_lines() if line.startswith("event: "))
+        assert [next(names) for _ in range(4)] == ["event: message_start", *["event: ping"] * 3]
+        assert response.headers["request-id"].startswith("req_")
+    assert server.backend.all_closed()
+
+
+# --- what a request may say -------------------------------------------------------------------------------
+
+
+def parse(**fields: Any) -> Ask:
+    return parse_messages(json.dumps(body(**fields)).encode())
+
+
+def conversation(**fields: Any) -> Conversation:
+    prompt = parse(**fields).prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def turns(*messages: dict[str, Any], **fields: Any) -> list[Turn]:
+    return list(conversation(messages=list(messages), **fields).turns)
+
+
+def text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Bonn"}}
+
+
+def test_unknown_fields_and_betas_are_ignored() -> None:
+    plain = parse()
+    cached = text("hello") | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    assert plain == parse(
+        messages=[{"role": "user", "content": [cached], "x": 1}], service_tier="auto", betas=["x"],
+        context_management={"edits": []}, output_config={"effort": "high"}, mcp_servers=[],
+    )  # fmt: skip
+
+
+def test_null_is_absent_in_every_optional_field() -> None:
+    optional = ["system", "tools", "tool_choice", "thinking", "metadata", "stop_sequences", "temperature",
+                "top_p", "top_k", "stream", "output_config", "output_format", "mcp_servers"]  # fmt: skip
+    assert parse(**dict.fromkeys(optional)) == parse()
+
+
+def test_neighbours_of_one_role_are_one_turn() -> None:
+    assert turns(
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [text("b"), text("c")]},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, text("d")]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, USE]},
+        {"role": "user", "content": "e"},
+    ) == [
+        Turn("user", "a\nb\nc"),
+        Turn("assistant", "d", "hm", (Call("toolu_1", "weather", '{"city": "Bonn"}'),)),
+        Turn("user", "e"),
+    ]
+
+
+def test_what_the_system_says_may_come_later_too() -> None:
+    assert turns(
+        {"role": "system", "content": "b"},
+        *HELLO,
+        {"role": "system", "content": [text("c")]},
+        system=[text("a")],
+    ) == [Turn("system", "a\nb"), Turn("user", "hello"), Turn("system", "c")]
+    assert turns(*HELLO, system="") == [Turn("user", "hello")]
+
+
+def test_what_tools_answered_comes_before_what_the_user_says() -> None:
+    two = USE | {"id": "toolu_2", "name": "time"}
+    assert turns(
+        *HELLO,
+        {"role": "assistant", "content": [USE, two]},
+        {
+            "role": "user",
+            "content": [
+                text("and?"),
+                {"type": "tool_result", "tool_use_id": "toolu_2"},
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no city", "is_error": True},
+            ],
+        },
+    )[2:] == [
+        Turn("tool", "", call_id="toolu_2", name="time"),
+        Turn("tool", "Error: no city", call_id="toolu_1", name="weather"),
+        Turn("user", "and?"),
+    ]
+
+
+def test_tools_and_their_choice() -> None:
+    tool = Tool("weather", WEATHER["description"], WEATHER["input_schema"])
+    assert conversation(tools=[WEATHER | {"type": "custom"}]).tools == (tool,)
+    choices = {"auto": AUTO, "any": REQUIRED, "none": NONE}
+    for choice, meant in choices.items():
+        assert conversation(tools=[WEATHER], tool_choice={"type": choice}).tool_choice == meant
+    named = conversation(
+        tools=[WEATHER], tool_choice={"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    )
+    assert (named.tool_choice, named.parallel) == ("weather", False)
+
+
+def test_who_thinks() -> None:
+    meant = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+    for kind, thinking in meant.items():
+        given = {"type": kind, "budget_tokens": 1024}
+        assert conversation(thinking=given).thinking is thinking
+    assert conversation().thinking is None
+
+
+def test_names_of_claude_mean_the_model_that_is_loaded() -> None:
+    assert parse(model="claude-opus-5").model is None
+    assert parse(model="tiny").model == "tiny"
+    assert parse_count(json.dumps({"messages": HELLO}).encode()).model is None
+
+
+@pytest.mark.parametrize(
+    "block", ["image", "document", "search_result", "server_tool_use", "container_upload"]
+)
+def test_a_block_that_is_not_understood_is_refused_by_name(block: str) -> None:
+    for content, where in (
+        ([{"type": block}], "messages[0].content[0]"),
+        ([text("x"), {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": block}]}], ""),
+    ):
+        before = [] if where else [*HELLO, {"role": "assistant", "content": [USE]}]
+        error = refusal(messages=[*before, {"role": "user", "content": content}])
+        assert error.code is Code.NOT_SUPPORTED
+        assert error.param == (where or "messages[2].content[1].content[0]")
+        assert f'"{block}"' in error.detail
+
+
+def refusal(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"temperature": 1.01}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "assistant", "content": [USE | {"input": "x"}]}, *HELLO]},
+         "messages[0].content[0].input"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+         "messages[0].content[0].tool_use_id"),
+        ({"system": 5}, "system"),
+        ({"system": [{"type": "text", "text": 5}]}, "system[0].text"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
+        ({"tools": [WEATHER | {"name": ""}]}, "tools[0].name"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        ({"metadata": {"user_id": 5}}, "metadata.user_id"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert (error.code, error.param) == (Code.BAD_REQUEST, param)
+    assert error.detail.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1].role"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "computer_toolset_20260801"}]}, "tools[0].type"),
+        ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
+        ({"output_format": {"type": "xml"}}, "output_format.type"),
+        ({"system": [{"type": "image"}]}, "system[0]"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "auto"}}, "tool_choice.name"),
+    ],
+)
+def test_what_is_understood_but_not_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert (error.code, error.param) == (Code.NOT_SUPPORTED, param)
+
+
+def test_a_count_takes_what_an_answer_does_not() -> None:
+    half = {"messages": [*HELLO, {"role": "assistant", "content": "I"}]}
+    asked = parse_count(json.dumps(half).encode()).prompt
+    assert isinstance(asked, Conversation)
+    assert asked.turns[-1] == Turn("assistant", "I")
+
+
+# --- bodies that nobody would send ------------------------------------------------------------------------
+
+RICH = body(
+    system=[text("be brief")],
+    messages=[
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": ""}, USE]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [text("rain")]},
+                text("so?"),
+            ],
+        },
+    ],
+    tools=[WEATHER],
+    tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+    thinking={"type": "enabled", "budget_tokens": 1024},
+    metadata={"user_id": "u"},
+    stop_sequences=["z"],
+    temperature=1,
+    top_p=0.5,
+    top_k=5,
+    stream=False,
+)
+ODD: list[Any] = [
+    None, True, 0, -1, 1.5, 2**31, 10**400, 1e308, "", "x", "\x00", "{{ x }}", "<|user|>", [], {}, [[]],
+    {"type": "text"}, {"type": "tool_use"}, {"type": []}, {"": {}}, "claude-", "x-anthropic-billing-header:",
+]  # fmt: skip
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in it, with each of its keys."""
+    for key in (
+        list(value) if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    ):
+        yield value, key
+        yield from places(value[key])
+
+
+def mutated(seed: int) -> bytes:
+    """A body with one to three places that were changed, doubled or taken away."""
+    draw = random.Random(seed)
+    changed = deepcopy(RICH)
+    for _ in range(draw.randint(1, 3)):
+        holder, key = draw.choice(list(places(changed)))
+        match draw.randrange(4):
+            case 0 if isinstance(holder, dict):
+                del holder[key]
+            case 1 if isinstance(holder, list):
+                holder.insert(key, deepcopy(holder[key]))
+            case _:
+                holder[key] = deepcopy(draw.choice(ODD))
+    return json.dumps(changed).encode()
+
+
+def test_no_body_breaks_the_server(server: AnthropicServer) -> None:
+    server.say("x")
+    answers: dict[int, int] = {}
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=WAIT_S) as client:
+        for seed in range(400):
+            content = mutated(seed)
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                response = client.post(path, content=content)
+                answers[response.status_code] = answers.get(response.status_code, 0) + 1
+                if response.status_code != 200:
+                    assert response.status_code in (400, 404), content
+                    AnthropicError.model_validate_json(response.content)
+    assert answers.keys() >= {200, 400}
+    assert min(answers[200], answers[400]) > 50

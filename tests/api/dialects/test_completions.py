@@ -1,0 +1,405 @@
+"""`/v1/completions` and the endpoints that are not served: the real client library, a real server."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Completion
+
+from mlxtp.api.backend import End, Score, Tokens
+from mlxtp.api.dialects import completion_shapes as shapes
+from mlxtp.errors import GroupError, RequestError
+
+from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Server, says, says_scored, score, then
+from ..test_app import assert_error, data_of, fail_with
+
+BOS = 0
+TEXT = "hello wide world, 日本語 😀"
+
+
+def create(server: Server, **fields: Any) -> Any:
+    return server.client.completions.create(**({"model": "tiny", "prompt": "hello"} | fields))
+
+
+def post(server: Server, body: Any = None, path: str = "/v1/completions", **kwargs: Any) -> httpx.Response:
+    if body is not None:
+        kwargs["json"] = body
+    return httpx.post(server.url + path, timeout=WAIT_S, trust_env=False, **kwargs)
+
+
+def streamed(server: Server, count: int = 1, **fields: Any) -> list[dict[str, Any]]:
+    """The choices put together from a stream, in the shape of those of a whole answer."""
+    *chunks, done = data_of(post(server, {"prompt": "hello", "stream": True} | fields))
+    assert done == "[DONE]"
+    choices: list[dict[str, Any]] = [
+        {"text": "", "logprobs": None, "finish_reason": None} for _ in range(count)
+    ]
+    for chunk in map(json.loads, chunks):
+        assert_chunk(chunk)
+        for part in chunk["choices"]:
+            choice = choices[part["index"]]
+            assert choice["finish_reason"] is None
+            choice["text"] += part["text"]
+            choice["finish_reason"] = part["finish_reason"]
+            if part["logprobs"] is not None:
+                choice["logprobs"] = choice["logprobs"] or {key: [] for key in part["logprobs"]}
+                for key, values in part["logprobs"].items():
+                    choice["logprobs"][key] += values
+    return choices
+
+
+def assert_chunk(chunk: dict[str, Any]) -> None:
+    """As a strict parser reads it. The library's own type wants a reason in every chunk, which none has."""
+    parsed = shapes.CompletionChunk.model_validate_json(json.dumps(chunk))
+    assert parsed.id.startswith("cmpl-")
+    assert parsed.model == "org/tiny"
+
+
+# --- what reaches the backend -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_kind_of_prompt(server: Server, stream: bool) -> None:
+    hello, wide = server.ids("hello"), server.ids("wide")
+    for prompt, expected in (
+        ("hello", [[BOS, *hello]]),
+        (["hello", "wide"], [[BOS, *hello], [BOS, *wide]]),
+        (hello, [hello]),
+        ([wide, hello], [wide, hello]),
+    ):
+        server.backend.requests.clear()
+        answer = create(server, prompt=prompt, stream=stream)
+        count = len({choice.index for part in (answer if stream else [answer]) for choice in part.choices})
+        assert count == len(expected)
+        assert [list(request.prompt) for request in server.backend.requests] == expected
+
+
+def test_an_answer_has_16_tokens_unless_more_are_asked_for(server: Server) -> None:
+    create(server)
+    create(server, max_tokens=20)
+    assert [request.max_tokens for request in server.backend.requests] == [16, 20]
+
+
+def test_where_16_tokens_do_not_fit_nobody_asked_for_them(server: Server) -> None:
+    create(server, prompt=[3] * (CONTEXT - 5))
+    assert server.backend.request.max_tokens == 5
+    with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
+        create(server, prompt=[3] * (CONTEXT - 5), max_tokens=16)
+
+
+def test_settings_reach_the_backend(server: Server) -> None:
+    create(
+        server, temperature=0.5, top_p=0.9, seed=7, presence_penalty=0.5, frequency_penalty=-0.5,
+        logit_bias={"7": -100}, logprobs=3, user="me",
+        extra_body={
+            "top_k": 30, "min_p": 0.1, "min_tokens": 2, "repetition_penalty": 1.5, "ignore_eos": True,
+            "response_format": {"type": "json_object"}, "deadline_s": 5,
+        },
+    )  # fmt: skip
+    request = server.backend.request
+    assert request.sampling.seed == 7
+    assert (request.sampling.temperature, request.sampling.top_k, request.sampling.min_p) == (0.5, 30, 0.1)
+    shaping = request.shaping
+    assert (shaping.presence_penalty, shaping.frequency_penalty, shaping.repetition_penalty) == (
+        0.5,
+        -0.5,
+        1.5,
+    )
+    assert (shaping.bias_tokens, shaping.min_tokens, shaping.grammar_kind) == ((7,), 2, "json_object")
+    assert (request.logprobs, request.ignore_eos, request.deadline_s) == (3, True, 5)
+    assert request.client.endswith(" me")
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def test_a_whole_answer(server: Server) -> None:
+    tokens = server.ids(TEXT)
+    server.backend.script = says([*tokens, 1], cached=1, drafted=3, accepted=2)
+    answer = create(server)
+    Completion.model_validate_json(answer.model_dump_json(), strict=True)
+    shapes.Completion.model_validate_json(post(server, {"prompt": "hello", "logprobs": None}).content)
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (TEXT, "stop", 0, None)
+    assert answer.id.startswith("cmpl-")
+    prompt = 1 + len(server.ids("hello"))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(tokens) + 1)
+    assert answer.usage.total_tokens == prompt + len(tokens) + 1
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 2
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_a_streamed_answer_is_the_whole_one(server: Server, step: int) -> None:
+    server.backend.script = says(server.ids(TEXT), "length", step)
+    [choice] = streamed(server)
+    assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
+    text = "".join(chunk.choices[0].text for chunk in create(server, stream=True))
+    assert text == TEXT
+
+
+def test_n_answers_to_each_prompt_stand_in_the_order_of_the_prompts(server: Server) -> None:
+    words = ["a", "bc", "def", "ghij"]
+    for stream in (False, True):
+        server.backend.scripts = [says(server.ids(word), cached=i) for i, word in enumerate(words)]
+        if stream:
+            choices = streamed(server, 4, prompt=["x", "yz"], n=2)
+            assert [choice["text"] for choice in choices] == words
+            continue
+        answer = create(server, prompt=["x", "yz"], n=2)
+        assert [choice.text for choice in answer.choices] == words
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage.prompt_tokens == 2 + len(server.ids("x")) + len(server.ids("yz"))
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0 + 2
+
+
+def test_usage_streams_in_one_trailer_when_asked_for(server: Server) -> None:
+    server.backend.script = says(server.ids("wide"), cached=2)
+    *chunks, trailer = create(server, stream=True, stream_options={"include_usage": True})
+    assert all(chunk.usage is None for chunk in chunks)
+    assert trailer.choices == []
+    assert trailer.usage.completion_tokens == len(server.ids("wide"))
+    assert trailer.usage.prompt_tokens_details.cached_tokens == 2
+    assert all(chunk.usage is None for chunk in create(server, stream=True))
+
+
+@pytest.mark.parametrize("prompt", ["wide ", ["wide ", "world "]])
+def test_echo_puts_the_prompt_in_front(server: Server, prompt: Any) -> None:
+    server.backend.script = says(server.ids("hello"))
+    expected = [f"{each}hello" for each in ([prompt] if isinstance(prompt, str) else prompt)]
+    assert [choice.text for choice in create(server, prompt=prompt, echo=True).choices] == expected
+    choices = streamed(server, len(expected), prompt=prompt, echo=True)
+    assert [choice["text"] for choice in choices] == expected
+
+
+def test_echo_of_several_answers_to_several_prompts(server: Server) -> None:
+    words = ["a", "bc", "def", "ghij"]
+    expected = ["x a", "x bc", "yz def", "yz ghij"]
+    server.backend.scripts = [says(server.ids(word)) for word in [*words, *words]]
+    answer = create(server, prompt=["x ", "yz "], n=2, echo=True)
+    assert [choice.text for choice in answer.choices] == expected
+    choices = streamed(server, 4, prompt=["x ", "yz "], n=2, echo=True)
+    assert [choice["text"] for choice in choices] == expected
+
+
+def test_echo_shows_tokens_as_text(server: Server) -> None:
+    server.backend.script = says(server.ids(" world"))
+    for prompt in (server.ids("wide"), [server.ids("wide")]):
+        [choice] = create(server, prompt=prompt, echo=True, n=1).choices
+        assert choice.text == "wide world"
+
+
+def test_a_stop_string_is_not_shown(server: Server) -> None:
+    server.backend.script = says(server.ids("hello wide world"), "length")
+    [choice] = create(server, stop=["wide", "zzz"]).choices
+    assert (choice.text, choice.finish_reason) == ("hello ", "stop")
+    [again] = streamed(server, stop="wide")
+    assert (again["text"], again["finish_reason"]) == ("hello ", "stop")
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top", [0, 2, 5])
+@pytest.mark.parametrize("step", [1, 4])
+def test_logprobs_in_the_older_shape(server: Server, top: int, step: int) -> None:
+    tokens = server.ids(TEXT)
+    server.backend.script = says_scored(tokens, step, top)
+    found = create(server, logprobs=top).choices[0].logprobs
+    assert len(found.tokens) == len(tokens)
+    assert found.token_logprobs == [score(at).logprob for at in range(len(tokens))]
+    assert all(max(top, 1) <= len(each) <= top + 1 for each in found.top_logprobs)
+    for name, own, others in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert others[name] == own
+    ends = [*found.text_offset[1:], len(TEXT)]
+    for name, start, end in zip(found.tokens, found.text_offset, ends, strict=True):
+        if "�" not in name:
+            assert TEXT[start:end] == name
+    assert streamed(server, logprobs=top)[0]["logprobs"] == found.model_dump()
+
+
+def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> None:
+    async def script() -> Any:
+        yield Tokens((70,), (Score(-math.inf, ((71, -math.inf), (72, 0.1))),))
+        yield End("stop", 1)
+
+    server.backend.script = script
+    found = create(server, logprobs=2).choices[0].logprobs
+    assert found.token_logprobs == [-9999.0]
+    assert sorted(found.top_logprobs[0].values()) == [-9999.0, -9999.0, 0.0]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"prompt": None}, "prompt", "missing"),
+        ({"prompt": []}, "prompt", "token ids"),
+        ({"prompt": {}}, "prompt", "got {}"),
+        ({"prompt": [1, "a"]}, "prompt[1]", 'got "a"'),
+        ({"prompt": ["a", 1]}, "prompt[1]", "got 1"),
+        ({"prompt": [[1], []]}, "prompt[1]", "got []"),
+        ({"prompt": [True]}, "prompt[0]", "got true"),
+        ({"prompt": [1.5]}, "prompt[0]", "got 1.5"),
+        ({"prompt": [[3, -1]]}, "prompt[0][1]", "got -1"),
+        ({"prompt": [VOCABULARY]}, "prompt[0]", f"from 0 to {VOCABULARY - 1}"),
+        ({"prompt": ["a"] * 100, "n": 2}, "prompt", "200 answers"),
+        ({"best_of": 3}, "best_of", "best_of 3"),
+        ({"n": 2, "best_of": 3}, "best_of", "best_of 3"),
+        ({"suffix": "end"}, "suffix", '"end"'),
+        ({"echo": True, "logprobs": 0}, "logprobs", "echo"),
+        ({"logprobs": 6}, "logprobs", "from 0 to 5, got 6"),
+        ({"logprobs": True}, "logprobs", "integer"),
+        ({"max_tokens": 0}, "max_tokens", "from 1 to"),
+        ({"max_tokens": CONTEXT}, "max_tokens", f"context of {CONTEXT}"),
+        ({"temperature": 3}, "temperature", "from 0 to 2, got 3"),
+        ({"n": 17}, "n", "from 1 to 16, got 17"),
+        ({"stop": ["x"] * 17}, "stop", "17 strings"),
+        ({"response_format": {"type": "x"}}, "response_format", "not supported"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_is_a_400_that_names_it(
+    server: Server, fields: dict[str, Any], param: str, named: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(server, stream=stream, extra_body=fields)
+    assert caught.value.param == param
+    assert named in caught.value.message
+    assert server.backend.requests == []
+
+
+def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
+    create(server, best_of=1, suffix="", echo=False, user="me", extra_body={"unknown": 1})
+    create(server, n=2, best_of=2)
+    create(server, logprobs=None, stop=None, max_tokens=None, extra_body={"user": 3})
+
+
+def test_a_prompt_too_long_is_refused_in_the_words_of_this_endpoint(server: Server) -> None:
+    error = assert_error(post(server, {"prompt": "q" * CONTEXT}), 400, "context_length_exceeded")
+    assert error["param"] == "prompt"
+    error = assert_error(post(server, {"prompt": [[3] * (CONTEXT + 1)]}), 400, "context_length_exceeded")
+    assert str(CONTEXT) in error["message"]
+
+
+# --- failures ---------------------------------------------------------------------------------------------
+
+
+def test_a_lost_group_is_an_error_event_and_no_done(server: Server) -> None:
+    server.backend.script = then(server.ids("ab"), fail_with(GroupError("rank 1 is gone")))
+    *chunks, error = data_of(post(server, {"prompt": "hello", "stream": True}))
+    assert [json.loads(chunk)["choices"][0]["text"] for chunk in chunks] == ["ab"]
+    assert json.loads(error)["error"]["code"] == "rank_lost"
+    with pytest.raises(openai.APIError, match="rank 1 is gone"):
+        list(create(server, stream=True))
+    assert_error(post(server, {"prompt": "hello"}), 503, "rank_lost")
+
+
+def test_what_is_full_says_when_to_come_back(server: Server) -> None:
+    server.backend.refusal = RequestError("full", status=429)
+    response = post(server, {"prompt": "hello"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+
+
+def test_what_is_not_ready_says_when_to_come_back(server: Server) -> None:
+    server.backend.ready = False
+    assert post(server, {"prompt": [1, 2]}).headers["retry-after"] == "7"
+
+
+# --- bodies that nobody would send ------------------------------------------------------------------------
+
+ODD: list[Any] = [
+    None, True, -1, 0, 2**70, 1.5, math.nan, math.inf, "", "x" * 500, [], [None], [[]], [{}], {}, {"type": 3},
+    [[[1]]], {"a": {"b": []}},
+]  # fmt: skip
+
+
+def mutated(base: Any) -> Iterator[Any]:
+    """`base` with each of its parts, at any depth, replaced by everything odd, or left out."""
+    yield from ODD
+    if not isinstance(base, dict | list):
+        return
+    keys: list[Any] = list(base) if isinstance(base, dict) else list(range(len(base)))
+    for key in keys:
+        without = base.copy()
+        del without[key]
+        yield without
+        for odd in mutated(base[key]):
+            changed = base.copy()
+            changed[key] = odd
+            yield changed
+
+
+def assert_sound(response: httpx.Response, sent: Any) -> None:
+    """An answer, or a refusal with words: never a bug of the server."""
+    assert response.status_code in (200, 400, 404), (response.text, sent)
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error["message"], sent
+        assert error["code"] != "internal"
+    else:
+        assert '"internal"' not in response.text
+
+
+RICH: dict[str, Any] = {
+    "model": "tiny", "prompt": ["a", "b"], "n": 2, "best_of": 2, "max_tokens": 3, "logprobs": 2, "seed": 1,
+    "stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"7": 1}, "suffix": None,
+    "temperature": 0.5, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+    "top_p": 0.5, "stop": ["x", "y"], "echo": False, "user": "me", "deadline_s": 10,
+}  # fmt: skip
+
+
+def test_no_odd_body_is_a_bug(server: Server) -> None:
+    server.backend.script = says_scored(server.ids("hello"), 2, 2)
+    bodies = [*mutated(RICH), *mutated({"prompt": [[3, 4], [5]], "echo": True})]
+    assert len(bodies) > 400
+    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
+        for body in bodies:
+            sent = json.dumps(body)
+            assert_sound(client.post(f"{server.url}/v1/completions", content=sent), sent)
+
+
+def test_no_broken_json_is_a_bug(server: Server) -> None:
+    text = json.dumps(RICH).encode()
+    bodies = [text[:at] for at in range(0, len(text), 7)]
+    bodies += [text[:at] + b"\xff\x00" + text[at:] for at in range(0, len(text), 23)]
+    bodies += [
+        b'{"prompt": "\\ud800"}',
+        b"[" * 5000,
+        b'{"prompt":' * 5000,
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+    ]
+    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
+        for body in bodies:
+            response = client.post(f"{server.url}/v1/completions", content=body)
+            assert response.status_code == 400, body
+            assert response.json()["error"]["code"] == "invalid_request"
+
+
+# --- what is not served -----------------------------------------------------------------------------------
+
+
+def test_endpoints_that_are_not_served_say_so(server: Server) -> None:
+    client = server.client
+    for call, named in (
+        (lambda: client.embeddings.create(model="tiny", input="x"), "embeddings are not served"),
+        (lambda: client.moderations.create(input="x"), "moderations are not served"),
+        (lambda: client.images.generate(prompt="x"), "images are not served"),
+        (lambda: client.audio.speech.create(model="tiny", voice="alloy", input="x"), "audio is not served"),
+        (
+            lambda: client.audio.transcriptions.create(model="tiny", file=("a.wav", b"RIFF")),
+            "audio is not served",
+        ),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            call()
+        assert caught.value.code == "not_supported"
+        assert named in caught.value.message

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mlxtp.api.ask import Ask, Call, Conversation, Tool, Turn
+from mlxtp.api.dialects import openai
+from mlxtp.errors import Code, RequestError
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"messages": HELLO} | fields).encode()
+
+
+def parse(**fields: Any) -> Ask:
+    return openai.parse_chat(body(**fields))
+
+
+def talk(**fields: Any) -> Conversation:
+    prompt = parse(**fields).prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def refusal(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def turns(*given: dict[str, Any]) -> tuple[Turn, ...]:
+    return talk(messages=list(given)).turns
+
+
+# --- what is accepted -------------------------------------------------------------------------------------
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}])
+
+
+def test_null_is_absent_in_every_optional_field() -> None:
+    optional = set(openai.ChatRequest.model_fields) - {"messages"}
+    assert parse(**dict.fromkeys(optional)) == parse()
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    neutral = {
+        "n": 1, "stop": [], "tools": [], "functions": [], "tool_choice": "auto", "function_call": "none",
+        "response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "logit_bias": {},
+    }  # fmt: skip
+    assert parse(**neutral)
+    assert parse(stop="")
+    assert parse(tool_choice="none")
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [
+        ("n", 1, 16), ("max_tokens", 1, 2**31 - 1), ("min_tokens", 0, 2**31 - 1), ("temperature", 0, 2),
+        ("top_p", 0, 1), ("top_k", -1, 2**31 - 1), ("min_p", 0, 1), ("xtc_probability", 0, 1),
+        ("xtc_threshold", 0, 0.5), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2),
+        ("repetition_penalty", 0.01, 100),
+    ],
+)  # fmt: skip
+def test_the_ends_of_a_range_belong_to_it_and_what_lies_beyond_is_told_the_range(
+    field: str, least: float, most: float
+) -> None:
+    for value in (least, most):
+        assert getattr(parse(**{field: value}).options, field) == value
+    for value in (least - 1, most + 1):
+        error = refusal(**{field: value})
+        assert error.param == field
+        assert error.detail == f"{field} should be from {least} to {most}, got {json.dumps(value)}"
+
+
+def test_alternatives_without_log_probabilities_are_refused() -> None:
+    assert parse(logprobs=True, top_logprobs=20).options.logprobs == 20
+    for logprobs in (None, False):
+        error = refusal(logprobs=logprobs, top_logprobs=2)
+        assert (error.code, error.param) == (Code.BAD_REQUEST, "top_logprobs")
+
+
+def test_the_two_names_of_the_budget_are_one_setting() -> None:
+    assert parse().options.max_tokens is None
+    assert parse(max_tokens=5).options.max_tokens == 5
+    assert parse(max_completion_tokens=6).options.max_tokens == 6
+    assert parse(max_tokens=5, max_completion_tokens=5).options.max_tokens == 5
+    assert refusal(max_tokens=5, max_completion_tokens=6).param == "max_tokens"
+
+
+def test_developer_is_system_and_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}]
+    assert turns(
+        {"role": "developer", "content": "be"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ) == (Turn("system", "be"), Turn("user", "a\nb"), Turn("assistant", ""))
+
+
+def test_calls_and_what_they_returned_are_kept_together() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    assert turns(HELLO[0], asked, {"role": "tool", "tool_call_id": "c1", "content": "2"})[1:] == (
+        Turn("assistant", "", "hm", (Call("c1", "add", '{"a": 1}'),)),
+        Turn("tool", "2", call_id="c1", name="add"),
+    )
+
+
+def test_tools_and_who_may_call_them() -> None:
+    function = {"name": "add", "description": "Adds", "parameters": {"type": "object"}}
+    asked = talk(
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "add"}},
+        parallel_tool_calls=False,
+    )
+    assert asked.tools == (Tool("add", "Adds", {"type": "object"}),)
+    assert (asked.tool_choice, asked.parallel) == ("add", False)
+    assert [talk(tool_choice=choice).tool_choice for choice in (None, "none", "required")] == [
+        "auto", "none", "required",
+    ]  # fmt: skip
+
+
+def test_how_much_it_thinks_goes_to_the_template() -> None:
+    assert (talk().thinking, talk(reasoning_effort="none").thinking) == (None, False)
+    asked = talk(reasoning_effort="high", chat_template_kwargs={"style": 2})
+    assert (asked.thinking, asked.template_options) == (True, {"reasoning_effort": "high", "style": 2})
+    assert refusal(chat_template_kwargs={"messages": []}).param == "chat_template_kwargs.messages"
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}),
+    ],
+)  # fmt: skip
+def test_what_is_understood_but_not_done_is_never_passed_over(field: str, value: Any) -> None:
+    error = refusal(**{field: value})
+    assert (error.code, error.param) == (Code.NOT_SUPPORTED, field)
+    assert error.detail.startswith(f"{field} {json.dumps(value)} is ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"tools": [{}]}, "tools[0].type", Code.BAD_REQUEST),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", Code.BAD_REQUEST),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", Code.BAD_REQUEST),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", Code.NOT_SUPPORTED),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", Code.BAD_REQUEST),
+        ({"tool_choice": "any"}, "tool_choice", Code.BAD_REQUEST),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", Code.NOT_SUPPORTED),
+    ],
+)
+def test_wrong_tools_are_named(fields: dict[str, Any], param: str, code: Code) -> None:
+    error = refusal(**fields)
+    assert (error.param, error.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", []), ("messages", "hello"), ("messages", None), ("model", 5), ("stream", "yes"),
+        ("stream", 1), ("stream_options", []), ("max_tokens", 0), ("max_tokens", "10"), ("max_tokens", 1.5),
+        ("max_tokens", True), ("max_completion_tokens", -1), ("temperature", -0.1), ("temperature", 2.1),
+        ("temperature", "hot"), ("top_p", 1.1), ("top_k", -2), ("min_p", -1), ("seed", "x"), ("n", 0),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("logprobs", 1),
+        ("top_logprobs", 21), ("stop", 5), ("logit_bias", []), ("tools", {}), ("tool_choice", 5),
+        ("response_format", "json"), ("temperature", float("nan")),
+        ("n", 1.5), ("n", True), ("seed", 1.5), ("seed", True), ("ignore_eos", 1), ("min_tokens", "5"),
+        ("xtc_threshold", "x"), ("repetition_penalty", float("inf")),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named(field: str, value: Any) -> None:
+    error = refusal(**{field: value})
+    assert error.code == Code.BAD_REQUEST
+    assert error.param == field
+    assert error.detail.startswith(f"{field} ")
+    assert str(json.dumps(value)) in error.detail
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("hello", "messages[0]"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": 5, "content": "x"}, "messages[0].role"),
+        ({"role": "king", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+def test_a_wrong_message_is_named(message: Any, param: str) -> None:
+    error = refusal(messages=[message])
+    assert (error.code, error.param) == (Code.BAD_REQUEST, param)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "function", "content": "x", "name": "f"}, 'send role "tool"'),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f"}}, "send tool_calls"),
+    ],
+)
+def test_a_message_that_asks_for_more_than_text(message: Any, named: str) -> None:
+    error = refusal(messages=[HELLO[0], message])
+    assert error.code == Code.NOT_SUPPORTED
+    assert named in error.detail
+    assert (error.param or "").startswith("messages[1]")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b"[1]", b'"x"', b"null", b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+     b"[" * 10_000],
+)  # fmt: skip
+def test_a_body_that_is_no_request(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        openai.parse_chat(body)
+    assert caught.value.status == 400
+    assert len(caught.value.detail) < 300
+
+
+def test_a_long_value_is_not_sent_back() -> None:
+    assert len(refusal(model=["x" * 10_000]).detail) < 200

@@ -1,0 +1,906 @@
+"""`/v1/responses`: the real client library, a real server; only the model is played."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import httpx
+import openai
+import pydantic
+import pytest
+from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from mlxtp.api.backend import End, Score, Tokens
+from mlxtp.api.dialects.response_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
+from mlxtp.api.text.tokens import Text
+from mlxtp.errors import GroupError, RequestError
+
+from ..conftest import (
+    CONTEXT,
+    SPECIAL,
+    VOCABULARY,
+    WAIT_S,
+    Server,
+    forever,
+    save,
+    says,
+    says_scored,
+    score,
+    then,
+)
+from ..test_app import assert_error, fail_with
+from .test_completions import assert_sound, mutated
+
+TEXT = "hello wide world, 日本語 😀"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+WEATHER: dict[str, Any] = {
+    "type": "function", "name": "weather", "description": "of a city", "strict": True,
+    "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+TIME = {"type": "function", "name": "time", "parameters": None, "strict": False, "description": None}
+
+# a model that thinks aloud, and whose template shows all that it is given
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}{% for t in tools or [] %}+{{ t.function.name }}{% endfor %}"
+    "{% if enable_thinking is defined %}={{ enable_thinking }}{% endif %}"
+    "{% if reasoning_effort is defined %}~{{ reasoning_effort }}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Text]:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[*SPECIAL, "<think>", "</think>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello wide world, 日本語 😀 weather city arguments"] * 3, trainer)
+    folder: Path = save(tokenizer, tmp_path_factory.mktemp("thinking"), TEMPLATE)
+    return tokenizer, Text.load(folder)
+
+
+@pytest.fixture
+def thinker(server: Server, thinking: tuple[Tokenizer, Text]) -> Iterator[Server]:
+    """The server with a model that thinks and calls tools."""
+    tokenizer, text = thinking
+    plain = server.backend.loaded_text
+    server.backend.loaded_text = text
+    yield Server(server.backend, server.port, tokenizer)
+    server.backend.loaded_text = plain
+
+
+def create(server: Server, **fields: Any) -> Any:
+    return server.client.responses.create(**({"model": "tiny", "input": "hello"} | fields))
+
+
+def http(server: Server, method: str, path: str = "", body: Any = None, **kwargs: Any) -> httpx.Response:
+    if body is not None:
+        kwargs["json"] = body
+    url = f"{server.url}/v1/responses{path}"
+    return httpx.request(method, url, timeout=WAIT_S, trust_env=False, **kwargs)
+
+
+def post(server: Server, **fields: Any) -> httpx.Response:
+    return http(server, "POST", body={"model": "tiny", "input": "hello"} | fields)
+
+
+def prompts(server: Server) -> list[str]:
+    """What the model was given, in the order of the requests."""
+    return [
+        server.tokenizer.decode(request.prompt, skip_special_tokens=False)
+        for request in server.backend.requests
+    ]
+
+
+# --- strict parsing ---------------------------------------------------------------------------------------
+
+EVENTS: dict[str, type[pydantic.BaseModel]] = {
+    get_args(kind.model_fields["type"].annotation)[0]: kind
+    for kind in get_args(get_args(ResponseStreamEvent)[0])
+}
+ITEM: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseItem)
+RESPONSE = {
+    "id", "object", "created_at", "status", "background", "completed_at", "error", "incomplete_details",
+    "instructions", "max_output_tokens", "max_tool_calls", "model", "output", "parallel_tool_calls",
+    "previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "store",
+    "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation", "usage", "user",
+    "metadata",
+}  # fmt: skip
+NOT_TYPED = {"store", "name", "bytes"}  # published, but unknown to this version of the library's types
+
+
+def strict_response(body: Any) -> Response:
+    """As the strictest of clients reads it: every field is there, none is unknown, each has its type."""
+    assert body.keys() == RESPONSE
+    response = Response.model_validate_json(json.dumps(body), strict=True)
+    assert_typed(response)
+    ResponseBody.model_validate_json(json.dumps(body))
+    places = [item["id"] for item in body["output"]]
+    assert len(set(places)) == len(places)
+    if body["status"] in ("completed", "incomplete"):
+        usage = body["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        assert [item["status"] for item in body["output"][:-1]] == ["completed"] * (len(places) - 1)
+        assert body["output"][-1]["status"] == body["status"]
+        assert body["completed_at"] >= body["created_at"]
+    return response
+
+
+def assert_typed(model: Any) -> None:
+    """Nothing in it that its type does not know: a union that matched the wrong branch shows up here."""
+    if isinstance(model, pydantic.BaseModel):
+        assert set(model.model_extra or {}) <= NOT_TYPED, (type(model), model.model_extra)
+        for name in model.model_fields_set:
+            assert_typed(getattr(model, name, None))
+    elif isinstance(model, list):
+        for each in model:
+            assert_typed(each)
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    """Every event of a stream, strictly parsed and numbered from 0 on. Comments are left out."""
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
+    events = []
+    for number, block in enumerate(blocks):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        assert event["sequence_number"] == number
+        kind = EVENTS[event["type"]]
+        parsed = kind.model_validate_json(json.dumps(event), strict=True)
+        assert event.keys() >= set(kind.model_fields)
+        assert_typed(parsed)
+        if "response" in event:
+            strict_response(event["response"])
+        events.append(event)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert_places(events)
+    return events
+
+
+def assert_places(events: list[dict[str, Any]]) -> None:
+    """One item after the other, each opened and closed, and the response at the end has what was told."""
+    done: list[Any] = []
+    open_: dict[str, Any] | None = None
+    for event in events[2:-1]:
+        assert event["output_index"] == len(done)
+        if event["type"] == "response.output_item.added":
+            assert open_ is None
+            open_ = event["item"]
+            assert open_["status"] == "in_progress"
+        elif event["type"] == "response.output_item.done":
+            assert open_ is not None
+            assert event["item"]["id"] == open_["id"]
+            done.append(event["item"])
+            open_ = None
+        else:
+            assert open_ is not None
+            assert event["item_id"] == open_["id"]
+    assert open_ is None
+    assert events[-1]["response"]["output"] == done
+
+
+def deltas(events: list[dict[str, Any]], kind: str) -> str:
+    return "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta")
+
+
+# --- whole answers ----------------------------------------------------------------------------------------
+
+
+def test_a_whole_answer(server: Server) -> None:
+    tokens = server.ids(TEXT)
+    server.backend.script = says([*tokens, 1], cached=3)
+    body = post(server, instructions="be", metadata={"a": "b"}, user="me", temperature=0.5).json()
+    response = strict_response(body)
+    assert response.output_text == TEXT
+    assert (response.status, response.model, response.instructions) == ("completed", "org/tiny", "be")
+    assert (response.metadata, response.user, response.temperature) == ({"a": "b"}, "me", 0.5)
+    assert response.id.startswith("resp_")
+    assert response.usage is not None
+    assert response.usage.input_tokens == len(server.backend.request.prompt)
+    assert response.usage.input_tokens_details.cached_tokens == 3
+    assert response.usage.output_tokens == len(tokens) + 1
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+    assert prompts(server) == ["<s><|system|>be<|user|>hello<|assistant|>"]
+    assert server.backend.request.client.endswith(" me")
+    assert create(server).output_text == TEXT
+
+
+def test_settings_reach_the_backend(server: Server) -> None:
+    create(
+        server, temperature=0.5, top_p=0.9, max_output_tokens=20, top_logprobs=4, safety_identifier="me",
+        include=["message.output_text.logprobs", "reasoning.encrypted_content"], truncation="auto",
+        prompt_cache_key="k", service_tier="auto", parallel_tool_calls=False, max_tool_calls=3,
+        extra_body={
+            "top_k": 30, "seed": 7, "stop": "zzz", "min_tokens": 2, "logit_bias": {"7": 1}, "unknown": 1,
+        },
+    )  # fmt: skip
+    request = server.backend.request
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 30)
+    assert (request.sampling.seed, request.max_tokens, request.logprobs) == (7, 20, 4)
+    assert (request.shaping.min_tokens, request.shaping.bias_tokens) == (2, (7,))
+    assert request.client.endswith(" me")
+
+
+def test_a_conversation_as_items(thinker: Server) -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": "be"},
+        {"role": "user", "content": [part("input_text", "a"), part("input_text", "b")]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [part("reasoning_text", "hm")]},
+        {
+            "type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+            "content": [part("output_text", "c") | {"annotations": []}, {"type": "refusal", "refusal": "d"}],
+        },
+        {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": ""},
+        {"type": "function_call_output", "call_id": "2", "output": "two"},
+        {"type": "function_call_output", "call_id": "1", "output": [part("input_text", "one")]},
+        {"type": "message", "role": "user", "content": "e"},
+    ]  # fmt: skip
+    create(thinker, input=items, instructions="first", store=False)
+    assert prompts(thinker) == [
+        "<s><|system|>first\n\nbe<|user|>a\nb<|assistant|>(hm)c\nd"
+        '!f{"x": 1}!g{}<|tool|>two<|tool|>one<|user|>e<|assistant|>'
+    ]
+
+
+def part(kind: str, said: str) -> dict[str, Any]:
+    return {"type": kind, "text": said}
+
+
+def test_a_call_that_was_cut_off_was_never_made(thinker: Server) -> None:
+    cut = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x', "status": "incomplete"}
+    create(thinker, input=[{"role": "user", "content": "a"}, cut, {"role": "user", "content": "b"}])
+    assert prompts(thinker) == ["<s><|user|>a<|user|>b<|assistant|>"]
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "seen"),
+    [
+        (None, ""), ({}, ""), ({"summary": "auto"}, ""), ({"effort": "none"}, "=False~none"),
+        ({"effort": "high", "summary": "auto"}, "=True~high"), ({"effort": "minimal"}, "=True~minimal"),
+    ],
+)  # fmt: skip
+def test_effort_decides_whether_the_model_thinks(thinker: Server, reasoning: Any, seen: str) -> None:
+    create(thinker, reasoning=reasoning)
+    assert prompts(thinker) == [f"<s><|user|>hello{seen}<|assistant|>"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_a_word_still_has_its_text(server: Server, stream: bool) -> None:
+    response = post(server, stream=stream)
+    body = events_of(response)[-1]["response"] if stream else response.json()
+    assert strict_response(body).output_text == ""
+    assert [item["type"] for item in body["output"]] == ["message"]
+
+
+# --- streams ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_a_streamed_answer(server: Server, step: int) -> None:
+    tokens = server.ids(TEXT)
+    server.backend.script = says(tokens, step=step)
+    events = events_of(post(server, stream=True))
+    kinds = [event["type"] for event in events if event["type"] != "response.output_text.delta"]
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added",
+        "response.content_part.added", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]  # fmt: skip
+    assert deltas(events, "output_text") == TEXT
+    last = events[-1]["response"]
+    assert strict_response(last).output_text == TEXT
+    assert last["usage"]["output_tokens"] == len(tokens)
+    first = events[0]["response"]
+    assert (first["status"], first["output"], first["usage"]) == ("in_progress", [], None)
+    assert {event["response"]["id"] for event in events if "response" in event} == {last["id"]}
+
+
+def test_the_librarys_stream_helper(server: Server) -> None:
+    server.backend.script = says(server.ids(TEXT))
+    with server.client.responses.stream(model="tiny", input="hello") as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert final.output_text == TEXT
+    assert server.client.responses.retrieve(final.id).output_text == TEXT
+
+
+def comparable(body: dict[str, Any]) -> str:
+    """Without what differs between two answers."""
+    text = json.dumps(body | {"created_at": 0, "completed_at": 0, "id": "resp_"})
+    for item in body["output"]:
+        text = text.replace(item["id"].split("_")[1], "").replace(item.get("call_id", "resp_"), "")
+    return text.replace(body["id"].removeprefix("resp_"), "")
+
+
+@pytest.mark.parametrize(
+    "said", ["hello", "<think>hm</think>hello", f"<think>hm</think>hello{CALL}{CALL}", CALL, "<think>hm"]
+)
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stream_ends_with_what_a_whole_answer_is(thinker: Server, said: str, reason: str) -> None:
+    thinker.backend.script = says(thinker.ids(said), reason, cached=2)
+    whole = post(thinker, tools=[WEATHER]).json()
+    strict_response(whole)
+    events = events_of(post(thinker, tools=[WEATHER], stream=True))
+    assert comparable(events[-1]["response"]) == comparable(whole)
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------
+
+LOGPROBS = ["message.output_text.logprobs"]
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_logprobs(server: Server, top: int) -> None:
+    tokens = server.ids(TEXT)
+    server.backend.script = says_scored([*tokens, 1], 2, top)
+    body = post(server, include=LOGPROBS, top_logprobs=top).json()
+    strict_response(body)
+    [part] = body["output"][0]["content"]
+    assert [row["logprob"] for row in part["logprobs"]] == [
+        score(at).logprob for at in range(len(tokens) + 1)
+    ]
+    assert b"".join(bytes(row["bytes"]) for row in part["logprobs"]).decode() == TEXT
+    assert all(len(row["top_logprobs"]) == top for row in part["logprobs"])
+    events = events_of(post(server, include=LOGPROBS, top_logprobs=top, stream=True))
+    told = [row for event in events if event["type"].endswith("text.delta") for row in event["logprobs"]]
+    assert told == part["logprobs"]
+    assert [event["logprobs"] for event in events if event["type"].endswith("text.done")] == [told]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_text_alone(thinker: Server, stream: bool) -> None:
+    thinker.backend.script = says_scored(thinker.ids(f"<think>hello</think>hello{CALL}"))
+    response = post(thinker, tools=[WEATHER], include=LOGPROBS, stream=stream)
+    body = events_of(response)[-1]["response"] if stream else response.json()
+    message = body["output"][1]
+    told = b"".join(bytes(row["bytes"]) for row in message["content"][0]["logprobs"]).decode()
+    assert message["content"][0]["text"] == "hello"
+    assert told.startswith("hello")
+    assert len(told) < len("hello<tool_call>")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_thoughts_are_not_those_of_the_text(thinker: Server, stream: bool, step: int) -> None:
+    thinker.backend.script = says_scored(thinker.ids("<think>hello</think>hello wide"), step)
+    response = post(thinker, include=LOGPROBS, stream=stream)
+    body = events_of(response)[-1]["response"] if stream else response.json()
+    rows = body["output"][1]["content"][0]["logprobs"]
+    assert b"".join(bytes(row["bytes"]) for row in rows) == b"hello wide"
+
+
+def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> None:
+    async def script() -> Any:
+        yield Tokens((70,), (Score(-math.inf, ((71, -math.inf),)),))
+        yield End("stop", 1)
+
+    server.backend.script = script
+    body = post(server, include=LOGPROBS, top_logprobs=1).json()
+    [row] = body["output"][0]["content"][0]["logprobs"]
+    assert (row["logprob"], row["top_logprobs"][0]["logprob"]) == (-9999.0, -9999.0)
+
+
+# --- thoughts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_an_item_of_their_own(thinker: Server, stream: bool) -> None:
+    thinker.backend.script = says(thinker.ids("<think>hm, 日本</think>hello"))
+    response = post(thinker, stream=stream)
+    body = response.json() if not stream else events_of(response)[-1]["response"]
+    assert strict_response(body).output_text == "hello"
+    thoughts, message = body["output"]
+    assert (thoughts["type"], message["type"]) == ("reasoning", "message")
+    assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm, 日本"}]
+    counted = body["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert counted == len(thinker.ids("hm, 日本</think>"))
+    if stream:
+        events = events_of(response)
+        assert deltas(events, "reasoning_text") == "hm, 日本"
+        kinds = [event["type"] for event in events if event.get("output_index") == 0]
+        assert [kind for kind in kinds if not kind.endswith("delta")] == [
+            "response.output_item.added", "response.content_part.added", "response.reasoning_text.done",
+            "response.content_part.done", "response.output_item.done",
+        ]  # fmt: skip
+
+
+def test_thoughts_come_back_to_the_model(thinker: Server) -> None:
+    thinker.backend.script = says(thinker.ids("<think>hm</think>hello"))
+    first = create(thinker)
+    create(thinker, input="b", previous_response_id=first.id)
+    items = [{"role": "user", "content": "hello"}, *first.output, {"role": "user", "content": "b"}]
+    create(thinker, input=items)
+    _, kept, sent = prompts(thinker)
+    assert kept == sent == "<s><|user|>hello<|assistant|>(hm)hello<|user|>b<|assistant|>"
+
+
+# --- tools ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_tool_is_called_and_answered(thinker: Server, stateful: bool) -> None:
+    thinker.backend.scripts = [says(thinker.ids(f"<think>hm</think>{CALL}")), says(thinker.ids("sunny"))]
+    question: Any = {"role": "user", "content": "how?"}
+    first = create(thinker, input=[question], tools=[WEATHER])
+    assert [item.type for item in first.output] == ["reasoning", "function_call"]
+    call = first.output[1]
+    assert (call.name, json.loads(call.arguments), call.status) == ("weather", {"city": "Bonn"}, "completed")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
+    if stateful:
+        second = create(thinker, input=[result], tools=[WEATHER], previous_response_id=first.id)
+    else:
+        second = create(thinker, input=[question, *first.output, result], tools=[WEATHER])
+    assert second.output_text == "sunny"
+    assert prompts(thinker)[1] == (
+        '<s><|user|>how?<|assistant|>(hm)!weather{"city": "Bonn"}<|tool|>21+weather<|assistant|>'
+    )
+
+
+def test_a_call_is_streamed(thinker: Server) -> None:
+    thinker.backend.script = says(thinker.ids(f"ok {CALL}"))
+    events = events_of(post(thinker, tools=[WEATHER], stream=True))
+    assert deltas(events, "function_call_arguments") == '{"city": "Bonn"}'
+    assert sum(event["type"].endswith("arguments.delta") for event in events) > 1
+    kinds = [event["type"] for event in events if event.get("output_index") == 1]
+    assert [kind for kind in kinds if not kind.endswith("delta")] == [
+        "response.output_item.added", "response.function_call_arguments.done", "response.output_item.done",
+    ]  # fmt: skip
+    [done] = [event for event in events if event["type"].endswith("arguments.done")]
+    assert (done["arguments"], done["name"]) == ('{"city": "Bonn"}', "weather")
+    assert [item["type"] for item in events[-1]["response"]["output"]] == ["message", "function_call"]
+
+
+def test_a_call_is_parsed_by_the_library(thinker: Server) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+
+    tool: Any = openai.pydantic_function_tool(Weather, name="weather")["function"]
+    thinker.backend.script = says(thinker.ids(CALL))
+    with thinker.client.responses.stream(
+        model="tiny", input="hello", tools=[{"type": "function", **tool}]
+    ) as stream:
+        [call] = stream.get_final_response().output
+    assert call.type == "function_call"
+    assert call.parsed_arguments == {"city": "Bonn"}
+
+
+def allowed(mode: str, name: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name}]}
+
+
+@pytest.mark.parametrize(
+    ("choice", "offered", "grammar"),
+    [
+        ("auto", "+weather+time", ""), ("none", "", ""), ("required", "+weather+time", "lark"),
+        ({"type": "function", "name": "time"}, "+weather+time", "lark"),
+        (allowed("auto", "time"), "+time", ""), (allowed("required", "weather"), "+weather", "lark"),
+    ],
+)  # fmt: skip
+def test_the_choice_of_tools(thinker: Server, choice: Any, offered: str, grammar: str) -> None:
+    body = post(thinker, tools=[WEATHER, TIME], tool_choice=choice).json()
+    strict_response(body)
+    assert body["tool_choice"] == choice
+    assert body["tools"] == [WEATHER, TIME]
+    [prompt] = prompts(thinker)
+    assert prompt.split("=")[0].removesuffix("<|assistant|>") == f"<s><|user|>hello{offered}"
+    request = thinker.backend.request
+    assert request.shaping.grammar_kind == grammar
+    if isinstance(choice, dict) and choice["type"] == "function":
+        assert "weather" not in request.shaping.grammar
+
+
+def test_a_call_that_is_cut_off_is_incomplete(thinker: Server) -> None:
+    thinker.backend.script = says(thinker.ids(CALL)[:-20], "length")
+    body = post(thinker, tools=[WEATHER]).json()
+    strict_response(body)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    [call] = body["output"]
+    assert (call["type"], call["status"]) == ("function_call", "incomplete")
+    create(thinker, input="go on", previous_response_id=body["id"])
+    assert prompts(thinker)[1] == "<s><|user|>hello<|user|>go on<|assistant|>"
+
+
+# --- structured output ------------------------------------------------------------------------------------
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def test_an_answer_in_the_form_of_a_class(server: Server) -> None:
+    server.backend.script = says(server.ids('{"name": "Ada", "age": 36}'))
+    answer = server.client.responses.parse(model="tiny", input="hello", text_format=Person)
+    assert answer.output_parsed == Person(name="Ada", age=36)
+    with server.client.responses.stream(model="tiny", input="hello", text_format=Person) as stream:
+        assert stream.get_final_response().output_parsed == Person(name="Ada", age=36)
+    for request in server.backend.requests:
+        assert request.shaping.grammar_kind == "json_schema"
+        assert json.loads(request.shaping.grammar)["properties"].keys() == {"name", "age"}
+
+
+@pytest.mark.parametrize(
+    ("format_", "kind"),
+    [
+        ({"type": "text"}, ""), ({"type": "json_object"}, "json_object"), (None, ""),
+        ({"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}, "json_schema"),
+    ],
+)  # fmt: skip
+def test_formats_reach_the_backend(server: Server, format_: Any, kind: str) -> None:
+    body = post(server, text={"format": format_, "verbosity": "medium"}).json()
+    strict_response(body)
+    assert server.backend.request.shaping.grammar_kind == kind
+    assert body["text"] == {"format": format_ or {"type": "text"}, "verbosity": "medium"}
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_three_turns_that_go_on_from_each_other(server: Server, stream: bool) -> None:
+    server.backend.scripts = [says(server.ids(word)) for word in ("one", "two", "three")]
+    last = None
+    for i, word in enumerate(("a", "b", "c")):
+        fields: dict[str, Any] = {"input": word, "instructions": f"be {i}"}
+        if last is not None:
+            fields["previous_response_id"] = last
+        if stream:
+            *_, event = create(server, stream=True, **fields)
+            last = event.response.id
+        else:
+            last = create(server, **fields).id
+    assert prompts(server)[2] == (
+        "<s><|system|>be 2<|user|>a<|assistant|>one<|user|>b<|assistant|>two<|user|>c<|assistant|>"
+    )
+    assert last is not None
+    kept = server.client.responses.retrieve(last)
+    assert kept.output_text == "three"
+    assert kept.instructions == "be 2"
+    items = server.client.responses.input_items.list(last, order="asc")
+    texts = [item.content[0].text for item in items]  # type: ignore[union-attr]
+    assert texts == ["a", "one", "b", "two", "c"]
+
+
+def test_what_is_kept_is_what_was_answered(thinker: Server) -> None:
+    thinker.backend.script = says(thinker.ids(f"<think>hm</think>hello{CALL}"))
+    body = post(thinker, tools=[WEATHER]).json()
+    kept = http(thinker, "GET", f"/{body['id']}")
+    assert kept.json() == body
+    strict_response(kept.json())
+
+
+def test_input_items_in_pages(thinker: Server) -> None:
+    thinker.backend.script = says(thinker.ids(f"<think>hm</think>{CALL}"))
+    first = create(
+        thinker,
+        tools=[WEATHER],
+        input=[{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}],
+    )
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "21"}
+    second = create(thinker, input=[result], previous_response_id=first.id)
+    found = http(thinker, "GET", f"/{second.id}/input_items", params={"order": "asc"}).json()
+    for item in found["data"]:
+        assert_typed(ITEM.validate_json(json.dumps(item), strict=True))
+    assert InputItems.model_validate_json(json.dumps(found))
+    assert [item["type"] for item in found["data"]] == [
+        "message", "message", "reasoning", "function_call", "function_call_output",
+    ]  # fmt: skip
+    ids = [item["id"] for item in found["data"]]
+    assert (found["first_id"], found["last_id"], found["has_more"]) == (ids[0], ids[-1], False)
+    pages = thinker.client.responses.input_items.list(second.id, limit=2)
+    assert [item.id for item in pages] == ids[::-1]
+    for params, param in (
+        ({"limit": 0}, "limit"), ({"limit": "101"}, "limit"), ({"order": "up"}, "order"),
+        ({"after": "x"}, "after"),
+    ):  # fmt: skip
+        error = assert_error(
+            http(thinker, "GET", f"/{second.id}/input_items", params=params), 400, "invalid_request"
+        )
+        assert error["param"] == param
+
+
+def test_an_item_may_be_named_by_its_id(thinker: Server) -> None:
+    thinker.backend.script = says(thinker.ids(CALL))
+    first = create(thinker, tools=[WEATHER])
+    call = first.output[0]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
+    create(thinker, input=[result], previous_response_id=first.id)
+    create(
+        thinker,
+        input=[{"role": "user", "content": "hello"}, {"type": "item_reference", "id": call.id}, result],
+    )
+    create(thinker, input=[{"role": "user", "content": "hello"}, {"id": call.id}, result])
+    assert len(set(prompts(thinker)[1:])) == 1
+    with pytest.raises(openai.NotFoundError) as caught:
+        create(thinker, input=[{"type": "item_reference", "id": "msg_x"}])
+    assert caught.value.param == "input[0].id"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_shall_not_be_kept_is_not(server: Server, stream: bool) -> None:
+    answer = create(server, store=False, stream=stream)
+    id_ = list(answer)[-1].response.id if stream else answer.id
+    with pytest.raises(openai.NotFoundError, match="6 hours"):
+        server.client.responses.retrieve(id_)
+    with pytest.raises(openai.NotFoundError) as caught:
+        create(server, previous_response_id=id_)
+    assert caught.value.param == "previous_response_id"
+    assert caught.value.code == "not_found"
+    assert "store false" in caught.value.message
+
+
+def test_an_answer_that_nobody_waited_for_is_not_kept(server: Server) -> None:
+    server.backend.script = then(server.ids("ab"), forever)
+    with create(server, stream=True) as stream:
+        id_ = next(event.response.id for event in stream if event.type == "response.created")
+    assert server.backend.all_closed()
+    with pytest.raises(openai.NotFoundError):
+        server.client.responses.retrieve(id_)
+
+
+def test_what_is_deleted_is_gone(server: Server) -> None:
+    id_ = create(server).id
+    deleted = http(server, "DELETE", f"/{id_}")
+    assert ResponseDeleted.model_validate_json(deleted.content).id == id_
+    for call in (
+        lambda: server.client.responses.retrieve(id_),
+        lambda: server.client.responses.delete(id_),
+        lambda: server.client.responses.input_items.list(id_),
+        lambda: create(server, previous_response_id=id_),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    other = create(server).id
+    server.client.responses.delete(other)
+
+
+def test_tokens_of_an_input_are_counted_without_an_answer(server: Server) -> None:
+    counted = server.client.responses.input_tokens.count(model="tiny", input="hello", instructions="be")
+    assert server.backend.requests == []
+    asked = {"input": "hello", "instructions": "be"}
+    assert InputTokens.model_validate_json(http(server, "POST", "/input_tokens", asked).content)
+    create(server, instructions="be")
+    assert counted.input_tokens == len(server.backend.request.prompt)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
+CALLED: dict[str, Any] = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+RESULT: dict[str, Any] = {"type": "function_call_output", "call_id": "1", "output": "x"}
+
+
+def says_part(kind: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": kind}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "named"),
+    [
+        ({"input": None}, "input", "missing"),
+        ({"input": []}, "input", "empty"),
+        ({"input": 3}, "input", "got 3"),
+        ({"input": ["a"]}, "input[0]", 'got "a"'),
+        ({"input": [{}]}, "input[0].id", "missing"),
+        ({"input": [{"type": "message", "content": "x"}]}, "input[0].role", "missing"),
+        ({"input": [{"role": "king", "content": "x"}]}, "input[0].role", '"king"'),
+        ({"input": [{"role": "user"}]}, "input[0].content", "got null"),
+        ({"input": [says_part("input_image")]}, "input[0].content[0]", "input_image"),
+        ({"input": [says_part("input_file")]}, "input[0].content[0]", "input_file"),
+        ({"input": [says_part("input_text")]}, "input[0].content[0]", "input_text"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),
+        ({"input": [{"type": "computer_call_output"}]}, "input[0].type", "computer_call_output"),
+        ({"input": [{"type": 3}]}, "input[0].type", "got 3"),
+        ({"input": [CALLED | {"arguments": "[1]"}]}, "input[0].arguments", "[1]"),
+        ({"input": [CALLED | {"arguments": "{"}]}, "input[0].arguments", '"{"'),
+        ({"input": [CALLED | {"call_id": None}]}, "input[0].call_id", "got null"),
+        ({"input": [CALLED, RESULT | {"call_id": "2"}]}, "input[1].call_id", '"2"'),
+        ({"input": [CALLED, RESULT | {"output": [says_part("input_image")["content"][0]]}]},
+         "input[1].output[0]", "input_image"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [FUNCTION, {"type": "mcp", "server_label": "x"}]}, "tools[1].type", "mcp"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type", "missing"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name", '"f"'),
+        ({"tools": [FUNCTION | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type", "array"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": FUNCTION}, "tool_choice.name", '"f"'),
+        ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice", "web_search_preview"),
+        ({"tool_choice": "perhaps"}, "tool_choice", '"perhaps"'),
+        ({"tools": [FUNCTION], "tool_choice": allowed("auto", "g")}, "tool_choice.tools[0].name", '"g"'),
+        ({"tool_choice": allowed("auto", "g") | {"tools": [3]}}, "tool_choice.tools[0]", "got 3"),
+        ({"background": True}, "background", "background true"),
+        ({"conversation": "conv_1"}, "conversation", "conv_1"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "pmpt_1"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management", "compaction"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", '"low"'),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "JSON schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format", "xml"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "huge"),
+        ({"include": ["everything"]}, "include[0]", "everything"),
+        ({"top_logprobs": 3}, "top_logprobs", "include"),
+        ({"top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+        ({"truncation": "some"}, "truncation", "some"),
+        ({"metadata": {"a": 1}}, "metadata.a", "string"),
+        ({"metadata": {"a": "x" * 513}}, "metadata", "513"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "17"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "from 1 to"),
+        ({"max_output_tokens": CONTEXT}, "max_output_tokens", f"context of {CONTEXT}"),
+        ({"temperature": 3}, "temperature", "from 0 to 2, got 3"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_is_a_400_that_names_it(
+    server: Server, fields: dict[str, Any], param: str, named: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(server, stream=stream, extra_body=fields)
+    assert caught.value.param == param
+    assert named in caught.value.message
+    assert server.backend.requests == []
+
+
+def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
+    nothing = dict.fromkeys(
+        ["instructions", "previous_response_id", "store", "stream", "tools", "tool_choice", "text",
+         "reasoning", "include", "truncation", "metadata", "conversation", "prompt", "background",
+         "max_output_tokens"]
+    )  # fmt: skip
+    strict_response(post(server, **nothing).json())
+    strict_response(
+        post(server, tools=[], background=False, truncation="disabled", text={}, include=[]).json()
+    )
+
+
+def test_what_can_only_be_done_in_the_background_is_refused(server: Server) -> None:
+    id_ = create(server).id
+    with pytest.raises(openai.BadRequestError, match="background"):
+        server.client.responses.cancel(id_)
+    with pytest.raises(openai.BadRequestError, match="streamed again"):
+        list(server.client.responses.retrieve(id_, stream=True))
+
+
+def test_a_conversation_too_long_is_refused_in_the_words_of_this_endpoint(server: Server) -> None:
+    for fields in (
+        {"input": "q" * CONTEXT},
+        {"input": "q" * 100_000},
+        {"input": "a", "truncation": "auto", "instructions": "q" * 300},
+    ):
+        error = assert_error(post(server, **fields), 400, "context_length_exceeded")
+        assert error["param"] == "input"
+    assert str(CONTEXT) in error["message"]
+
+
+# --- failures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", ["", "ab"])
+def test_an_answer_that_breaks_off_has_failed(server: Server, said: str) -> None:
+    server.backend.script = then(server.ids(said), fail_with(GroupError("rank 1 is gone")))
+    events = events_of(post(server, stream=True))
+    assert events[-1]["type"] == "response.failed"
+    body = events[-1]["response"]
+    assert body["error"] == {
+        "code": "server_error", "message": "rank 1 is gone", "type": "rank_lost", "param": None,
+    }  # fmt: skip
+    assert [item["status"] for item in body["output"]] == (["incomplete"] if said else [])
+    with server.client.responses.stream(model="tiny", input="hello") as stream, pytest.raises(RuntimeError):
+        stream.get_final_response()
+    with pytest.raises(openai.NotFoundError):
+        server.client.responses.retrieve(body["id"])
+    assert_error(post(server), 503, "rank_lost")
+
+
+def test_a_bug_in_the_middle_shows_nothing_of_itself(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.backend.script = then(server.ids("ab"), fail_with(ZeroDivisionError("secret")))
+    events = events_of(post(server, stream=True))
+    assert events[-1]["response"]["error"]["type"] == "internal"
+    assert "secret" not in json.dumps(events)
+    assert "secret" in caplog.text
+
+
+def test_a_budget_that_was_used_up(server: Server) -> None:
+    server.backend.script = says(server.ids("hello"), "length")
+    *_, last = create(server, stream=True, max_output_tokens=5)
+    assert last.type == "response.incomplete"
+    whole = create(server, max_output_tokens=5)
+    for response in (last.response, whole):
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert response.output_text == "hello"
+        assert response.output[-1].status == "incomplete"
+
+
+def test_what_is_not_ready_says_when_to_come_back(server: Server) -> None:
+    server.backend.ready = False
+    assert post(server).headers["retry-after"] == "7"
+    server.backend.ready = True
+    server.backend.refusal = RequestError("full", status=429)
+    assert post(server, stream=True).status_code == 429
+
+
+# --- bodies that nobody would send ------------------------------------------------------------------------
+
+RICH: dict[str, Any] = {
+    "model": "tiny", "instructions": "be", "tools": [WEATHER, TIME], "tool_choice": "auto", "store": False,
+    "input": [
+        {"role": "developer", "content": "a"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
+        CALLED | {"id": "fc", "status": "completed"},
+        RESULT | {"output": [{"type": "input_text", "text": "c"}]},
+    ],
+    "text": {"format": {"type": "text"}, "verbosity": "medium"}, "include": LOGPROBS,
+    "reasoning": {"effort": "low", "summary": "auto"}, "top_logprobs": 2, "metadata": {"a": "b"},
+    "truncation": "auto", "user": "me",
+    "max_output_tokens": 20, "temperature": 0.5, "parallel_tool_calls": True, "previous_response_id": None,
+    "stop": ["x"], "logit_bias": {"7": 1}, "seed": 3, "max_tool_calls": 2, "safety_identifier": "me",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_odd_body_is_a_bug(thinker: Server, stream: bool) -> None:
+    thinker.backend.script = says_scored(thinker.ids(f"<think>hm</think>hello{CALL}"), 3, 2)
+    bodies = list(mutated(RICH))
+    assert len(bodies) > 1000
+    answered = 0
+    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
+        for body in bodies[:: 7 if stream else 2]:
+            sent = json.dumps(body | {"stream": True} if stream and isinstance(body, dict) else body)
+            response = client.post(f"{thinker.url}/v1/responses", content=sent)
+            assert_sound(response, sent)
+            if response.status_code == 200:
+                answered += 1
+                strict_response(events_of(response)[-1]["response"] if stream else response.json())
+    assert answered > 30
+
+
+def test_no_odd_schema_is_a_bug(thinker: Server) -> None:
+    base = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}}
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
+    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
+        for fields in (
+            *({"text": text} for text in mutated(base)),
+            *({"tools": [WEATHER, TIME], "tool_choice": each} for each in mutated(choice)),
+            *(
+                {"tools": [WEATHER, TIME], "tool_choice": each}
+                for each in mutated({"type": "function", "name": "f"})
+            ),
+        ):
+            sent = json.dumps({"input": "hello"} | fields)
+            assert_sound(client.post(f"{thinker.url}/v1/responses", content=sent), sent)
+
+
+def test_no_broken_json_is_a_bug(server: Server) -> None:
+    text = json.dumps(RICH).encode()
+    bodies = [text[:at] for at in range(0, len(text), 29)]
+    bodies += [text[:at] + b"\xff\x00" + text[at:] for at in range(0, len(text), 67)]
+    bodies += [b'{"input": "\\ud800"}', b"[" * 5000, b'{"input":' * 5000, b'{"input": ' + b"9" * 5000 + b"}"]
+    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
+        for body in bodies:
+            response = client.post(f"{server.url}/v1/responses", content=body)
+            assert_error(response, 400, "invalid_request")

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxtp.api.text.calls import JSON_CALLS, LLAMA_CALLS, CallReader, ToolFormat, tool_format
+from mlxtp.api.text.channels import Channels, Kind, Plan
+from mlxtp.api.text.markup import Markup, thinking_markup
+
+from .test_calls import TOOLS
+from .test_stops import cut, quick, sizes
+
+THINK = Markup(("<think>", "</think>"))
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+SAID, THOUGHT, CALLED = "said", "thought", "called"
+_NAMES = {Kind.SAID: SAID, Kind.THOUGHT: THOUGHT}
+
+
+def plan(format_: ToolFormat | None = None, thinking: bool = False, forced: bool = False) -> Plan:
+    if format_ is None:
+        return Plan(THINK, thinking)
+    return Plan(THINK.with_calls(format_), thinking, CallReader(format_, TOOLS, forced), forced)
+
+
+def read(parts: Sequence[str | tuple[str]], how: Plan, cut_off: bool = False) -> list[tuple[str, str]]:
+    """What comes of pieces of text; a tuple is a special token. Neighbours of one kind are joined."""
+    channels, found = Channels(how), []
+    for part in parts:
+        found += channels.push(part) if isinstance(part, str) else channels.push(part[0], special=True)
+    found += channels.finish(cut_off)
+    assert channels.held == 0
+    rows: list[tuple[str, str]] = []
+    for part in found:
+        if part.call is not None:
+            kind, text = CALLED, f"{part.call.name} " if part.call.name else part.call.text
+        else:
+            kind, text = _NAMES[part.kind], part.text
+        if rows and rows[-1][0] == kind:
+            rows[-1] = (kind, rows[-1][1] + text)
+        else:
+            rows.append((kind, text))
+    return rows
+
+
+ADDED = (CALLED, 'add {"a": 1}')
+STORIES: dict[str, tuple[str, Plan, list[tuple[str, str]]]] = {
+    "text alone": (" a <b> c ", plan(JSON_CALLS), [(SAID, " a <b> c ")]),
+    "nothing": ("", plan(JSON_CALLS), []),
+    "a thought": ("<think>\nhm \n</think>\n\nyes", plan(), [(THOUGHT, "hm"), (SAID, "yes")]),
+    "a thought from the start": ("hm</think>yes", plan(thinking=True), [(THOUGHT, "hm"), (SAID, "yes")]),
+    "a thought without an end": ("<think>hm", plan(), [(THOUGHT, "hm")]),
+    "an empty thought": ("<think>\n\n</think>\n\nyes", plan(), [(SAID, "yes")]),
+    "a call": (f"<tool_call>\n{CALL}\n</tool_call>", plan(JSON_CALLS), [ADDED]),
+    "a thought, words and a call": (
+        f"<think>hm</think>Sure. \n<tool_call>{CALL}</tool_call>\n",
+        plan(JSON_CALLS),
+        [(THOUGHT, "hm"), (SAID, "Sure."), ADDED],
+    ),
+    "two calls": (
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
+        plan(JSON_CALLS),
+        [(CALLED, 'add {"a": 1}add {"a": 1}')],
+    ),
+    "no tools were offered": ("<tool_call>a</tool_call>", plan(), [(SAID, "<tool_call>a</tool_call>")]),
+    "no call after all": (
+        "a <tool_call>none</tool_call> b", plan(JSON_CALLS), [(SAID, "a <tool_call>none</tool_call> b")],
+    ),
+    "a call without an end": (f"<tool_call>{CALL}", plan(JSON_CALLS), [ADDED]),
+    "words after the marker that ends with the answer": (
+        'a [TOOL_CALLS]add[ARGS]{"a": 1}', plan(tool_format("mistral")), [(SAID, "a"), ADDED],
+    ),
+    "a bare call": (f" {CALL}", plan(LLAMA_CALLS), [ADDED]),
+    "an answer in braces": ('{"a": 1} b', plan(LLAMA_CALLS), [(SAID, '{"a": 1} b')]),
+    "braces later on": ('a {"name"', plan(LLAMA_CALLS), [(SAID, 'a {"name"')]),
+    "a marker in an argument": (
+        '<tool_call>{"name": "say", "arguments": {"text": "</tool_call>"}}</tool_call>yes',
+        plan(JSON_CALLS),
+        [(CALLED, 'say {"text": "</tool_call>"}'), (SAID, "yes")],
+    ),
+    "a marker in an argument that must come": (
+        '{"name": "say", "arguments": {"text": "</tool_call>"}}',
+        plan(JSON_CALLS, forced=True),
+        [(CALLED, 'say {"text": "</tool_call>"}')],
+    ),
+    "a word like a marker": ("use <think> x </think> here", plan(), [(SAID, "use <think> x </think> here")]),
+    "a call that must come": (CALL, plan(JSON_CALLS, forced=True), [ADDED]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_an_answer_in_one_piece(name: str) -> None:
+    text, how, expected = STORIES[name]
+    assert read([text], fresh(how)) == expected
+
+
+@quick
+@given(st.sampled_from(sorted(STORIES)), sizes)
+def test_an_answer_in_any_pieces(name: str, steps: list[int]) -> None:
+    text, how, expected = STORIES[name]
+    assert read(cut(text, steps), fresh(how)) == expected
+
+
+def fresh(how: Plan) -> Plan:
+    """Plans hold the reader of one answer."""
+    if how.calls is None:
+        return how
+    return Plan(how.markup, how.thinking, CallReader(how.calls.format, TOOLS, how.calls.forced), how.forced)
+
+
+def test_special_tokens_are_not_said_but_mark_and_fill_calls() -> None:
+    kimi = tool_format("kimi_k2")
+    call: list[str | tuple[str]] = [
+        ("<|tool_calls_section_begin|>",), ("<|tool_call_begin|>",), "functions.add:0",
+        ("<|tool_call_argument_begin|>",), '{"a": 1}', ("<|tool_call_end|>",),
+        ("<|tool_calls_section_end|>",),
+    ]  # fmt: skip
+    assert read([("<|x|>",), "a", ("<|y|>",), "b", *call], plan(kimi)) == [(SAID, "ab"), ADDED]
+
+
+def test_a_special_token_that_could_begin_a_marker_is_not_said_either() -> None:
+    how = Plan(Markup(("<|open|>think<|sep|>", "<|close|>think<|sep|>")))
+    parts: list[str | tuple[str]] = [("<|open|>",), "response", ("<|sep|>",), "yes"]
+    assert read(parts, how) == [(SAID, "responseyes")]
+    thought: list[str | tuple[str]] = [("<|open|>",), "think", ("<|sep|>",), "hm", ("<|close|>",), "think"]
+    assert read([*thought, ("<|sep|>",), "yes"], how) == [(THOUGHT, "hm"), (SAID, "yes")]
+
+
+def test_gpt_oss_says_for_whom_each_part_is() -> None:
+    harmony = tool_format("harmony")
+    markup = thinking_markup({"<|start|>", "<|channel|>", "<|message|>", "<|call|>"}).with_calls(harmony)
+    start, channel, message = ("<|start|>",), ("<|channel|>",), ("<|message|>",)
+    thought = [channel, "analysis", message, "hm", ("<|end|>",), start, "assistant", channel]
+    words = ["final", message, "yes"]
+    call = ["commentary to=functions.add ", ("<|constrain|>",), "json", message, '{"a": 1}']
+    for rest, expected in ((words, (SAID, "yes")), (call, ADDED)):
+        how = Plan(markup, calls=CallReader(harmony, TOOLS))
+        assert read([*thought, *rest], how) == [(THOUGHT, "hm"), expected]
+
+
+def test_a_cut_call_of_a_family_that_is_read_at_the_end_is_shown_as_it_is() -> None:
+    text = 'a[TOOL_CALLS]add[ARGS]{"a": 1}'
+    assert read([text], plan(tool_format("mistral")), cut_off=True) == [(SAID, text)]
+
+
+def test_calls_are_counted() -> None:
+    channels = Channels(plan(JSON_CALLS))
+    for expected in (1, 2):
+        list(channels.push(f"<tool_call>{CALL}</tool_call>"))
+        assert channels.calls == expected

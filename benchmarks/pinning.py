@@ -6,13 +6,15 @@ import contextlib
 import os
 from pathlib import Path
 
+_CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+"""Those of the whole run: a case may keep this process, and all that it starts, on one of them."""
+
 
 def pin(pid: int, rank: int) -> None:
     """Keep every thread of process `pid` on the core of `rank`. Where the system cannot do it, nothing."""
-    if not hasattr(os, "sched_setaffinity"):
+    if not _CORES:
         return
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[rank % len(cores)]
+    core = _CORES[rank % len(_CORES)]
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), {core})

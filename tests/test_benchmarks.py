@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import docs, models, prefill, prompts
+from benchmarks import docs, models, pinning, prefill, prompts
 from benchmarks.__main__ import CASES
 from benchmarks.errors import Unmeasured
 from benchmarks.http_client import parse
@@ -223,3 +226,16 @@ def test_the_large_model_is_about_400_mb() -> None:
     vocabulary = sum(int(np.prod(shapes[name])) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert 380e6 < 2 * total < 420e6
     assert 0.1 < vocabulary / total < 0.25
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins nothing")
+def test_ranks_have_cores_of_their_own_also_where_the_rest_is_kept_on_one() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        os.sched_setaffinity(0, {cores[-1]})
+        pinning.pin(child.pid, 0)
+        assert os.sched_getaffinity(child.pid) == {cores[0]}
+    finally:
+        os.sched_setaffinity(0, cores)
+        child.communicate(b"\n")

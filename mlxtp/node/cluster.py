@@ -42,6 +42,7 @@ from ..wire.control import (
     AgentHello,
     Beat,
     DesiredState,
+    Echo,
     EndEpoch,
     EpochEnded,
     FabricAnswer,
@@ -71,6 +72,7 @@ from ..wire.machine import Machine
 from ..wire.messages import PROTOCOL_VERSION, Error
 from .build import flags_of, versions_here
 from .conductor import Conductor
+from .echoes import ASK_S, Echoes
 from .epoch import State as Serves
 from .fabric import Fabric
 from .follower import Follower
@@ -146,6 +148,7 @@ class Cluster:
         self.conductor = Conductor(self)
         self.fabric = Fabric(self, self.conductor)
         self.records = Records(self)
+        self.echoes = Echoes(self.node_id, self.neighbours)
         self.issuing = Issuing(self)
         self.follower = Follower(self)
         self.switching = Switching(self, lambda: self._unplanned)
@@ -350,6 +353,8 @@ class Cluster:
         match message:
             case Beat():
                 self._beat(link, message)
+            case Echo():
+                self.echoes.received(link, message, time.monotonic())
             case DesiredState():
                 before = self.coordination.desired
                 if self.coordination.desires(message):
@@ -505,7 +510,7 @@ class Cluster:
 
     async def live(self) -> None:
         """Beat, judge, decide, until cancelled."""
-        beat_at = 0.0
+        beat_at = echo_at = 0.0
         report_at = time.monotonic() + REPORT_S
         while True:
             now = time.monotonic()
@@ -515,6 +520,9 @@ class Cluster:
                 if (serving := self.conductor.serving()) is not None:
                     self.neighbours.tell_all(serving)
                 self.switching.remind()
+            if now >= echo_at:
+                echo_at = now + ASK_S
+                self.echoes.ask(now)
             if now >= report_at or self._rewired:
                 report_at = now + REPORT_S
                 self._look_again()

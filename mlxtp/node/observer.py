@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
@@ -158,7 +158,7 @@ class Observer:
             "waiting": cluster.waiting or None,
             "desired": {"model": desired.model, "nodes": desired.nodes},
             "nodes": [self._node(cluster, node_id) for node_id in cluster.coordination.roster.members()],
-            "links": links(cluster.conductor.topology(), self._present(cluster)),
+            "links": links(cluster.conductor.topology(), self._present(cluster), cluster.echoes.between),
         }
 
     def _present(self, cluster: Cluster) -> list[str]:
@@ -191,14 +191,15 @@ def pairs(world_size: int, *, mesh: bool) -> list[tuple[int, int]]:
     return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
 
 
-def links(topology: Topology, nodes: Sequence[str]) -> list[Json]:
+def links(topology: Topology, nodes: Sequence[str], trip_us: Callable[[str, str], int | None]) -> list[Json]:
     """For each two nodes that can reach each other the best way: RDMA on a cable, else the fastest network.
 
-    `mbps` is what the slower end calls its speed. How long one byte takes between two nodes nobody measures.
+    `mbps` is what the slower end calls its speed, `trip_us` what a word of the agents takes there and back.
+    That goes by the network of their control link, which may be another one.
     """
     found: list[Mapping[str, Any]] = []
     for a, b in combinations(sorted(nodes), 2):
-        ends = {"a": a, "b": b}
+        ends = {"a": a, "b": b, "trip_us": trip_us(a, b)}
         if topology.rdma(a, b) is not None:
             found.append({**ends, "network": "thunderbolt", "rdma": True, "mbps": None})
             continue

@@ -33,6 +33,7 @@ from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 MAX_MEMBERS = 64
 MAX_MODEL = 1000
 MAX_RECORD = 4 << 20
+MAX_TRIP_US = 60_000_000
 MAX_WAITING = 16
 """Models that one member's clients wait for at a time."""
 
@@ -371,11 +372,32 @@ class ModelQueue(Message):
     running: int = _f(_count)
 
 
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A word to this node and back took so many microseconds."""
+
+    node_id: str = _f(_id)
+    us: int = _f(integer(0, MAX_TRIP_US))
+
+
+@dataclass(frozen=True, slots=True)
+class Echo(Message):
+    """A question whose answer, given at once, tells how long the link takes; or that answer.
+
+    `asked_us` is the time of the question by the clock of who asks; `trips` tell what that one's links take.
+    """
+
+    TYPE: ClassVar[int] = 0x51
+    asked_us: int = _f(_count)
+    answer: bool = _f(boolean())
+    trips: tuple[Trip, ...] = _f(records(Trip, 0, MAX_MEMBERS))
+
+
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
     RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
     FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
-    ModelQueue,
+    ModelQueue, Echo,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

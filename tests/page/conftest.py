@@ -82,7 +82,8 @@ MOMENT: dict[str, Any] = {
     "ranks": [RANK | {"rank": 0}, RANK | {"rank": 1, "node": "b" * 32, "memory_bytes": None}],
     "nodes": [NODE, NODE | {"node_id": "b" * 32, "name": "mini", "self": False, "coordinator": False,
                             "chip": None, "memory_bytes": None, "notes": ["RDMA is disabled"]}],
-    "links": [{"a": "a" * 32, "b": "b" * 32, "network": "thunderbolt", "rdma": True, "mbps": None}],
+    "links": [{"a": "a" * 32, "b": "b" * 32, "network": "thunderbolt", "rdma": True, "mbps": None,
+               "trip_us": 412}],
     "tokens_per_second": {"value": None, "of": "group"},
     "requests": {"open": 0, "generating": 0, "first_token": 0, "group": 0, "held_back": 0},
     "history": [

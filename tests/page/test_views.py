@@ -36,7 +36,7 @@ def nodes(count: int) -> dict[str, Any]:
         "group": MOMENT["group"]
         | {"world_size": count, "pairs": [[i, (i + 1) % count] for i in range(count)]},
         "links": [
-            {"a": a, "b": b, "network": "ethernet", "rdma": False, "mbps": 10_000}
+            {"a": a, "b": b, "network": "ethernet", "rdma": False, "mbps": 10_000, "trip_us": None}
             for i, a in enumerate(ids)
             for b in ids[i + 1 :]
         ],
@@ -61,7 +61,10 @@ def test_the_cluster_in_words(visit: Visit) -> None:
     assert "Apple M3 Ultra, memory 512 GB" in macs[0]
     assert "chip not known, memory not known" in macs[1]
     assert "RDMA is disabled" in macs[1]
-    assert visit.text("#links li") == "studio – mini · Thunderbolt, RDMA\nlatency 195 µs for a small sum"
+    assert visit.text("#links li") == (
+        "studio – mini · Thunderbolt, RDMA\n"
+        "latency 195 µs for a small sum, 412 µs between the agents and back"
+    )
 
 
 def test_the_last_epochs_newest_first_with_their_reasons(visit: Visit) -> None:

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from mlxtp.errors import Code
 from mlxtp.wire.control import (
     MAX_MEMBERS,
+    MAX_TRIP_US,
     AgentHello,
     Beat,
     DesiredState,
+    Echo,
     EndEpoch,
     EpochEnded,
     FabricAnswer,
@@ -35,6 +37,7 @@ from mlxtp.wire.control import (
     StartRank,
     TokenIssued,
     TokenWanted,
+    Trip,
 )
 from mlxtp.wire.fabric import MAX_SIZES
 from mlxtp.wire.joining import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRequest
@@ -131,6 +134,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     RecordsTold(b"n" * 16),
     ModelTurn(3, 2, "org/one", "org/two", "it does not fit"),
     ModelQueue(3, 2, ("org/one", "tiny"), 4),
+    Echo(4_000_000, False, (Trip(NODE, 310),)),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -457,6 +461,10 @@ _STRATEGIES |= {
     RecordsTold: st.builds(RecordsTold, st.binary(min_size=16, max_size=16)),
     ModelTurn: st.builds(ModelTurn, _count, _count, _text, _text, _text),
     ModelQueue: st.builds(ModelQueue, _count, _count, _shorts, _count),
+    Echo: st.builds(
+        Echo, _count, st.booleans(),
+        st.lists(st.builds(Trip, _short, st.integers(0, MAX_TRIP_US)), max_size=MAX_MEMBERS).map(tuple),
+    ),
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(

@@ -119,7 +119,8 @@ function latency(now, link) {
   const ends = new Set(now.ranks.map((each) => each.node));
   const alone = now.ranks.length === 2 && ends.has(link.a) && ends.has(link.b);
   const took = alone ? now.group?.fabric?.collective_us : null;
-  return took ? `${micros(took)} for a small sum` : UNKNOWN;
+  const measured = [took ? `${micros(took)} for a small sum` : "", link.trip_us ? `${micros(link.trip_us)} between the agents and back` : ""];
+  return measured.filter(Boolean).join(", ") || UNKNOWN;
 }
 
 function epoch(story) {

@@ -89,7 +89,8 @@ function cable(link, a, b, used, now, width, number) {
   const words = linkWords(link) || `link ${UNKNOWN}`;
   const took = used && now.ranks.length === 2 ? now.group?.fabric?.collective_us : null;
   const crowded = !used && number > 3; // the list has the words of all
-  const lines = beside || crowded ? [] : [words, took ? `small sum in ${micros(took)}` : ""].filter(Boolean);
+  const latency = took ? `small sum in ${micros(took)}` : link.trip_us ? `there and back in ${micros(link.trip_us)}` : "";
+  const lines = beside || crowded ? [] : [words, latency].filter(Boolean);
   return [
     svg("path", { d: path, class: used ? "cable used" : "cable", "data-kind": link.rdma ? "rdma" : link.network }),
     ...lines.map((line, i) => svg("text", { x: bend.x, y: bend.y + (lies ? [-8, 19][i] : [-3, 14][i]), class: "label" }, line)),

@@ -73,6 +73,7 @@ class CallReader:
         self.format = format_
         self._tools = [tool_json(tool) for tool in tools]
         self._next = 0
+        self._ids: set[str] = set()
         self._text: list[str] = []
         self._streamed: _Streamed | None = None
 
@@ -144,7 +145,9 @@ class CallReader:
             return [], text
         pieces = []
         for call in calls[: self._most - self.complete] if self._most else calls:
-            pieces += [CallText(self._next, "", call.id, call.name), CallText(self._next, call.arguments)]
+            id_ = new_id() if call.id in self._ids else call.id  # some models number their calls themselves
+            self._ids.add(id_)
+            pieces += [CallText(self._next, "", id_, call.name), CallText(self._next, call.arguments)]
             self._next += 1
             self.complete += 1
         return pieces, ""

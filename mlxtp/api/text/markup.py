@@ -38,7 +38,7 @@ _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("minicpm5", (('<function name="', '<param name="'),)),
     ("mistral", (("[TOOL_CALLS]",),)),
     ("muse_spark", (("<atem:function_calls>",),)),
-    ("json_tools", (("<tool_call>", "tool_call.name"),)),
+    ("json_tools", (("<tool_call>",),)),
     ("llama", (('"parameters": dictionary of argument name',), ("<|python_tag|>",))),
 )
 """Formats in the order in which they are looked for; one needs all of the texts of any of its groups."""

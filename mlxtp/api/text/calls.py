@@ -104,6 +104,19 @@ class CallReader:
             self._streamed = None
             self._text = [text]
 
+    def opens(self, text: str) -> bool | None:
+        """Whether an answer that begins with `text` is a bare call of an offered tool; None: not clear yet.
+
+        White space does not count. What has other fields before its name is none, to be shown as it comes.
+        """
+        written = "".join(text[: _LONGEST_HEAD + 1].split()).lstrip("[")
+        names = ['{"name":' + "".join(json.dumps(name, ensure_ascii=False).split()) for name in self._names]
+        heads = [*names, '{"type":"function"', '{"parameters":{', '{"arguments":{']
+        if any(written.startswith(head) for head in heads):
+            return True
+        waits = len(text) <= _LONGEST_HEAD and any(head.startswith(written) for head in heads)
+        return None if waits else False
+
     @property
     def quoted(self) -> bool:
         """Whether the arguments that are passed on stand in the middle of a string."""
@@ -269,7 +282,7 @@ JSON_CALLS = ToolFormat("json_tools", "<tool_call>", "</tool_call>", _parse_json
 """As Hermes and Qwen write them, and models that never learnt to are asked to."""
 LLAMA_CALLS = ToolFormat("llama", "<|python_tag|>", "", _parse_json, streams=True, bare=True)
 HARMONY_CALLS = ToolFormat("harmony", "<|channel|>commentary to=", "<|call|>", _parse_harmony)
-"""As gpt-oss writes them."""
+"""As gpt-oss writes them; `markup.address_of` finds their names."""
 
 
 @cache

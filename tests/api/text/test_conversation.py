@@ -74,8 +74,8 @@ def test_how_long_a_conversation_is_counts_all_of_it() -> None:
 # --- what templates insist on -----------------------------------------------------------------------------
 
 SAY = Tool("say", "Says")
-LLAMA = """{# <|python_tag|> #}{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}
-{%- if m.tool_calls %}{% if m.tool_calls | length != 1 %}
+LLAMA = """{# <|python_tag|> #}{% for t in tools or [] %}{{ t.function.name }};{% endfor %}
+{%- for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}
 {{- raise_exception("This model only supports single tool-calls at once!") }}{% endif %}
 {%- set call = m.tool_calls[0].function %}[{{ call.name }} {{ call.arguments | tojson }}]
 {%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""

@@ -177,14 +177,11 @@ class Generation:
             raise RequestError(f"the body was not complete within {self._body_s:g} s", status=408) from None
 
     async def count(self, ask: Ask) -> int:
-        """The tokens of a conversation's prompt. Raises RequestError."""
+        """The tokens of the prompt that this would be answered with. Raises RequestError."""
         model, text = self._loaded(ask.model)
-        assert isinstance(ask.prompt, Conversation)
-        conversation = ask.prompt
-        budget.check_may_fit(
-            characters(conversation), text.longest_token, model, turns=len(conversation.turns)
-        )
-        return len(await asyncio.to_thread(text.conversation_ids, conversation))
+        _, grammar = _tool_use(ask, text)
+        guided = bool(settings.shaping(ask.options, model.vocabulary, grammar).grammar_kind)
+        return sum(map(len, await asyncio.to_thread(_prompts, ask, text, model, guided)))
 
     async def answer(self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask]) -> Response:
         """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,9 +11,10 @@ import pytest
 
 from mlxtp.api.ask import Tool
 from mlxtp.api.text.calls import tool_json
+from mlxtp.api.text.tokens import Text
 from mlxtp.errors import GroupError
 
-from .conftest import Server, says, then
+from .conftest import TEMPLATE, Server, byte_level, save, says, then
 from .test_app import HELLO, fail_with
 from .test_chat import create
 
@@ -160,3 +162,21 @@ def test_a_format_beside_tools_that_may_not_be_called(server: Server) -> None:
     answers_with(server, "{}")
     create(server, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
     assert server.backend.request.shaping.grammar_kind == "json_object"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tool_choice": "none"}, {"tools": [], "text": {"format": {"type": "json_object"}}}, {}],
+    ids=["tools that may not be called", "no thoughts under a format", "tools"],
+)
+def test_what_is_counted_is_the_prompt_that_would_be_sent(
+    server: Server, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    template = f"{TEMPLATE}{{% if enable_thinking is not defined %}}<think>{{% endif %}}"
+    server.backend.loaded_text = Text.load(save(byte_level(), tmp_path, template))
+    answers_with(server, "yes")
+    tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
+    asked = {"model": "tiny", "input": "hello", "tools": tools} | fields
+    counted = server.client.responses.input_tokens.count(**asked)
+    server.client.responses.create(**asked)
+    assert counted.input_tokens == len(server.backend.request.prompt)

@@ -170,7 +170,8 @@ def parse_messages(body: bytes) -> Ask:
 
 def parse_count(body: bytes) -> Ask:
     """A request whose prompt is counted only. Raises RequestError."""
-    return _ask(parsed(CountRequest, body))
+    request = parsed(CountRequest, body)
+    return replace(_ask(request), options=Options(format=_format(request)))
 
 
 def _ask(request: CountRequest) -> Ask:

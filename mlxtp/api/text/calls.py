@@ -73,6 +73,7 @@ class CallReader:
         self.format = format_
         self._tools = [tool_json(tool) for tool in tools]
         self._next = 0
+        self._ids: set[str] = set()
         self._text: list[str] = []
         self._streamed: _Streamed | None = None
 
@@ -102,6 +103,19 @@ class CallReader:
             self.complete += 1
             self._streamed = None
             self._text = [text]
+
+    def opens(self, text: str) -> bool | None:
+        """Whether an answer that begins with `text` is a bare call of an offered tool; None: not clear yet.
+
+        White space does not count. What has other fields before its name is none, to be shown as it comes.
+        """
+        written = "".join(text[: _LONGEST_HEAD + 1].split()).lstrip("[")
+        names = ['{"name":' + "".join(json.dumps(name, ensure_ascii=False).split()) for name in self._names]
+        heads = [*names, '{"type":"function"', '{"parameters":{', '{"arguments":{']
+        if any(written.startswith(head) for head in heads):
+            return True
+        waits = len(text) <= _LONGEST_HEAD and any(head.startswith(written) for head in heads)
+        return None if waits else False
 
     @property
     def quoted(self) -> bool:
@@ -144,7 +158,9 @@ class CallReader:
             return [], text
         pieces = []
         for call in calls[: self._most - self.complete] if self._most else calls:
-            pieces += [CallText(self._next, "", call.id, call.name), CallText(self._next, call.arguments)]
+            id_ = new_id() if call.id in self._ids else call.id  # some models number their calls themselves
+            self._ids.add(id_)
+            pieces += [CallText(self._next, "", id_, call.name), CallText(self._next, call.arguments)]
             self._next += 1
             self.complete += 1
         return pieces, ""
@@ -266,7 +282,7 @@ JSON_CALLS = ToolFormat("json_tools", "<tool_call>", "</tool_call>", _parse_json
 """As Hermes and Qwen write them, and models that never learnt to are asked to."""
 LLAMA_CALLS = ToolFormat("llama", "<|python_tag|>", "", _parse_json, streams=True, bare=True)
 HARMONY_CALLS = ToolFormat("harmony", "<|channel|>commentary to=", "<|call|>", _parse_harmony)
-"""As gpt-oss writes them."""
+"""As gpt-oss writes them; `markup.address_of` finds their names."""
 
 
 @cache

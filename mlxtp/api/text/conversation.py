@@ -7,10 +7,12 @@ as Hermes and Qwen do; what its tools returned comes as the user's words.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, groupby
 from typing import Any
 
-from ..ask import Conversation, Tool, Turn
+from ..ask import Call, Conversation, Tool, Turn
 from .calls import tool_json
 
 Json = dict[str, Any]
@@ -28,10 +30,29 @@ To call one, write its name and its arguments as a JSON object between these tag
 
 def template_messages(conversation: Conversation, knows_tools: bool) -> list[Json]:
     """The messages for a template that has its own way with tools (`knows_tools`), or has none."""
+    return next(_ways_to_say(conversation, knows_tools))
+
+
+def plainer_messages(conversation: Conversation, knows_tools: bool) -> Iterator[list[Json]]:
+    """Other ways to say the same, for a template that has refused the first; each one bends more of it."""
+    ways = _ways_to_say(conversation, knows_tools)
+    last = next(ways)
+    for messages in ways:
+        if messages != last:
+            yield messages
+        last = messages
+
+
+def _ways_to_say(conversation: Conversation, knows_tools: bool) -> Iterator[list[Json]]:
     if knows_tools:
-        return [_message(turn) for turn in conversation.turns]
-    turns = [_told_apart(turn) for turn in conversation.turns]
-    return [{"role": turn.role, "content": turn.text} for turn in _with_tools(turns, conversation.tools)]
+        yield [_message(turn) for turn in _matched(conversation.turns)]
+        numbered = _matched(conversation.turns, numbered=True)
+        yield [_message(turn) for turn in numbered]
+        yield [_message(turn) for turn in _one_at_a_time(numbered)]
+    else:
+        turns = _with_tools([_told_apart(turn) for turn in conversation.turns], conversation.tools)
+        yield [{"role": turn.role, "content": turn.text} for turn in turns]
+        yield [{"role": turn.role, "content": turn.text} for turn in _taking_turns(turns)]
 
 
 def template_options(conversation: Conversation) -> Json:
@@ -101,3 +122,61 @@ def _with_tools(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
     if joined and joined[0].role == "system":
         return [Turn("system", f"{joined[0].text}\n\n{told}"), *joined[1:]]
     return [Turn("system", told), *joined]
+
+
+# --- what templates insist on -------------------------------------------------------------------------------
+
+
+def _matched(turns: Sequence[Turn], numbered: bool = False) -> list[Turn]:
+    """What tools returned under the names of their calls: each answers the first open call with its id.
+
+    A model that writes its ids itself may use one twice. `numbered`: with new ids, of nine digits, because
+    Mistral's templates take no others.
+    """
+    matched: list[Turn] = []
+    numbers, open_ = count(1), dict[str, list[Call]]()
+    for turn in turns:
+        calls: list[Call] = []
+        latest: dict[str, list[Call]] = {}
+        for call in turn.calls:
+            calls.append(replace(call, id=f"{next(numbers):09}") if numbered else call)
+            latest.setdefault(call.id, []).append(calls[-1])
+        open_ |= latest
+        found = replace(turn, calls=tuple(calls))
+        if turn.role == "tool" and open_.get(turn.call_id):
+            answered = open_[turn.call_id].pop(0)
+            found = replace(turn, call_id=answered.id, name=answered.name)
+        matched.append(found)
+    return matched
+
+
+def _one_at_a_time(turns: Sequence[Turn]) -> list[Turn]:
+    """Each call in a turn of its own, with what came of it behind it: Llama 3 insists on it.
+
+    No two calls have the same id.
+    """
+    answers = {turn.call_id: turn for turn in turns if turn.role == "tool"}
+    apart: list[Turn] = []
+    for turn in turns:
+        if turn.role == "tool":
+            apart += [turn] if answers.pop(turn.call_id, None) is not None else []
+        elif not turn.calls:
+            apart.append(turn)
+        else:
+            first, *others = turn.calls
+            apart.append(replace(turn, calls=(first,)))
+            for call in (first, *others):
+                if call is not first:
+                    apart.append(Turn("assistant", "", calls=(call,)))
+                if (answer := answers.pop(call.id, None)) is not None:
+                    apart.append(answer)
+    return apart
+
+
+def _taking_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """The user and the assistant alternately, and no system: Gemma and the first Mistral know no others."""
+    two = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
+    return [
+        Turn(role, "\n\n".join([turn.text for turn in group]))
+        for role, group in groupby(two, key=lambda turn: turn.role)
+    ]

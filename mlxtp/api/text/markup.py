@@ -5,8 +5,10 @@ Which sign means which family is what mlx-lm's `tokenizer_utils` knows (0.32.2);
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .calls import ToolFormat
 
@@ -17,14 +19,7 @@ _THINK = (
 )
 _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
-_BEFORE_WORDS = (
-    "<|channel|>final<|message|>",
-    "<|channel|>commentary<|message|>",
-    "<|start|>assistant<|channel|>final<|message|>",
-    "<|start|>assistant<|channel|>commentary<|message|>",
-    "<|start|>assistant",
-)
-"""Of gpt-oss, before what is meant for everybody."""
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
 
 _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("minimax_m2", (("<minimax:tool_call>",),)),
@@ -38,7 +33,7 @@ _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("minicpm5", (('<function name="', '<param name="'),)),
     ("mistral", (("[TOOL_CALLS]",),)),
     ("muse_spark", (("<atem:function_calls>",),)),
-    ("json_tools", (("<tool_call>", "tool_call.name"),)),
+    ("json_tools", (("<tool_call>",),)),
     ("llama", (('"parameters": dictionary of argument name',), ("<|python_tag|>",))),
 )
 """Formats in the order in which they are looked for; one needs all of the texts of any of its groups."""
@@ -48,13 +43,14 @@ _CALLS: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 class Markup:
     """`think`: what stands before and after a thought. `call`: the same of a call, or empty.
 
-    `silent`: markers that change nothing and are not shown.
+    `headers`: special tokens that begin the header of a message, which `header_end` ends and nobody is shown.
     """
 
     think: tuple[str, str] | None = None
     call: tuple[str, str] = ("", "")
     bare_calls: bool = False
-    silent: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    header_end: str = ""
 
     def with_calls(self, format_: ToolFormat) -> Markup:
         """The same for an answer in which calls are looked for."""
@@ -71,8 +67,31 @@ def thinking_markup(vocabulary: Container[str]) -> Markup:
     if all(token in vocabulary for token in _XTML):
         return Markup(("<|open|>think<|sep|>", "<|close|>think<|sep|>"))
     if all(token in vocabulary for token in _HARMONY):
-        return Markup(("<|channel|>analysis<|message|>", "<|end|>"), silent=_BEFORE_WORDS)
+        think = ("<|channel|>analysis<|message|>", "<|end|>")
+        return Markup(think, headers=("<|start|>", "<|channel|>"), header_end="<|message|>")
     return Markup()
+
+
+class Address(NamedTuple):
+    """Of a message of gpt-oss: the tool that it is for, or empty, and whether it is a thought."""
+
+    recipient: str
+    thought: bool
+
+
+def address_of(header: str) -> Address:
+    """What a header says, its special tokens left out.
+
+    The recipient stands in the role (`assistant to=functions.f commentary json`) or in the channel
+    (`assistant commentary to=functions.f json`), which may be `analysis` as well.
+    """
+    recipient = _RECIPIENT.search(header)
+    return Address(recipient[1] if recipient else "", "analysis" in header.split())
+
+
+def opens_header(text: str) -> bool | None:
+    """Whether first words go on with the header that the prompt began; None: not clear yet."""
+    return None if len(text) < len("to=") and "to=".startswith(text) else text.startswith("to=")
 
 
 def call_format(template: str, vocabulary: Container[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import os
 import re
@@ -14,8 +15,8 @@ from typing import Any, Protocol
 
 from ...errors import Code, ModelError, RequestError
 from ..ask import Conversation
-from .calls import JSON_CALLS, ToolFormat, tool_format, tool_json
-from .conversation import template_messages, template_options
+from .calls import JSON_CALLS, tool_format, tool_json
+from .conversation import plainer_messages, template_messages, template_options
 from .markup import call_format, thinking_markup
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
@@ -67,10 +68,11 @@ class Text:
         self.longest_token = max(map(len, vocabulary))
         """In characters: `n` tokens make at most `n` times as many."""
         template = _whole_template(tokenizer.chat_template)
-        self.knows_tools = "tools" in template
-        """Whether the chat template has its own way with tools."""
+        own = call_format(template, vocabulary) if "tools" in template else None
+        self.knows_tools = own is not None
+        """Whether the chat template has a way with tools that can be read."""
         self.markup = thinking_markup(vocabulary)
-        self.tool_calls = _tool_format(template, vocabulary) if self.knows_tools else JSON_CALLS
+        self.tool_calls = JSON_CALLS if own is None else tool_format(own)
         """How this model writes tool calls."""
 
     @classmethod
@@ -108,7 +110,17 @@ class Text:
         """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
         messages = template_messages(conversation, self.knows_tools)
         tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
-        return self.prompt_ids(messages, tools, template_options(conversation))
+        options = template_options(conversation)
+        try:
+            prompt = self._rendered(messages, tools, options)
+        except RequestError:
+            for plainer in plainer_messages(conversation, self.knows_tools):
+                with contextlib.suppress(RequestError):
+                    prompt = self._rendered(plainer, tools, options)
+                    break
+            else:
+                raise
+        return self._encoded(prompt, add_special_tokens=False)
 
     def continued_ids(self, text: str) -> tuple[int, ...]:
         """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
@@ -136,6 +148,14 @@ class Text:
         are variables of the template.
         Raises RequestError when there is no template or the template refuses the messages.
         """
+        return self._encoded(self._rendered(messages, tools, options), add_special_tokens=False)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> str:
         from jinja2 import TemplateError
 
         if not self.has_chat_template:
@@ -146,18 +166,19 @@ class Text:
                 param="messages",
             )
         try:
-            prompt = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=True,
-                **options,
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **options,
+                )
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return self._encoded(prompt, add_special_tokens=False)
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         """As a batch, for which the library lets other threads run meanwhile. Raises RequestError."""
@@ -199,11 +220,6 @@ def _whole_template(template: Any) -> str:
     if isinstance(template, Mapping):
         return "\n".join(map(str, template.values()))
     return str(template or "")
-
-
-def _tool_format(template: str, vocabulary: Collection[str]) -> ToolFormat:
-    name = call_format(template, vocabulary)
-    return JSON_CALLS if name is None else tool_format(name)
 
 
 class _ByteDecoding:

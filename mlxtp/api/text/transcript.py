@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
@@ -40,7 +40,7 @@ class Transcript:
     ) -> None:
         self._detokenizer = detokenizer
         self._finder = finder
-        self._channels = None if plan is None else Channels(plan)
+        self._channels = None if plan is None else Channels(plan, finder)
         self._scored = scored
         self._choice = choice
         self._specials = specials
@@ -93,8 +93,9 @@ class Transcript:
         if not self.stopped:
             parts += self._read(self._detokenizer.finish(), False)
             if self._channels is not None:
-                parts += self._stopping(self._channels.finish(cut))
-        parts += self._let_go()
+                parts += self._channels.finish(cut)
+            elif self._finder is not None:
+                parts.append(Part(Kind.SAID, self._finder.finish()))
         return self._events(parts, self.finish_scores())
 
     def finish_scores(self) -> list[Scored]:
@@ -120,33 +121,17 @@ class Transcript:
         if self._incomplete:
             self._waiting.extend([(self._made, scored) for scored in self._incomplete])
             self._incomplete.clear()
-        if self._channels is None:
-            return list(self._stopping([Part(Kind.SAID, text)]))
-        return list(self._stopping(self._channels.push(text, special)))
-
-    def _stopping(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The parts up to a stop string in what is said."""
-        for part in parts:
-            if self.stopped_by is not None:
-                return
-            if part.kind is not Kind.SAID:
-                yield from self._let_go()
-                yield part
-            elif self._finder is None:
-                yield part
-            elif text := self._finder.push(part.text):
-                yield Part(Kind.SAID, text)
-
-    def _let_go(self) -> list[Part]:
-        held = self._finder.finish() if self._finder is not None and not self._finder.found else ""
-        return [Part(Kind.SAID, held)] if held else []
+        if self._channels is not None:
+            return list(self._channels.push(text, special))
+        return [Part(Kind.SAID, text if self._finder is None else self._finder.push(text))]
 
     def _events(self, parts: Sequence[Part], scores: Sequence[Scored]) -> list[Event]:
         """One event for what is said in a row; the scores go with the last of them."""
         events: list[Event] = []
         for kind, group in groupby(parts, key=lambda part: part.kind):
             if kind is Kind.SAID:
-                events.append(Said(self._choice, "".join([part.text for part in group])))
+                said = "".join([part.text for part in group])
+                events += [Said(self._choice, said)] if said else []
             elif kind is Kind.THOUGHT:
                 events.append(Thought(self._choice, "".join([part.text for part in group])))
             else:

@@ -735,6 +735,13 @@ def test_names_of_claude_mean_the_model_that_is_loaded() -> None:
     assert parse_count(json.dumps({"messages": HELLO}).encode()).model is None
 
 
+def test_a_prompt_is_counted_under_its_format() -> None:
+    given = {"type": "json_schema", "schema": {"type": "object"}}
+    counted = parse_count(json.dumps({"messages": HELLO, "output_format": given}).encode())
+    assert counted.options.format is not None
+    assert counted.options.format == parse(output_format=given).options.format
+
+
 @pytest.mark.parametrize(
     "block", ["image", "document", "search_result", "server_tool_use", "container_upload"]
 )

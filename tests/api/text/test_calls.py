@@ -230,3 +230,13 @@ def test_half_a_character_of_the_models_is_escaped() -> None:
     assert list(reader.push(text)) == []
     (_, arguments), _ = reader.close(cut=False)
     assert arguments.text.encode() == b'{"text": "\\ud800"}'
+
+
+def test_an_id_that_the_model_wrote_is_kept_unless_it_has_written_it_before() -> None:
+    one = "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    reader, ids = CallReader(tool_format("kimi_k2"), TOOLS), []
+    for _ in range(2):
+        assert list(reader.push(one * 2)) == []
+        ids += [piece.id for piece in reader.close(cut=False)[0] if piece.name]
+    assert ids[0] == "functions.add:0"
+    assert len(set(ids)) == 4

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,7 +54,7 @@ STORIES: dict[str, tuple[str, Plan, list[tuple[str, str]]]] = {
     "nothing": ("", plan(JSON_CALLS), []),
     "a thought": ("<think>\nhm \n</think>\n\nyes", plan(), [(THOUGHT, "hm"), (SAID, "yes")]),
     "a thought from the start": ("hm</think>yes", plan(thinking=True), [(THOUGHT, "hm"), (SAID, "yes")]),
-    "a thought without an end": ("<think>hm", plan(), [(THOUGHT, "hm")]),
+    "a thought without an end": ("<think>hm\n", plan(), [(THOUGHT, "hm")]),
     "an empty thought": ("<think>\n\n</think>\n\nyes", plan(), [(SAID, "yes")]),
     "a call": (f"<tool_call>\n{CALL}\n</tool_call>", plan(JSON_CALLS), [ADDED]),
     "a thought, words and a call": (
@@ -128,16 +131,49 @@ def test_a_special_token_that_could_begin_a_marker_is_not_said_either() -> None:
     assert read([*thought, ("<|sep|>",), "yes"], how) == [(THOUGHT, "hm"), (SAID, "yes")]
 
 
-def test_gpt_oss_says_for_whom_each_part_is() -> None:
+START, CHANNEL, MESSAGE, END = ("<|start|>",), ("<|channel|>",), ("<|message|>",), ("<|end|>",)
+ARGUMENTS: list[str | tuple[str]] = [("<|constrain|>",), "json", MESSAGE, '{"a": 1}', ("<|call|>",)]
+HARMONY: dict[str, tuple[list[str | tuple[str]], list[tuple[str, str]]]] = {
+    "for everybody": ([CHANNEL, "final", MESSAGE, "yes"], [(SAID, "yes")]),
+    "in a format": ([CHANNEL, "final ", ("<|constrain|>",), "json", MESSAGE, "{}"], [(SAID, "{}")]),
+    "two, the first before a call": (
+        [CHANNEL, "commentary", MESSAGE, "Well.", END, START, "assistant", CHANNEL,
+         "commentary to=functions.add ", *ARGUMENTS],
+        [(SAID, "Well."), ADDED],
+    ),
+    "for a tool, by its channel": ([CHANNEL, "commentary to=functions.add ", *ARGUMENTS], [ADDED]),
+    "for a tool, by its role": ([" to", "=functions.add", CHANNEL, "commentary ", *ARGUMENTS], [ADDED]),
+    "for a tool, in a thought": ([CHANNEL, "analysis to=functions.add ", *ARGUMENTS], [ADDED]),
+    "without a header": ([" to", " be"], [(SAID, " to be")]),
+    "a header in letters": (
+        [CHANNEL, "final", MESSAGE, "<|channel|>x<|message|>"], [(SAID, "<|channel|>x<|message|>")],
+    ),
+}  # fmt: skip
+
+
+def gpt_oss() -> Plan:
     harmony = tool_format("harmony")
     markup = thinking_markup({"<|start|>", "<|channel|>", "<|message|>", "<|call|>"}).with_calls(harmony)
-    start, channel, message = ("<|start|>",), ("<|channel|>",), ("<|message|>",)
-    thought = [channel, "analysis", message, "hm", ("<|end|>",), start, "assistant", channel]
-    words = ["final", message, "yes"]
-    call = ["commentary to=functions.add ", ("<|constrain|>",), "json", message, '{"a": 1}']
-    for rest, expected in ((words, (SAID, "yes")), (call, ADDED)):
-        how = Plan(markup, calls=CallReader(harmony, TOOLS))
-        assert read([*thought, *rest], how) == [(THOUGHT, "hm"), expected]
+    return Plan(markup, calls=CallReader(harmony, TOOLS))
+
+
+@pytest.mark.parametrize("name", HARMONY)
+def test_gpt_oss_says_in_headers_what_comes(name: str) -> None:
+    message, expected = HARMONY[name]
+    assert read(message, gpt_oss()) == expected
+    thought: list[str | tuple[str]] = [CHANNEL, "analysis", MESSAGE, "hm", END, START, "assistant"]
+    if name != "without a header":
+        assert read([*thought, *message], gpt_oss()) == [(THOUGHT, "hm"), *expected]
+
+
+def test_a_header_without_an_end() -> None:
+    for cut_off, expected in ((True, []), (False, [(SAID, "final yes")])):
+        assert read([CHANNEL, "final yes"], gpt_oss(), cut_off) == expected
+
+
+def test_a_header_for_a_tool_where_there_are_none() -> None:
+    plain = Plan(gpt_oss().markup)
+    assert read([CHANNEL, "commentary to=functions.add ", *ARGUMENTS], plain) == [(SAID, '{"a": 1}')]
 
 
 def test_a_cut_call_of_a_family_that_is_read_at_the_end_is_shown_as_it_is() -> None:
@@ -150,3 +186,43 @@ def test_calls_are_counted() -> None:
     for expected in (1, 2):
         list(channels.push(f"<tool_call>{CALL}</tool_call>"))
         assert channels.calls == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"name": "add", "par', ""), (' [ {"type": "function"', ""), ('{"parameters": {', ""),
+        ('{"na', ""), ('{"name": "a', ""), ("[", ""),
+        ('{"name": "Al', '{"name": "Al'), ('{"title', '{"title'), ("[1", "[1"), ("{}", "{}"),
+        ("[link]", "[link]"), ("{" + " " * 2000, "{"),
+    ],
+)  # fmt: skip
+def test_braces_wait_as_long_as_they_may_open_a_call(text: str, shown: str) -> None:
+    channels = Channels(plan(LLAMA_CALLS))
+    said = [part.text for piece in text for part in channels.push(piece)]
+    assert "".join(said) == shown
+
+
+def handled(act: Callable[[], object]) -> int:
+    """Characters of all strings, of which a method was called meanwhile."""
+    count = 0
+
+    def see(_frame: FrameType, event: str, method: Any) -> None:
+        nonlocal count
+        if event == "c_call" and isinstance(text := getattr(method, "__self__", None), str):
+            count += len(text)
+
+    sys.setprofile(see)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("before", ["", "a", "<think>a", "[{"])
+def test_an_endless_row_of_blanks_takes_linear_work(before: str) -> None:
+    channels, blanks, times = Channels(plan(LLAMA_CALLS)), " " * 10, 2000
+    list(channels.push(before))
+    work = handled(lambda: [list(channels.push(blanks)) for _ in range(times)])
+    assert work < 20 * times * len(blanks)

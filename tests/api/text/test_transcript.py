@@ -222,3 +222,18 @@ def test_a_stop_string_does_not_reach_across_a_call() -> None:
     plan = Plan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
     said = read(["a", f"<tool_call>{CALL}</tool_call>", "bcdef"], plan, ["ab"])
     assert "".join(event.text for event in said if isinstance(event, Said)) == "abcdef"
+
+
+@pytest.mark.parametrize("stop", ["\n\n", "b\n", "b \n"])
+def test_a_stop_string_ends_the_answer_with_its_last_blank(stop: str) -> None:
+    plan = Plan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    text = f"a {stop}"
+    transcript = Transcript(Pieces(text), StopFinder([stop]), plan=plan)
+    events = transcript.push(range(len(text)))
+    assert (transcript.stopped_by, transcript.used) == (stop, len(text))
+    assert said_in([*events, *transcript.finish()])[0] == "a "
+
+
+def test_blanks_around_thoughts_stop_nothing() -> None:
+    pieces = ["\n\n", "<think>", "\n\nhm", "</think>", "\n\n", "yes", "\n\n", "no"]
+    assert read(pieces, Plan(THINKS), ["\n\n"]) == [Thought(0, "hm"), Said(0, "yes")]

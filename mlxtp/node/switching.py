@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from ..api.backend import AT_ONCE, Stored, Turn
+from ..cluster.beliefs import NOBODY, Claim
 from ..cluster.switching import Load, Tell, Turns
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
@@ -22,6 +23,7 @@ from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
+UNHEARD = ModelTurn(0, 0, "", "", "")
 NEWS_S = 1.0
 """How often a request that waits looks how far its model is."""
 REFUSED_S = 60.0
@@ -76,8 +78,9 @@ class Switching:
         gateway.switch, gateway.on_serving = self, cluster.changed
         self._unplanned = unplanned
         self._turns = Turns()
-        self._turn = ModelTurn(0, 0, "", "", "")
-        """The last that was heard."""
+        self._turn = UNHEARD
+        """The last that was heard, of the coordinator in `_by`."""
+        self._by = NOBODY
         self._waiting: dict[Waiter, None] = {}
         self._running: set[Waiter] = set()
         self._told: object = None
@@ -163,7 +166,7 @@ class Switching:
             if self._behind(message):
                 with contextlib.suppress(MlxtpError):  # it hears of it over the next link
                     self._cluster.neighbours.send(node_id, self._turn)
-        elif node_id == self._cluster.coordination.claim.node_id:
+        elif Claim(message.term, node_id) == self._cluster.coordination.claim:
             self._hear(message, now)
             self._told = None  # it asks, by saying it, whether this node has heard
         self._cluster.changed()
@@ -175,14 +178,14 @@ class Switching:
 
     def _behind(self, queue: ModelQueue) -> bool:
         """Whether a member has not heard the turn that this coordinator gave last."""
-        turn = self._turn
-        leading = self._cluster.coordination.leading and self._given
+        turn, leading = self._turn, self._cluster.coordination.leading and self._given
         return leading and (queue.term, queue.number) < (turn.term, turn.number)
 
     def _hear(self, turn: ModelTurn, now: float) -> None:
-        if (turn.term, turn.number) <= (self._turn.term, self._turn.number):
+        claim = self._cluster.coordination.claim
+        if self._by == claim and turn.number <= self._turn.number:
             return
-        self._turn = turn
+        self._turn, self._by = turn, claim
         if turn.refused:
             self._refused[turn.refused] = (turn.why, now + REFUSED_S)
             for waiter in self._waiting:
@@ -222,8 +225,8 @@ class Switching:
 
     @property
     def _given(self) -> bool:
-        """Whether the present coordinator has given anybody a turn."""
-        return self._turn.number > 0 and self._turn.term == self._cluster.coordination.claim.term
+        """Whether the present coordinator has given anybody a turn. Of one term there may have been two."""
+        return self._turn.number > 0 and self._by == self._cluster.coordination.claim
 
     @property
     def _pending(self) -> bool:
@@ -276,7 +279,7 @@ class Switching:
 
     def _queue(self) -> ModelQueue:
         waiting = dict.fromkeys(waiter.target for waiter in self._waiting if waiter.refusal is None)
-        turn = self._turn
+        turn = self._turn if self._given else UNHEARD
         return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], len(self._running))
 
     def _tell(self) -> None:

@@ -258,6 +258,32 @@ def test_a_new_coordinator_is_told_who_waits(tmp_path: Path, member: Member) -> 
     play(tmp_path, member, story, load_on_request=True)
 
 
+def test_turns_of_two_coordinators_of_one_term_are_told_apart(tmp_path: Path, member: Member) -> None:
+    """So it is when a partition heals whose sides both had lost the same one."""
+
+    async def story(node: Node) -> None:
+        before = node.meet(B)
+        node.follow(before, TERM)
+        desires(node, before, LOADED)
+        served(node, LOADED)
+        node.hear(before, ModelTurn(TERM, 3, WANTED, "", ""))
+        waiting = await ask(node, LOADED)
+        assert last(before) == ModelQueue(TERM, 3, (LOADED,), 0)
+        link = node.meet(A)
+        node.follow(link, TERM)
+        node.tick(0.01)
+        await waiting.has_come()
+        wants = await ask(node, WANTED)
+        assert last(link) == ModelQueue(0, 0, (WANTED,), 1), "of this one's turns it has heard none"
+        node.hear(link, ModelTurn(TERM, 1, WANTED, "", ""))
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 1, (WANTED,), 1)
+        for each in (waiting, wants):
+            each.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
 # --- where this node coordinates --------------------------------------------------------------------------
 
 

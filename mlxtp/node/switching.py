@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 
 from ..api.backend import AT_ONCE, Stored, Turn
 from ..cluster.beliefs import NOBODY, Claim
+from ..cluster.standing import State as Standing
 from ..cluster.switching import Load, Tell, Turns
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
@@ -280,7 +281,8 @@ class Switching:
     def _queue(self) -> ModelQueue:
         waiting = dict.fromkeys(waiter.target for waiter in self._waiting if waiter.refusal is None)
         turn = self._turn if self._given else UNHEARD
-        return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], len(self._running))
+        running = len(self._running) + self._cluster.supervisor.gateway.relayed  # some perhaps twice
+        return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], running)
 
     def _tell(self) -> None:
         """The coordinator hears of this node's queue, if there ever was one."""
@@ -299,7 +301,8 @@ class Switching:
     def _lead(self, now: float) -> None:
         cluster = self._cluster
         standings = cluster.membership.standings()
-        present = {cluster.node_id, *(node for node, each in standings.items() if each.present)}
+        here = (Standing.ALIVE, Standing.SUSPECT)  # whose link broke may be back with requests that go on
+        present = {cluster.node_id, *(node for node, each in standings.items() if each.state in here)}
         while True:
             self._turns.heard(cluster.node_id, self._queue(), now)
             action = self._turns.decide(

@@ -358,9 +358,10 @@ class ModelTurn(Message):
 
 @dataclass(frozen=True, slots=True)
 class ModelQueue(Message):
-    """A member to the coordinator: the models that its clients wait for, and how many of their requests run.
+    """A member to the coordinator: the models that its clients wait for, and how many requests run.
 
-    `term` and `number` are those of the last ModelTurn it heard: since then no request for another model has
+    Those are its clients', and on the Mac of rank 0 whatever others have passed on to it: their agents may not
+    be heard for a moment. `term` and `number` are those of the last ModelTurn it heard: since then no request for another model has
     begun.
     """
 

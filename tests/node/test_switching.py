@@ -16,10 +16,12 @@ from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.node.epoch import State
 from mlxtp.node.supervisor import ModelSource
 from mlxtp.wire.control import DesiredState, ModelQueue, ModelStatus, ModelTurn
+from mlxtp.wire.messages import Generate
 
 from ..wire.members import Member
 from .one_node import CLOCK, A, B, FakeLink, Node, play
 from .scenes import sees, within
+from .test_gateway import FakeRanks
 
 TERM = 5
 LOADED = "org/loaded"
@@ -330,6 +332,41 @@ def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_
         assert link.heard(DesiredState)[-1] == desired
 
     play(tmp_path, member, story)
+
+
+def test_requests_of_a_member_that_is_not_heard_for_a_moment_are_not_cut(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        tell(node, link, running=1)
+        waiting = await ask(node, WANTED)
+        link.close()
+        node.tick(0.5)
+        assert cluster.coordination.desired.model == LOADED, "it may be back in a moment"
+        for _ in range(3):
+            node.tick(0.5)
+        assert cluster.coordination.desired.model == WANTED, "it is gone, and its requests with it"
+        waiting.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        gateway = cluster.supervisor.gateway
+        gateway._desk, gateway._here = cast(Any, FakeRanks()), True
+        cancel = gateway.relay(Generate(1, (1, 2), 9), lambda _: None)
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        assert cluster.coordination.desired.model == LOADED
+        cancel()
+        node.tick(0.01)
+        assert cluster.coordination.desired.model == WANTED
+        waiting.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
 
 
 @pytest.mark.parametrize("before", [LOADED, ""])

@@ -159,10 +159,10 @@ class Conductor:
             log.info("%s", note)
         self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))
 
-    def still_wanted(self, desired: DesiredState) -> None:
+    def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
         """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
         mine = self._mine
-        if mine is not None and mine.model == desired.model and mine.desired == desired.version - 1:
+        if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
             self._mine = replace(mine, desired=desired.version)
 
     def _group(self, form: FormEpoch, placement: Placement) -> Group:

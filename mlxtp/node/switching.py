@@ -315,7 +315,7 @@ class Switching:
                     self._give(turn, now)
                 case Load(model):
                     log.info("%s is loaded for a request", model)
-                    cluster.want(model, pinned=False)
+                    cluster.want(model, by_person=False)
         if why := self._why_not(now):
             self._go_back(why, now)
 
@@ -360,7 +360,7 @@ class Switching:
             return
         log.warning("%s cannot be served: %s; %s is again", desired.model, why, before.model or "nothing")
         self._give(self._turns.refuse(desired.model, why, before.model).turn, now)
-        self._cluster.want(before.model, before.nodes, pinned=before.pinned)
+        self._cluster.want(before.model, before.nodes, by_person=False)
 
 
 def _cannot(model: str, why: str) -> RequestError:

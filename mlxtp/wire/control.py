@@ -92,10 +92,10 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class DesiredState(Message):
-    """What should run: newer versions replace older ones; of two equal ones, the smaller writer's holds.
+    """What should run: see `cluster.beliefs.newer` for which of two holds.
 
-    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `pinned`: a person said so, and no
-    request that names another model replaces it.
+    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `said` is the version of the last word
+    of a person: this one, or one after which requests chose.
     """
 
     TYPE: ClassVar[int] = 0x05
@@ -103,7 +103,12 @@ class DesiredState(Message):
     writer: str = _f(_id)
     model: str = _f(text(MAX_MODEL))
     nodes: str = _f(text(8))
-    pinned: bool = _f(boolean(), default=False)
+    said: int = _f(_count, default=0)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a person wants this model: then no request that names another one replaces it."""
+        return bool(self.model) and self.said == self.version
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Stage:
         return ModelSource(name, self.home / name, cast(Text, None))
 
     def want(self, name: str, version: int, *, pinned: bool = True) -> None:
-        self.model.want(DesiredState(version, "", name, "auto", pinned))
+        self.model.want(DesiredState(version, "", name, "auto", version if pinned else 0))
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)

@@ -84,7 +84,7 @@ def following(node: Node, *, pinned: bool = False) -> FakeLink:
 def desires(node: Node, link: FakeLink, model: str, *, pinned: bool = False) -> None:
     version = node.cluster.coordination.desired.version + 1
     served(node, "")
-    node.hear(link, DesiredState(version, A, model, "auto", pinned))
+    node.hear(link, DesiredState(version, A, model, "auto", version if pinned else 0))
 
 
 def last(link: FakeLink) -> ModelQueue:
@@ -294,7 +294,7 @@ def leading(node: Node) -> FakeLink:
     link = node.meet(B)
     node.lead(ModelSource(LOADED, embedded_model_path(), cast(Any, None)))
     unplanned(node, "")
-    node.cluster.want(LOADED, pinned=False)
+    node.cluster.want(LOADED, by_person=False)
     node.cluster.follower.look = lambda: None  # type: ignore[method-assign]
     node.cluster.supervisor.state = State.READY
     served(node, LOADED)
@@ -375,7 +375,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
 ) -> None:
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.cluster
-        cluster.want(before, pinned=False)
+        cluster.want(before, by_person=False)
         served(node, before)
         waiting = await ask(node, WANTED)
         tell(node, link)

@@ -24,6 +24,7 @@ from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
+UNNAMED = (None, "", "default")
 UNHEARD = ModelTurn(0, 0, "", "", "")
 NEWS_S = 1.0
 """How often a request that waits looks how far its model is."""
@@ -34,18 +35,23 @@ UNPLANNED_S = 12.0
 
 
 class Waiter:
-    """Implements `api.backend.Turn`. `target` is what `DesiredState` calls the model."""
+    """Implements `api.backend.Turn`. `named` is what `DesiredState` calls the model; empty for any."""
 
     model = ""
 
-    def __init__(self, target: str, within_s: float, late: RequestError, switching: Switching) -> None:
-        self.target = target
+    def __init__(self, named: str, within_s: float, late: RequestError, switching: Switching) -> None:
+        self._named = named
         self.come = False
         self.refusal: RequestError | None = None
         self.news = asyncio.Event()
         self._switching = switching
         self._late = late
         self._until = asyncio.get_running_loop().time() + within_s
+
+    @property
+    def target(self) -> str:
+        """What it waits for; empty when it named nothing, and nothing is wanted any more."""
+        return self._named or self._switching.wanted
 
     def progress(self) -> str:
         return self._switching.progress(self.target)
@@ -105,7 +111,7 @@ class Switching:
         target = self._known(name)
         if target is None and self._on:
             target = await asyncio.to_thread(stored_name, name or "")
-        if not target:
+        if target is None or not (target or self._on):
             return AT_ONCE
         if (refusal := self._refusal(target)) is not None:
             raise refusal
@@ -115,7 +121,7 @@ class Switching:
                 Code.NOT_READY,
                 status=503,
             )
-        waiter = self._waiter(target, within_s)
+        waiter = self._waiter(target, within_s, named=name not in UNNAMED)
         self._waiting[waiter] = None
         if not self._on or self._cluster.supervisor.gateway.closing:  # it is refused as it always was
             self._begin(waiter)
@@ -144,19 +150,25 @@ class Switching:
         """What `DesiredState` calls it, if that is what the name means; None for another model."""
         desired = self._desired.model
         models = self._cluster.supervisor.gateway.models()
-        if name in (None, "", "default", desired):
+        if name in (*UNNAMED, desired):
             return desired
         return desired if models and (name == models[0].id or name in models[0].aliases) else None
 
-    def _waiter(self, target: str, within_s: float) -> Waiter:
+    def _waiter(self, target: str, within_s: float, *, named: bool) -> Waiter:
         queue_s = self._cluster.settings.limits.queue_s
         if within_s and within_s < queue_s:
             late = RequestError(
                 f"{target} was not there within {within_s:g} s", Code.DEADLINE, status=504, param="deadline_s"
             )
-            return Waiter(target, within_s, late, self)
+            return Waiter(target if named else "", within_s, late, self)
         detail = f"{target} was not there within {queue_s:g} s, as others are asked for; try again"
-        return Waiter(target, queue_s, RequestError(detail, Code.OVERLOADED, status=503), self)
+        late = RequestError(detail, Code.OVERLOADED, status=503)
+        return Waiter(target if named else "", queue_s, late, self)
+
+    @property
+    def wanted(self) -> str:
+        """What shall be served; empty is nothing."""
+        return self._desired.model
 
     # --- what is heard -------------------------------------------------------------------------------
 
@@ -198,12 +210,12 @@ class Switching:
     def look(self, now: float) -> None:
         """After each change, and twice a second."""
         self._refused = {model: said for model, said in self._refused.items() if said[1] > now}
+        if not self._desired.model or self._ready:
+            self._before = self._desired
         if self._cluster.coordination.leading:
             self._lead(now)
         self._admit()
         self._tell()
-        if not self._desired.model or self._ready:
-            self._before = self._desired
 
     def remind(self) -> None:
         """With each beat: who has not heard yet hears it again."""
@@ -238,6 +250,9 @@ class Switching:
 
     def _refusal(self, target: str) -> RequestError | None:
         """Why a request for this model need not wait."""
+        if not target:
+            detail = "nothing is loaded; name a model that is on this Mac's disk, or `mlxtp serve MODEL`"
+            return RequestError(detail, Code.NOT_READY, status=503)
         desired = self._desired
         if desired.pinned and target != desired.model:
             return RequestError(

@@ -94,8 +94,8 @@ class Beat(Message):
 class DesiredState(Message):
     """What should run: see `cluster.beliefs.newer` for which of two holds.
 
-    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `said` is the version of the last word
-    of a person: this one, or one after which requests chose.
+    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `said` is the version of the last
+    word of a person: this one, or one after which requests chose.
     """
 
     TYPE: ClassVar[int] = 0x05
@@ -365,9 +365,9 @@ class ModelTurn(Message):
 class ModelQueue(Message):
     """A member to the coordinator: the models that its clients wait for, and how many requests run.
 
-    Those are its clients', and on the Mac of rank 0 whatever others have passed on to it: their agents may not
-    be heard for a moment. `term` and `number` are those of the last ModelTurn it heard: since then no request for another model has
-    begun.
+    Those are its clients', and on the Mac of rank 0 whatever others have passed on to it: their agents may
+    not be heard for a moment. `term` and `number` are those of the last ModelTurn it heard: since then no
+    request for another model has begun.
     """
 
     TYPE: ClassVar[int] = 0x50

@@ -215,6 +215,34 @@ def test_who_waited_for_what_cannot_be_loaded_hears_why_and_who_comes_soon_too(
     play(tmp_path, member, story, load_on_request=True)
 
 
+def test_who_names_nothing_takes_what_is_wanted_and_brings_nothing_back(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        node.hear(link, ModelTurn(TERM, 1, WANTED, "", ""))
+        first, second = await ask(node, "default"), await ask(node, None)
+        desires(node, link, WANTED)
+        served(node, WANTED)
+        await first.has_come()
+        assert first.turn.model == WANTED, "it was asked when the other one was loaded"
+        for each in (first, second):
+            each.turn.close()
+        desires(node, link, LOADED)
+        unnamed, named = await ask(node, ""), await ask(node, WANTED)
+        desires(node, link, "")  # a person unloads it
+        node.tick(0.01)
+        error = await unnamed.refused()
+        assert (error.status, error.code) == (503, Code.NOT_READY)
+        assert "nothing is loaded; name a model" in error.detail
+        assert "`mlxtp serve MODEL`" in error.detail
+        assert last(link).waiting == (WANTED,)
+        assert str(await refusal(node, "default")) == error.detail
+        named.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
 @pytest.mark.parametrize(
     ("queue_s", "within_s", "status", "code"),
     [(0.05, 0.0, 503, Code.OVERLOADED), (0.05, 9.0, 503, Code.OVERLOADED), (9.0, 0.05, 504, Code.DEADLINE)],
@@ -400,6 +428,27 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
             served(node, before)
             await behind.has_come()
         assert cluster.coordination.desired.version == version
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_served(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        link.close()
+        for _ in range(4):
+            node.tick(0.5)
+        cluster.want("")
+        waiting = await ask(node, WANTED)  # before anybody has looked
+        assert cluster.coordination.desired.model == WANTED
+        supervisor = cluster.supervisor
+        supervisor.resting, supervisor.state = True, State.FAILED
+        supervisor.reason = GroupError("no weights")
+        node.tick(0.01)
+        assert "no weights" in (await waiting.refused()).detail
+        assert cluster.coordination.desired.model == ""
 
     play(tmp_path, member, story, load_on_request=True)
 

@@ -82,13 +82,13 @@ class Turns:
             return Load(wanted)
         return None
 
-    def refuse(self, model: str, why: str, instead: str) -> Tell:
+    def refuse(self, model: str, why: str, instead: str, *, broken: bool = False) -> Tell:
         """`model` cannot be served: whoever waits for it is told, and `instead` has the turn."""
         self._since = {key: since for key, since in self._since.items() if key[1] != model}
-        return self._tell(instead, model, why)
+        return self._tell(instead, model, why, broken)
 
-    def _tell(self, model: str, refused: str = "", why: str = "") -> Tell:
-        self.turn = ModelTurn(self.turn.term, self.turn.number + 1, model, refused, why)
+    def _tell(self, model: str, refused: str = "", why: str = "", broken: bool = False) -> Tell:
+        self.turn = ModelTurn(self.turn.term, self.turn.number + 1, model, refused, why, broken)
         return Tell(self.turn)
 
     def _first(self, loaded: str) -> str:

@@ -15,9 +15,9 @@ from ..api.backend import AT_ONCE, Stored, Turn
 from ..cluster.beliefs import NOBODY, Claim
 from ..cluster.standing import State as Standing
 from ..cluster.switching import Load, Tell, Turns
-from ..errors import Code, MlxtpError, RequestError
+from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
-from .epoch import State
+from .epoch import State, of_the_model
 from .models import stored_name
 from .stored import stored_models
 from .surroundings import Surroundings
@@ -91,12 +91,14 @@ class Switching:
         self._waiting: dict[Waiter, None] = {}
         self._running: set[Waiter] = set()
         self._told: object = None
-        self._refused: dict[str, tuple[str, float]] = {}
+        self._refused: dict[str, tuple[RequestError, float]] = {}
         """By model: why it could not be served, and until when it is not tried again."""
         self._before: DesiredState | None = None
         """What was served, or that nothing was to be, before anything else was wanted."""
-        self._trouble: tuple[int, str, float] = (0, "", 0.0)
-        """The version of what cannot be served, the reason, and since when."""
+        self._failed: int | None = None
+        """The version of what was wanted when an epoch failed for good, as long as nothing comes after it."""
+        self._placed: tuple[int, float] = (0, 0.0)
+        """The version of what is wanted, and when it last had a place."""
 
     # --- for requests --------------------------------------------------------------------------------
 
@@ -199,11 +201,13 @@ class Switching:
         if self._by == claim and turn.number <= self._turn.number:
             return
         self._turn, self._by = turn, claim
-        if turn.refused:
-            self._refused[turn.refused] = (turn.why, now + REFUSED_S)
-            for waiter in self._waiting:
-                if waiter.target == turn.refused:
-                    _refuse(waiter, _cannot(turn.refused, turn.why))
+        if not turn.refused:
+            return
+        if turn.refused != turn.model:  # what is wanted all the same may be there any moment
+            self._refused[turn.refused] = (_cannot(turn), now + REFUSED_S)
+        for waiter in self._waiting:
+            if waiter.target == turn.refused:
+                _refuse(waiter, _cannot(turn))
 
     # --- what follows --------------------------------------------------------------------------------
 
@@ -267,8 +271,9 @@ class Switching:
             return RequestError(
                 f"{target} cannot be served: {supervisor.reason.detail}", Code.NOT_READY, status=503
             )
-        why, _ = self._refused.get(target, ("", 0.0))
-        return _cannot(target, why) if why else None
+        if target != desired.model and target in self._refused:
+            return self._refused[target][0]
+        return None
 
     def _admit(self) -> None:
         """Let begin whose turn has come, and say why to those whose turn never will."""
@@ -331,28 +336,30 @@ class Switching:
                 case Load(model):
                     log.info("%s is loaded for a request", model)
                     cluster.want(model, by_person=False)
-        if why := self._why_not(now):
-            self._go_back(why, now)
+        if (error := self._why_not(now)) is not None:
+            self._go_back(error, now)
 
     def _give(self, turn: ModelTurn, now: float) -> None:
         self._hear(turn, now)
         self._cluster.neighbours.tell_all(turn)
         self._admit()
 
-    def _why_not(self, now: float) -> str:
+    def _why_not(self, now: float) -> MlxtpError | None:
         """Why what is wanted cannot be served, once that is certain."""
         supervisor, version = self._cluster.supervisor, self._desired.version
-        failed = supervisor.resting and supervisor.state is State.FAILED and supervisor.reason is not None
-        why = supervisor.reason.detail if failed and supervisor.reason is not None else self._unplanned()
-        if not why:
-            self._trouble = (version, "", now)
-        elif not self._trouble[1]:
-            self._trouble = (version, why, now)
-        wanted, _, since = self._trouble
-        if not why or wanted != version:  # it is still that of what was wanted before
-            return ""
-        nowhere = self._cluster.model.problem and self._all_have_looked()
-        return why if failed or nowhere or now >= since + UNPLANNED_S else ""
+        if supervisor.resting and supervisor.state is State.FAILED:
+            if self._failed is None:
+                self._failed = version
+            return supervisor.reason if self._failed == version else None  # it is still that of another one
+        self._failed = None
+        why = self._unplanned()
+        if not why or self._placed[0] != version:
+            self._placed = (version, now)
+        elif self._cluster.model.problem and self._all_have_looked():
+            return ModelError(why)
+        elif now >= self._placed[1] + UNPLANNED_S:
+            return GroupError(why, Code.NOT_READY)
+        return None
 
     def _all_have_looked(self) -> bool:
         """Whether every member with a link has said whether it has what is wanted: one of them may."""
@@ -364,23 +371,29 @@ class Switching:
             for each in told
         )
 
-    def _go_back(self, why: str, now: float) -> None:
-        """What a request brought cannot be served: serve what was there before."""
+    def _go_back(self, error: MlxtpError, now: float) -> None:
+        """What is wanted cannot be served. If a request brought it, serve what was there before."""
         desired, before = self._desired, self._before
-        if desired.pinned or not desired.model:
+        if not desired.model:
             return
-        if before is None or before.model == desired.model:
+        if desired.pinned or before is None or before.model == desired.model:
             if self._turns.waits_for(desired.model):
-                self._give(self._turns.refuse(desired.model, why, desired.model).turn, now)
+                self._give_up(desired.model, error, desired.model, now)
             return
-        log.warning("%s cannot be served: %s; %s is again", desired.model, why, before.model or "nothing")
-        self._give(self._turns.refuse(desired.model, why, before.model).turn, now)
+        log.warning("%s cannot be served: %s; %s is again", desired.model, error, before.model or "nothing")
+        self._give_up(desired.model, error, before.model, now)
         self._cluster.want(before.model, before.nodes, by_person=False)
 
+    def _give_up(self, model: str, error: MlxtpError, instead: str, now: float) -> None:
+        tell = self._turns.refuse(model, error.detail, instead, broken=of_the_model(error))
+        self._give(tell.turn, now)
 
-def _cannot(model: str, why: str) -> RequestError:
-    detail = f"{model} could not be loaded: {why}"
-    return RequestError(detail, Code.MODEL_INVALID, status=400, param="model")
+
+def _cannot(turn: ModelTurn) -> RequestError:
+    detail = f"{turn.refused} could not be loaded: {turn.why}"
+    if turn.broken:
+        return RequestError(detail, Code.MODEL_INVALID, param="model")
+    return RequestError(f"{detail}; try again later", Code.NOT_READY, status=503)
 
 
 def _refuse(waiter: Waiter, refusal: RequestError) -> None:

@@ -350,7 +350,7 @@ class ModelTurn(Message):
     """The coordinator to all: no request for another model than this one begins until the next such word.
 
     `number` counts them in this `term`. `refused` is a model that could not be served, for the reason in
-    `why`; whoever has waited for it until now waits no more.
+    `why`; whoever has waited for it until now waits no more. `broken`: the model itself is at fault.
     """
 
     TYPE: ClassVar[int] = 0x4F
@@ -359,6 +359,7 @@ class ModelTurn(Message):
     model: str = _f(text(MAX_MODEL))
     refused: str = _f(text(MAX_MODEL))
     why: str = _f(_detail)
+    broken: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import pytest
 from mlxtp.api.backend import ModelInfo, Turn
 from mlxtp.cluster.coordination import Situation
 from mlxtp.config import Limits, embedded_model_path
-from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from mlxtp.node.epoch import State
 from mlxtp.node.supervisor import ModelSource
 from mlxtp.wire.control import DesiredState, ModelQueue, ModelStatus, ModelTurn
@@ -197,17 +197,21 @@ def test_a_pinned_model_is_named_with_what_changes_it(tmp_path: Path, member: Me
     play(tmp_path, member, story, load_on_request=True)
 
 
+@pytest.mark.parametrize(
+    ("broken", "status", "code", "more"),
+    [(True, 400, Code.MODEL_INVALID, ""), (False, 503, Code.NOT_READY, "; try again later")],
+)
 def test_who_waited_for_what_cannot_be_loaded_hears_why_and_who_comes_soon_too(
-    tmp_path: Path, member: Member
+    tmp_path: Path, member: Member, broken: bool, status: int, code: Code, more: str
 ) -> None:
     async def story(node: Node) -> None:
         link = following(node)
         waiting, patient = await ask(node, WANTED), await ask(node, LOADED)
-        node.hear(link, ModelTurn(TERM, 1, LOADED, WANTED, "it does not fit"))
+        node.hear(link, ModelTurn(TERM, 1, LOADED, WANTED, "no weights", broken))
         node.tick(0.01)
         for error in (await waiting.refused(), await refusal(node, WANTED)):
-            assert (error.status, error.code) == (400, Code.MODEL_INVALID)
-            assert error.detail == f"{WANTED} could not be loaded: it does not fit"
+            assert (error.status, error.code) == (status, code)
+            assert error.detail == f"{WANTED} could not be loaded: no weights{more}"
         await patient.has_come()
         node.tick(61)
         assert not (await ask(node, WANTED)).turn.come
@@ -397,9 +401,16 @@ def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Pa
     play(tmp_path, member, story, load_on_request=True)
 
 
-@pytest.mark.parametrize("before", [LOADED, ""])
+@pytest.mark.parametrize(
+    ("before", "why", "status"),
+    [
+        (LOADED, ModelError("no weights"), 400),
+        ("", GroupError("no weights", Code.MODEL_NOT_DIVISIBLE), 400),
+        (LOADED, GroupError("rank 1 was ended by signal 9"), 503),
+    ],
+)
 def test_what_cannot_be_served_gives_way_to_what_was_there_before(
-    tmp_path: Path, member: Member, before: str
+    tmp_path: Path, member: Member, before: str, why: MlxtpError, status: int
 ) -> None:
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.cluster
@@ -411,14 +422,20 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         served(node, "")
         supervisor = cluster.supervisor
         supervisor.resting, supervisor.state = True, State.FAILED
-        supervisor.reason = GroupError("no weights")
+        supervisor.reason = why
         node.tick(0.01)
         error = await waiting.refused()
-        assert error.detail == f"{WANTED} could not be loaded: no weights"
+        assert error.detail.startswith(f"{WANTED} could not be loaded: {why.detail}")
+        assert error.status == status, "only what is wrong with the model itself is a mistake of the client"
         desired = cluster.coordination.desired
         assert (desired.model, desired.pinned) == (before, False)
         told = link.heard(ModelTurn)[-1]
-        assert (told.model, told.refused, told.why) == (before, WANTED, "no weights")
+        assert (told.model, told.refused, told.why, told.broken) == (
+            before,
+            WANTED,
+            why.detail,
+            status == 400,
+        )
         version = desired.version
         behind = await ask(node, before) if before else None
         for _ in range(3):  # the state is still that of the failure
@@ -488,6 +505,49 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
             node.tick(0.5)
         assert "64 GB are too little" in (await waiting.refused()).detail
         assert cluster.coordination.desired.model == LOADED
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        served(node, "")
+        cluster.supervisor.state = State.IDLE
+        unplanned(node, "64 GB are too little")
+        waiting = await ask(node, "default")
+        cluster.want(LOADED)
+        for _ in range(13):
+            node.live_once(link)
+            node.tick(0.5)
+        for each in (waiting, await ask(node, LOADED)):
+            error = await each.refused()
+            assert (error.status, error.code) == (503, Code.NOT_READY)
+            assert "64 GB are too little" in error.detail
+        told = len(link.heard(ModelTurn))
+        tell(node, link, LOADED)
+        assert len(link.heard(ModelTurn)) == told + 1, "who waits elsewhere is told, too"
+        assert cluster.coordination.desired.pinned
+        unplanned(node, "")
+        node.live_once(link)
+        cluster.supervisor.state = State.READY
+        served(node, LOADED)
+        assert (await ask(node, LOADED)).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_wanted_again_is_not_refused_for_what_was(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        node.hear(link, ModelTurn(TERM, 1, LOADED, WANTED, "no weights", True))
+        node.hear(link, ModelTurn(TERM, 2, LOADED, LOADED, "no place"))
+        assert (await ask(node, LOADED)).turn.come
+        await refusal(node, WANTED)
+        desires(node, link, WANTED, pinned=True)
+        node.hear(link, ModelTurn(TERM, 3, WANTED, "", ""))
+        served(node, WANTED)
+        assert (await ask(node, WANTED)).turn.come
 
     play(tmp_path, member, story, load_on_request=True)
 

@@ -129,7 +129,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     RecordsWanted(b"n" * 16, 17, "ab" * 6),
     Record(b"n" * 16, b"{}"),
     RecordsTold(b"n" * 16),
-    ModelTurn(3, 2, "org/one", "org/two", "it does not fit"),
+    ModelTurn(3, 2, "org/one", "org/two", "it does not fit", True),
     ModelQueue(3, 2, ("org/one", "tiny"), 4),
 )  # fmt: skip
 
@@ -455,7 +455,7 @@ _STRATEGIES |= {
     RecordsWanted: st.builds(RecordsWanted, st.binary(min_size=16, max_size=16), _epoch, _short),
     Record: st.builds(Record, st.binary(min_size=16, max_size=16), st.binary(max_size=64)),
     RecordsTold: st.builds(RecordsTold, st.binary(min_size=16, max_size=16)),
-    ModelTurn: st.builds(ModelTurn, _count, _count, _text, _text, _text),
+    ModelTurn: st.builds(ModelTurn, _count, _count, _text, _text, _text, st.booleans()),
     ModelQueue: st.builds(ModelQueue, _count, _count, _shorts, _count),
 }  # fmt: skip
 

@@ -148,7 +148,7 @@ class Cluster:
         self.records = Records(self)
         self.issuing = Issuing(self)
         self.follower = Follower(self)
-        self.switching = Switching(self, lambda: self._unplanned)
+        self.switching = Switching(self, lambda: self._unplanned, self.conductor.no_place)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
         self.on_gone: Callable[[str], None] = lambda _node_id: None
@@ -669,6 +669,7 @@ class Cluster:
         await self.fabric.close()
         await self.records.close()
         await self.follower.close()
+        await self.switching.close()
         await self.guest.close()
         await self.neighbours.close()
         await self.model.close()

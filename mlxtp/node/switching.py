@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Callable
 
 from ..api.backend import AT_ONCE, Stored, Turn
 from ..cluster.beliefs import NOBODY, Claim
+from ..cluster.shapes import ModelShape
 from ..cluster.standing import State as Standing
 from ..cluster.switching import Load, Tell, Turns
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
 from .epoch import State, of_the_model
+from .foresight import Foresight
 from .models import stored_name
 from .stored import stored_models
 from .surroundings import Surroundings
@@ -77,13 +79,17 @@ class Waiter:
 
 
 class Switching:
-    """Implements `gateway.Switch`. `unplanned` says why there is no group for what is wanted, or nothing."""
+    """Implements `gateway.Switch`. `unplanned` says why there is no group for what is wanted, or nothing;
+    `no_place` why there could be none for a model of this shape."""
 
-    def __init__(self, cluster: Surroundings, unplanned: Callable[[], str]) -> None:
+    def __init__(
+        self, cluster: Surroundings, unplanned: Callable[[], str], no_place: Callable[[ModelShape], str]
+    ) -> None:
         self._cluster = cluster
         gateway = cluster.supervisor.gateway
         gateway.switch, gateway.on_serving = self, cluster.changed
         self._unplanned = unplanned
+        self._foresight = Foresight(cluster.settings.kv_bits, no_place, cluster.changed)
         self._turns = Turns()
         self._turn = UNHEARD
         """The last that was heard, of the coordinator in `_by`."""
@@ -112,7 +118,7 @@ class Switching:
         """See `Backend.turn`."""
         target = self._known(name)
         if target is None and self._on:
-            target = await asyncio.to_thread(stored_name, name or "")
+            target = await self._stored(name or "")
         if target is None or not (target or self._on):
             return AT_ONCE
         if (refusal := self._refusal(target)) is not None:
@@ -132,6 +138,14 @@ class Switching:
             if not waiter.come:
                 self._cluster.changed()
         return waiter
+
+    async def _stored(self, name: str) -> str | None:
+        """What `DesiredState` would call a model on this Mac's disk; None for what is not there."""
+        try:
+            return await asyncio.to_thread(stored_name, name)
+        except ModelError as error:
+            detail = f"{name} cannot be served: {error.detail}"
+            raise RequestError(detail, Code.MODEL_INVALID, param="model") from None
 
     def leave(self, waiter: Waiter) -> None:
         """A request has ended, or waits no more."""
@@ -328,14 +342,19 @@ class Switching:
             action = self._turns.decide(
                 cluster.coordination.claim.term, self._desired, present, served=self._ready, now=now
             )
-            match action:
-                case None:
-                    break
-                case Tell(turn):
-                    self._give(turn, now)
-                case Load(model):
-                    log.info("%s is loaded for a request", model)
-                    cluster.want(model, by_person=False)
+            if isinstance(action, Tell):
+                self._give(action.turn, now)
+                continue
+            if not self._turn.model or not self._pending:
+                break
+            looked, error = self._foresight.about(self._turn)
+            if error is not None:
+                self._give_up(self._turn.model, error, self._desired.model, now)
+            elif looked and isinstance(action, Load):
+                log.info("%s is loaded for a request", action.model)
+                cluster.want(action.model, by_person=False)
+            else:
+                break
         if (error := self._why_not(now)) is not None:
             self._go_back(error, now)
 
@@ -387,6 +406,10 @@ class Switching:
     def _give_up(self, model: str, error: MlxtpError, instead: str, now: float) -> None:
         tell = self._turns.refuse(model, error.detail, instead, broken=of_the_model(error))
         self._give(tell.turn, now)
+
+    async def close(self) -> None:
+        """Nothing is looked at any more."""
+        await self._foresight.close()
 
 
 def _cannot(turn: ModelTurn) -> RequestError:

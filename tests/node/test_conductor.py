@@ -127,7 +127,7 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
         node.lead(source)
         placement, why = node.cluster.conductor.placement()
         assert placement is None
-        assert f"{folder} cannot be read any more" in why
+        assert f"{folder} cannot be read" in why
         node.live()
         assert node.cluster.waiting == why
 

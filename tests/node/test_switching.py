@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +21,7 @@ from mlxtp.wire.control import DesiredState, ModelQueue, ModelStatus, ModelTurn
 from mlxtp.wire.messages import Generate
 
 from ..wire.members import Member
-from .one_node import CLOCK, A, B, FakeLink, Node, play
+from .one_node import CLOCK, MACHINE, A, B, FakeLink, Node, play
 from .scenes import sees, within
 from .test_gateway import FakeRanks
 
@@ -333,6 +335,16 @@ def leading(node: Node) -> FakeLink:
     return link
 
 
+async def loads(node: Node) -> None:
+    """Once it has looked at the model on its disk, the coordinator has it loaded."""
+
+    def look() -> bool:
+        node.tick(0.0)
+        return node.cluster.coordination.desired.model == WANTED
+
+    await sees(look)
+
+
 def unplanned(node: Node, why: str) -> None:
     """From now on there is no group, or none is possible."""
     node.cluster.conductor.situation = lambda: Situation(refusal=why)  # type: ignore[method-assign]
@@ -358,7 +370,7 @@ def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_
         tell(node, link, WANTED)
         assert cluster.coordination.desired.model == LOADED, "a request runs here"
         here.turn.close()
-        node.tick(0.01)
+        await loads(node)
         desired = cluster.coordination.desired
         assert (desired.model, desired.pinned) == (WANTED, False)
         assert link.heard(DesiredState)[-1] == desired
@@ -378,7 +390,7 @@ def test_requests_of_a_member_that_is_not_heard_for_a_moment_are_not_cut(
         assert cluster.coordination.desired.model == LOADED, "it may be back in a moment"
         for _ in range(3):
             node.tick(0.5)
-        assert cluster.coordination.desired.model == WANTED, "it is gone, and its requests with it"
+        await loads(node)  # it is gone, and its requests with it
         waiting.turn.close()
 
     play(tmp_path, member, story, load_on_request=True)
@@ -394,8 +406,7 @@ def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Pa
         tell(node, link)
         assert cluster.coordination.desired.model == LOADED
         cancel()
-        node.tick(0.01)
-        assert cluster.coordination.desired.model == WANTED
+        await loads(node)
         waiting.turn.close()
 
     play(tmp_path, member, story, load_on_request=True)
@@ -418,7 +429,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         served(node, before)
         waiting = await ask(node, WANTED)
         tell(node, link)
-        assert cluster.coordination.desired.model == WANTED
+        await loads(node)
         served(node, "")
         supervisor = cluster.supervisor
         supervisor.resting, supervisor.state = True, State.FAILED
@@ -459,7 +470,7 @@ def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_se
             node.tick(0.5)
         cluster.want("")
         waiting = await ask(node, WANTED)  # before anybody has looked
-        assert cluster.coordination.desired.model == WANTED
+        await loads(node)
         supervisor = cluster.supervisor
         supervisor.resting, supervisor.state = True, State.FAILED
         supervisor.reason = GroupError("no weights")
@@ -493,6 +504,7 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
         link, cluster = leading(node), node.cluster
         waiting = await ask(node, WANTED)
         tell(node, link)
+        await loads(node)
         served(node, "")
         cluster.supervisor.state = State.IDLE
         unplanned(node, "64 GB are too little")
@@ -557,6 +569,7 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         link, cluster = leading(node), node.cluster
         waiting = await ask(node, WANTED)
         tell(node, link)
+        await loads(node)
         served(node, "")
         cluster.supervisor.state = State.IDLE
         cluster.model.problem = "tiny is not here"
@@ -569,6 +582,53 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         node.tick(0.01)
         assert "tiny is not here" in (await waiting.refused()).detail
         assert cluster.coordination.desired.model == LOADED
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        machines = cluster.knowledge.machines
+        for each in machines:
+            machines[each] = replace(MACHINE, memory_bytes=1 << 20, free_bytes=0)
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        await sees(lambda: node.tick(0.0) or waiting.turn not in cluster.switching._waiting)  # type: ignore[func-returns-value]
+        error = await waiting.refused()
+        assert (error.status, error.code) == (503, Code.NOT_READY)
+        assert "(studio) has 0.0 GB for 0.6 GB" in error.detail
+        assert (cluster.coordination.desired.model, cluster.supervisor.state) == (LOADED, State.READY)
+        told = link.heard(ModelTurn)[-1]
+        assert (told.model, told.refused) == (LOADED, WANTED)
+        assert (await ask(node, LOADED)).turn.come
+        cluster.switching._refused.clear()
+        for each in machines:  # what others run may end, and what is loaded now will
+            machines[each] = replace(MACHINE, free_bytes=1 << 20)
+        for waiter in list(cluster.switching._running):
+            waiter.close()
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        await loads(node)
+        waiting.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_its_configuration_tells_cannot_be_served_is_not_waited_for(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        folder = shutil.copytree(embedded_model_path(), tmp_path / "embedding")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+        error = await refusal(node, str(folder))
+        assert (error.status, error.code, error.param) == (400, Code.MODEL_INVALID, "model")
+        assert error.detail == f"{folder} cannot be served: it is a BertModel, which writes no text"
+        assert link.heard(ModelQueue) == []
 
     play(tmp_path, member, story, load_on_request=True)
 

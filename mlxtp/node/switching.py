@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from ..api.backend import AT_ONCE, Stored, Turn
-from ..cluster.beliefs import NOBODY, Claim
+from ..cluster.beliefs import NOBODY, NOTHING, Claim
 from ..cluster.shapes import ModelShape
 from ..cluster.standing import State as Standing
 from ..cluster.switching import Load, Tell, Turns
@@ -101,10 +101,10 @@ class Switching:
         """By model: why it could not be served, and until when it is not tried again."""
         self._before: DesiredState | None = None
         """What was served, or that nothing was to be, before anything else was wanted."""
-        self._failed: int | None = None
-        """The version of what was wanted when an epoch failed for good, as long as nothing comes after it."""
-        self._placed: tuple[int, float] = (0, 0.0)
-        """The version of what is wanted, and when it last had a place."""
+        self._failed: DesiredState | None = None
+        """What was wanted when an epoch failed for good, as long as nothing comes after it."""
+        self._placed = (NOTHING, 0.0)
+        """What is wanted, and when it last had a place."""
 
     # --- for requests --------------------------------------------------------------------------------
 
@@ -365,15 +365,15 @@ class Switching:
 
     def _why_not(self, now: float) -> MlxtpError | None:
         """Why what is wanted cannot be served, once that is certain."""
-        supervisor, version = self._cluster.supervisor, self._desired.version
+        supervisor, desired = self._cluster.supervisor, self._desired
         if supervisor.resting and supervisor.state is State.FAILED:
             if self._failed is None:
-                self._failed = version
-            return supervisor.reason if self._failed == version else None  # it is still that of another one
+                self._failed = desired
+            return supervisor.reason if self._failed == desired else None  # it is still that of another one
         self._failed = None
         why = self._unplanned()
-        if not why or self._placed[0] != version:
-            self._placed = (version, now)
+        if not why or self._placed[0] != desired:
+            self._placed = (desired, now)
         elif self._cluster.model.problem and self._all_have_looked():
             return ModelError(why)
         elif now >= self._placed[1] + UNPLANNED_S:

@@ -349,6 +349,7 @@ class Switching:
                 break
             looked, error = self._foresight.about(self._turn)
             if error is not None:
+                log.warning("%s is not loaded for a request: %s", self._turn.model, error.detail)
                 self._give_up(self._turn.model, error, self._desired.model, now)
             elif looked and isinstance(action, Load):
                 log.info("%s is loaded for a request", action.model)
@@ -399,13 +400,14 @@ class Switching:
             if self._turns.waits_for(desired.model):
                 self._give_up(desired.model, error, desired.model, now)
             return
-        log.warning("%s cannot be served: %s; %s is again", desired.model, error, before.model or "nothing")
+        instead = before.model or "nothing"
+        log.warning("%s cannot be served: %s; %s is again", desired.model, error.detail, instead)
         self._give_up(desired.model, error, before.model, now)
         self._cluster.want(before.model, before.nodes, by_person=False)
 
     def _give_up(self, model: str, error: MlxtpError, instead: str, now: float) -> None:
-        tell = self._turns.refuse(model, error.detail, instead, broken=of_the_model(error))
-        self._give(tell.turn, now)
+        broken = of_the_model(error) and not self._desired.pinned  # that is no client's choice
+        self._give(self._turns.refuse(model, error.detail, instead, broken=broken).turn, now)
 
     async def close(self) -> None:
         """Nothing is looked at any more."""

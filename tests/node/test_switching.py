@@ -540,6 +540,12 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
         tell(node, link, LOADED)
         assert len(link.heard(ModelTurn)) == told + 1, "who waits elsewhere is told, too"
         assert cluster.coordination.desired.pinned
+        cluster.supervisor.resting, cluster.supervisor.state = True, State.FAILED
+        cluster.supervisor.reason = ModelError("no weights")
+        tell(node, link, LOADED)
+        told_last = link.heard(ModelTurn)[-1]
+        assert (told_last.why, told_last.broken) == ("no weights", False), "no client chose it"
+        cluster.supervisor.resting = False
         unplanned(node, "")
         node.live_once(link)
         cluster.supervisor.state = State.READY

@@ -186,7 +186,7 @@ def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: st
     nobody = SimpleNamespace(machines={})
     parts = {"settings": settings, "node_id": "", "knowledge": nobody, "measured": Measured}
     conductor = Conductor(cast(Any, SimpleNamespace(**parts)))
-    served = conductor._options(str(nodes), cast(Any, SimpleNamespace(id=model)))
+    served = conductor._options(str(nodes), model)
     assert plan.as_served(model, Options(nodes=nodes)).nodes == served.nodes
 
 

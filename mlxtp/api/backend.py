@@ -206,8 +206,9 @@ class Backend(Protocol):
     async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
         """The turn of a request for the model `name`, which waits `within_s`; 0 is the server's own limit.
 
-        Raises RequestError: 404 when a pinned model is in its way, 503 when another one is about to be loaded
-        and requests here do not wait.
+        Raises RequestError: 404 when a pinned model is in its way, 400 when its configuration tells that it
+        cannot be served, 503 when another one is about to be loaded and requests here do not wait, or when it
+        names none and nothing is loaded.
 
         What is nowhere has its turn at once: the request then ends as one whose model is not loaded. The
         caller closes the turn after the request.

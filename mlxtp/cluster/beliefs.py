@@ -37,12 +37,17 @@ NOTHING = DesiredState(0, "", "", "auto")
 
 
 def newer(one: DesiredState, other: DesiredState) -> DesiredState:
-    """The later version; of one version, the smaller writer's."""
+    """What rests on the later word of a person, however many requests have chosen since an earlier one; then
+    the later version; of one version, the smaller writer's.
+
+    Two people may have spoken at once, apart. What one of them pinned then counts more than what requests
+    chose after the other.
+    """
     return min(
         one,
         other,
         key=lambda desired: (
-            -desired.version, desired.writer, desired.model, desired.nodes, not desired.pinned
+            -desired.said, not desired.pinned, -desired.version, desired.writer, desired.model, desired.nodes
         ),
     )  # fmt: skip
 

@@ -138,7 +138,7 @@ class Coordination:
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
         """Whether the sender of a beat should be sent the desired state, and the roster, of this node."""
-        return beat.desired < self.desired.version, beat.roster != self._digest
+        return beat.desired != self.desired.version, beat.roster != self._digest
 
     # --- what is heard
 
@@ -170,6 +170,10 @@ class Coordination:
     def desires(self, desired: DesiredState) -> bool:
         """A member's desired state. True when it replaces this node's: keep it, and send it on."""
         _check_leaps((desired.version, self.desired.version))
+        if desired.said > desired.version:
+            raise RemoteProtocolError(
+                f"version {desired.version} rests on {desired.said}, a later one", Code.FIELD_INVALID
+            )
         before, self.desired = self.desired, newer(self.desired, desired)
         return self.desired != before
 
@@ -193,9 +197,11 @@ class Coordination:
 
     # --- what is said here
 
-    def want(self, model: str, nodes: str = "auto", *, pinned: bool = False) -> DesiredState:
+    def want(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
         """What should run from now on, by the word of a person or a request here: keep it, and send it on."""
-        self.desired = DesiredState(self.desired.version + 1, self.self_id, model, nodes, pinned)
+        version = self.desired.version + 1
+        said = version if by_person else self.desired.said
+        self.desired = DesiredState(version, self.self_id, model, nodes, said)
         return self.desired
 
     def admit(self, node_id: str, name: str, fingerprint: str) -> None:

@@ -32,8 +32,10 @@ SHARDABLE = frozenset(
 ALSO_CALLED = {
     "mistral": "llama", "iquestcoder": "llama", "xverse": "llama", "joyai_llm_flash": "deepseek_v3",
     "kimi_k2": "deepseek_v3", "minimax_m2": "minimax", "deepseek_v41_text": "deepseek_v41",
+    "llava": "mistral3", "phi-msft": "phixtral", "falcon_mamba": "mamba", "qwen2_5_vl": "qwen2_vl",
+    "gemma4_unified": "gemma4",
 }  # fmt: skip
-"""Other names of these families, by mlx-lm's own table."""
+"""Other names of families, by mlx-lm's own table. A test holds it equal to that one, too."""
 
 _KERNELS = {
     "layer": 4,  # two norms, two residual sums

@@ -37,7 +37,7 @@ class Turns:
         self._queues: dict[str, ModelQueue] = {}
         self._since: dict[tuple[str, str], float] = {}
         """By node id and model: when the first of those that wait there was heard of."""
-        self._version = -1
+        self._desired: DesiredState | None = None
         """What was wanted, when that was last looked at."""
         self._served_at = math.inf
 
@@ -63,12 +63,12 @@ class Turns:
     ) -> Tell | Load | None:
         """What the coordinator of `term` does next; `served`: the group of what is desired is ready."""
         if term != self.turn.term:
-            self.turn, self._version = ModelTurn(term, 0, desired.model, "", ""), -1
+            self.turn, self._desired = ModelTurn(term, 0, desired.model, "", ""), None
         for node_id in self._queues.keys() - set(present):
             del self._queues[node_id]
         self._since = {key: since for key, since in self._since.items() if key[0] in self._queues}
-        if desired.version != self._version:
-            self._version, self._served_at = desired.version, math.inf
+        if desired != self._desired:
+            self._desired, self._served_at = desired, math.inf
             if self.turn.number == 0:  # nobody has ever waited
                 self.turn = replace(self.turn, model=desired.model)
             elif self.turn.model != desired.model:  # a person said so
@@ -82,13 +82,13 @@ class Turns:
             return Load(wanted)
         return None
 
-    def refuse(self, model: str, why: str, instead: str) -> Tell:
+    def refuse(self, model: str, why: str, instead: str, *, broken: bool = False) -> Tell:
         """`model` cannot be served: whoever waits for it is told, and `instead` has the turn."""
         self._since = {key: since for key, since in self._since.items() if key[1] != model}
-        return self._tell(instead, model, why)
+        return self._tell(instead, model, why, broken)
 
-    def _tell(self, model: str, refused: str = "", why: str = "") -> Tell:
-        self.turn = ModelTurn(self.turn.term, self.turn.number + 1, model, refused, why)
+    def _tell(self, model: str, refused: str = "", why: str = "", broken: bool = False) -> Tell:
+        self.turn = ModelTurn(self.turn.term, self.turn.number + 1, model, refused, why, broken)
         return Tell(self.turn)
 
     def _first(self, loaded: str) -> str:

@@ -14,6 +14,9 @@ from ..errors import Code, ModelError
 
 Config = Mapping[str, Any]
 
+_MOST = 1 << 48
+"""No size of a model is anywhere near."""
+
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -77,8 +80,9 @@ def number(config: Config, *names: str) -> int:
     """The first of these sizes that is there, or 0. Raises ModelError when it is no whole number."""
     for name in names:
         value = config.get(name) or 0
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ModelError(f"config.json: {name} is {value!r}, not a whole number", Code.MODEL_INVALID)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
+            told = f"{value!r:.40}"
+            raise ModelError(f"config.json: {name} is {told}, not a whole number", Code.MODEL_INVALID)
         if value:
             return value
     return 0

@@ -185,7 +185,7 @@ async def _among_others(
         if entered.joined and settings.model_given:
             log.warning("--model is left aside: what a cluster serves is said with `mlxtp serve`")
         elif settings.model_given or entered.founded:
-            cluster.want(lasting_name(settings.model), settings.nodes, pinned=settings.model_given)
+            cluster.want(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
         stop = asyncio.Event()
         admin = Member(cluster, store)
         app = _app(supervisor, admin, endpoint)

@@ -151,7 +151,7 @@ class Cluster:
         self.echoes = Echoes(self.node_id, self.neighbours)
         self.issuing = Issuing(self)
         self.follower = Follower(self)
-        self.switching = Switching(self, lambda: self._unplanned)
+        self.switching = Switching(self, lambda: self._unplanned, self.conductor.no_place)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
         self.on_gone: Callable[[str], None] = lambda _node_id: None
@@ -203,8 +203,8 @@ class Cluster:
 
     # --- what people want ----------------------------------------------------------------------------
 
-    def want(self, model: str, nodes: str = "", *, pinned: bool = True) -> DesiredState:
-        """What the cluster should run from now on; `pinned`: whatever requests name.
+    def want(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
+        """What the cluster should run from now on; `by_person`: whatever requests name, unless it is nothing.
 
         What is wanted already stays as it is, unless its group has failed: asking again tries it again.
         Raises UserError for what no member could say.
@@ -215,11 +215,11 @@ class Cluster:
             )
         present = self.coordination.desired
         nodes = nodes or present.nodes
-        wanted = (model, nodes, pinned and bool(model))
+        wanted = (model, nodes, by_person and bool(model))
         there = (present.model, present.nodes, present.pinned)
         if wanted == there and self.supervisor.state is not Serves.FAILED:
             return present
-        desired = self.coordination.want(model, nodes, pinned=pinned and bool(model))
+        desired = self.coordination.want(model, nodes, by_person=by_person)
         self._desire(present, desired)
         return desired
 
@@ -389,7 +389,7 @@ class Cluster:
 
     def _desire(self, before: DesiredState, desired: DesiredState) -> None:
         if (desired.model, desired.nodes) == (before.model, before.nodes):
-            self.conductor.still_wanted(desired)
+            self.conductor.still_wanted(before, desired)
         if desired.model != before.model:
             why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
             self.supervisor.gateway.suspend(GroupError(why, Code.SHUTTING_DOWN))
@@ -677,6 +677,7 @@ class Cluster:
         await self.fabric.close()
         await self.records.close()
         await self.follower.close()
+        await self.switching.close()
         await self.guest.close()
         await self.neighbours.close()
         await self.model.close()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from ..cluster import decisions
 from ..cluster.alternatives import Alternative
@@ -16,15 +14,17 @@ from ..cluster.decisions import FormEpoch, Running
 from ..cluster.placement import Options, plan
 from ..cluster.placement import Plan as Placement
 from ..cluster.preflight import preflight
-from ..cluster.shapes import ModelShape, shape_of
+from ..cluster.shapes import ModelShape
+from ..cluster.standing import State as Standing
 from ..cluster.topology import Member, Topology
 from ..config import EMBEDDED_MODEL, Settings
-from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..errors import Code, GroupError, MlxtpError
 from ..wire.control import DesiredState, Prepare, Serving
 from ..wire.rdma import Matrix, flat
 from .epoch import State
 from .ranks import Group, Ranks, Seat
 from .remote_rank import RankWord, RemoteRank
+from .servable import read_config, shape_in
 from .supervisor import ModelSource
 from .supervisor import Plan as EpochPlan
 from .surroundings import Surroundings
@@ -159,10 +159,10 @@ class Conductor:
             log.info("%s", note)
         self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))
 
-    def still_wanted(self, desired: DesiredState) -> None:
+    def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
         """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
         mine = self._mine
-        if mine is not None and mine.model == desired.model and mine.desired == desired.version - 1:
+        if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
             self._mine = replace(mine, desired=desired.version)
 
     def _group(self, form: FormEpoch, placement: Placement) -> Group:
@@ -312,7 +312,7 @@ class Conductor:
         if not members:
             return None, "every Mac here is about to stop"
         try:
-            options = self._options(desired.nodes, source)
+            options = self._options(desired.nodes, source.id)
         except MlxtpError as error:  # by the word of a member with another version
             return None, error.detail
         asked = (members, desired, source.id, options)
@@ -325,6 +325,24 @@ class Conductor:
             except MlxtpError as error:
                 self._known = (asked, None, error.detail)
         return self._known[1], self._known[2]
+
+    def no_place(self, shape: ModelShape) -> str:
+        """Why those who are here have no place for a model of this shape, even if each had it and nothing
+        else ran on its machine. Empty where they have, and as long as somebody may be back in a moment."""
+        cluster = self._cluster
+        if any(each.state is Standing.SUSPECT for each in cluster.membership.standings().values()):
+            return ""
+        members = [
+            replace(member, machine=replace(member.machine, free_bytes=0), model_ok=True, held_bytes=0)
+            for member in self.members()
+            if member.node_id not in cluster.coordination.draining
+        ]
+        try:
+            options = self._options(cluster.coordination.desired.nodes, shape.name)
+            placement = plan(members, shape, cluster.node_id, options)
+        except MlxtpError as error:
+            return error.detail
+        return placement.reason if placement.chosen is None else ""
 
     def _checked(self, placement: Placement, members: list[Member], options: Options) -> Placement:
         """The plan, if JACCL would form on every Mac of it; else the ring, and a line that says so."""
@@ -352,10 +370,10 @@ class Conductor:
             return plan(members, self._shape_now(), self._cluster.node_id, replace(options, backend="ring"))
         return placement
 
-    def _options(self, nodes: str, source: ModelSource) -> Options:
+    def _options(self, nodes: str, model: str) -> Options:
         settings = self._cluster.settings
         wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
-        if wanted == "auto" and source.id == EMBEDDED_MODEL:
+        if wanted == "auto" and model == EMBEDDED_MODEL:
             wanted = "all"  # it is there to show that the cluster works, not to be fast
         return Options(
             backend=settings.fabric,
@@ -388,16 +406,8 @@ class Conductor:
 
     def _shape_of(self, source: ModelSource) -> ModelShape:
         if self._shape is None or self._shape[0] is not source:
-            try:
-                config = json.loads((source.path / "config.json").read_text())
-                weights = sum(path.stat().st_size for path in Path(source.path).glob("*.safetensors"))
-                if not isinstance(config, dict):
-                    raise ValueError("config.json holds no table")
-            except (OSError, ValueError) as error:  # its disk may be gone meanwhile
-                raise ModelError(f"{source.path} cannot be read any more: {error}") from None
             kv_bits = self._cluster.settings.kv_bits
-            shape = shape_of(config, name=source.id, weight_bytes=weights, kv_bits=kv_bits)
-            self._shape = (source, shape)
+            self._shape = (source, shape_in(source.path, read_config(source.path), source.id, kv_bits))
         return self._shape[1]
 
     def remeasured(self) -> None:
@@ -419,7 +429,7 @@ class Conductor:
         assert chosen is not None
         source = self._cluster.model.source
         nodes = self._cluster.coordination.desired.nodes
-        everybody = source is not None and self._options(nodes, source).nodes == "all"
+        everybody = source is not None and self._options(nodes, source.id).nodes == "all"
         speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
         return (float(len(chosen.ranks)) if everybody else 0.0, speed)
 

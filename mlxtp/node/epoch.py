@@ -67,7 +67,7 @@ class RestartPolicy:
 
         A model that cannot be loaded will not load the next time either.
         """
-        if isinstance(error, ModelError) or error.code in _HOPELESS:
+        if of_the_model(error) or error.code is Code.CONFIG:
             return None
         self.failures = [at for at in self.failures if now - at < FAILURE_WINDOW_S] + [now]
         if len(self.failures) >= MAX_FAILURES:
@@ -75,9 +75,14 @@ class RestartPolicy:
         return BACKOFF_S[len(self.failures) - 1]
 
 
-_HOPELESS = frozenset(
-    (Code.MODEL_NOT_FOUND, Code.MODEL_INVALID, Code.MODEL_NOT_DIVISIBLE, Code.MODEL_UNSUPPORTED, Code.CONFIG)
+_OF_THE_MODEL = frozenset(
+    (Code.MODEL_NOT_FOUND, Code.MODEL_INVALID, Code.MODEL_NOT_DIVISIBLE, Code.MODEL_UNSUPPORTED)
 )
+
+
+def of_the_model(error: MlxtpError) -> bool:
+    """Whether the model itself is at fault, whoever found out."""
+    return isinstance(error, ModelError) or error.code in _OF_THE_MODEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,11 @@ class Gateway:
         """Requests that wait for more tokens, other agents' included."""
         return len(self._requests)
 
+    @property
+    def relayed(self) -> int:
+        """Requests of other agents' clients that go on here."""
+        return sum(isinstance(request, Relayed) for request in self._requests)
+
     def census(self) -> Census:
         """What is open right now."""
         own = [

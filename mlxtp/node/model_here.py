@@ -21,6 +21,8 @@ class ModelHere:
 
     def __init__(self, draft: str, on_change: Callable[[], None]) -> None:
         self.version = 0
+        self._since = 0
+        """The first version that wanted this model, and every one has since."""
         self.source: ModelSource | None = None
         self._path: Path | None = None
         self.fingerprint = ""
@@ -41,8 +43,10 @@ class ModelHere:
         """From now on this model is looked for; what is known of it stays when only the version is new."""
         self.version, self._download = desired.version, desired.pinned
         if desired.model == self._model and not self.problem:
+            self._since = min(self._since, desired.version)
             self._on_change()
             return
+        self._since = desired.version
         self._model, self.fingerprint, self.problem = desired.model, "", ""
         self.source = self._path = None
         if self._task is not None:
@@ -59,8 +63,11 @@ class ModelHere:
             self._task.add_done_callback(self._ended)
 
     def folder(self, version: int) -> Path:
-        """Where it is. Raises ModelError when it is not, or not yet, or not of this version."""
-        if version != self.version:
+        """Where it is. Raises ModelError when it is not, or not yet, or not of this version.
+
+        An epoch that was begun before the same model was pinned goes on.
+        """
+        if not self._since <= version <= self.version:
             raise ModelError(f"version {version} of what should run is not known here", Code.MODEL_NOT_FOUND)
         if self._path is None or not self.fingerprint:
             raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)

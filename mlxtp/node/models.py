@@ -10,6 +10,7 @@ from ..api.text.tokens import Text
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..wire.control import MAX_MODEL
+from .servable import check_servable, read_config
 from .stored import hub_folder, is_complete
 from .supervisor import ModelSource
 
@@ -37,18 +38,22 @@ def find_config(name: str) -> Path:
 
 def stored_name(name: str) -> str | None:
     """What a request may call a model that is complete on this machine: the embedded one, a folder by its
-    whole path, or an id on the Hub. None for anything else. Reads the disk: call it in a thread.
+    whole path, or an id on the Hub. None for anything else. Raises ModelError for one whose configuration
+    tells that it cannot be served. Reads the disk: call it in a thread.
     """
     if len(name) > MAX_MODEL or not name.isprintable():
         return None  # no Mac could tell another one about it
     if name == EMBEDDED_MODEL:
         return name
     try:
-        if Path(name).is_absolute():
-            return lasting_name(name) if is_complete(_check(_find(name))) else None
+        local = Path(name).is_absolute()
+        folder = _check(_find(name)) if local else hub_folder(name)
     except (ModelError, OSError, ValueError):
         return None
-    return name if hub_folder(name) is not None else None
+    if folder is None or (local and not is_complete(folder)):
+        return None
+    check_servable(read_config(folder))
+    return lasting_name(name) if local else name
 
 
 def _open_model(name: str, draft: str, download: bool) -> ModelSource:

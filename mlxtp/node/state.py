@@ -25,7 +25,7 @@ FILE = "state.json"
 FORMAT = 2
 """Of the file. A file of a later format was written by a later version, and is not for this one to read.
 
-In format 1 nothing was said of pinning: what was wanted then, a person had said."""
+In format 1 requests chose nothing: what was wanted then, a person had said."""
 MAX_ADDRESSES = 16
 """Kept of each peer."""
 _MAX_BYTES = 1 << 20
@@ -74,7 +74,7 @@ def from_text(text: str) -> Kept:
     if not 1 <= table["format"] <= FORMAT:
         raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
     if table["format"] == 1:
-        table["desired"] = _with_pinned(table.get("desired"))
+        table["desired"] = _said(table.get("desired"))
     expected = {"format", "peers", *_FIELDS}
     if table.keys() != expected:
         raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
@@ -93,10 +93,10 @@ def from_text(text: str) -> Kept:
     return Kept(beliefs, _peers(table["peers"]))
 
 
-def _with_pinned(desired: Any) -> Any:
-    if type(desired) is not dict or "pinned" in desired:
+def _said(desired: Any) -> Any:
+    if type(desired) is not dict or "said" in desired:
         return None  # which is no desired state of that format
-    return desired | {"pinned": bool(desired.get("model"))}
+    return desired | {"said": desired.get("version")}
 
 
 def _peers(value: Any) -> dict[str, tuple[str, ...]]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from ..api.backend import Stored
 from ..config import EMBEDDED_MODEL, embedded_model_path
+from ..errors import ModelError
+from .servable import check_servable, read_config
 
 _PART = re.compile(r"[\w.-]+")
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
@@ -50,7 +52,8 @@ def is_complete(folder: Path) -> bool:
 
 
 def stored_models() -> tuple[Stored, ...]:
-    """The embedded model and those of the Hub cache, by name. Reads the disk: call it in a thread."""
+    """The embedded model and those of the Hub cache, by name, but for what `check_servable` refuses. Reads
+    the disk: call it in a thread."""
     from huggingface_hub import constants
 
     names = []
@@ -58,15 +61,18 @@ def stored_models() -> tuple[Stored, ...]:
         _, owner, *rest = folder.name.split("--")
         names.append(f"{owner}/{'--'.join(rest)}")
     found = [(EMBEDDED_MODEL, embedded_model_path()), *((name, hub_folder(name)) for name in names)]
-    return tuple(_described(name, folder) for name, folder in found if folder is not None)
+    described = (_described(name, folder) for name, folder in found if folder is not None)
+    return tuple(stored for stored in described if stored is not None)
 
 
-def _described(name: str, folder: Path) -> Stored:
+def _described(name: str, folder: Path) -> Stored | None:
+    """Nothing, if its configuration tells that it cannot be served."""
     try:
-        config = _table(folder / "config.json")
+        config = read_config(folder)
+        check_servable(config)
         created = int((folder / "config.json").stat().st_mtime)
-    except _READ_ERRORS:
-        config, created = {}, 0
+    except (ModelError, OSError):
+        return None
     inner = config.get("text_config")
     length = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
     context = length if isinstance(length, int) and length > 0 else _DEFAULT_CONTEXT

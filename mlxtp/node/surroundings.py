@@ -64,7 +64,7 @@ class Surroundings(Protocol):
     def measured(self) -> Measured:
         """What placement takes over its assumptions."""
 
-    def want(self, model: str, nodes: str = "", *, pinned: bool = True) -> DesiredState:
+    def want(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
         """What the cluster should run from now on."""
 
     def changed(self) -> None:

@@ -12,16 +12,22 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from ..api.backend import AT_ONCE, Stored, Turn
+from ..cluster.beliefs import NOBODY, NOTHING, Claim
+from ..cluster.shapes import ModelShape
+from ..cluster.standing import State as Standing
 from ..cluster.switching import Load, Tell, Turns
-from ..errors import Code, MlxtpError, RequestError
+from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
-from .epoch import State
+from .epoch import State, of_the_model
+from .foresight import Foresight
 from .models import stored_name
 from .stored import stored_models
 from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
+UNNAMED = (None, "", "default")
+UNHEARD = ModelTurn(0, 0, "", "", "")
 NEWS_S = 1.0
 """How often a request that waits looks how far its model is."""
 REFUSED_S = 60.0
@@ -31,18 +37,23 @@ UNPLANNED_S = 12.0
 
 
 class Waiter:
-    """Implements `api.backend.Turn`. `target` is what `DesiredState` calls the model."""
+    """Implements `api.backend.Turn`. `named` is what `DesiredState` calls the model; empty for any."""
 
     model = ""
 
-    def __init__(self, target: str, within_s: float, late: RequestError, switching: Switching) -> None:
-        self.target = target
+    def __init__(self, named: str, within_s: float, late: RequestError, switching: Switching) -> None:
+        self._named = named
         self.come = False
         self.refusal: RequestError | None = None
         self.news = asyncio.Event()
         self._switching = switching
         self._late = late
         self._until = asyncio.get_running_loop().time() + within_s
+
+    @property
+    def target(self) -> str:
+        """What it waits for; empty when it named nothing, and nothing is wanted any more."""
+        return self._named or self._switching.wanted
 
     def progress(self) -> str:
         return self._switching.progress(self.target)
@@ -68,25 +79,32 @@ class Waiter:
 
 
 class Switching:
-    """Implements `gateway.Switch`. `unplanned` says why there is no group for what is wanted, or nothing."""
+    """Implements `gateway.Switch`. `unplanned` says why there is no group for what is wanted, or nothing;
+    `no_place` why there could be none for a model of this shape."""
 
-    def __init__(self, cluster: Surroundings, unplanned: Callable[[], str]) -> None:
+    def __init__(
+        self, cluster: Surroundings, unplanned: Callable[[], str], no_place: Callable[[ModelShape], str]
+    ) -> None:
         self._cluster = cluster
         gateway = cluster.supervisor.gateway
         gateway.switch, gateway.on_serving = self, cluster.changed
         self._unplanned = unplanned
+        self._foresight = Foresight(cluster.settings.kv_bits, no_place, cluster.changed)
         self._turns = Turns()
-        self._turn = ModelTurn(0, 0, "", "", "")
-        """The last that was heard."""
+        self._turn = UNHEARD
+        """The last that was heard, of the coordinator in `_by`."""
+        self._by = NOBODY
         self._waiting: dict[Waiter, None] = {}
         self._running: set[Waiter] = set()
         self._told: object = None
-        self._refused: dict[str, tuple[str, float]] = {}
+        self._refused: dict[str, tuple[RequestError, float]] = {}
         """By model: why it could not be served, and until when it is not tried again."""
         self._before: DesiredState | None = None
         """What was served, or that nothing was to be, before anything else was wanted."""
-        self._trouble: tuple[int, str, float] = (0, "", 0.0)
-        """The version of what cannot be served, the reason, and since when."""
+        self._failed: DesiredState | None = None
+        """What was wanted when an epoch failed for good, as long as nothing comes after it."""
+        self._placed = (NOTHING, 0.0)
+        """What is wanted, and when it last had a place."""
 
     # --- for requests --------------------------------------------------------------------------------
 
@@ -100,8 +118,8 @@ class Switching:
         """See `Backend.turn`."""
         target = self._known(name)
         if target is None and self._on:
-            target = await asyncio.to_thread(stored_name, name or "")
-        if not target:
+            target = await self._stored(name or "")
+        if target is None or not (target or self._on):
             return AT_ONCE
         if (refusal := self._refusal(target)) is not None:
             raise refusal
@@ -111,7 +129,7 @@ class Switching:
                 Code.NOT_READY,
                 status=503,
             )
-        waiter = self._waiter(target, within_s)
+        waiter = self._waiter(target, within_s, named=name not in UNNAMED)
         self._waiting[waiter] = None
         if not self._on or self._cluster.supervisor.gateway.closing:  # it is refused as it always was
             self._begin(waiter)
@@ -120,6 +138,14 @@ class Switching:
             if not waiter.come:
                 self._cluster.changed()
         return waiter
+
+    async def _stored(self, name: str) -> str | None:
+        """What `DesiredState` would call a model on this Mac's disk; None for what is not there."""
+        try:
+            return await asyncio.to_thread(stored_name, name)
+        except ModelError as error:
+            detail = f"{name} cannot be served: {error.detail}"
+            raise RequestError(detail, Code.MODEL_INVALID, param="model") from None
 
     def leave(self, waiter: Waiter) -> None:
         """A request has ended, or waits no more."""
@@ -140,19 +166,25 @@ class Switching:
         """What `DesiredState` calls it, if that is what the name means; None for another model."""
         desired = self._desired.model
         models = self._cluster.supervisor.gateway.models()
-        if name in (None, "", "default", desired):
+        if name in (*UNNAMED, desired):
             return desired
         return desired if models and (name == models[0].id or name in models[0].aliases) else None
 
-    def _waiter(self, target: str, within_s: float) -> Waiter:
+    def _waiter(self, target: str, within_s: float, *, named: bool) -> Waiter:
         queue_s = self._cluster.settings.limits.queue_s
         if within_s and within_s < queue_s:
             late = RequestError(
                 f"{target} was not there within {within_s:g} s", Code.DEADLINE, status=504, param="deadline_s"
             )
-            return Waiter(target, within_s, late, self)
+            return Waiter(target if named else "", within_s, late, self)
         detail = f"{target} was not there within {queue_s:g} s, as others are asked for; try again"
-        return Waiter(target, queue_s, RequestError(detail, Code.OVERLOADED, status=503), self)
+        late = RequestError(detail, Code.OVERLOADED, status=503)
+        return Waiter(target if named else "", queue_s, late, self)
+
+    @property
+    def wanted(self) -> str:
+        """What shall be served; empty is nothing."""
+        return self._desired.model
 
     # --- what is heard -------------------------------------------------------------------------------
 
@@ -163,7 +195,7 @@ class Switching:
             if self._behind(message):
                 with contextlib.suppress(MlxtpError):  # it hears of it over the next link
                     self._cluster.neighbours.send(node_id, self._turn)
-        elif node_id == self._cluster.coordination.claim.node_id:
+        elif Claim(message.term, node_id) == self._cluster.coordination.claim:
             self._hear(message, now)
             self._told = None  # it asks, by saying it, whether this node has heard
         self._cluster.changed()
@@ -175,31 +207,33 @@ class Switching:
 
     def _behind(self, queue: ModelQueue) -> bool:
         """Whether a member has not heard the turn that this coordinator gave last."""
-        turn = self._turn
-        leading = self._cluster.coordination.leading and self._given
+        turn, leading = self._turn, self._cluster.coordination.leading and self._given
         return leading and (queue.term, queue.number) < (turn.term, turn.number)
 
     def _hear(self, turn: ModelTurn, now: float) -> None:
-        if (turn.term, turn.number) <= (self._turn.term, self._turn.number):
+        claim = self._cluster.coordination.claim
+        if self._by == claim and turn.number <= self._turn.number:
             return
-        self._turn = turn
-        if turn.refused:
-            self._refused[turn.refused] = (turn.why, now + REFUSED_S)
-            for waiter in self._waiting:
-                if waiter.target == turn.refused:
-                    _refuse(waiter, _cannot(turn.refused, turn.why))
+        self._turn, self._by = turn, claim
+        if not turn.refused:
+            return
+        if turn.refused != turn.model:  # what is wanted all the same may be there any moment
+            self._refused[turn.refused] = (_cannot(turn), now + REFUSED_S)
+        for waiter in self._waiting:
+            if waiter.target == turn.refused:
+                _refuse(waiter, _cannot(turn))
 
     # --- what follows --------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
         """After each change, and twice a second."""
         self._refused = {model: said for model, said in self._refused.items() if said[1] > now}
+        if not self._desired.model or self._ready:
+            self._before = self._desired
         if self._cluster.coordination.leading:
             self._lead(now)
         self._admit()
         self._tell()
-        if not self._desired.model or self._ready:
-            self._before = self._desired
 
     def remind(self) -> None:
         """With each beat: who has not heard yet hears it again."""
@@ -222,8 +256,8 @@ class Switching:
 
     @property
     def _given(self) -> bool:
-        """Whether the present coordinator has given anybody a turn."""
-        return self._turn.number > 0 and self._turn.term == self._cluster.coordination.claim.term
+        """Whether the present coordinator has given anybody a turn. Of one term there may have been two."""
+        return self._turn.number > 0 and self._by == self._cluster.coordination.claim
 
     @property
     def _pending(self) -> bool:
@@ -234,6 +268,9 @@ class Switching:
 
     def _refusal(self, target: str) -> RequestError | None:
         """Why a request for this model need not wait."""
+        if not target:
+            detail = "nothing is loaded; name a model that is on this Mac's disk, or `mlxtp serve MODEL`"
+            return RequestError(detail, Code.NOT_READY, status=503)
         desired = self._desired
         if desired.pinned and target != desired.model:
             return RequestError(
@@ -248,8 +285,9 @@ class Switching:
             return RequestError(
                 f"{target} cannot be served: {supervisor.reason.detail}", Code.NOT_READY, status=503
             )
-        why, _ = self._refused.get(target, ("", 0.0))
-        return _cannot(target, why) if why else None
+        if target != desired.model and target in self._refused:
+            return self._refused[target][0]
+        return None
 
     def _admit(self) -> None:
         """Let begin whose turn has come, and say why to those whose turn never will."""
@@ -276,8 +314,9 @@ class Switching:
 
     def _queue(self) -> ModelQueue:
         waiting = dict.fromkeys(waiter.target for waiter in self._waiting if waiter.refusal is None)
-        turn = self._turn
-        return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], len(self._running))
+        turn = self._turn if self._given else UNHEARD
+        running = len(self._running) + self._cluster.supervisor.gateway.relayed  # some perhaps twice
+        return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], running)
 
     def _tell(self) -> None:
         """The coordinator hears of this node's queue, if there ever was one."""
@@ -296,42 +335,51 @@ class Switching:
     def _lead(self, now: float) -> None:
         cluster = self._cluster
         standings = cluster.membership.standings()
-        present = {cluster.node_id, *(node for node, each in standings.items() if each.present)}
+        here = (Standing.ALIVE, Standing.SUSPECT)  # whose link broke may be back with requests that go on
+        present = {cluster.node_id, *(node for node, each in standings.items() if each.state in here)}
         while True:
             self._turns.heard(cluster.node_id, self._queue(), now)
             action = self._turns.decide(
                 cluster.coordination.claim.term, self._desired, present, served=self._ready, now=now
             )
-            match action:
-                case None:
-                    break
-                case Tell(turn):
-                    self._give(turn, now)
-                case Load(model):
-                    log.info("%s is loaded for a request", model)
-                    cluster.want(model, pinned=False)
-        if why := self._why_not(now):
-            self._go_back(why, now)
+            if isinstance(action, Tell):
+                self._give(action.turn, now)
+                continue
+            if not self._turn.model or not self._pending:
+                break
+            looked, error = self._foresight.about(self._turn)
+            if error is not None:
+                log.warning("%s is not loaded for a request: %s", self._turn.model, error.detail)
+                self._give_up(self._turn.model, error, self._desired.model, now)
+            elif looked and isinstance(action, Load):
+                log.info("%s is loaded for a request", action.model)
+                cluster.want(action.model, by_person=False)
+            else:
+                break
+        if (error := self._why_not(now)) is not None:
+            self._go_back(error, now)
 
     def _give(self, turn: ModelTurn, now: float) -> None:
         self._hear(turn, now)
         self._cluster.neighbours.tell_all(turn)
         self._admit()
 
-    def _why_not(self, now: float) -> str:
+    def _why_not(self, now: float) -> MlxtpError | None:
         """Why what is wanted cannot be served, once that is certain."""
-        supervisor, version = self._cluster.supervisor, self._desired.version
-        failed = supervisor.resting and supervisor.state is State.FAILED and supervisor.reason is not None
-        why = supervisor.reason.detail if failed and supervisor.reason is not None else self._unplanned()
-        if not why:
-            self._trouble = (version, "", now)
-        elif not self._trouble[1]:
-            self._trouble = (version, why, now)
-        wanted, _, since = self._trouble
-        if not why or wanted != version:  # it is still that of what was wanted before
-            return ""
-        nowhere = self._cluster.model.problem and self._all_have_looked()
-        return why if failed or nowhere or now >= since + UNPLANNED_S else ""
+        supervisor, desired = self._cluster.supervisor, self._desired
+        if supervisor.resting and supervisor.state is State.FAILED:
+            if self._failed is None:
+                self._failed = desired
+            return supervisor.reason if self._failed == desired else None  # it is still that of another one
+        self._failed = None
+        why = self._unplanned()
+        if not why or self._placed[0] != desired:
+            self._placed = (desired, now)
+        elif self._cluster.model.problem and self._all_have_looked():
+            return ModelError(why)
+        elif now >= self._placed[1] + UNPLANNED_S:
+            return GroupError(why, Code.NOT_READY)
+        return None
 
     def _all_have_looked(self) -> bool:
         """Whether every member with a link has said whether it has what is wanted: one of them may."""
@@ -343,23 +391,34 @@ class Switching:
             for each in told
         )
 
-    def _go_back(self, why: str, now: float) -> None:
-        """What a request brought cannot be served: serve what was there before."""
+    def _go_back(self, error: MlxtpError, now: float) -> None:
+        """What is wanted cannot be served. If a request brought it, serve what was there before."""
         desired, before = self._desired, self._before
-        if desired.pinned or not desired.model:
+        if not desired.model:
             return
-        if before is None or before.model == desired.model:
+        if desired.pinned or before is None or before.model == desired.model:
             if self._turns.waits_for(desired.model):
-                self._give(self._turns.refuse(desired.model, why, desired.model).turn, now)
+                self._give_up(desired.model, error, desired.model, now)
             return
-        log.warning("%s cannot be served: %s; %s is again", desired.model, why, before.model or "nothing")
-        self._give(self._turns.refuse(desired.model, why, before.model).turn, now)
-        self._cluster.want(before.model, before.nodes, pinned=before.pinned)
+        instead = before.model or "nothing"
+        log.warning("%s cannot be served: %s; %s is again", desired.model, error.detail, instead)
+        self._give_up(desired.model, error, before.model, now)
+        self._cluster.want(before.model, before.nodes, by_person=False)
+
+    def _give_up(self, model: str, error: MlxtpError, instead: str, now: float) -> None:
+        broken = of_the_model(error) and not self._desired.pinned  # that is no client's choice
+        self._give(self._turns.refuse(model, error.detail, instead, broken=broken).turn, now)
+
+    async def close(self) -> None:
+        """Nothing is looked at any more."""
+        await self._foresight.close()
 
 
-def _cannot(model: str, why: str) -> RequestError:
-    detail = f"{model} could not be loaded: {why}"
-    return RequestError(detail, Code.MODEL_INVALID, status=400, param="model")
+def _cannot(turn: ModelTurn) -> RequestError:
+    detail = f"{turn.refused} could not be loaded: {turn.why}"
+    if turn.broken:
+        return RequestError(detail, Code.MODEL_INVALID, param="model")
+    return RequestError(f"{detail}; try again later", Code.NOT_READY, status=503)
 
 
 def _refuse(waiter: Waiter, refusal: RequestError) -> None:

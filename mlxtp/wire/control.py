@@ -93,10 +93,10 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class DesiredState(Message):
-    """What should run: newer versions replace older ones; of two equal ones, the smaller writer's holds.
+    """What should run: see `cluster.beliefs.newer` for which of two holds.
 
-    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `pinned`: a person said so, and no
-    request that names another model replaces it.
+    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `said` is the version of the last
+    word of a person: this one, or one after which requests chose.
     """
 
     TYPE: ClassVar[int] = 0x05
@@ -104,7 +104,12 @@ class DesiredState(Message):
     writer: str = _f(_id)
     model: str = _f(text(MAX_MODEL))
     nodes: str = _f(text(8))
-    pinned: bool = _f(boolean(), default=False)
+    said: int = _f(_count, default=0)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a person wants this model: then no request that names another one replaces it."""
+        return bool(self.model) and self.said == self.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +351,7 @@ class ModelTurn(Message):
     """The coordinator to all: no request for another model than this one begins until the next such word.
 
     `number` counts them in this `term`. `refused` is a model that could not be served, for the reason in
-    `why`; whoever has waited for it until now waits no more.
+    `why`; whoever has waited for it until now waits no more. `broken`: the model itself is at fault.
     """
 
     TYPE: ClassVar[int] = 0x4F
@@ -355,14 +360,16 @@ class ModelTurn(Message):
     model: str = _f(text(MAX_MODEL))
     refused: str = _f(text(MAX_MODEL))
     why: str = _f(_detail)
+    broken: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelQueue(Message):
-    """A member to the coordinator: the models that its clients wait for, and how many of their requests run.
+    """A member to the coordinator: the models that its clients wait for, and how many requests run.
 
-    `term` and `number` are those of the last ModelTurn it heard: since then no request for another model has
-    begun.
+    Those are its clients', and on the Mac of rank 0 whatever others have passed on to it: their agents may
+    not be heard for a moment. `term` and `number` are those of the last ModelTurn it heard: since then no
+    request for another model has begun.
     """
 
     TYPE: ClassVar[int] = 0x50

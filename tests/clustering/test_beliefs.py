@@ -29,9 +29,13 @@ def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(one: Claim, o
     [
         (DesiredState(2, "b", "", "auto"), DesiredState(1, "a", "llama", "auto")),
         (DesiredState(2, "a", "llama", "auto"), DesiredState(2, "b", "qwen", "auto")),
+        (DesiredState(2, "b", "qwen", "auto", 2), DesiredState(7, "a", "llama", "auto")),
+        (DesiredState(2, "b", "", "auto", 2), DesiredState(7, "a", "llama", "auto", 1)),
+        (DesiredState(3, "a", "llama", "auto", 2), DesiredState(2, "b", "", "auto", 2)),
+        (DesiredState(2, "b", "qwen", "auto", 2), DesiredState(3, "a", "llama", "auto", 2)),
     ],
 )
-def test_the_later_wish_is_newer_and_of_one_version_the_smaller_writers(
+def test_what_rests_on_the_later_word_of_a_person_holds_then_the_later_version_then_the_smaller_writers(
     one: DesiredState, other: DesiredState
 ) -> None:
     assert newer(one, other) == newer(other, one) == one
@@ -51,7 +55,9 @@ _entry = st.builds(
 _beliefs = st.builds(
     Beliefs,
     claim=st.just(NOBODY) | st.builds(Claim, st.integers(1, 3), _ids),
-    desired=st.builds(DesiredState, st.integers(0, 3), _ids, st.sampled_from(("", "m")), st.just("auto")),
+    desired=st.builds(
+        DesiredState, st.integers(0, 3), _ids, st.sampled_from(("", "m")), st.just("auto"), st.integers(0, 3)
+    ),
     roster=st.lists(_entry, max_size=4).map(lambda entries: Roster().merged(entries)),
     epoch=st.integers(0, 3),
 )

@@ -11,7 +11,7 @@ from mlxtp.cluster.coordination import Calm, Coordination, Situation
 from mlxtp.cluster.decisions import FormEpoch, HandOver, Plan, Running, StopEpoch, Wait
 from mlxtp.cluster.membership import Membership
 from mlxtp.cluster.standing import Pace, State
-from mlxtp.errors import UserError
+from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.control import Beat, DesiredState, RosterEntry
 
 BEAT_S = Pace().beat_s
@@ -306,12 +306,29 @@ def test_who_lacks_something_is_sent_it() -> None:
     assert story.coordination.lacks(beat()) == (True, True)
 
 
+def test_a_persons_word_wins_over_requests_that_had_not_heard_of_it() -> None:
+    """Here requests have chosen three times while a person spoke on the other side of a partition."""
+    coordination = Story().coordination
+    for model in ("one", "two", "three"):
+        coordination.want(model, by_person=False)
+    wish = DesiredState(2, "c", "llama", "auto", 2)
+    assert coordination.lacks(replace(beat(), desired=9)) == (True, False), "it may rest on an older word"
+    assert coordination.desires(wish)
+    assert coordination.desired.pinned
+    assert not coordination.desires(DesiredState(3, "a", "three", "auto"))
+    assert coordination.want("") == DesiredState(3, "b", "", "auto", 3)
+    assert coordination.want("one", by_person=False) == DesiredState(4, "b", "one", "auto", 3)
+    assert not coordination.desires(wish)
+    with pytest.raises(RemoteProtocolError, match="version 5 rests on 6, a later one"):
+        coordination.desires(DesiredState(5, "c", "llama", "auto", 6))
+
+
 def test_wishes_and_rosters_are_taken_over_once() -> None:
     coordination = Story().coordination
     wish = DesiredState(4, "c", "llama", "auto")
     assert [coordination.desires(wish) for _ in range(2)] == [True, False]
     assert not coordination.desires(NOTHING)
-    assert coordination.want("qwen", "2") == DesiredState(5, "b", "qwen", "2")
+    assert coordination.want("qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
     entry = RosterEntry("c", "mini", "key", False, 1)
     assert [coordination.enrols([entry]) for _ in range(2)] == [True, False]
 

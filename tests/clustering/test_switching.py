@@ -47,7 +47,8 @@ class Story:
         return action.model
 
     def want(self, model: str, pinned: bool = False) -> None:
-        self.desired = DesiredState(self.desired.version + 1, "a", model, "auto", pinned)
+        version = self.desired.version + 1
+        self.desired = DesiredState(version, "a", model, "auto", version if pinned else 0)
 
 
 def test_as_long_as_nobody_waits_nobody_is_told_anything() -> None:
@@ -150,11 +151,11 @@ def test_what_nobody_waits_for_any_more_is_not_loaded() -> None:
 
 
 def test_a_pinned_model_keeps_its_turn() -> None:
-    story = Story(desired=DesiredState(1, "a", "old", "auto", True))
+    story = Story(desired=DesiredState(1, "a", "old", "auto", 1))
     story.queue("a", "new")
     story.queue("b")
     assert story.decide() is None
-    story.desired = replace(story.desired, pinned=False)
+    story.desired = replace(story.desired, said=0)
     assert story.told().model == "new"
     story.want("old", pinned=True)  # somebody pins it before the other is loaded
     assert story.told().model == "old"

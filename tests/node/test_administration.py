@@ -41,7 +41,7 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
 ) -> None:
     async def story(node: Node) -> None:
         cluster, a = node.cluster, node.meet(A)
-        node.hear(a, DesiredState(7, A, "org/model", "2", True))
+        node.hear(a, DesiredState(7, A, "org/model", "2", 7))
         cluster.supervisor.state = State.STARTING
         assert cluster.want("org/model", "2").version == 7
         assert cluster.want("org/model").version == 7

@@ -400,7 +400,7 @@ def _report(cores: int, size: int, interfaces: list[Interface]) -> MachineReport
 
 _MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Beat, _numbers, _ids, _numbers, _numbers, _numbers, st.booleans(), _numbers),
-    st.builds(DesiredState, st.one_of(_epochs, _numbers), _ids, _texts, _nodes),
+    st.builds(DesiredState, st.one_of(_epochs, _numbers), _ids, _texts, _nodes, _numbers),
     st.builds(Members, st.lists(_entries, max_size=4).map(tuple)),
     st.builds(ModelStatus, _numbers, st.sampled_from(("", FINGERPRINT, "other")), _texts),
     st.builds(

@@ -16,7 +16,7 @@ from mlxtp.errors import Code, GroupError
 from mlxtp.node.conductor import TELL_S
 from mlxtp.node.ranks import Group
 from mlxtp.node.supervisor import ModelSource
-from mlxtp.wire.control import ModelStatus, RankTrouble, Serving
+from mlxtp.wire.control import DesiredState, ModelStatus, RankTrouble, Serving
 from mlxtp.wire.machine import Machine
 
 from ..clustering.desks import cabled, mac, on_lan
@@ -127,7 +127,7 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
         node.lead(source)
         placement, why = node.cluster.conductor.placement()
         assert placement is None
-        assert f"{folder} cannot be read any more" in why
+        assert f"{folder} cannot be read" in why
         node.live()
         assert node.cluster.waiting == why
 
@@ -259,6 +259,28 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
         assert len(a.heard(Serving)) == told + 1
         last = a.heard(Serving)[-1]
         assert (last.epoch, last.state) == (first.epoch, "restarting")
+
+    jaccl(tmp_path, member, story)
+
+
+def test_an_epoch_goes_on_for_whoever_wants_the_same_model(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    """A person on the other side of a partition, who counted less."""
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        for _ in range(3):
+            node.cluster.want("", by_person=False)
+            node.cluster.want("tiny", by_person=False)
+        ready(node)
+        node.hear(a, ModelStatus(7, FINGERPRINT, ""))
+        node.live(a)
+        assert a.heard(Serving)[-1].desired == 7
+        node.hear(a, DesiredState(3, A, "tiny", node.cluster.coordination.desired.nodes, 3))
+        node.tick()
+        assert a.heard(Serving)[-1].desired == 3
 
     jaccl(tmp_path, member, story)
 

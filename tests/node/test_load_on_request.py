@@ -192,6 +192,11 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert second.agent.supervisor.epoch == epoch, "to pin what is served already disturbs nobody"
 
             second.agent.cluster.want("")  # and `mlxtp unload`
+            await sees(lambda: not cluster.coordination.desired.model)
+            unnamed = await first.ask("default")
+            assert unnamed.status_code == 503, unnamed.text
+            assert "nothing is loaded" in unnamed.json()["error"]["message"]
+            assert int(unnamed.headers["retry-after"]) > 0
             assert await first.answer(OTHER) == (OTHER, right(other))
 
     timed(story)

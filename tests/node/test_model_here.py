@@ -54,7 +54,7 @@ class Stage:
         return ModelSource(name, self.home / name, cast(Text, None))
 
     def want(self, name: str, version: int, *, pinned: bool = True) -> None:
-        self.model.want(DesiredState(version, "", name, "auto", pinned))
+        self.model.want(DesiredState(version, "", name, "auto", version if pinned else 0))
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)
@@ -104,6 +104,12 @@ def test_a_newer_wish_for_the_same_model_finds_it_there(tmp_path: Path) -> None:
         assert stage.model.status == stage.changes[-1] == ModelStatus(4, print_of("one"), "")
         assert stage.model.folder(4) == tmp_path / "one"
         assert len(stage.opened) == 1
+        assert stage.model.folder(3) == tmp_path / "one", "an epoch was begun for that one"
+        stage.want("two", 5)
+        await stage.has("two")
+        for version in (3, 4):
+            with pytest.raises(ModelError, match=f"version {version} of what should run is not known here"):
+                stage.model.folder(version)
 
     play(tmp_path, story)
 

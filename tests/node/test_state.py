@@ -18,7 +18,7 @@ from mlxtp.wire.control import DesiredState
 KEPT = Kept(
     Beliefs(
         Claim(7, "a"),
-        DesiredState(3, "b", "mlx-community/Llama", "2", True),
+        DesiredState(3, "b", "mlx-community/Llama", "2", 3),
         Roster().admitting("a", "studio", "key-a").admitting("b", "mini", "key-b").removing("b"),
         12,
     ),
@@ -40,7 +40,8 @@ def test_what_an_earlier_version_remembered_was_said_by_a_person_and_is_pinned(
     (tmp_path / FILE).write_text(json.dumps(table))
     kept, told = load(tmp_path)
     assert told == ""
-    assert kept.beliefs.desired == DesiredState(3, "b", model, "2", bool(model))
+    assert kept.beliefs.desired == DesiredState(3, "b", model, "2", 3)
+    assert kept.beliefs.desired.pinned == bool(model)
 
 
 def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:

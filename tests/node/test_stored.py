@@ -6,13 +6,17 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
+from mlxtp.cluster.known import KNOWN
+from mlxtp.cluster.weights import Config
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import ModelError
 from mlxtp.node.models import find_model, open_model, stored_name
+from mlxtp.node.servable import check_servable
 from mlxtp.node.stored import hub_folder, is_complete, stored_models
 
 from .scenes import run
@@ -57,7 +61,9 @@ def test_what_the_hub_has_left_here_is_found_and_listed_with_its_context(cache: 
     config = snapshot / "config.json"
     told = json.loads(config.read_text())
     config.unlink()
-    config.write_text(json.dumps({"text_config": told | {"max_position_embeddings": 1234}}))
+    config.write_text(
+        json.dumps({"model_type": "mistral", "text_config": told | {"max_position_embeddings": 1234}})
+    )
     embedded, ours = stored_models()
     assert embedded.id == "tiny"
     assert embedded.context == told["max_position_embeddings"]
@@ -83,6 +89,47 @@ def test_a_model_that_lacks_a_file_is_not_there(cache: Path, missing: str) -> No
     assert hub_folder(NAME) is None
     assert stored_name(NAME) is None
     assert [model.id for model in stored_models()] == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_type": "xlm-roberta"}, "no model family 'xlm-roberta'"),
+        ({"model_type": "base.cache"}, "no model family"),
+        ({"model_type": None}, "names no model_type"),
+        ({"architectures": ["Gemma3TextModel"]}, "it is a Gemma3TextModel, which writes no text"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "which writes no text"),
+        ({"num_hidden_layers": None}, "names no number of layers"),
+        ({"hidden_size": 10**400}, "hidden_size is 1000"),
+        ({"text_config": [1]}, "not an object"),
+    ],
+)
+def test_what_its_configuration_tells_no_group_could_serve_is_neither_listed_nor_loaded(
+    cache: Path, changes: dict[str, Any], why: str
+) -> None:
+    config = cache / "models--some-body--tiny--llama.v2" / "snapshots" / COMMIT / "config.json"
+    told = json.loads(config.read_text())
+    config.unlink()
+    config.write_text(json.dumps(told | changes))
+    folder = shutil.copytree(config.parent, cache.parent / "folder")
+    assert [model.id for model in stored_models()] == ["tiny"]
+    for name in (NAME, str(folder)):
+        with pytest.raises(ModelError, match=why):
+            stored_name(name)
+
+
+def test_what_is_known_to_work_is_never_taken_for_what_cannot() -> None:
+    for written in ([], ["LlamaForCausalLM"], ["QWenLMHeadModel"], ["Llama4ForConditionalGeneration"]):
+        for name, config in KNOWN.items():
+            assert why_not({**config, "architectures": written}) == "", name
+
+
+def why_not(config: Config) -> str:
+    try:
+        check_servable(config)
+    except ModelError as error:
+        return error.detail
+    return ""
 
 
 def test_weights_in_several_files_have_to_be_there_all(tmp_path: Path) -> None:

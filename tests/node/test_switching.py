@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,14 +14,16 @@ import pytest
 from mlxtp.api.backend import ModelInfo, Turn
 from mlxtp.cluster.coordination import Situation
 from mlxtp.config import Limits, embedded_model_path
-from mlxtp.errors import Code, GroupError, RequestError
+from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from mlxtp.node.epoch import State
 from mlxtp.node.supervisor import ModelSource
 from mlxtp.wire.control import DesiredState, ModelQueue, ModelStatus, ModelTurn
+from mlxtp.wire.messages import Generate
 
 from ..wire.members import Member
-from .one_node import CLOCK, A, B, FakeLink, Node, play
+from .one_node import CLOCK, MACHINE, A, B, FakeLink, Node, play
 from .scenes import sees, within
+from .test_gateway import FakeRanks
 
 TERM = 5
 LOADED = "org/loaded"
@@ -82,7 +86,7 @@ def following(node: Node, *, pinned: bool = False) -> FakeLink:
 def desires(node: Node, link: FakeLink, model: str, *, pinned: bool = False) -> None:
     version = node.cluster.coordination.desired.version + 1
     served(node, "")
-    node.hear(link, DesiredState(version, A, model, "auto", pinned))
+    node.hear(link, DesiredState(version, A, model, "auto", version if pinned else 0))
 
 
 def last(link: FakeLink) -> ModelQueue:
@@ -195,20 +199,52 @@ def test_a_pinned_model_is_named_with_what_changes_it(tmp_path: Path, member: Me
     play(tmp_path, member, story, load_on_request=True)
 
 
+@pytest.mark.parametrize(
+    ("broken", "status", "code", "more"),
+    [(True, 400, Code.MODEL_INVALID, ""), (False, 503, Code.NOT_READY, "; try again later")],
+)
 def test_who_waited_for_what_cannot_be_loaded_hears_why_and_who_comes_soon_too(
-    tmp_path: Path, member: Member
+    tmp_path: Path, member: Member, broken: bool, status: int, code: Code, more: str
 ) -> None:
     async def story(node: Node) -> None:
         link = following(node)
         waiting, patient = await ask(node, WANTED), await ask(node, LOADED)
-        node.hear(link, ModelTurn(TERM, 1, LOADED, WANTED, "it does not fit"))
+        node.hear(link, ModelTurn(TERM, 1, LOADED, WANTED, "no weights", broken))
         node.tick(0.01)
         for error in (await waiting.refused(), await refusal(node, WANTED)):
-            assert (error.status, error.code) == (400, Code.MODEL_INVALID)
-            assert error.detail == f"{WANTED} could not be loaded: it does not fit"
+            assert (error.status, error.code) == (status, code)
+            assert error.detail == f"{WANTED} could not be loaded: no weights{more}"
         await patient.has_come()
         node.tick(61)
         assert not (await ask(node, WANTED)).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_who_names_nothing_takes_what_is_wanted_and_brings_nothing_back(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        node.hear(link, ModelTurn(TERM, 1, WANTED, "", ""))
+        first, second = await ask(node, "default"), await ask(node, None)
+        desires(node, link, WANTED)
+        served(node, WANTED)
+        await first.has_come()
+        assert first.turn.model == WANTED, "it was asked when the other one was loaded"
+        for each in (first, second):
+            each.turn.close()
+        desires(node, link, LOADED)
+        unnamed, named = await ask(node, ""), await ask(node, WANTED)
+        desires(node, link, "")  # a person unloads it
+        node.tick(0.01)
+        error = await unnamed.refused()
+        assert (error.status, error.code) == (503, Code.NOT_READY)
+        assert "nothing is loaded; name a model" in error.detail
+        assert "`mlxtp serve MODEL`" in error.detail
+        assert last(link).waiting == (WANTED,)
+        assert str(await refusal(node, "default")) == error.detail
+        named.turn.close()
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -258,6 +294,32 @@ def test_a_new_coordinator_is_told_who_waits(tmp_path: Path, member: Member) -> 
     play(tmp_path, member, story, load_on_request=True)
 
 
+def test_turns_of_two_coordinators_of_one_term_are_told_apart(tmp_path: Path, member: Member) -> None:
+    """So it is when a partition heals whose sides both had lost the same one."""
+
+    async def story(node: Node) -> None:
+        before = node.meet(B)
+        node.follow(before, TERM)
+        desires(node, before, LOADED)
+        served(node, LOADED)
+        node.hear(before, ModelTurn(TERM, 3, WANTED, "", ""))
+        waiting = await ask(node, LOADED)
+        assert last(before) == ModelQueue(TERM, 3, (LOADED,), 0)
+        link = node.meet(A)
+        node.follow(link, TERM)
+        node.tick(0.01)
+        await waiting.has_come()
+        wants = await ask(node, WANTED)
+        assert last(link) == ModelQueue(0, 0, (WANTED,), 1), "of this one's turns it has heard none"
+        node.hear(link, ModelTurn(TERM, 1, WANTED, "", ""))
+        node.tick(0.01)
+        assert last(link) == ModelQueue(TERM, 1, (WANTED,), 1)
+        for each in (waiting, wants):
+            each.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
 # --- where this node coordinates --------------------------------------------------------------------------
 
 
@@ -266,11 +328,21 @@ def leading(node: Node) -> FakeLink:
     link = node.meet(B)
     node.lead(ModelSource(LOADED, embedded_model_path(), cast(Any, None)))
     unplanned(node, "")
-    node.cluster.want(LOADED, pinned=False)
+    node.cluster.want(LOADED, by_person=False)
     node.cluster.follower.look = lambda: None  # type: ignore[method-assign]
     node.cluster.supervisor.state = State.READY
     served(node, LOADED)
     return link
+
+
+async def loads(node: Node) -> None:
+    """Once it has looked at the model on its disk, the coordinator has it loaded."""
+
+    def look() -> bool:
+        node.tick(0.0)
+        return node.cluster.coordination.desired.model == WANTED
+
+    await sees(look)
 
 
 def unplanned(node: Node, why: str) -> None:
@@ -298,7 +370,7 @@ def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_
         tell(node, link, WANTED)
         assert cluster.coordination.desired.model == LOADED, "a request runs here"
         here.turn.close()
-        node.tick(0.01)
+        await loads(node)
         desired = cluster.coordination.desired
         assert (desired.model, desired.pinned) == (WANTED, False)
         assert link.heard(DesiredState)[-1] == desired
@@ -306,28 +378,75 @@ def test_the_coordinator_loads_what_is_asked_for_once_nobody_is_answered_by_the_
     play(tmp_path, member, story)
 
 
-@pytest.mark.parametrize("before", [LOADED, ""])
-def test_what_cannot_be_served_gives_way_to_what_was_there_before(
-    tmp_path: Path, member: Member, before: str
+def test_requests_of_a_member_that_is_not_heard_for_a_moment_are_not_cut(
+    tmp_path: Path, member: Member
 ) -> None:
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.cluster
-        cluster.want(before, pinned=False)
+        tell(node, link, running=1)
+        waiting = await ask(node, WANTED)
+        link.close()
+        node.tick(0.5)
+        assert cluster.coordination.desired.model == LOADED, "it may be back in a moment"
+        for _ in range(3):
+            node.tick(0.5)
+        await loads(node)  # it is gone, and its requests with it
+        waiting.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_others_have_passed_on_to_rank_0_runs_whoever_is_heard(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        gateway = cluster.supervisor.gateway
+        gateway._desk, gateway._here = cast(Any, FakeRanks()), True
+        cancel = gateway.relay(Generate(1, (1, 2), 9), lambda _: None)
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        assert cluster.coordination.desired.model == LOADED
+        cancel()
+        await loads(node)
+        waiting.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "why", "status"),
+    [
+        (LOADED, ModelError("no weights"), 400),
+        ("", GroupError("no weights", Code.MODEL_NOT_DIVISIBLE), 400),
+        (LOADED, GroupError("rank 1 was ended by signal 9"), 503),
+    ],
+)
+def test_what_cannot_be_served_gives_way_to_what_was_there_before(
+    tmp_path: Path, member: Member, before: str, why: MlxtpError, status: int
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        cluster.want(before, by_person=False)
         served(node, before)
         waiting = await ask(node, WANTED)
         tell(node, link)
-        assert cluster.coordination.desired.model == WANTED
+        await loads(node)
         served(node, "")
         supervisor = cluster.supervisor
         supervisor.resting, supervisor.state = True, State.FAILED
-        supervisor.reason = GroupError("no weights")
+        supervisor.reason = why
         node.tick(0.01)
         error = await waiting.refused()
-        assert error.detail == f"{WANTED} could not be loaded: no weights"
+        assert error.detail.startswith(f"{WANTED} could not be loaded: {why.detail}")
+        assert error.status == status, "only what is wrong with the model itself is a mistake of the client"
         desired = cluster.coordination.desired
         assert (desired.model, desired.pinned) == (before, False)
         told = link.heard(ModelTurn)[-1]
-        assert (told.model, told.refused, told.why) == (before, WANTED, "no weights")
+        assert (told.model, told.refused, told.why, told.broken) == (
+            before,
+            WANTED,
+            why.detail,
+            status == 400,
+        )
         version = desired.version
         behind = await ask(node, before) if before else None
         for _ in range(3):  # the state is still that of the failure
@@ -337,6 +456,27 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
             served(node, before)
             await behind.has_come()
         assert cluster.coordination.desired.version == version
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_served(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        link.close()
+        for _ in range(4):
+            node.tick(0.5)
+        cluster.want("")
+        waiting = await ask(node, WANTED)  # before anybody has looked
+        await loads(node)
+        supervisor = cluster.supervisor
+        supervisor.resting, supervisor.state = True, State.FAILED
+        supervisor.reason = GroupError("no weights")
+        node.tick(0.01)
+        assert "no weights" in (await waiting.refused()).detail
+        assert cluster.coordination.desired.model == ""
 
     play(tmp_path, member, story, load_on_request=True)
 
@@ -364,6 +504,7 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
         link, cluster = leading(node), node.cluster
         waiting = await ask(node, WANTED)
         tell(node, link)
+        await loads(node)
         served(node, "")
         cluster.supervisor.state = State.IDLE
         unplanned(node, "64 GB are too little")
@@ -380,11 +521,61 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
     play(tmp_path, member, story, load_on_request=True)
 
 
+def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        served(node, "")
+        cluster.supervisor.state = State.IDLE
+        unplanned(node, "64 GB are too little")
+        waiting = await ask(node, "default")
+        cluster.want(LOADED)
+        for _ in range(13):
+            node.live_once(link)
+            node.tick(0.5)
+        for each in (waiting, await ask(node, LOADED)):
+            error = await each.refused()
+            assert (error.status, error.code) == (503, Code.NOT_READY)
+            assert "64 GB are too little" in error.detail
+        told = len(link.heard(ModelTurn))
+        tell(node, link, LOADED)
+        assert len(link.heard(ModelTurn)) == told + 1, "who waits elsewhere is told, too"
+        assert cluster.coordination.desired.pinned
+        cluster.supervisor.resting, cluster.supervisor.state = True, State.FAILED
+        cluster.supervisor.reason = ModelError("no weights")
+        tell(node, link, LOADED)
+        told_last = link.heard(ModelTurn)[-1]
+        assert (told_last.why, told_last.broken) == ("no weights", False), "no client chose it"
+        cluster.supervisor.resting = False
+        unplanned(node, "")
+        node.live_once(link)
+        cluster.supervisor.state = State.READY
+        served(node, LOADED)
+        assert (await ask(node, LOADED)).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_wanted_again_is_not_refused_for_what_was(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        node.hear(link, ModelTurn(TERM, 1, LOADED, WANTED, "no weights", True))
+        node.hear(link, ModelTurn(TERM, 2, LOADED, LOADED, "no place"))
+        assert (await ask(node, LOADED)).turn.come
+        await refusal(node, WANTED)
+        desires(node, link, WANTED, pinned=True)
+        node.hear(link, ModelTurn(TERM, 3, WANTED, "", ""))
+        served(node, WANTED)
+        assert (await ask(node, WANTED)).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
 def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.cluster
         waiting = await ask(node, WANTED)
         tell(node, link)
+        await loads(node)
         served(node, "")
         cluster.supervisor.state = State.IDLE
         cluster.model.problem = "tiny is not here"
@@ -397,6 +588,53 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         node.tick(0.01)
         assert "tiny is not here" in (await waiting.refused()).detail
         assert cluster.coordination.desired.model == LOADED
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = leading(node), node.cluster
+        machines = cluster.knowledge.machines
+        for each in machines:
+            machines[each] = replace(MACHINE, memory_bytes=1 << 20, free_bytes=0)
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        await sees(lambda: node.tick(0.0) or waiting.turn not in cluster.switching._waiting)  # type: ignore[func-returns-value]
+        error = await waiting.refused()
+        assert (error.status, error.code) == (503, Code.NOT_READY)
+        assert "(studio) has 0.0 GB for 0.6 GB" in error.detail
+        assert (cluster.coordination.desired.model, cluster.supervisor.state) == (LOADED, State.READY)
+        told = link.heard(ModelTurn)[-1]
+        assert (told.model, told.refused) == (LOADED, WANTED)
+        assert (await ask(node, LOADED)).turn.come
+        cluster.switching._refused.clear()
+        for each in machines:  # what others run may end, and what is loaded now will
+            machines[each] = replace(MACHINE, free_bytes=1 << 20)
+        for waiter in list(cluster.switching._running):
+            waiter.close()
+        waiting = await ask(node, WANTED)
+        tell(node, link)
+        await loads(node)
+        waiting.turn.close()
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_its_configuration_tells_cannot_be_served_is_not_waited_for(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        folder = shutil.copytree(embedded_model_path(), tmp_path / "embedding")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"]}))
+        error = await refusal(node, str(folder))
+        assert (error.status, error.code, error.param) == (400, Code.MODEL_INVALID, "model")
+        assert error.detail == f"{folder} cannot be served: it is a BertModel, which writes no text"
+        assert link.heard(ModelQueue) == []
 
     play(tmp_path, member, story, load_on_request=True)
 

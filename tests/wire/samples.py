@@ -103,7 +103,7 @@ _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 _CONTROL_EXAMPLES: tuple[Message, ...] = (
     AgentHello(1, NODE, "ab" * 8, NODE, "studio", ("mlx=1",), ("kv_bits=0",), ("10.0.0.1:52414",), "", True),
     Beat(3, NODE, 2, 5, 17, True, 40, True, True),
-    DesiredState(2, NODE, "tiny", "auto", True),
+    DesiredState(2, NODE, "tiny", "auto", 2),
     Members((_MEMBER,)),
     MachineReport(
         "macos", "26.3", "25D1", "Mac15,14", "Apple M3 Ultra", 32, 80, 1 << 39, 1 << 38, 9, 9, "ac",
@@ -132,7 +132,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     RecordsWanted(b"n" * 16, 17, "ab" * 6),
     Record(b"n" * 16, b"{}"),
     RecordsTold(b"n" * 16),
-    ModelTurn(3, 2, "org/one", "org/two", "it does not fit"),
+    ModelTurn(3, 2, "org/one", "org/two", "it does not fit", True),
     ModelQueue(3, 2, ("org/one", "tiny"), 4),
     Echo(4_000_000, False, (Trip(NODE, 310),)),
 )  # fmt: skip
@@ -424,7 +424,7 @@ _STRATEGIES |= {
         AgentHello, _u32, _node, _short, _node, _short, _shorts, _shorts, _shorts, _short, st.booleans()
     ),
     Beat: st.builds(Beat, _count, _node, _count, _count, _count, st.booleans(), _count),
-    DesiredState: st.builds(DesiredState, _count, _node, _text, _short, st.booleans()),
+    DesiredState: st.builds(DesiredState, _count, _node, _text, _short, _count),
     Members: st.builds(
         Members,
         st.lists(
@@ -459,7 +459,7 @@ _STRATEGIES |= {
     RecordsWanted: st.builds(RecordsWanted, st.binary(min_size=16, max_size=16), _epoch, _short),
     Record: st.builds(Record, st.binary(min_size=16, max_size=16), st.binary(max_size=64)),
     RecordsTold: st.builds(RecordsTold, st.binary(min_size=16, max_size=16)),
-    ModelTurn: st.builds(ModelTurn, _count, _count, _text, _text, _text),
+    ModelTurn: st.builds(ModelTurn, _count, _count, _text, _text, _text, st.booleans()),
     ModelQueue: st.builds(ModelQueue, _count, _count, _shorts, _count),
     Echo: st.builds(
         Echo, _count, st.booleans(),

@@ -17,7 +17,8 @@ import pytest
 
 from mlxtp.api.adapter import NDJSON, About
 from mlxtp.api.backend import Stored
-from mlxtp.api.dialects.openai import OpenAIChat, parse_chat
+from mlxtp.api.dialects.openai import OpenAIChat
+from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.api.loading import Loading
 from mlxtp.errors import Code, MlxtpError, RequestError
 

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ...errors import MlxtpError
@@ -15,20 +14,12 @@ from ..ask import Call
 from ..backend import GREEDY, Health, ModelInfo, Stored
 from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from .model_card import ModelCard
+from .ollama_request import Asked
 
 FOREVER = "9999-12-31T23:59:59Z"
 """Until when a model stays loaded, as far as clients are concerned: no `keep_alive` ends it."""
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the answer has to know of its request. `model` is called as the client calls it."""
-
-    chat: bool
-    model: str
-    arrived_ns: int
 
 
 # --- from events to lines ---------------------------------------------------------------------------------

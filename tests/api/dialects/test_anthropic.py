@@ -22,7 +22,8 @@ from mlxtp.api.accounting import Accounting
 from mlxtp.api.app import create_app
 from mlxtp.api.ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects.anthropic import SIGNATURE, models_body, parse_count, parse_messages
+from mlxtp.api.dialects.anthropic_answers import SIGNATURE, models_body
+from mlxtp.api.dialects.anthropic_request import parse_count, parse_messages
 from mlxtp.api.dialects.anthropic_shapes import (
     AnthropicError,
     AnthropicMessage,

@@ -22,8 +22,8 @@ from pydantic import BaseModel
 from mlxtp.api.app import create_app
 from mlxtp.api.ask import Conversation
 from mlxtp.api.backend import End, Event, Health, ModelInfo, Sampling, Tokens
-from mlxtp.api.dialects import ollama as dialect
 from mlxtp.api.dialects.model_card import read_card
+from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
 from mlxtp.api.dialects.ollama_shapes import (
     OllamaChatAnswer,
     OllamaChatLine,
@@ -612,7 +612,7 @@ def test_a_call_that_was_cut_off_is_no_call_but_is_not_lost(thinker: Server, str
 
 def turns_of(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Id and name of the call that each "tool" message answers."""
-    ask_ = dialect.parse_chat(dialect.Arrival(0, (), False), json.dumps({"messages": messages}).encode())
+    ask_ = parse_chat(Arrival(0, (), False), json.dumps({"messages": messages}).encode())
     assert isinstance(ask_.prompt, Conversation)
     return [(turn.call_id, turn.name) for turn in ask_.prompt.turns if turn.role == "tool"]
 

@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlxtp.api.backend import End, Score, Tokens
-from mlxtp.api.dialects.response_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
+from mlxtp.api.dialects.responses_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from mlxtp.api.text.tokens import Text
 from mlxtp.errors import GroupError, RequestError
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mlxtp.api.ask import Ask, Call, Conversation, Tool, Turn
-from mlxtp.api.dialects import openai
+from mlxtp.api.dialects import openai_request
 from mlxtp.errors import Code, RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -17,7 +17,7 @@ def body(**fields: Any) -> bytes:
 
 
 def parse(**fields: Any) -> Ask:
-    return openai.parse_chat(body(**fields))
+    return openai_request.parse_chat(body(**fields))
 
 
 def talk(**fields: Any) -> Conversation:
@@ -45,7 +45,7 @@ def test_unknown_fields_are_ignored() -> None:
 
 
 def test_null_is_absent_in_every_optional_field() -> None:
-    optional = set(openai.ChatRequest.model_fields) - {"messages"}
+    optional = set(openai_request.ChatRequest.model_fields) - {"messages"}
     assert parse(**dict.fromkeys(optional)) == parse()
 
 
@@ -235,7 +235,7 @@ def test_a_message_that_asks_for_more_than_text(message: Any, named: str) -> Non
 )  # fmt: skip
 def test_a_body_that_is_no_request(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        openai.parse_chat(body)
+        openai_request.parse_chat(body)
     assert caught.value.status == 400
     assert len(caught.value.detail) < 300
 

@@ -216,8 +216,8 @@ _STORE = ResponseStore()
 def continued(data: bytes) -> None:
     """A body with prompts."""
     try:
-        asked = completions_request.parse(data, _MODEL.vocabulary)
-        assert all(0 <= token < 512 for each in asked.prompt if isinstance(each, tuple) for token in each)
+        asked = completions_request.parse(data)
+        assert all(0 <= token < 2**31 for each in asked.prompt if isinstance(each, tuple) for token in each)
         settings.shaping(asked.options, _MODEL.vocabulary)
         settings.stop_strings(asked.options.stop)
     except RequestError as error:

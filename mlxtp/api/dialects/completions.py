@@ -19,7 +19,6 @@ from .completions_answers import CompletionWriter, whole_body
 from .completions_request import CompletionRequest, parse
 from .completions_shapes import Completion
 from .openai_shapes import OpenAIError
-from .tuning import MOST_TOKENS
 
 PATH = "/v1/completions"
 
@@ -37,8 +36,7 @@ class Completions:
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def complete(request: Request) -> Response:
-            vocabulary = max((model.vocabulary for model in generation.models()), default=MOST_TOKENS)
-            return await generation.answer(self, request, lambda body: parse(body, vocabulary))
+            return await generation.answer(self, request, parse)
 
         return [
             Route(PATH, generation.endpoint(self, complete), methods=["POST"]),

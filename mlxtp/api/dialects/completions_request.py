@@ -48,9 +48,9 @@ class CompletionRequest(Tuning):
 # --- from a body to an Ask ----------------------------------------------------------------------------------
 
 
-def parse(body: bytes, vocabulary: int) -> Ask:
-    """The checked request. `vocabulary`: token ids are below. Raises RequestError that names the field, the
-    reason and the value.
+def parse(body: bytes) -> Ask:
+    """The request; whether its tokens are among the model's is not known yet. Raises RequestError that names
+    the field, the reason and the value.
     """
     request = parsed(CompletionRequest, body)
     n = request.n or 1
@@ -72,7 +72,7 @@ def parse(body: bytes, vocabulary: int) -> Ask:
             "leave one of them out",
             "logprobs",
         )
-    prompts = _prompts(request.prompt, vocabulary)
+    prompts = _prompts(request.prompt)
     if len(prompts) * n > MOST_ANSWERS:
         raise RequestError(
             f"prompt has {len(prompts)} prompts; with n {n} that makes {len(prompts) * n} answers, "
@@ -91,7 +91,7 @@ def parse(body: bytes, vocabulary: int) -> Ask:
     return Ask(request.model, prompts, options, bool(request.stream), user, request)
 
 
-def _prompts(given: object, vocabulary: int) -> tuple[Prompt, ...]:
+def _prompts(given: object) -> tuple[Prompt, ...]:
     """Text, texts, tokens or lists of tokens. Raises RequestError."""
     match given:
         case None:
@@ -99,27 +99,27 @@ def _prompts(given: object, vocabulary: int) -> tuple[Prompt, ...]:
         case str(text):
             return (text,)
         case [int(), *_]:
-            return (_tokens(given, "prompt", vocabulary),)
+            return (_tokens(given, "prompt"),)
         case [_, *_]:
-            return tuple([_prompt(each, f"prompt[{i}]", vocabulary) for i, each in enumerate(given)])
+            return tuple([_prompt(each, f"prompt[{i}]") for i, each in enumerate(given)])
         case _:
             raise wrong("prompt", "a string, strings, token ids or lists of token ids", given)
 
 
-def _prompt(given: object, where: str, vocabulary: int) -> Prompt:
+def _prompt(given: object, where: str) -> Prompt:
     match given:
         case str(text):
             return text
         case [_, *_]:
-            return _tokens(given, where, vocabulary)
+            return _tokens(given, where)
         case _:
             raise wrong(where, "a string or token ids", given)
 
 
-def _tokens(given: Sequence[object], where: str, vocabulary: int) -> tuple[int, ...]:
+def _tokens(given: Sequence[object], where: str) -> tuple[int, ...]:
     tokens = []
     for i, token in enumerate(given):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
-            raise wrong(f"{where}[{i}]", f"a token id from 0 to {vocabulary - 1}", token)
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MOST_TOKENS:
+            raise wrong(f"{where}[{i}]", "a token id", token)
         tokens.append(token)
     return tuple(tokens)

@@ -13,18 +13,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ...errors import Code, MlxtpError, RequestError
+from ...errors import MlxtpError
 from ..adapter import NDJSON, About, Json, Writer
 from ..ask import Ask
-from ..backend import ModelInfo
+from ..backend import ModelInfo, Stored
+from ..defaults import load_defaults
 from ..events import Whole
 from ..generation import Generation
 from ..openapi import Operation
 from ..schema import not_supported, parsed, shown
 from .model_card import read_card
-from .ollama_answers import LineWriter, list_row, loaded_body, running_row, show_body, whole_body
+from .ollama_answers import LineWriter, list_row, no_answer, running_row, show_body, whole_body
 from .ollama_request import (
     Arrival,
+    Asked,
     NoPrompt,
     OllamaChat,
     OllamaGenerate,
@@ -78,7 +80,12 @@ class Ollama:
     prefixes: tuple[str, ...] = ("/api/",)
     media_type = NDJSON
     names: Mapping[str, str] = MappingProxyType(
-        {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "response_format": "format"}
+        {
+            "max_tokens": "num_predict",
+            "repetition_penalty": "repeat_penalty",
+            "response_format": "format",
+            "needs_thinking": "think",
+        }
     )
     operations = (
         _operation(
@@ -134,7 +141,7 @@ class _Models:
         self._generation = generation
 
     async def tags(self, _request: Request) -> Response:
-        models = await self._generation.listed()
+        models = await self._generation.catalog.listed()
         rows = [list_row(model, await asyncio.to_thread(read_card, model)) for model in models]
         return JSONResponse({"models": rows})
 
@@ -145,51 +152,48 @@ class _Models:
 
     async def show(self, request: Request) -> Response:
         body = parsed(OllamaShow, await self._generation.body(request))
-        model = _find(self._generation, body.model or body.name or "")
-        text = self._generation.text()
+        name = served_name(body.model or body.name or "", self._generation.models())
+        model, text = await self._generation.catalog.opened(name)
         capabilities = ["completion"]
-        if text is not None and text.knows_tools:
+        if text.knows_tools:
             capabilities.append("tools")
-        if text is not None and text.markup.think is not None:
+        if text.markup.think is not None:
             capabilities.append("thinking")
-        card = await asyncio.to_thread(read_card, model)
-        return JSONResponse(show_body(model, card, capabilities))
+        return JSONResponse(await asyncio.to_thread(_shown, model, capabilities))
+
+
+def _shown(model: ModelInfo | Stored, capabilities: Sequence[str]) -> Json:
+    """Reads the small files of the model's folder."""
+    defaults = model.defaults if isinstance(model, ModelInfo) else load_defaults(model.path)
+    return show_body(model, defaults, read_card(model), capabilities)
 
 
 def _answering(adapter: Ollama, generation: Generation, parse: Callable[[Arrival, bytes], Ask]) -> Handler:
     """The endpoint that generates, for bodies that `parse` reads."""
 
     async def answer(request: Request) -> Response:
-        text = generation.text()
-        thinks = text is not None and text.markup.think is not None
-        arrival = Arrival(time.perf_counter_ns(), generation.models(), thinks)
+        arrival = Arrival(time.perf_counter_ns(), generation.models())
         try:
             return await generation.answer(adapter, request, partial(parse, arrival))
         except NoPrompt as wish:
-            return _loaded(_find(generation, wish.asked.model), wish)
+            name = served_name(wish.asked.model, arrival.models)
+            if wish.unload:
+                return await _unloaded(generation, name, wish.asked)
+            return JSONResponse(no_answer(wish.asked, await generation.load(request, name), "load"))
 
     return answer
 
 
-def _loaded(model: ModelInfo, wish: NoPrompt) -> Response:
-    """What can be found is loaded, and stays so: it is there for others, too."""
-    if wish.unload:
+async def _unloaded(generation: Generation, name: str, asked: Asked) -> Response:
+    """What is loaded stays so: it is there for others, too."""
+    model = await generation.catalog.find(name)
+    if isinstance(model, ModelInfo):
         raise not_supported(
             f"keep_alive 0 does not unload {shown(model.id)}, which the cluster serves to all its clients; "
             "`mlxtp unload` does",
             "keep_alive",
         )
-    return JSONResponse(loaded_body(wish.asked, model))
-
-
-def _find(generation: Generation, name: str) -> ModelInfo:
-    """Raises RequestError: 503 as long as no model is ready, 404 for any other than the one that is."""
-    models = generation.models()
-    if not models:
-        health = generation.health()
-        why = f": {health.reason}" if health.reason else ""
-        raise RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
-    return generation.find_model(served_name(name, models))
+    return JSONResponse(no_answer(asked, model, "unload"))
 
 
 async def _version(_request: Request) -> Response:

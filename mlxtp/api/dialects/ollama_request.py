@@ -20,7 +20,6 @@ from ...errors import RequestError
 from ..adapter import Json
 from ..ask import Ask, Call, Conversation, Options, Role, Tool, Turn
 from ..backend import ModelInfo
-from ..budget import find_model
 from ..schema import Schema, in_range, not_supported, parsed, shown
 
 LATEST = ":latest"
@@ -192,11 +191,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The moment a request came (of `time.perf_counter_ns`), and what was served then."""
+    """The moment a request came (of `time.perf_counter_ns`), and what was loaded then."""
 
     at_ns: int
     models: Sequence[ModelInfo]
-    thinks: bool
 
 
 class NoPrompt(Exception):
@@ -215,7 +213,7 @@ def parse_chat(arrival: Arrival, body: bytes) -> Ask:
     if not chat.messages:
         raise NoPrompt(asked, chat.keep_alive is False)
     conversation = Conversation(_turns(chat.messages), _tools(chat.tools or ()))
-    return _ask(chat, asked, arrival, _thinking(conversation, chat, arrival))
+    return _ask(chat, asked, arrival, _thinking(conversation, chat))
 
 
 def parse_generate(arrival: Arrival, body: bytes) -> Ask:
@@ -229,7 +227,7 @@ def parse_generate(arrival: Arrival, body: bytes) -> Ask:
         return _ask(generate, asked, arrival, (generate.prompt,))
     system = (Turn("system", generate.system),) if generate.system else ()
     conversation = Conversation((*system, Turn("user", generate.prompt)))
-    return _ask(generate, asked, arrival, _thinking(conversation, generate, arrival))
+    return _ask(generate, asked, arrival, _thinking(conversation, generate))
 
 
 def served_name(name: str, models: Sequence[ModelInfo]) -> str:
@@ -268,14 +266,12 @@ def _options(body: OllamaBody) -> Options:
     )
 
 
-def _thinking(conversation: Conversation, body: OllamaBody, arrival: Arrival) -> Conversation:
-    """A level goes to the template under the name that gpt-oss gave it. Raises RequestError."""
-    if body.think and arrival.models and not arrival.thinks:
-        model = find_model(served_name(body.model or "", arrival.models), arrival.models)
-        raise not_supported(f"{shown(model.id)} does not support thinking: leave think out", "think")
+def _thinking(conversation: Conversation, body: OllamaBody) -> Conversation:
+    """A level goes to the template under the name that gpt-oss gave it."""
     if isinstance(body.think, str):
-        return replace(conversation, thinking=True, template_options={"reasoning_effort": body.think})
-    return replace(conversation, thinking=body.think)
+        level = {"reasoning_effort": body.think}
+        return replace(conversation, thinking=True, needs_thinking=True, template_options=level)
+    return replace(conversation, thinking=body.think, needs_thinking=bool(body.think))
 
 
 def _check_supported(body: OllamaGenerate) -> None:

@@ -43,10 +43,10 @@ class OpenAIChat:
             return await generation.answer(self, request, parse_chat)
 
         async def models(request: Request) -> Response:
-            return JSONResponse(_shapes(request).models_body(await generation.listed()))
+            return JSONResponse(_shapes(request).models_body(await generation.catalog.listed()))
 
         async def model(request: Request) -> Response:
-            found = await generation.find_listed(request.path_params["id"])
+            found = await generation.catalog.find(request.path_params["id"])
             return JSONResponse(_shapes(request).model_body(found))
 
         return [

@@ -612,7 +612,7 @@ def test_a_call_that_was_cut_off_is_no_call_but_is_not_lost(thinker: Server, str
 
 def turns_of(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Id and name of the call that each "tool" message answers."""
-    ask_ = parse_chat(Arrival(0, (), False), json.dumps({"messages": messages}).encode())
+    ask_ = parse_chat(Arrival(0, ()), json.dumps({"messages": messages}).encode())
     assert isinstance(ask_.prompt, Conversation)
     return [(turn.call_id, turn.name) for turn in ask_.prompt.turns if turn.role == "tool"]
 

@@ -44,21 +44,6 @@ def test_unknown_fields_are_ignored() -> None:
     assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}])
 
 
-def test_null_is_absent_in_every_optional_field() -> None:
-    optional = set(openai_request.ChatRequest.model_fields) - {"messages"}
-    assert parse(**dict.fromkeys(optional)) == parse()
-
-
-def test_what_asks_for_nothing_is_accepted() -> None:
-    neutral = {
-        "n": 1, "stop": [], "tools": [], "functions": [], "tool_choice": "auto", "function_call": "none",
-        "response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "logit_bias": {},
-    }  # fmt: skip
-    assert parse(**neutral)
-    assert parse(stop="")
-    assert parse(tool_choice="none")
-
-
 @pytest.mark.parametrize(
     ("field", "least", "most"),
     [

@@ -1,6 +1,6 @@
 """What a dialect of HTTP has to bring: from its body to an `Ask`, and from events to its answers.
 
-Each is one file with one object that has these methods and its routes (`generation.Adapter`), named in
+Each has one object with these methods and its routes (`generation.Adapter`), named in
 `app.adapters`. What it may leave to `generation.py`: models, tokens, queues, clients that leave, keep-alive,
 failures.
 """

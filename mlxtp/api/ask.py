@@ -46,7 +46,7 @@ class Conversation:
 
     `tool_choice`: `AUTO` (the model decides), `NONE`, `REQUIRED` (it has to call one), or a tool's name.
     `parallel`: whether one answer may hold several calls. `thinking` None leaves it to the model's template.
-    `template_options` go to the template as they are.
+    `template_options` go to the template as they are. With `needs_thinking`, a model that cannot is refused.
     """
 
     turns: tuple[Turn, ...]
@@ -55,6 +55,7 @@ class Conversation:
     parallel: bool = True
     thinking: bool | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    needs_thinking: bool = False
 
 
 Prompt = str | tuple[int, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import Code, RequestError
-from .backend import ModelInfo
+from .backend import ModelInfo, Stored
 from .schema import shown
 
 
@@ -29,7 +29,7 @@ def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo:
 
 
 def check_may_fit(
-    characters: int, longest_token: int, model: ModelInfo, prompts: int = 1, *, turns: int = 0
+    characters: int, longest_token: int, model: ModelInfo | Stored, prompts: int = 1, *, turns: int = 0
 ) -> None:
     """Refuse what cannot fit before it is tokenized, which takes seconds.
 

@@ -23,15 +23,16 @@ from ..errors import Code, MlxtpError, RequestError
 from . import budget, settings
 from .account import note
 from .adapter import About, Dialect, Json, Writer
-from .ask import NONE, REQUIRED, Ask, Conversation
-from .backend import DRAINING, Backend, Health, ModelInfo, Stored, Turn
+from .ask import NONE, REQUIRED, Ask, Conversation, Prompt
+from .backend import Backend, Health, ModelInfo, Stored, Turn
 from .backend import Request as Wanted
-from .budget import find_model
+from .catalog import Catalog
 from .choices import Answers, collect
 from .errors import error_status, internal_error
 from .events import Event, Finish
 from .loading import Loading
 from .openapi import Operation
+from .schema import not_supported, shown, wrong
 from .streaming import AnswerStream, unless_gone
 from .text.calls import JSON_CALLS, CallReader, ToolFormat, tool_json
 from .text.channels import Plan
@@ -136,6 +137,7 @@ class Generation:
         retry_after_s: int = 5,
         body_s: float = BODY_S,
     ) -> None:
+        self.catalog = Catalog(backend)
         self._backend = backend
         self._max_body_bytes = max_body_bytes
         self._keep_alive_s = keep_alive_s
@@ -149,25 +151,6 @@ class Generation:
         """What can be served now."""
         return self._backend.models()
 
-    def find_model(self, name: str | None) -> ModelInfo:
-        """One that can be served now. Raises RequestError 404."""
-        return find_model(name, self.models())
-
-    async def listed(self) -> tuple[ModelInfo | Stored, ...]:
-        """What can be served now, and then what would be loaded for a request that names it."""
-        models = self.models()
-        loaded = {model.id for model in models}
-        return (*models, *(each for each in await self._backend.on_request() if each.id not in loaded))
-
-    async def find_listed(self, name: str) -> ModelInfo | Stored:
-        """One that can be served now, or would be loaded for a request. Raises RequestError 404."""
-        listed = await self.listed()
-        return next((each for each in listed if each.id == name), None) or self.find_model(name)
-
-    def text(self) -> Text | None:
-        """The tokenizer side of the loaded model, or None when there is none."""
-        return self._backend.text()
-
     async def body(self, request: Request) -> bytes:
         """The whole body. Raises RequestError 408 or 413."""
         try:
@@ -178,10 +161,22 @@ class Generation:
 
     async def count(self, ask: Ask) -> int:
         """The tokens of the prompt that this would be answered with. Raises RequestError."""
-        model, text = self._loaded(ask.model)
+        model, text = await self.catalog.opened(ask.model)
         _, grammar = _tool_use(ask, text)
-        guided = bool(settings.shaping(ask.options, model.vocabulary, grammar).grammar_kind)
+        guided = settings.guided(ask.options, grammar)
         return sum(map(len, await asyncio.to_thread(_prompts, ask, text, model, guided)))
+
+    async def load(self, request: Request, name: str | None) -> ModelInfo:
+        """The model of this name, once it is loaded. The request's body must have been read.
+
+        Raises RequestError when there is no such model, or it never will be loaded.
+        """
+        turn = await self._backend.turn(name)
+        try:
+            await unless_gone(request.receive, _come(turn))
+            return self.catalog.loaded(turn.model or name)[0]
+        finally:
+            turn.close()
 
     async def answer(self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask]) -> Response:
         """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent."""
@@ -248,8 +243,7 @@ class Generation:
 
     async def _asked(self, wish: _Wish, open_: AsyncExitStack) -> tuple[_Job, Answers]:
         """The request with the backend, once its turn has come and rank 0 has taken it; `open_` closes it."""
-        async for _ in wish.turn.wait():
-            pass
+        await _come(wish.turn)
         ask = wish.now()
         job = await self._job(ask, wish.size, wish.client)
         asked = Answers()
@@ -265,7 +259,7 @@ class Generation:
         return job, asked
 
     async def _job(self, ask: Ask, size: int, client: str) -> _Job:
-        model, text = self._loaded(ask.model)
+        model, text = self.catalog.loaded(ask.model)
         options = ask.options
         if not 1 <= options.n <= MAX_CHOICES:
             raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")
@@ -281,7 +275,7 @@ class Generation:
         budgets = [budget.token_budget(most, prompt, model, cut) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text() is not text:  # another model was loaded while we were in the thread
-            raise self._not_ready()
+            raise self.catalog.not_ready()
         requests: list[Wanted] = []
         for prompt, max_tokens in zip(prompts, budgets, strict=True):
             first = Wanted(
@@ -297,8 +291,8 @@ class Generation:
             requests += settings.choices(first, options.n)
 
         def name(token: int) -> Name:
-            shown, bytes_ = text.name(token)
-            return shown, None if token in model.eos else bytes_
+            alone, bytes_ = text.name(token)
+            return alone, None if token in model.eos else bytes_
 
         about = About(
             uuid.uuid4().hex,
@@ -311,19 +305,6 @@ class Generation:
         )
         thinking = not guided and text.thinks_on(prompts[0])
         return _Job(text, model, tuple(requests), stops, about, format_, grammar is not None, thinking)
-
-    def _loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
-        models, text = self._backend.models(), self._backend.text()
-        if not models or text is None:
-            raise self._not_ready()
-        return find_model(name, models), text
-
-    def _not_ready(self) -> RequestError:
-        health = self._backend.health()
-        why = f": {health.reason}" if health.reason else ""
-        if health.state == DRAINING:
-            return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
-        return RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
 
 
 class Adapter(Dialect, Protocol):
@@ -340,6 +321,12 @@ class Adapter(Dialect, Protocol):
     def routes(self, generation: Generation) -> Sequence[Route]:
         """One that generates calls `generation.answer(self, request, self.parse)`."""
         ...
+
+
+async def _come(turn: Turn) -> None:
+    """Until the turn has come. Raises RequestError as its `wait` does."""
+    async for _ in turn.wait():
+        pass
 
 
 def _tool_use(ask: Ask, text: Text) -> tuple[ToolFormat | None, tuple[str, str] | None]:
@@ -370,18 +357,34 @@ def _tool_use(ask: Ask, text: Text) -> tuple[ToolFormat | None, tuple[str, str] 
     return (text.tool_calls, None) if choice == "auto" else (JSON_CALLS, grammar)
 
 
-def _prompts(ask: Ask, text: Text, model: ModelInfo, guided: bool) -> list[tuple[int, ...]]:
+def _prompts(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> list[tuple[int, ...]]:
     """Token ids. Raises RequestError."""
     if not isinstance(ask.prompt, Conversation):
         budget.check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
+        assert isinstance(model, ModelInfo)
+        _check_tokens(ask.prompt, model)
         return [text.continued_ids(each) if isinstance(each, str) else each for each in ask.prompt]
     conversation = ask.prompt
+    if conversation.needs_thinking and text.markup.think is None:
+        raise not_supported(
+            f"{shown(model.id)} does not support thinking: leave needs_thinking out", "needs_thinking"
+        )
     budget.check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.turns))
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
         conversation = replace(conversation, thinking=False)
     if conversation.tool_choice == NONE:
         conversation = replace(conversation, tools=())
     return [text.conversation_ids(conversation)]
+
+
+def _check_tokens(prompts: Sequence[Prompt], model: ModelInfo) -> None:
+    """Those that a client sent have to be among the model's."""
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or max(prompt) < model.vocabulary:
+            continue
+        j = next(j for j, token in enumerate(prompt) if token >= model.vocabulary)
+        where = f"prompt[{i}][{j}]" if len(prompts) > 1 else f"prompt[{j}]"
+        raise wrong(where, f"a token id from 0 to {model.vocabulary - 1}", prompt[j])
 
 
 def _shown_prompts(ask: Ask, text: Text) -> tuple[str, ...]:

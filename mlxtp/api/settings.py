@@ -89,6 +89,11 @@ def shaping(wish: Options, vocabulary: int, grammar: tuple[str, str] | None = No
     )
 
 
+def guided(wish: Options, grammar: tuple[str, str] | None = None) -> bool:
+    """Whether `shaping` holds the answer to a grammar. Raises RequestError."""
+    return bool((grammar or _grammar(wish.format))[0])
+
+
 def client_of(user: str, address: str) -> str:
     """Whose request this is, when clients take turns: an address, and there the user it names, if any."""
     return f"{address} {user[:MAX_USER_CHARS]}"

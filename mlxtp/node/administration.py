@@ -25,7 +25,7 @@ from .drain import Drain
 from .key_ring import KeyRing
 from .models import check_name
 from .observer import Observer
-from .on_disk import models_here
+from .stored import models_here
 from .supervisor import Supervisor
 
 FILE = "agent.json"

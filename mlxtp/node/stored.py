@@ -1,22 +1,44 @@
-"""Models on this Mac's disk that are complete: what a request may name without anything being downloaded."""
+"""Models on this Mac's disk that can be named without a path: the embedded one, and those in the Hub's cache.
+
+A request may name those that are complete, because nothing is downloaded for it; people are told of all.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..api.backend import Stored
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import ModelError
 from .servable import check_servable, read_config
 
+MOST = 200
+"""How many people are told of: a cache may hold anything."""
+
 _PART = re.compile(r"[\w.-]+")
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 _DEFAULT_CONTEXT = 4096
 """What the engine takes for a model that does not say its own."""
 _READ_ERRORS = (OSError, ValueError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A model here. `name` is what `mlxtp serve` takes.
+
+    `size_bytes` counts all its files. `complete`: it can be tried without a download; whether mlx-lm can run
+    it is not known before.
+    """
+
+    name: str
+    source: Literal["embedded", "hub"]
+    size_bytes: int
+    complete: bool
 
 
 def hub_folder(name: str) -> Path | None:
@@ -51,18 +73,47 @@ def is_complete(folder: Path) -> bool:
     return bool(weights) and wanted <= weights
 
 
-def stored_models() -> tuple[Stored, ...]:
-    """The embedded model and those of the Hub cache, by name, but for what `check_servable` refuses. Reads
-    the disk: call it in a thread."""
-    from huggingface_hub import constants
+def models_here() -> tuple[OnDisk, ...]:
+    """What is here now, complete or not: the embedded model first, then by name.
 
-    names = []
-    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
-        _, owner, *rest = folder.name.split("--")
-        names.append(f"{owner}/{'--'.join(rest)}")
-    found = [(EMBEDDED_MODEL, embedded_model_path()), *((name, hub_folder(name)) for name in names)]
+    Reads the names and sizes of every file in the cache: call it in a thread.
+    """
+    embedded = OnDisk(EMBEDDED_MODEL, "embedded", _size(embedded_model_path()), complete=True)
+    cached = sorted(_cached())[: MOST - 1]
+    return (
+        embedded,
+        *(OnDisk(name, "hub", _size(folder), hub_folder(name) is not None) for name, folder in cached),
+    )
+
+
+def stored_models() -> tuple[Stored, ...]:
+    """The embedded model and those of the Hub cache that are complete, by name, but for what `check_servable`
+    refuses. Reads the disk: call it in a thread.
+    """
+    found = [
+        (EMBEDDED_MODEL, embedded_model_path()),
+        *((name, hub_folder(name)) for name, _ in sorted(_cached())),
+    ]
     described = (_described(name, folder) for name, folder in found if folder is not None)
     return tuple(stored for stored in described if stored is not None)
+
+
+def _cached() -> Iterator[tuple[str, Path]]:
+    """Names and folders of the models of which something was downloaded."""
+    from huggingface_hub import constants
+
+    for folder in Path(constants.HF_HUB_CACHE).glob("models--*--*"):
+        if (folder / "snapshots").is_dir():
+            yield "/".join(folder.name.split("--", 2)[1:]), folder
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files below it, each of which counts once: a snapshot has links to them."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    try:
+        return sum(path.stat().st_size for path in files)
+    except OSError:  # it is being deleted
+        return 0
 
 
 def _described(name: str, folder: Path) -> Stored | None:

@@ -232,6 +232,7 @@ class FakeBackend:
     ready: bool = True
     most_open: int = 1000
     context: int = CONTEXT
+    vocabulary: int = VOCABULARY
     defaults: Sampling = GREEDY
     requests: list[Request] = field(default_factory=list)
     answers: list[FakeAnswer] = field(default_factory=list)
@@ -247,11 +248,9 @@ class FakeBackend:
     def models(self) -> tuple[ModelInfo, ...]:
         if not self.ready:
             return ()
-        return (
-            ModelInfo(
-                "org/tiny", ("tiny", "gpt-x"), Path(), self.context, 1234, (1,), VOCABULARY, self.defaults
-            ),
-        )
+        names, eos = ("tiny", "gpt-x"), (1,)
+        model = ModelInfo("org/tiny", names, Path(), self.context, 1234, eos, self.vocabulary, self.defaults)
+        return (model,)
 
     async def on_request(self) -> tuple[Stored, ...]:
         return self.stored

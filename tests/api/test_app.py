@@ -243,15 +243,6 @@ def test_a_mistake_is_a_400_for_the_client_library(server: Server, stream: bool)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_ready_says_when_to_come_back(server: Server, stream: bool) -> None:
-    server.backend.ready = False
-    response = post(server, ask(stream=stream))
-    error = assert_error(response, 503, "not_ready")
-    assert (error["type"], response.headers["retry-after"]) == ("server_error", "7")
-    assert "30 % read" in error["message"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_what_the_backend_refuses_at_once_has_a_real_status(server: Server, stream: bool) -> None:
     server.backend.refusal = RequestError("full", Code.OVERLOADED, status=429)
     response = post(server, ask(stream=stream))

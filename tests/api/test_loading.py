@@ -17,7 +17,8 @@ import pytest
 
 from mlxtp.api.adapter import NDJSON, About
 from mlxtp.api.backend import Stored
-from mlxtp.api.dialects.openai import OpenAIChat, parse_chat
+from mlxtp.api.dialects.openai import OpenAIChat
+from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.api.loading import Loading
 from mlxtp.errors import Code, MlxtpError, RequestError
 
@@ -266,6 +267,10 @@ def test_what_would_be_loaded_is_listed_behind_what_is(server: Server) -> None:
     assert other.model_extra["context_length"] == 4096
     with pytest.raises(openai.NotFoundError, match="available: org/tiny"):
         server.client.models.retrieve("org/none")
+    server.backend.ready = False  # what there is may be there in a minute
+    assert server.client.models.retrieve("org/other").id == "org/other"
+    with pytest.raises(openai.InternalServerError, match="30 % read"):
+        server.client.models.retrieve("org/tiny:none")
 
 
 class Lines:

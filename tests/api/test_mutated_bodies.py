@@ -61,7 +61,14 @@ MESSAGES: tuple[Json, ...] = (
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "messages": [
             ASKED,
-            {"role": "assistant", "content": [{"type": "text", "text": "Well"}, TOOL_USE]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": ""},
+                    {"type": "text", "text": "Well"},
+                    TOOL_USE,
+                ],
+            },
             {
                 "role": "user",
                 "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "7 degrees"}],
@@ -91,6 +98,21 @@ RESPONSES: tuple[Json, ...] = (
         "stream": True,
     },
     {"input": "hello", "text": {"format": {"type": "json_schema", "name": "verdict", "schema": SCHEMA}}},
+    {
+        "input": [
+            {"role": "developer", "content": "Be brief."},
+            {"type": "reasoning", "id": "r", "content": None,
+             "summary": [{"type": "summary_text", "text": "s"}]},
+            ASKED,
+        ],
+        "text": {"format": {"type": "text"}, "verbosity": "medium"}, "truncation": "auto", "user": "me",
+        "include": ["message.output_text.logprobs"], "top_logprobs": 2, "parallel_tool_calls": True,
+        "tools": [{"type": "function", **FUNCTION}],
+        "tool_choice": {
+            "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]
+        },
+        "stop": ["x"], "logit_bias": {"7": 1}, "seed": 3, "max_tool_calls": 2, "safety_identifier": "me",
+    },
 )  # fmt: skip
 BODIES: Mapping[str, tuple[Json, ...]] = {
     "/v1/chat/completions": CHAT,
@@ -98,6 +120,10 @@ BODIES: Mapping[str, tuple[Json, ...]] = {
         {"model": "default", "prompt": "hello", "max_tokens": 5, "logprobs": 2, **SAMPLING},
         {"prompt": ["hello", "world"], "max_tokens": 5, "stream": True, "n": 2, "echo": True},
         {"prompt": [[70, 71], [72]], "max_tokens": 5, "stop": "x"},
+        {
+            "prompt": "hello", "best_of": 1, "suffix": None, "logit_bias": {"7": 1}, "seed": 1, "user": "me",
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}, "deadline_s": 10,
+        },
     ),
     "/v1/responses": RESPONSES,
     "/v1/responses/input_tokens": tuple({**each, "stream": False} for each in RESPONSES),
@@ -109,19 +135,28 @@ BODIES: Mapping[str, tuple[Json, ...]] = {
             "model": "default",
             "messages": [
                 ASKED,
-                {"role": "assistant", "content": "",
-                 "tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
-                {"role": "tool", "tool_name": "weather", "content": "7 degrees"},
+                {"role": "assistant", "content": "", "thinking": "hm", "images": [],
+                 "tool_calls": [{"id": "x", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
+                {"role": "tool", "tool_name": "weather", "tool_call_id": "x", "content": "7 degrees"},
             ],
             "tools": [{"type": "function", "function": FUNCTION}],
             "stream": False,
             "keep_alive": "5m",
         },
-        {"model": "default", "messages": [ASKED], "format": SCHEMA, "think": False, "logprobs": True},
+        {
+            "model": "default", "messages": [ASKED], "format": SCHEMA, "think": False,
+            "logprobs": True, "top_logprobs": 1,
+            "options": {"top_k": 4, "min_p": 0.1, "seed": 3, "repeat_penalty": 1.1, "presence_penalty": 0.1,
+                        "frequency_penalty": 0.1, "num_ctx": 100},
+        },
     ),
     "/api/generate": (
         {"model": "default", "prompt": "hello", "system": "Be brief.", "options": {"num_predict": 5}},
         {"model": "default", "prompt": "hello", "raw": True, "stream": False, "keep_alive": 60},
+        {
+            "prompt": "hello", "suffix": "", "template": "", "context": [], "images": [], "format": "json",
+            "stream": False,
+        },
     ),
     "/api/show": ({"model": "default"}, {"name": "default", "verbose": True}),
 }  # fmt: skip
@@ -133,6 +168,8 @@ OPERATIONS: Mapping[str, Operation] = {
     for operation in adapter.operations
     if operation.method == "POST" and operation.body is not None
 }
+ANSWERED = [path for path, operation in OPERATIONS.items() if operation.stream]
+"""What a model answers; of the others, something is only told."""
 REFUSING: Mapping[str, Operation] = {
     operation.path: operation
     for adapter in adapters()
@@ -301,9 +338,12 @@ class Tally:
 
 
 def judge(response: httpx.Response, operation: Operation, tally: Tally) -> None:
-    """Answered, or refused as the dialect refuses; it is never the server's own fault."""
+    """Answered in the published shape, or refused in that of the dialect; never the server's own fault."""
     assert "internal error" not in response.text, response.text
     if response.status_code == 200:
+        if response.headers["content-type"] == "application/json":
+            assert operation.answer is not None
+            operation.answer.model_validate_json(response.content)
         tally.answered += 1
         return
     assert 400 <= response.status_code < 500, (response.status_code, response.text)
@@ -329,6 +369,34 @@ def test_no_body_is_too_much(client: httpx.Client, number: int) -> None:
             raise
     assert tally.answered > 10
     assert tally.refused > 30
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+def test_no_odd_part_of_a_body_is_a_bug(client: httpx.Client, path: str) -> None:
+    """Each part in turn, at any depth: left out, and twice something odd."""
+    random, tally = Random(path), Tally()
+    for body in BODIES[path]:
+        for at in places(body):
+            odd = changed(body, at, lambda holder, key: holder.__setitem__(key, _HERE))
+            without = changed(body, at, lambda holder, key: holder.__delitem__(key))
+            instead = [json.dumps(odd).replace(f'"{_HERE}"', each) for each in random.sample(ODD, 2)]
+            for sent in (json.dumps(without), *instead):
+                try:
+                    judge(client.post(path, content=sent.encode()), OPERATIONS[path], tally)
+                except Exception:
+                    print(f"{path}: {sent[:600]!r}")
+                    raise
+    assert min(tally.answered, tally.refused) > 0
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_no_json_object_is_refused(client: httpx.Client, path: str) -> None:
+    bodies = [b"", b"{", b"\xff", b"[1]", b'"x"', b"null", b"[" * 10_000, rb'{"user": "\ud800"}']
+    bodies.append(b'{"user": ' + b"9" * 5000 + b"}")
+    tally = Tally()
+    for sent in bodies:
+        judge(client.post(path, content=sent), OPERATIONS[path], tally)
+    assert (tally.answered, tally.refused) == (0, len(bodies))
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlxtp.api import settings
 from mlxtp.api.ask import Options
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
-from mlxtp.api.dialects.openai import parse_chat
+from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import Generate
 from mlxtp.wire.table import check_body, to_body

@@ -21,9 +21,9 @@ from mlxtp.api import budget, settings
 from mlxtp.api.adapter import About
 from mlxtp.api.ask import Ask, Conversation, Tool
 from mlxtp.api.backend import ModelInfo
-from mlxtp.api.dialects import completions, openai, response_request
-from mlxtp.api.dialects.response_output import response_body
-from mlxtp.api.dialects.response_store import ResponseStore
+from mlxtp.api.dialects import completions_request, openai_request, responses_request
+from mlxtp.api.dialects.responses_answers import response_body
+from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.api.guard import host_name
 from mlxtp.api.text.calls import CallReader, tool_format, tool_json
 from mlxtp.api.text.channels import Channels, Plan
@@ -194,13 +194,13 @@ def chat(data: bytes) -> None:
 
 
 def _chat(data: bytes) -> None:
-    _asked(openai.parse_chat(data))
+    _asked(openai_request.parse_chat(data))
 
 
 def responses(data: bytes) -> None:
     """The same, and what the answer repeats of it."""
     try:
-        asked = response_request.parse(data, _STORE)
+        asked = responses_request.parse(data, _STORE)
         _asked(asked)
         about = About("0" * 32, 1.0, "tiny", (2,), (), lambda token: (str(token), None), asked)
         json.dumps(response_body(about, "in_progress", ()), allow_nan=False).encode()
@@ -216,8 +216,8 @@ _STORE = ResponseStore()
 def continued(data: bytes) -> None:
     """A body with prompts."""
     try:
-        asked = completions.parse(data, _MODEL.vocabulary)
-        assert all(0 <= token < 512 for each in asked.prompt if isinstance(each, tuple) for token in each)
+        asked = completions_request.parse(data)
+        assert all(0 <= token < 2**31 for each in asked.prompt if isinstance(each, tuple) for token in each)
         settings.shaping(asked.options, _MODEL.vocabulary)
         settings.stop_strings(asked.options.stop)
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""What counts as complete on this Mac's disk: whatever a request names, nothing is downloaded for it."""
+"""Which models are on this Mac's disk, and what counts as complete: nothing is downloaded for a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import ModelError
 from mlxtp.node.models import find_model, open_model, stored_name
 from mlxtp.node.servable import check_servable
-from mlxtp.node.stored import hub_folder, is_complete, stored_models
+from mlxtp.node.stored import OnDisk, hub_folder, is_complete, models_here, stored_models
 
 from .scenes import run
 
@@ -71,6 +71,29 @@ def test_what_the_hub_has_left_here_is_found_and_listed_with_its_context(cache: 
     assert ours.created > 1_700_000_000
 
 
+def test_people_are_told_of_what_is_complete_and_of_what_was_begun(cache: Path) -> None:
+    begun = cache / "models--org--begun" / "snapshots" / COMMIT
+    begun.mkdir(parents=True)
+    (begun / "config.json").write_text("{}")
+    for none in ("models--org--broken", "datasets--org--data/snapshots", "models--alone/snapshots"):
+        (cache / none).mkdir(parents=True)
+    whole = sum(file.stat().st_size for file in embedded_model_path().iterdir())
+    assert models_here() == (
+        OnDisk("tiny", "embedded", whole, complete=True),
+        OnDisk("org/begun", "hub", 2, complete=False),
+        OnDisk(NAME, "hub", whole + len(COMMIT), complete=True),
+    )
+
+
+@pytest.mark.parametrize("there", ["nothing", "a file"])
+def test_without_a_cache_there_is_the_embedded_model(cache: Path, there: str) -> None:
+    shutil.rmtree(cache)
+    if there == "a file":
+        cache.write_text("in the way")
+    assert [model.name for model in models_here()] == ["tiny"]
+    assert [model.id for model in stored_models()] == ["tiny"]
+
+
 def test_it_is_opened_without_a_word_to_the_hub(cache: Path) -> None:
     async def story() -> None:
         source = await open_model(NAME, download=False)
@@ -89,6 +112,7 @@ def test_a_model_that_lacks_a_file_is_not_there(cache: Path, missing: str) -> No
     assert hub_folder(NAME) is None
     assert stored_name(NAME) is None
     assert [model.id for model in stored_models()] == ["tiny"]
+    assert [(model.name, model.complete) for model in models_here()] == [("tiny", True), (NAME, False)]
 
 
 @pytest.mark.parametrize(

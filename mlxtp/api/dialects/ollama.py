@@ -1,39 +1,40 @@
-"""The Ollama dialect: `/api/chat`, `/api/generate`, and what its clients want to know of models before.
-
-How long a model stays and how much context it has is the cluster's business: `keep_alive` and `num_ctx` are
-checked and change nothing. Options that are not known here are ignored. What would change the answer and
-cannot be done (images, a template, a suffix, tokens of an earlier answer) is refused. See docs/ollama.md.
-"""
+"""The Ollama dialect: `/api/chat`, `/api/generate`, and what its clients want to know of models before."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ...errors import Code, MlxtpError, RequestError
+from ...errors import MlxtpError
 from ..adapter import NDJSON, About, Json, Writer
-from ..ask import Ask, Call, Conversation, Options, Role, Tool, Turn
-from ..backend import ModelInfo
-from ..budget import find_model
+from ..ask import Ask
+from ..backend import ModelInfo, Stored
+from ..defaults import load_defaults
 from ..events import Whole
 from ..generation import Generation
 from ..openapi import Operation
-from ..schema import Schema, in_range, not_supported, parsed, shown
+from ..schema import not_supported, parsed, shown
 from .model_card import read_card
-from .ollama_answers import Asked, LineWriter, list_row, loaded_body, running_row, show_body, whole_body
+from .ollama_answers import LineWriter, list_row, no_answer, running_row, show_body, whole_body
+from .ollama_request import (
+    Arrival,
+    Asked,
+    NoPrompt,
+    OllamaChat,
+    OllamaGenerate,
+    OllamaShow,
+    parse_chat,
+    parse_generate,
+    served_name,
+)
 from .ollama_shapes import (
     OllamaChatAnswer,
     OllamaError,
@@ -48,326 +49,6 @@ VERSION = "0.14.2"
 """Of Ollama's API, not of mlxtp: three numbers, which clients compare with the least that they take (0.6.4
 for Copilot Chat, 0.14.2 for those that use Ollama's `/v1/messages` too). By then Ollama had all that is
 served here: thinking, tool calls in streams, schemas, log-probabilities."""
-LATEST = ":latest"
-ThinkLevel = Literal["low", "medium", "high", "max"]
-THINK_LEVELS: tuple[str, ...] = get_args(ThinkLevel)
-
-_MOST_TOKENS = 2**31 - 1
-
-
-# --- what a request may say -------------------------------------------------------------------------------
-
-
-def _integral(value: object) -> object:
-    """JSON has one kind of number: 40.0 is 40."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _plain(value: Json) -> Json:
-    """Numbers too large for JSON's readers come as infinity."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise PydanticCustomError("plain", "should have ordinary numbers only") from None
-    return value
-
-
-def _stop_strings(value: object) -> tuple[str, ...]:
-    given = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
-        raise PydanticCustomError("stop", "should be a string or a list of strings")
-    return tuple(given)
-
-
-_DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
-"""As Go writes them, such as "1h30m"."""
-
-
-def _keep_alive(value: object) -> bool | None:
-    """False for no time at all, which asks to unload the model. None: nothing was said."""
-    if value is None:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # noqa: PLR0124
-        return value != 0
-    if isinstance(value, str) and _DURATION.fullmatch(value):
-        return re.search("[1-9]", value) is not None
-    raise PydanticCustomError("keep_alive", 'should be a number of seconds or a duration such as "5m"')
-
-
-def _think(value: object) -> bool | str | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value in THINK_LEVELS:
-        return value
-    raise PydanticCustomError("think", f"should be true, false or one of {', '.join(THINK_LEVELS)}")
-
-
-def _format(value: object) -> Json | None:
-    """As `Options.format` has it."""
-    if value is None or value == "":
-        return None
-    if value == "json":
-        return {"type": "json_object"}
-    if isinstance(value, dict):
-        return {"type": "json_schema", "json_schema": {"schema": _plain(value)}}
-    raise PydanticCustomError("format", 'should be "json" or a JSON schema (an object)')
-
-
-Integer = Annotated[int, BeforeValidator(_integral)]
-Object = Annotated[Json, AfterValidator(_plain)]
-
-
-class OllamaOptions(Schema):
-    """What is known of `options`."""
-
-    num_predict: Annotated[Integer, in_range(-_MOST_TOKENS, _MOST_TOKENS)] | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings, str | list[str] | None)] = ()
-    temperature: Annotated[float, in_range(0, 100)] | None = None
-    top_p: Annotated[float, in_range(0, 1)] | None = None
-    top_k: Annotated[Integer, in_range(-1, _MOST_TOKENS)] | None = None
-    min_p: Annotated[float, in_range(0, 1)] | None = None
-    seed: Integer | None = None
-    repeat_penalty: Annotated[float, in_range(0.01, 100)] | None = None
-    presence_penalty: Annotated[float, in_range(-100, 100)] | None = None
-    frequency_penalty: Annotated[float, in_range(-100, 100)] | None = None
-    num_ctx: Integer | None = None  # changes nothing
-
-
-class OllamaCalledFunction(Schema):
-    name: Annotated[str, Field(min_length=1)]
-    arguments: Object | None = None
-
-
-class OllamaToolCall(Schema):
-    function: OllamaCalledFunction
-    id: str | None = None
-
-
-class OllamaMessage(Schema):
-    role: str
-    content: str | None = None
-    thinking: str | None = None
-    images: Any = None
-    tool_calls: Annotated[list[OllamaToolCall], Field(fail_fast=True)] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
-
-
-class OllamaFunction(Schema):
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: Object | None = None
-
-
-class OllamaTool(Schema):
-    function: OllamaFunction
-    type: str | None = None
-
-
-class OllamaBody(Schema):
-    """What both endpoints take."""
-
-    model: str | None = None
-    stream: bool | None = None
-    format: Annotated[Json | None, PlainValidator(_format, Literal["", "json"] | Json | None)] = None
-    think: Annotated[bool | str | None, PlainValidator(_think, bool | ThinkLevel | None)] = None
-    options: OllamaOptions | None = None
-    keep_alive: Annotated[bool | None, PlainValidator(_keep_alive, float | str | None)] = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
-
-
-class OllamaChat(OllamaBody):
-    """The body of `POST /api/chat`."""
-
-    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[OllamaTool], Field(fail_fast=True)] | None = None
-
-
-class OllamaGenerate(OllamaBody):
-    """The body of `POST /api/generate`."""
-
-    prompt: str | None = None
-    system: str | None = None
-    raw: bool | None = None
-    suffix: str | None = None
-    template: str | None = None
-    context: Any = None
-    images: Any = None
-
-
-class OllamaShow(Schema):
-    """The body of `POST /api/show`; `name` is what `model` was called before."""
-
-    model: str | None = None
-    name: str | None = None
-
-
-# --- from a body to an Ask --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The moment a request came (of `time.perf_counter_ns`), and what was served then."""
-
-    at_ns: int
-    models: Sequence[ModelInfo]
-    thinks: bool
-
-
-class NoPrompt(Exception):
-    """The request is there to load or to unload the model."""
-
-    def __init__(self, asked: Asked, unload: bool) -> None:
-        super().__init__(asked, unload)
-        self.asked = asked
-        self.unload = unload
-
-
-def parse_chat(arrival: Arrival, body: bytes) -> Ask:
-    """Raises RequestError that names the field, and NoPrompt when there are no messages."""
-    chat = parsed(OllamaChat, body)
-    asked = Asked(True, chat.model or "", arrival.at_ns)
-    if not chat.messages:
-        raise NoPrompt(asked, chat.keep_alive is False)
-    conversation = Conversation(_turns(chat.messages), _tools(chat.tools or ()))
-    return _ask(chat, asked, arrival, _thinking(conversation, chat, arrival))
-
-
-def parse_generate(arrival: Arrival, body: bytes) -> Ask:
-    """Raises RequestError that names the field, and NoPrompt when there is no prompt."""
-    generate = parsed(OllamaGenerate, body)
-    asked = Asked(False, generate.model or "", arrival.at_ns)
-    _check_supported(generate)
-    if not generate.prompt:
-        raise NoPrompt(asked, generate.keep_alive is False)
-    if generate.raw:
-        return _ask(generate, asked, arrival, (generate.prompt,))
-    system = (Turn("system", generate.system),) if generate.system else ()
-    conversation = Conversation((*system, Turn("user", generate.prompt)))
-    return _ask(generate, asked, arrival, _thinking(conversation, generate, arrival))
-
-
-def served_name(name: str, models: Sequence[ModelInfo]) -> str:
-    """`name` without ":latest", which Ollama's clients add, unless a model is called so."""
-    if any(name == model.id or name in model.aliases for model in models):
-        return name
-    return name.removesuffix(LATEST)
-
-
-def _ask(body: OllamaBody, asked: Asked, arrival: Arrival, prompt: Conversation | tuple[str, ...]) -> Ask:
-    return Ask(
-        model=served_name(asked.model, arrival.models),
-        prompt=prompt,
-        options=_options(body),
-        stream=body.stream is not False,
-        dialect=asked,
-    )
-
-
-def _options(body: OllamaBody) -> Options:
-    given = body.options or OllamaOptions()
-    budget = given.num_predict or 0
-    return Options(
-        max_tokens=budget if budget > 0 else None,  # -1 and -2 set no limit, nor does 0 with Ollama
-        stop=given.stop,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        seed=None if given.seed == -1 else given.seed,  # -1 is Ollama's word for a fresh one
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repeat_penalty,
-        format=body.format,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
-    )
-
-
-def _thinking(conversation: Conversation, body: OllamaBody, arrival: Arrival) -> Conversation:
-    """A level goes to the template under the name that gpt-oss gave it. Raises RequestError."""
-    if body.think and arrival.models and not arrival.thinks:
-        model = find_model(served_name(body.model or "", arrival.models), arrival.models)
-        raise not_supported(f"{shown(model.id)} does not support thinking: leave think out", "think")
-    if isinstance(body.think, str):
-        return replace(conversation, thinking=True, template_options={"reasoning_effort": body.think})
-    return replace(conversation, thinking=body.think)
-
-
-def _check_supported(body: OllamaGenerate) -> None:
-    wants: tuple[tuple[str, object, str], ...] = (
-        ("images", body.images, "only text is understood"),
-        ("suffix", body.suffix, "text cannot be written into a gap; send the prompt alone"),
-        ("template", body.template, "the model has its own; with raw true, the prompt is taken as it is"),
-        ("context", body.context, "tokens of an earlier answer are not taken; send messages to /api/chat"),
-    )
-    for name, value, why in wants:
-        if value:
-            raise not_supported(f"{name} is not supported: {why}", name)
-    if body.raw and body.system:
-        raise RequestError("system has no place in a prompt that is taken as it is (raw)", param="system")
-    if body.raw and body.think:
-        raise RequestError("think does nothing to a prompt that is taken as it is (raw)", param="think")
-
-
-_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-
-
-def _turns(messages: Sequence[OllamaMessage]) -> tuple[Turn, ...]:
-    """Most of Ollama's clients send no ids: calls are numbered, and answered by their name or in their order.
-
-    A number has nine letters and digits: Mistral's templates take nothing else.
-    """
-    turns: list[Turn] = []
-    unanswered: list[Call] = []
-    count = 0
-    for i, message in enumerate(messages):
-        role = _role(message, f"messages[{i}]")
-        calls: list[Call] = []
-        for each in message.tool_calls or ():
-            arguments = json.dumps(each.function.arguments or {}, ensure_ascii=False)
-            calls.append(Call(each.id or f"call{count:05d}", each.function.name, arguments))
-            count += 1
-        if role == "tool":
-            call = _answered(message, unanswered)
-            turns.append(Turn(role, message.content or "", call_id=call.id, name=call.name))
-        else:
-            turns.append(Turn(role, message.content or "", message.thinking or "", tuple(calls)))
-            unanswered += calls
-    return tuple(turns)
-
-
-def _role(message: OllamaMessage, where: str) -> Role:
-    if message.images:
-        raise not_supported(f"{where}.images is not supported: only text is understood", f"{where}.images")
-    role = _ROLES.get(message.role.lower())
-    if role is None:
-        raise RequestError(
-            f"{where}.role: {shown(message.role)} is none of {', '.join(_ROLES)}", param=f"{where}.role"
-        )
-    return role
-
-
-def _answered(message: OllamaMessage, unanswered: list[Call]) -> Call:
-    """The call that a "tool" message answers, which is answered then."""
-    id_, name = message.tool_call_id or "", message.tool_name or ""
-    for call in unanswered:
-        if (call.id == id_) if id_ else (name in ("", call.name)):
-            unanswered.remove(call)
-            return Call(call.id, name or call.name, "")
-    return Call(id_, name, "")
-
-
-def _tools(specs: Sequence[OllamaTool]) -> tuple[Tool, ...]:
-    for i, spec in enumerate(specs):
-        if spec.type not in (None, "", "function"):
-            where = f"tools[{i}].type"
-            raise not_supported(f"{where} {shown(spec.type)} is not supported, only function", where)
-    functions = [spec.function for spec in specs]
-    return tuple([Tool(each.name, each.description or "", each.parameters) for each in functions])
-
-
-# --- endpoints --------------------------------------------------------------------------------------------
 
 Handler = Callable[[Request], Awaitable[Response]]
 _MANAGED = (
@@ -399,7 +80,12 @@ class Ollama:
     prefixes: tuple[str, ...] = ("/api/",)
     media_type = NDJSON
     names: Mapping[str, str] = MappingProxyType(
-        {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty", "response_format": "format"}
+        {
+            "max_tokens": "num_predict",
+            "repetition_penalty": "repeat_penalty",
+            "response_format": "format",
+            "needs_thinking": "think",
+        }
     )
     operations = (
         _operation(
@@ -455,7 +141,7 @@ class _Models:
         self._generation = generation
 
     async def tags(self, _request: Request) -> Response:
-        models = await self._generation.listed()
+        models = await self._generation.catalog.listed()
         rows = [list_row(model, await asyncio.to_thread(read_card, model)) for model in models]
         return JSONResponse({"models": rows})
 
@@ -466,51 +152,48 @@ class _Models:
 
     async def show(self, request: Request) -> Response:
         body = parsed(OllamaShow, await self._generation.body(request))
-        model = _find(self._generation, body.model or body.name or "")
-        text = self._generation.text()
+        name = served_name(body.model or body.name or "", self._generation.models())
+        model, text = await self._generation.catalog.opened(name)
         capabilities = ["completion"]
-        if text is not None and text.knows_tools:
+        if text.knows_tools:
             capabilities.append("tools")
-        if text is not None and text.markup.think is not None:
+        if text.markup.think is not None:
             capabilities.append("thinking")
-        card = await asyncio.to_thread(read_card, model)
-        return JSONResponse(show_body(model, card, capabilities))
+        return JSONResponse(await asyncio.to_thread(_shown, model, capabilities))
+
+
+def _shown(model: ModelInfo | Stored, capabilities: Sequence[str]) -> Json:
+    """Reads the small files of the model's folder."""
+    defaults = model.defaults if isinstance(model, ModelInfo) else load_defaults(model.path)
+    return show_body(model, defaults, read_card(model), capabilities)
 
 
 def _answering(adapter: Ollama, generation: Generation, parse: Callable[[Arrival, bytes], Ask]) -> Handler:
     """The endpoint that generates, for bodies that `parse` reads."""
 
     async def answer(request: Request) -> Response:
-        text = generation.text()
-        thinks = text is not None and text.markup.think is not None
-        arrival = Arrival(time.perf_counter_ns(), generation.models(), thinks)
+        arrival = Arrival(time.perf_counter_ns(), generation.models())
         try:
             return await generation.answer(adapter, request, partial(parse, arrival))
         except NoPrompt as wish:
-            return _loaded(_find(generation, wish.asked.model), wish)
+            name = served_name(wish.asked.model, arrival.models)
+            if wish.unload:
+                return await _unloaded(generation, name, wish.asked)
+            return JSONResponse(no_answer(wish.asked, await generation.load(request, name), "load"))
 
     return answer
 
 
-def _loaded(model: ModelInfo, wish: NoPrompt) -> Response:
-    """What can be found is loaded, and stays so: it is there for others, too."""
-    if wish.unload:
+async def _unloaded(generation: Generation, name: str, asked: Asked) -> Response:
+    """What is loaded stays so: it is there for others, too."""
+    model = await generation.catalog.find(name)
+    if isinstance(model, ModelInfo):
         raise not_supported(
             f"keep_alive 0 does not unload {shown(model.id)}, which the cluster serves to all its clients; "
             "`mlxtp unload` does",
             "keep_alive",
         )
-    return JSONResponse(loaded_body(wish.asked, model))
-
-
-def _find(generation: Generation, name: str) -> ModelInfo:
-    """Raises RequestError: 503 as long as no model is ready, 404 for any other than the one that is."""
-    models = generation.models()
-    if not models:
-        health = generation.health()
-        why = f": {health.reason}" if health.reason else ""
-        raise RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
-    return generation.find_model(served_name(name, models))
+    return JSONResponse(no_answer(asked, model, "unload"))
 
 
 async def _version(_request: Request) -> Response:

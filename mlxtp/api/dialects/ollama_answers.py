@@ -6,29 +6,20 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ...errors import MlxtpError
 from ..adapter import About, Json
 from ..ask import Call
-from ..backend import GREEDY, Health, ModelInfo, Stored
+from ..backend import GREEDY, Health, ModelInfo, Sampling, Stored
 from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from .model_card import ModelCard
+from .ollama_request import Asked
 
 FOREVER = "9999-12-31T23:59:59Z"
 """Until when a model stays loaded, as far as clients are concerned: no `keep_alive` ends it."""
 
 _LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the answer has to know of its request. `model` is called as the client calls it."""
-
-    chat: bool
-    model: str
-    arrived_ns: int
 
 
 # --- from events to lines ---------------------------------------------------------------------------------
@@ -103,10 +94,10 @@ def whole_body(about: About, answer: Whole) -> Json:
     return _head(about) | said | _counts(about, answer.finish) | _logprobs(answer.scores, about)
 
 
-def loaded_body(asked: Asked, model: ModelInfo) -> Json:
-    """The answer to a request without a prompt, which asks for the model to be loaded."""
+def no_answer(asked: Asked, model: ModelInfo | Stored, reason: str) -> Json:
+    """To a request without a prompt, whose `reason` is to "load" or to "unload" the model."""
     head = {"model": asked.model or model.id, "created_at": _rfc3339(time.time())}
-    return head | _message(asked, "") | {"done": True, "done_reason": "load"}
+    return head | _message(asked, "") | {"done": True, "done_reason": reason}
 
 
 def _asked(about: About) -> Asked:
@@ -131,7 +122,7 @@ def _message(asked: Asked, text: str, thinking: str = "", calls: Sequence[Json] 
 def _counts(about: About, finish: Finish) -> Json:
     """The end of an answer. Its prompt took from the request's arrival to the first token, in ns.
 
-    No model is loaded for a request. What clients divide by is never 0.
+    So did loading the model, where it had to be. What clients divide by is never 0.
     """
     now_ns = time.perf_counter_ns()
     began_ns = finish.began_ns or now_ns
@@ -240,12 +231,14 @@ def running_row(model: ModelInfo, card: ModelCard, health: Health) -> Json:
     }
 
 
-def show_body(model: ModelInfo, card: ModelCard, capabilities: Sequence[str]) -> Json:
-    """The answer to `/api/show`. `parameters` has one setting a line, as in a Modelfile."""
+def show_body(
+    model: ModelInfo | Stored, defaults: Sampling, card: ModelCard, capabilities: Sequence[str]
+) -> Json:
+    """The answer to `/api/show`. `parameters` has one setting a line, as in a Modelfile: `defaults`."""
     settings: dict[str, object] = {"num_ctx": model.context}
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        if getattr(model.defaults, name) != getattr(GREEDY, name):
-            settings[name] = getattr(model.defaults, name)
+        if getattr(defaults, name) != getattr(GREEDY, name):
+            settings[name] = getattr(defaults, name)
     shape = {f"{card.family}.{name}": card.number(theirs) for name, theirs in _SHAPE.items()}
     return {
         "modelfile": "",

@@ -69,11 +69,11 @@ class OllamaPart(OllamaShape):
 class OllamaEnd(OllamaPart):
     """The last line of a stream, or an answer that is not streamed. Durations in ns.
 
-    The counts are missing where nothing was generated: `load`.
+    The counts are missing where nothing was generated: `load`, `unload`.
     """
 
     done: Literal[True]
-    done_reason: Literal["stop", "length", "load"]
+    done_reason: Literal["stop", "length", "load", "unload"]
     total_duration: int = 0
     load_duration: int = 0
     prompt_eval_count: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,8 +12,8 @@ import pytest
 from openai.types import Completion
 
 from mlxtp.api.backend import End, Score, Tokens
-from mlxtp.api.dialects import completion_shapes as shapes
-from mlxtp.errors import GroupError, RequestError
+from mlxtp.api.dialects import completions_shapes as shapes
+from mlxtp.errors import GroupError
 
 from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Server, says, says_scored, score, then
 from ..test_app import assert_error, data_of, fail_with
@@ -277,12 +276,6 @@ def test_what_cannot_be_is_a_400_that_names_it(
     assert server.backend.requests == []
 
 
-def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
-    create(server, best_of=1, suffix="", echo=False, user="me", extra_body={"unknown": 1})
-    create(server, n=2, best_of=2)
-    create(server, logprobs=None, stop=None, max_tokens=None, extra_body={"user": 3})
-
-
 def test_a_prompt_too_long_is_refused_in_the_words_of_this_endpoint(server: Server) -> None:
     error = assert_error(post(server, {"prompt": "q" * CONTEXT}), 400, "context_length_exceeded")
     assert error["param"] == "prompt"
@@ -301,87 +294,6 @@ def test_a_lost_group_is_an_error_event_and_no_done(server: Server) -> None:
     with pytest.raises(openai.APIError, match="rank 1 is gone"):
         list(create(server, stream=True))
     assert_error(post(server, {"prompt": "hello"}), 503, "rank_lost")
-
-
-def test_what_is_full_says_when_to_come_back(server: Server) -> None:
-    server.backend.refusal = RequestError("full", status=429)
-    response = post(server, {"prompt": "hello"})
-    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
-
-
-def test_what_is_not_ready_says_when_to_come_back(server: Server) -> None:
-    server.backend.ready = False
-    assert post(server, {"prompt": [1, 2]}).headers["retry-after"] == "7"
-
-
-# --- bodies that nobody would send ------------------------------------------------------------------------
-
-ODD: list[Any] = [
-    None, True, -1, 0, 2**70, 1.5, math.nan, math.inf, "", "x" * 500, [], [None], [[]], [{}], {}, {"type": 3},
-    [[[1]]], {"a": {"b": []}},
-]  # fmt: skip
-
-
-def mutated(base: Any) -> Iterator[Any]:
-    """`base` with each of its parts, at any depth, replaced by everything odd, or left out."""
-    yield from ODD
-    if not isinstance(base, dict | list):
-        return
-    keys: list[Any] = list(base) if isinstance(base, dict) else list(range(len(base)))
-    for key in keys:
-        without = base.copy()
-        del without[key]
-        yield without
-        for odd in mutated(base[key]):
-            changed = base.copy()
-            changed[key] = odd
-            yield changed
-
-
-def assert_sound(response: httpx.Response, sent: Any) -> None:
-    """An answer, or a refusal with words: never a bug of the server."""
-    assert response.status_code in (200, 400, 404), (response.text, sent)
-    if response.status_code != 200:
-        error = response.json()["error"]
-        assert error["message"], sent
-        assert error["code"] != "internal"
-    else:
-        assert '"internal"' not in response.text
-
-
-RICH: dict[str, Any] = {
-    "model": "tiny", "prompt": ["a", "b"], "n": 2, "best_of": 2, "max_tokens": 3, "logprobs": 2, "seed": 1,
-    "stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"7": 1}, "suffix": None,
-    "temperature": 0.5, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
-    "top_p": 0.5, "stop": ["x", "y"], "echo": False, "user": "me", "deadline_s": 10,
-}  # fmt: skip
-
-
-def test_no_odd_body_is_a_bug(server: Server) -> None:
-    server.backend.script = says_scored(server.ids("hello"), 2, 2)
-    bodies = [*mutated(RICH), *mutated({"prompt": [[3, 4], [5]], "echo": True})]
-    assert len(bodies) > 400
-    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
-        for body in bodies:
-            sent = json.dumps(body)
-            assert_sound(client.post(f"{server.url}/v1/completions", content=sent), sent)
-
-
-def test_no_broken_json_is_a_bug(server: Server) -> None:
-    text = json.dumps(RICH).encode()
-    bodies = [text[:at] for at in range(0, len(text), 7)]
-    bodies += [text[:at] + b"\xff\x00" + text[at:] for at in range(0, len(text), 23)]
-    bodies += [
-        b'{"prompt": "\\ud800"}',
-        b"[" * 5000,
-        b'{"prompt":' * 5000,
-        b'{"prompt": ' + b"9" * 5000 + b"}",
-    ]
-    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
-        for body in bodies:
-            response = client.post(f"{server.url}/v1/completions", content=body)
-            assert response.status_code == 400, body
-            assert response.json()["error"]["code"] == "invalid_request"
 
 
 # --- what is not served -----------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlxtp.api.backend import End, Score, Tokens
-from mlxtp.api.dialects.response_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
+from mlxtp.api.dialects.responses_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from mlxtp.api.text.tokens import Text
-from mlxtp.errors import GroupError, RequestError
+from mlxtp.errors import GroupError
 
 from ..conftest import (
     CONTEXT,
@@ -34,7 +34,6 @@ from ..conftest import (
     then,
 )
 from ..test_app import assert_error, fail_with
-from .test_completions import assert_sound, mutated
 
 TEXT = "hello wide world, 日本語 😀"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
@@ -763,18 +762,6 @@ def test_what_cannot_be_is_a_400_that_names_it(
     assert server.backend.requests == []
 
 
-def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
-    nothing = dict.fromkeys(
-        ["instructions", "previous_response_id", "store", "stream", "tools", "tool_choice", "text",
-         "reasoning", "include", "truncation", "metadata", "conversation", "prompt", "background",
-         "max_output_tokens"]
-    )  # fmt: skip
-    strict_response(post(server, **nothing).json())
-    strict_response(
-        post(server, tools=[], background=False, truncation="disabled", text={}, include=[]).json()
-    )
-
-
 def test_what_can_only_be_done_in_the_background_is_refused(server: Server) -> None:
     id_ = create(server).id
     with pytest.raises(openai.BadRequestError, match="background"):
@@ -833,74 +820,3 @@ def test_a_budget_that_was_used_up(server: Server) -> None:
         assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert response.output_text == "hello"
         assert response.output[-1].status == "incomplete"
-
-
-def test_what_is_not_ready_says_when_to_come_back(server: Server) -> None:
-    server.backend.ready = False
-    assert post(server).headers["retry-after"] == "7"
-    server.backend.ready = True
-    server.backend.refusal = RequestError("full", status=429)
-    assert post(server, stream=True).status_code == 429
-
-
-# --- bodies that nobody would send ------------------------------------------------------------------------
-
-RICH: dict[str, Any] = {
-    "model": "tiny", "instructions": "be", "tools": [WEATHER, TIME], "tool_choice": "auto", "store": False,
-    "input": [
-        {"role": "developer", "content": "a"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
-        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
-        CALLED | {"id": "fc", "status": "completed"},
-        RESULT | {"output": [{"type": "input_text", "text": "c"}]},
-    ],
-    "text": {"format": {"type": "text"}, "verbosity": "medium"}, "include": LOGPROBS,
-    "reasoning": {"effort": "low", "summary": "auto"}, "top_logprobs": 2, "metadata": {"a": "b"},
-    "truncation": "auto", "user": "me",
-    "max_output_tokens": 20, "temperature": 0.5, "parallel_tool_calls": True, "previous_response_id": None,
-    "stop": ["x"], "logit_bias": {"7": 1}, "seed": 3, "max_tool_calls": 2, "safety_identifier": "me",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_no_odd_body_is_a_bug(thinker: Server, stream: bool) -> None:
-    thinker.backend.script = says_scored(thinker.ids(f"<think>hm</think>hello{CALL}"), 3, 2)
-    bodies = list(mutated(RICH))
-    assert len(bodies) > 1000
-    answered = 0
-    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
-        for body in bodies[:: 7 if stream else 2]:
-            sent = json.dumps(body | {"stream": True} if stream and isinstance(body, dict) else body)
-            response = client.post(f"{thinker.url}/v1/responses", content=sent)
-            assert_sound(response, sent)
-            if response.status_code == 200:
-                answered += 1
-                strict_response(events_of(response)[-1]["response"] if stream else response.json())
-    assert answered > 30
-
-
-def test_no_odd_schema_is_a_bug(thinker: Server) -> None:
-    base = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}}
-    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
-    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
-        for fields in (
-            *({"text": text} for text in mutated(base)),
-            *({"tools": [WEATHER, TIME], "tool_choice": each} for each in mutated(choice)),
-            *(
-                {"tools": [WEATHER, TIME], "tool_choice": each}
-                for each in mutated({"type": "function", "name": "f"})
-            ),
-        ):
-            sent = json.dumps({"input": "hello"} | fields)
-            assert_sound(client.post(f"{thinker.url}/v1/responses", content=sent), sent)
-
-
-def test_no_broken_json_is_a_bug(server: Server) -> None:
-    text = json.dumps(RICH).encode()
-    bodies = [text[:at] for at in range(0, len(text), 29)]
-    bodies += [text[:at] + b"\xff\x00" + text[at:] for at in range(0, len(text), 67)]
-    bodies += [b'{"input": "\\ud800"}', b"[" * 5000, b'{"input":' * 5000, b'{"input": ' + b"9" * 5000 + b"}"]
-    with httpx.Client(timeout=WAIT_S, trust_env=False) as client:
-        for body in bodies:
-            response = client.post(f"{server.url}/v1/responses", content=body)
-            assert_error(response, 400, "invalid_request")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.dialects.response_store import ResponseStore
+from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.errors import Code, RequestError
 
 

@@ -1,18 +1,15 @@
-"""What `/v1/responses` says of an answer: its items while they come, and the response around them. Pure."""
+"""The items of an answer of `/v1/responses`, while they come and whole. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ...errors import MlxtpError
 from ..adapter import About
 from ..ask import Call
-from ..errors import error_status
 from ..events import Finish, Scored, Whole
 from . import openai_answers as answers
-from .response_items import function_call, output_text
-from .response_request import FunctionTool, Wanted
+from .responses_items import function_call, output_text
 
 Json = dict[str, Any]
 
@@ -215,91 +212,3 @@ def _overlapping(about: About, scores: Sequence[Scored], start: int, end: int | 
             kept.append(scored)
         at += len(piece)
     return kept
-
-
-# --- the response -----------------------------------------------------------------------------------------
-
-
-def response_body(
-    about: About,
-    status: str,
-    output: Sequence[Json],
-    *,
-    finish: Finish | None = None,
-    error: MlxtpError | None = None,
-    completed_at: float | None = None,
-) -> Json:
-    """The response at one moment: "in_progress", "completed", "incomplete" or "failed"."""
-    wanted: Wanted = about.ask.dialect
-    request = wanted.request
-    reasoning, text = request.reasoning, request.text
-    return {
-        "id": f"resp_{about.id}",
-        "object": "response",
-        "created_at": int(about.created),
-        "status": status,
-        "background": False,
-        "completed_at": int(completed_at) if completed_at is not None else None,
-        "error": None if error is None else _error(error),
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
-        "model": about.model,
-        "output": list(output),
-        "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": request.previous_response_id,
-        "prompt_cache_key": _text(request.prompt_cache_key),
-        "reasoning": {
-            "effort": reasoning.effort if reasoning is not None else None,
-            "summary": reasoning.summary if reasoning is not None else None,
-        },
-        "safety_identifier": _text(request.safety_identifier),
-        "service_tier": "default",
-        "store": request.kept,
-        "temperature": request.temperature,
-        "text": {
-            "format": (text.format if text is not None else None) or {"type": "text"},
-            "verbosity": "medium",
-        },
-        "tool_choice": request.tool_choice or "auto",
-        "tools": [_tool(tool) for tool in wanted.tools],
-        "top_logprobs": request.top_logprobs or 0,
-        "top_p": request.top_p,
-        "truncation": request.truncation or "disabled",
-        "usage": None if finish is None else _usage(about, finish),
-        "user": _text(request.user),
-        "metadata": request.metadata or {},
-    }
-
-
-def _usage(about: About, finish: Finish) -> Json:
-    """Nothing is charged for being written to a cache."""
-    prompt, end = about.prompt_tokens[0], finish.end
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": end.cached, "cache_write_tokens": 0},
-        "output_tokens": end.generated,
-        "output_tokens_details": {"reasoning_tokens": finish.thought},
-        "total_tokens": prompt + end.generated,
-    }
-
-
-def _error(error: MlxtpError) -> Json:
-    """`code` is one of the few that this dialect knows, `type` ours."""
-    code = "rate_limit_exceeded" if error_status(error) == 429 else "server_error"
-    return {"code": code, "message": error.detail, "type": error.code.value, "param": None}
-
-
-def _tool(tool: FunctionTool) -> Json:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mlxtp.api.ask import Ask, Call, Conversation, Tool, Turn
-from mlxtp.api.dialects import openai
+from mlxtp.api.dialects import openai_request
 from mlxtp.errors import Code, RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -17,7 +17,7 @@ def body(**fields: Any) -> bytes:
 
 
 def parse(**fields: Any) -> Ask:
-    return openai.parse_chat(body(**fields))
+    return openai_request.parse_chat(body(**fields))
 
 
 def talk(**fields: Any) -> Conversation:
@@ -42,21 +42,6 @@ def turns(*given: dict[str, Any]) -> tuple[Turn, ...]:
 
 def test_unknown_fields_are_ignored() -> None:
     assert parse(user="me", cache_prompt=True, keep_alive=5, messages=[HELLO[0] | {"x": 1}])
-
-
-def test_null_is_absent_in_every_optional_field() -> None:
-    optional = set(openai.ChatRequest.model_fields) - {"messages"}
-    assert parse(**dict.fromkeys(optional)) == parse()
-
-
-def test_what_asks_for_nothing_is_accepted() -> None:
-    neutral = {
-        "n": 1, "stop": [], "tools": [], "functions": [], "tool_choice": "auto", "function_call": "none",
-        "response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "logit_bias": {},
-    }  # fmt: skip
-    assert parse(**neutral)
-    assert parse(stop="")
-    assert parse(tool_choice="none")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +220,7 @@ def test_a_message_that_asks_for_more_than_text(message: Any, named: str) -> Non
 )  # fmt: skip
 def test_a_body_that_is_no_request(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        openai.parse_chat(body)
+        openai_request.parse_chat(body)
     assert caught.value.status == 400
     assert len(caught.value.detail) < 300
 

@@ -18,8 +18,8 @@ from pydantic import Field
 from ...errors import RequestError
 from ..ask import AUTO, NONE, REQUIRED, Ask, Conversation, Tool
 from ..schema import Schema, checked, in_range, not_supported, parsed, shown, wrong
-from .response_items import items_of, turns_of
-from .response_store import ITEM_BYTES, ResponseStore
+from .responses_items import items_of, turns_of
+from .responses_store import ITEM_BYTES, ResponseStore
 from .tuning import MOST_TOKENS, Tuning
 
 Json = dict[str, Any]

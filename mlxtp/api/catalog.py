@@ -1,0 +1,80 @@
+"""The models that a request may name: the one that is loaded, and those that would be loaded for it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from ..errors import Code, ModelError, RequestError
+from .backend import DRAINING, Backend, ModelInfo, Stored
+from .budget import find_model
+from .text.tokens import Text
+
+KEPT = 2
+"""How many tokenizers of models that are not loaded stay in memory: tens of megabytes each."""
+
+
+class Catalog:
+    """What can be told of a model without its weights, for `backend`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._texts: dict[Path, Text] = {}
+        """By folder, the one that was asked for last at the end."""
+        self._reading = asyncio.Lock()
+
+    async def listed(self) -> tuple[ModelInfo | Stored, ...]:
+        """What can be served now, and then what would be loaded for a request that names it."""
+        models = self._backend.models()
+        loaded = {model.id for model in models}
+        return (*models, *(each for each in await self._backend.on_request() if each.id not in loaded))
+
+    def loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
+        """The loaded model, by one of its names. Raises RequestError: 503 when none is, 404 for another."""
+        models, text = self._backend.models(), self._backend.text()
+        if not models or text is None:
+            raise self.not_ready()
+        return find_model(name, models), text
+
+    async def find(self, name: str | None) -> ModelInfo | Stored:
+        """One that is loaded, or would be for a request. Raises RequestError as `loaded` does."""
+        try:
+            model, _ = self.loaded(name)
+        except RequestError:
+            for stored in await self._backend.on_request():
+                if stored.id == name:
+                    return stored
+            raise
+        return model
+
+    async def opened(self, name: str | None) -> tuple[ModelInfo | Stored, Text]:
+        """The same with its tokenizer, which is read from the disk where the model is not loaded.
+
+        Raises RequestError as `find` does, and 400 for a folder that cannot be read.
+        """
+        model = await self.find(name)
+        if isinstance(model, ModelInfo):
+            return self.loaded(model.id)
+        try:
+            return model, await self._read(model.path)
+        except ModelError as error:
+            detail = f"{model.id} cannot be read: {error.detail}"
+            raise RequestError(detail, error.code, status=400, param="model") from error
+
+    def not_ready(self) -> RequestError:
+        """Why no model is loaded."""
+        health = self._backend.health()
+        why = f": {health.reason}" if health.reason else ""
+        if health.state == DRAINING:
+            return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
+        return RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
+
+    async def _read(self, folder: Path) -> Text:
+        async with self._reading:
+            text = self._texts.pop(folder, None)
+            if text is None:
+                text = await asyncio.to_thread(Text.load, folder)
+            self._texts[folder] = text
+            while len(self._texts) > KEPT:
+                del self._texts[next(iter(self._texts))]
+            return text

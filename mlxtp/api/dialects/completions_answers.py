@@ -1,0 +1,114 @@
+"""What `/v1/completions` answers, in OpenAI's older shape."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from ...errors import MlxtpError
+from ..adapter import About, Json
+from ..backend import End
+from ..errors import error_body_of
+from ..events import Event, Finish, Said, Scored, Whole
+from ..streaming import COMMENT
+from .openai_answers import LEAST_LOGPROB, finishes, sse, usage
+
+
+class Logprobs:
+    """The scores of one answer in the older shape, piece after piece.
+
+    `text_offset` is in characters of the answer's own text. `top_logprobs` has the chosen token, too.
+    """
+
+    def __init__(self, about: About) -> None:
+        self._names = about.names
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def of(self, scores: Sequence[Scored]) -> Json:
+        """Those of the next tokens."""
+        tokens, own, top, offsets = [], [], [], []
+        for token, score in scores:
+            name, bytes_ = self._names(token)
+            others = {self._names(other)[0]: _bounded(logprob) for other, logprob in reversed(score.top)}
+            tokens.append(name)
+            own.append(_bounded(score.logprob))
+            top.append(others | {name: own[-1]})
+            offsets.append(self._offset)
+            self._offset += len(self._utf8.decode(bytes(bytes_ or ())))
+        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+
+
+def _bounded(logprob: float) -> float:
+    return min(max(logprob, LEAST_LOGPROB), 0.0)
+
+
+def _head(about: About) -> Json:
+    return {
+        "id": f"cmpl-{about.id}",
+        "object": "text_completion",
+        "created": int(about.created),
+        "model": about.model,
+    }
+
+
+def _choice(index: int, text: str, scores: Json | None, reason: str | None) -> Json:
+    return {"index": index, "text": text, "logprobs": scores, "finish_reason": reason}
+
+
+def _echo(about: About, choice: int) -> str:
+    """What an answer begins with."""
+    return about.prompts[choice // about.ask.options.n] if about.ask.dialect.echo else ""
+
+
+def whole_body(about: About, wholes: Sequence[Whole]) -> Json:
+    """The whole answer to a request that does not stream."""
+    scored = about.ask.options.logprobs >= 0
+    ends = finishes(wholes)
+    choices = []
+    for index, (whole, end) in enumerate(zip(wholes, ends, strict=True)):
+        scores = Logprobs(about).of(whole.scores) if scored else None
+        choices.append(_choice(index, _echo(about, index) + whole.text, scores, end.reason))
+    return _head(about) | {"choices": choices, "usage": usage(about, [end.end for end in ends])}
+
+
+class CompletionWriter:
+    def __init__(self, about: About) -> None:
+        self._about = about
+        self._head = _head(about)
+        self._include_usage = about.ask.dialect.include_usage
+        self._logprobs = [Logprobs(about) for _ in range(about.choices)]
+        self._ends: dict[int, End] = {}
+
+    def open(self) -> bytes:
+        texts = [_echo(self._about, choice) for choice in range(self._about.choices)]
+        echoes = [self._chunk(choice, text) for choice, text in enumerate(texts) if text]
+        return COMMENT + b"".join(echoes)
+
+    def write(self, event: Event) -> bytes:
+        match event:
+            case Said(choice, text, scores):
+                known = self._logprobs[choice].of(scores) if scores else None
+                return self._chunk(choice, text, known) if text or scores else b""
+            case Finish(choice, reason, end):
+                self._ends[choice] = end
+                return self._chunk(choice, "", reason=reason)
+            case _:  # a prompt that is continued has neither thoughts nor calls
+                return b""
+
+    def close(self) -> bytes:
+        trailer = b""
+        if self._include_usage:
+            ends = [self._ends[choice] for choice in range(self._about.choices)]
+            trailer = sse(self._head | {"choices": [], "usage": usage(self._about, ends)})
+        return trailer + b"data: [DONE]\n\n"
+
+    def fail(self, error: MlxtpError) -> bytes:
+        return sse(error_body_of(error))
+
+    def idle(self) -> bytes:
+        return COMMENT
+
+    def _chunk(self, choice: int, text: str, scores: Json | None = None, reason: str | None = None) -> bytes:
+        chunk = self._head | {"choices": [_choice(choice, text, scores, reason)]}
+        return sse(chunk | {"usage": None} if self._include_usage else chunk)

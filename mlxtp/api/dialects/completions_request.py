@@ -1,0 +1,125 @@
+"""The body of `POST /v1/completions`: prompts that are continued, without a chat template. Pure.
+
+`max_tokens` is 16, or what fits, where a request does not say, as in OpenAI's API. What is understood but
+cannot be done is refused with `not_supported`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from ...errors import RequestError
+from ..adapter import Json
+from ..ask import Ask, Prompt
+from ..generation import MAX_CHOICES
+from ..schema import in_range, not_supported, parsed, shown, wrong
+from .openai_request import StreamOptions
+from .tuning import MOST_TOKENS, Tuning
+
+DEFAULT_MAX_TOKENS = 16
+MOST_ANSWERS = 128
+"""Of one request, over all of its prompts."""
+
+
+class CompletionRequest(Tuning):
+    """The body of `POST /v1/completions`."""
+
+    prompt: Any = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, in_range(1, MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, in_range(1, MOST_TOKENS)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, in_range(0, 5)] | None = None
+    response_format: Json | None = None
+    user: Any = None
+    # refused where they ask for something
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+# --- from a body to an Ask ----------------------------------------------------------------------------------
+
+
+def parse(body: bytes) -> Ask:
+    """The request; whether its tokens are among the model's is not known yet. Raises RequestError that names
+    the field, the reason and the value.
+    """
+    request = parsed(CompletionRequest, body)
+    n = request.n or 1
+    if request.best_of not in (None, 1, n):
+        raise not_supported(
+            f"best_of {request.best_of} is not supported: nothing is generated that is not returned; "
+            "leave it out, and send n",
+            "best_of",
+        )
+    if request.suffix:
+        raise not_supported(
+            f"suffix {shown(request.suffix)} is not supported: a prompt is continued, not filled in; "
+            "leave it out",
+            "suffix",
+        )
+    if request.echo and request.logprobs is not None:
+        raise not_supported(
+            "logprobs together with echo are not supported: tokens of the prompt have no scores; "
+            "leave one of them out",
+            "logprobs",
+        )
+    prompts = _prompts(request.prompt)
+    if len(prompts) * n > MOST_ANSWERS:
+        raise RequestError(
+            f"prompt has {len(prompts)} prompts; with n {n} that makes {len(prompts) * n} answers, "
+            f"at most {MOST_ANSWERS}",
+            param="prompt",
+        )
+    options = request.options(
+        n=n,
+        max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=-1 if request.logprobs is None else request.logprobs,
+        format_=request.response_format,
+    )
+    if request.max_tokens is None:
+        options = replace(options, cut_to_fit=True)
+    user = request.user if isinstance(request.user, str) else ""
+    return Ask(request.model, prompts, options, bool(request.stream), user, request)
+
+
+def _prompts(given: object) -> tuple[Prompt, ...]:
+    """Text, texts, tokens or lists of tokens. Raises RequestError."""
+    match given:
+        case None:
+            raise RequestError("prompt is missing", param="prompt")
+        case str(text):
+            return (text,)
+        case [int(), *_]:
+            return (_tokens(given, "prompt"),)
+        case [_, *_]:
+            return tuple([_prompt(each, f"prompt[{i}]") for i, each in enumerate(given)])
+        case _:
+            raise wrong("prompt", "a string, strings, token ids or lists of token ids", given)
+
+
+def _prompt(given: object, where: str) -> Prompt:
+    match given:
+        case str(text):
+            return text
+        case [_, *_]:
+            return _tokens(given, where)
+        case _:
+            raise wrong(where, "a string or token ids", given)
+
+
+def _tokens(given: Sequence[object], where: str) -> tuple[int, ...]:
+    tokens = []
+    for i, token in enumerate(given):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MOST_TOKENS:
+            raise wrong(f"{where}[{i}]", "a token id", token)
+        tokens.append(token)
+    return tuple(tokens)

@@ -1,0 +1,347 @@
+"""The Ollama dialect: what a request may say, and what it asks for. Pure.
+
+How long a model stays and how much context it has is the cluster's business: `keep_alive` and `num_ctx` are
+checked and change nothing. Options that are not known here are ignored. What would change the answer and
+cannot be done (images, a template, a suffix, tokens of an earlier answer) is refused. See docs/ollama.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from ...errors import RequestError
+from ..adapter import Json
+from ..ask import Ask, Call, Conversation, Options, Role, Tool, Turn
+from ..backend import ModelInfo
+from ..schema import Schema, in_range, not_supported, parsed, shown
+
+LATEST = ":latest"
+ThinkLevel = Literal["low", "medium", "high", "max"]
+THINK_LEVELS: tuple[str, ...] = get_args(ThinkLevel)
+
+_MOST_TOKENS = 2**31 - 1
+
+
+# --- what a request may say -------------------------------------------------------------------------------
+
+
+def _integral(value: object) -> object:
+    """JSON has one kind of number: 40.0 is 40."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _plain(value: Json) -> Json:
+    """Numbers too large for JSON's readers come as infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("plain", "should have ordinary numbers only") from None
+    return value
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise PydanticCustomError("stop", "should be a string or a list of strings")
+    return tuple(given)
+
+
+_DURATION = re.compile(r"[-+]?(?:0|(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:ns|us|µs|μs|ms|s|m|h))+)")
+"""As Go writes them, such as "1h30m"."""
+
+
+def _keep_alive(value: object) -> bool | None:
+    """False for no time at all, which asks to unload the model. None: nothing was said."""
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:  # noqa: PLR0124
+        return value != 0
+    if isinstance(value, str) and _DURATION.fullmatch(value):
+        return re.search("[1-9]", value) is not None
+    raise PydanticCustomError("keep_alive", 'should be a number of seconds or a duration such as "5m"')
+
+
+def _think(value: object) -> bool | str | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value in THINK_LEVELS:
+        return value
+    raise PydanticCustomError("think", f"should be true, false or one of {', '.join(THINK_LEVELS)}")
+
+
+def _format(value: object) -> Json | None:
+    """As `Options.format` has it."""
+    if value is None or value == "":
+        return None
+    if value == "json":
+        return {"type": "json_object"}
+    if isinstance(value, dict):
+        return {"type": "json_schema", "json_schema": {"schema": _plain(value)}}
+    raise PydanticCustomError("format", 'should be "json" or a JSON schema (an object)')
+
+
+Integer = Annotated[int, BeforeValidator(_integral)]
+Object = Annotated[Json, AfterValidator(_plain)]
+
+
+class OllamaOptions(Schema):
+    """What is known of `options`."""
+
+    num_predict: Annotated[Integer, in_range(-_MOST_TOKENS, _MOST_TOKENS)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop_strings, str | list[str] | None)] = ()
+    temperature: Annotated[float, in_range(0, 100)] | None = None
+    top_p: Annotated[float, in_range(0, 1)] | None = None
+    top_k: Annotated[Integer, in_range(-1, _MOST_TOKENS)] | None = None
+    min_p: Annotated[float, in_range(0, 1)] | None = None
+    seed: Integer | None = None
+    repeat_penalty: Annotated[float, in_range(0.01, 100)] | None = None
+    presence_penalty: Annotated[float, in_range(-100, 100)] | None = None
+    frequency_penalty: Annotated[float, in_range(-100, 100)] | None = None
+    num_ctx: Integer | None = None  # changes nothing
+
+
+class OllamaCalledFunction(Schema):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Object | None = None
+
+
+class OllamaToolCall(Schema):
+    function: OllamaCalledFunction
+    id: str | None = None
+
+
+class OllamaMessage(Schema):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: Any = None
+    tool_calls: Annotated[list[OllamaToolCall], Field(fail_fast=True)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaFunction(Schema):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: Object | None = None
+
+
+class OllamaTool(Schema):
+    function: OllamaFunction
+    type: str | None = None
+
+
+class OllamaBody(Schema):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    format: Annotated[Json | None, PlainValidator(_format, Literal["", "json"] | Json | None)] = None
+    think: Annotated[bool | str | None, PlainValidator(_think, bool | ThinkLevel | None)] = None
+    options: OllamaOptions | None = None
+    keep_alive: Annotated[bool | None, PlainValidator(_keep_alive, float | str | None)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Integer, in_range(0, 20)] | None = None
+
+
+class OllamaChat(OllamaBody):
+    """The body of `POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True)] | None = None
+
+
+class OllamaGenerate(OllamaBody):
+    """The body of `POST /api/generate`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    template: str | None = None
+    context: Any = None
+    images: Any = None
+
+
+class OllamaShow(Schema):
+    """The body of `POST /api/show`; `name` is what `model` was called before."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+# --- from a body to an Ask ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the answer has to know of its request. `model` is called as the client calls it."""
+
+    chat: bool
+    model: str
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The moment a request came (of `time.perf_counter_ns`), and what was loaded then."""
+
+    at_ns: int
+    models: Sequence[ModelInfo]
+
+
+class NoPrompt(Exception):
+    """The request is there to load or to unload the model."""
+
+    def __init__(self, asked: Asked, unload: bool) -> None:
+        super().__init__(asked, unload)
+        self.asked = asked
+        self.unload = unload
+
+
+def parse_chat(arrival: Arrival, body: bytes) -> Ask:
+    """Raises RequestError that names the field, and NoPrompt when there are no messages."""
+    chat = parsed(OllamaChat, body)
+    asked = Asked(True, chat.model or "", arrival.at_ns)
+    if not chat.messages:
+        raise NoPrompt(asked, chat.keep_alive is False)
+    conversation = Conversation(_turns(chat.messages), _tools(chat.tools or ()))
+    return _ask(chat, asked, arrival, _thinking(conversation, chat))
+
+
+def parse_generate(arrival: Arrival, body: bytes) -> Ask:
+    """Raises RequestError that names the field, and NoPrompt when there is no prompt."""
+    generate = parsed(OllamaGenerate, body)
+    asked = Asked(False, generate.model or "", arrival.at_ns)
+    _check_supported(generate)
+    if not generate.prompt:
+        raise NoPrompt(asked, generate.keep_alive is False)
+    if generate.raw:
+        return _ask(generate, asked, arrival, (generate.prompt,))
+    system = (Turn("system", generate.system),) if generate.system else ()
+    conversation = Conversation((*system, Turn("user", generate.prompt)))
+    return _ask(generate, asked, arrival, _thinking(conversation, generate))
+
+
+def served_name(name: str, models: Sequence[ModelInfo]) -> str:
+    """`name` without ":latest", which Ollama's clients add, unless a model is called so."""
+    if any(name == model.id or name in model.aliases for model in models):
+        return name
+    return name.removesuffix(LATEST)
+
+
+def _ask(body: OllamaBody, asked: Asked, arrival: Arrival, prompt: Conversation | tuple[str, ...]) -> Ask:
+    return Ask(
+        model=served_name(asked.model, arrival.models),
+        prompt=prompt,
+        options=_options(body),
+        stream=body.stream is not False,
+        dialect=asked,
+    )
+
+
+def _options(body: OllamaBody) -> Options:
+    given = body.options or OllamaOptions()
+    budget = given.num_predict or 0
+    return Options(
+        max_tokens=budget if budget > 0 else None,  # -1 and -2 set no limit, nor does 0 with Ollama
+        stop=given.stop,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        seed=None if given.seed == -1 else given.seed,  # -1 is Ollama's word for a fresh one
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=given.repeat_penalty,
+        format=body.format,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+    )
+
+
+def _thinking(conversation: Conversation, body: OllamaBody) -> Conversation:
+    """A level goes to the template under the name that gpt-oss gave it."""
+    if isinstance(body.think, str):
+        level = {"reasoning_effort": body.think}
+        return replace(conversation, thinking=True, needs_thinking=True, template_options=level)
+    return replace(conversation, thinking=body.think, needs_thinking=bool(body.think))
+
+
+def _check_supported(body: OllamaGenerate) -> None:
+    wants: tuple[tuple[str, object, str], ...] = (
+        ("images", body.images, "only text is understood"),
+        ("suffix", body.suffix, "text cannot be written into a gap; send the prompt alone"),
+        ("template", body.template, "the model has its own; with raw true, the prompt is taken as it is"),
+        ("context", body.context, "tokens of an earlier answer are not taken; send messages to /api/chat"),
+    )
+    for name, value, why in wants:
+        if value:
+            raise not_supported(f"{name} is not supported: {why}", name)
+    if body.raw and body.system:
+        raise RequestError("system has no place in a prompt that is taken as it is (raw)", param="system")
+    if body.raw and body.think:
+        raise RequestError("think does nothing to a prompt that is taken as it is (raw)", param="think")
+
+
+_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def _turns(messages: Sequence[OllamaMessage]) -> tuple[Turn, ...]:
+    """Most of Ollama's clients send no ids: calls are numbered, and answered by their name or in their order.
+
+    A number has nine letters and digits: Mistral's templates take nothing else.
+    """
+    turns: list[Turn] = []
+    unanswered: list[Call] = []
+    count = 0
+    for i, message in enumerate(messages):
+        role = _role(message, f"messages[{i}]")
+        calls: list[Call] = []
+        for each in message.tool_calls or ():
+            arguments = json.dumps(each.function.arguments or {}, ensure_ascii=False)
+            calls.append(Call(each.id or f"call{count:05d}", each.function.name, arguments))
+            count += 1
+        if role == "tool":
+            call = _answered(message, unanswered)
+            turns.append(Turn(role, message.content or "", call_id=call.id, name=call.name))
+        else:
+            turns.append(Turn(role, message.content or "", message.thinking or "", tuple(calls)))
+            unanswered += calls
+    return tuple(turns)
+
+
+def _role(message: OllamaMessage, where: str) -> Role:
+    if message.images:
+        raise not_supported(f"{where}.images is not supported: only text is understood", f"{where}.images")
+    role = _ROLES.get(message.role.lower())
+    if role is None:
+        raise RequestError(
+            f"{where}.role: {shown(message.role)} is none of {', '.join(_ROLES)}", param=f"{where}.role"
+        )
+    return role
+
+
+def _answered(message: OllamaMessage, unanswered: list[Call]) -> Call:
+    """The call that a "tool" message answers, which is answered then."""
+    id_, name = message.tool_call_id or "", message.tool_name or ""
+    for call in unanswered:
+        if (call.id == id_) if id_ else (name in ("", call.name)):
+            unanswered.remove(call)
+            return Call(call.id, name or call.name, "")
+    return Call(id_, name, "")
+
+
+def _tools(specs: Sequence[OllamaTool]) -> tuple[Tool, ...]:
+    for i, spec in enumerate(specs):
+        if spec.type not in (None, "", "function"):
+            where = f"tools[{i}].type"
+            raise not_supported(f"{where} {shown(spec.type)} is not supported, only function", where)
+    functions = [spec.function for spec in specs]
+    return tuple([Tool(each.name, each.description or "", each.parameters) for each in functions])

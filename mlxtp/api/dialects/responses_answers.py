@@ -1,0 +1,228 @@
+"""What `/v1/responses` answers: the events of a stream, and the response around its items."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...errors import MlxtpError
+from ..adapter import About, Json
+from ..errors import error_status
+from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought
+from ..streaming import COMMENT
+from .openai_answers import sse
+from .responses_output import (
+    Item,
+    Message,
+    Reasoning,
+    ToolCall,
+    logprobs,
+    place,
+    scores_of_first,
+    speaks,
+    status_of,
+)
+from .responses_request import FunctionTool, Wanted
+
+
+class ResponseWriter:
+    """One answer as events. `keep` takes the whole response when it is over."""
+
+    def __init__(self, about: About, keep: Callable[[Json], None], clock: Callable[[], float]) -> None:
+        self._about = about
+        self._keep = keep
+        self._clock = clock
+        self._number = 0
+        self._output: list[Json] = []
+        self._item: Item | None = None
+        self._late: list[Scored] = []
+        """Scores of tokens of which it is not known yet whether they belong to what is said."""
+        self._finish: Finish | None = None
+
+    def open(self) -> bytes:
+        response = response_body(self._about, "in_progress", ())
+        kinds = ("response.created", "response.in_progress")
+        return b"".join([self._sent({"type": kind, "response": response}) for kind in kinds])
+
+    def write(self, event: Event) -> bytes:
+        match event:
+            case Thought(text=text):
+                return self._think(text)
+            case Said(text=text, scores=scores):
+                return self._say(text, scores)
+            case CallBegan(id=id_, name=name):
+                return self._begin(ToolCall(self._place(), id_, name))
+            case CallArguments(text=text):
+                assert isinstance(self._item, ToolCall)
+                return self._sent(self._item.more(text))
+            case Finish():
+                return self._finished(event)
+
+    def close(self) -> bytes:
+        assert self._finish is not None
+        status = status_of(self._finish)
+        response = response_body(
+            self._about, status, self._output, finish=self._finish, completed_at=self._clock()
+        )
+        self._keep(response)
+        return self._sent({"type": f"response.{status}", "response": response})
+
+    def fail(self, error: MlxtpError) -> bytes:
+        before = self._end("incomplete")
+        response = response_body(self._about, "failed", self._output, error=error)
+        return before + self._sent({"type": "response.failed", "response": response})
+
+    def idle(self) -> bytes:
+        return COMMENT
+
+    def _think(self, text: str) -> bytes:
+        before = b""
+        if not isinstance(self._item, Reasoning):
+            before = self._begin(Reasoning(self._place()))
+        assert isinstance(self._item, Reasoning)
+        return before + self._sent(self._item.more(text))
+
+    def _say(self, text: str, scores: Sequence[Scored]) -> bytes:
+        """Scores without a text are those of thoughts and calls, or of what ends the answer."""
+        if not text:
+            if isinstance(self._item, Message):
+                self._late += scores
+            return b""
+        before = b""
+        if not isinstance(self._item, Message):
+            if self._item is not None:
+                scores = scores_of_first(self._about, text, scores)
+            before = self._begin(Message(self._place()))
+        return before + self._more(text, scores)
+
+    def _more(self, text: str, scores: Sequence[Scored]) -> bytes:
+        assert isinstance(self._item, Message)
+        scores = [*self._late, *scores]
+        self._late = []
+        return self._sent(self._item.more(text, logprobs(self._about, scores)))
+
+    def _finished(self, finish: Finish) -> bytes:
+        self._finish = finish
+        kinds = {item["type"] for item in self._output} | ({self._item.kind} if self._item else set())
+        before = b""
+        if "message" not in kinds and speaks(finish, "reasoning" in kinds, "function_call" in kinds):
+            before = self._begin(Message(self._place()))
+        elif self._late:
+            before = self._more("", ())
+        return before + self._end(status_of(finish))
+
+    def _place(self) -> str:
+        return place(self._about, len(self._output) + (self._item is not None))
+
+    def _begin(self, item: Item) -> bytes:
+        before = self._end("completed")
+        self._item, self._late = item, []
+        added = {"type": "response.output_item.added", "item": item.json("in_progress")}
+        return before + b"".join([self._sent(event) for event in (added, *item.opened())])
+
+    def _end(self, status: str) -> bytes:
+        """The end of the item that is open, if one is."""
+        item = self._item
+        if item is None:
+            return b""
+        whole = item.json(status)
+        done = {"type": "response.output_item.done", "item": whole}
+        sent = b"".join([self._sent(event) for event in (*item.closed(), done)])
+        self._item = None
+        self._output.append(whole)
+        return sent
+
+    def _sent(self, event: Json) -> bytes:
+        """With its number and, for one of an item, the item's place."""
+        numbered = event | {"sequence_number": self._number}
+        if self._item is not None:
+            numbered["output_index"] = len(self._output)
+        self._number += 1
+        return b"event: %b\n%b" % (event["type"].encode(), sse(numbered))
+
+
+# --- the response -----------------------------------------------------------------------------------------
+
+
+def response_body(
+    about: About,
+    status: str,
+    output: Sequence[Json],
+    *,
+    finish: Finish | None = None,
+    error: MlxtpError | None = None,
+    completed_at: float | None = None,
+) -> Json:
+    """The response at one moment: "in_progress", "completed", "incomplete" or "failed"."""
+    wanted: Wanted = about.ask.dialect
+    request = wanted.request
+    reasoning, text = request.reasoning, request.text
+    return {
+        "id": f"resp_{about.id}",
+        "object": "response",
+        "created_at": int(about.created),
+        "status": status,
+        "background": False,
+        "completed_at": int(completed_at) if completed_at is not None else None,
+        "error": None if error is None else _error(error),
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "model": about.model,
+        "output": list(output),
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": _text(request.prompt_cache_key),
+        "reasoning": {
+            "effort": reasoning.effort if reasoning is not None else None,
+            "summary": reasoning.summary if reasoning is not None else None,
+        },
+        "safety_identifier": _text(request.safety_identifier),
+        "service_tier": "default",
+        "store": request.kept,
+        "temperature": request.temperature,
+        "text": {
+            "format": (text.format if text is not None else None) or {"type": "text"},
+            "verbosity": "medium",
+        },
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [_tool(tool) for tool in wanted.tools],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": request.truncation or "disabled",
+        "usage": None if finish is None else _usage(about, finish),
+        "user": _text(request.user),
+        "metadata": request.metadata or {},
+    }
+
+
+def _usage(about: About, finish: Finish) -> Json:
+    """Nothing is charged for being written to a cache."""
+    prompt, end = about.prompt_tokens[0], finish.end
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": end.cached, "cache_write_tokens": 0},
+        "output_tokens": end.generated,
+        "output_tokens_details": {"reasoning_tokens": finish.thought},
+        "total_tokens": prompt + end.generated,
+    }
+
+
+def _error(error: MlxtpError) -> Json:
+    """`code` is one of the few that this dialect knows, `type` ours."""
+    code = "rate_limit_exceeded" if error_status(error) == 429 else "server_error"
+    return {"code": code, "message": error.detail, "type": error.code.value, "param": None}
+
+
+def _tool(tool: FunctionTool) -> Json:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,94 @@
+"""What holds for every endpoint that takes a body, in whatever dialect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxtp.api.backend import Request
+from mlxtp.errors import Code, RequestError
+
+from .conftest import WAIT_S, Server
+from .test_mutated_bodies import ANSWERED, BODIES, OPERATIONS
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "n": 1, "stop": [], "tools": [], "functions": [], "tool_choice": "auto", "function_call": "none",
+        "response_format": {"type": "text"}, "logprobs": False, "top_logprobs": 0, "logit_bias": {},
+    },
+    "/v1/completions": {"n": 1, "best_of": 1, "suffix": "", "echo": False, "logprobs": None, "stop": ""},
+    "/v1/responses": {
+        "tools": [], "tool_choice": "auto", "background": False, "truncation": "disabled", "text": {},
+        "include": [], "stop": [],
+    },
+    "/v1/messages": {
+        "stop_sequences": [], "tools": [], "mcp_servers": [], "metadata": {}, "output_config": {},
+        "thinking": {"type": "disabled"},
+    },
+    "/api/chat": {"tools": [], "options": {}, "format": "", "think": False, "logprobs": False},
+    "/api/generate": {
+        "system": "", "suffix": "", "template": "", "context": [], "images": [], "options": {}, "format": "",
+    },
+}  # fmt: skip
+"""Values that ask for nothing."""
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=WAIT_S, trust_env=False)
+
+
+def plain(path: str) -> dict[str, Any]:
+    """What a request has to have and no more."""
+    least = ("messages", "input", "prompt", "max_tokens")
+    body = {name: value for name, value in BODIES[path][0].items() if name in least}
+    return body if path.startswith("/v1/") else body | {"model": "default"}
+
+
+def asked(server: Server, path: str, body: dict[str, Any]) -> list[Request]:
+    """What reaches the backend, but for the seed that was drawn."""
+    server.backend.requests.clear()
+    response = post(server, path, body)
+    assert response.status_code == 200, response.text
+    return [replace(each, sampling=replace(each.sampling, seed=0)) for each in server.backend.requests]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_is_absent_in_every_optional_field(roomy: Server, path: str) -> None:
+    body, fields = plain(path), OPERATIONS[path].body
+    assert fields is not None
+    nulls = {name: None for name, field in fields.model_fields.items() if not field.is_required()}
+    assert asked(roomy, path, nulls | body) == asked(roomy, path, body)
+
+
+@pytest.mark.parametrize("path", NEUTRAL)
+def test_what_asks_for_nothing_changes_nothing(roomy: Server, path: str) -> None:
+    body = plain(path)
+    assert asked(roomy, path, body | NEUTRAL[path]) == asked(roomy, path, body)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_not_ready_says_when_to_come_back(roomy: Server, path: str) -> None:
+    roomy.backend.ready = False
+    for body in BODIES[path]:
+        response = post(roomy, path, body)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert "30 % read" in response.text
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+def test_what_is_full_says_when_to_come_back(roomy: Server, path: str) -> None:
+    roomy.backend.most_open = 0
+    for body in BODIES[path]:
+        response = post(roomy, path, body)
+        assert response.status_code == (529 if path == "/v1/messages" else 429)
+        assert response.headers["retry-after"] == "5"
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+def test_what_was_too_late_is_not_tried_again(roomy: Server, path: str) -> None:
+    roomy.backend.refusal = RequestError("too late", Code.DEADLINE, status=504)
+    response = post(roomy, path, plain(path))
+    assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")

@@ -133,11 +133,13 @@ def test_anthropics_library_sends_its_key_in_a_header_of_its_own(
         with pytest.raises(anthropic.RateLimitError) as often:
             ask(api_key=key)
         assert often.value.response.headers["retry-after"] == "30"
-        with pytest.raises(anthropic.AuthenticationError) as refused:
-            ask(api_key="none")
-        body: Any = refused.value.body
-        assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
-        assert body["request_id"] == refused.value.request_id
+        stranger = anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=WAIT_S, api_key="none")
+        for refuse in (lambda: ask(api_key="none"), stranger.models.list):
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                refuse()
+            body: Any = refused.value.body
+            assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+            assert body["request_id"] == refused.value.request_id
 
 
 def test_ollamas_library_with_a_key(backend: FakeBackend, tmp_path: Path) -> None:

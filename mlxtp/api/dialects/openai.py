@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import Field
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,6 +31,8 @@ from .openai_shapes import ChatCompletion, Health, Model, ModelList, OpenAIError
 from .tuning import MOST_TOKENS, Tuning
 
 Json = dict[str, Any]
+
+MODELS = "/v1/models"
 
 
 class Function(Schema):
@@ -138,9 +141,10 @@ class OpenAIChat:
 
         return [
             Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),
-            Route("/v1/models", generation.endpoint(self, models), methods=["GET"]),
-            Route("/v1/models/", generation.endpoint(self, models), methods=["GET"]),
-            Route("/v1/models/{id:path}", generation.endpoint(self, model), methods=["GET"]),
+            # their errors are left to `app.py`, which knows who is asking
+            Route(MODELS, models, methods=["GET"]),
+            Route(f"{MODELS}/", models, methods=["GET"]),
+            Route(f"{MODELS}/{{id:path}}", model, methods=["GET"]),
         ]
 
     def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
@@ -153,9 +157,13 @@ class OpenAIChat:
         return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
 
 
+def speaks_anthropic(headers: Headers) -> bool:
+    """Clients of two dialects ask for models at the same path; Anthropic's say who they are."""
+    return "anthropic-version" in headers
+
+
 def _shapes(request: Request) -> ModuleType:
-    """Clients of two dialects list models at the same path; Anthropic's say who they are."""
-    return anthropic if "anthropic-version" in request.headers else answers
+    return anthropic if speaks_anthropic(request.headers) else answers
 
 
 # --- requests ---------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ..cluster.private_files import read_private, write_private
+from ..cluster.private_files import check_closed, read_private, write_private
 from ..errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
             f"which begins with -----BEGIN CERTIFICATE-----"
         ) from None
     try:
-        private = load_pem_private_key(_read(key, "http-key"), password=None)
+        private = load_pem_private_key(_read_key(key), password=None)
     except TypeError:
         raise ConfigError(
             f"--http-key {key}: the key has a password, for which mlxtp asks nobody; write it without one, "
@@ -219,6 +219,13 @@ def _read(path: str, flag: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"--{flag} {path}: {error.strerror or error}") from None
+
+
+def _read_key(path: str) -> bytes:
+    """Links are followed: programs that renew certificates leave them."""
+    pem = _read(path, "http-key")
+    check_closed(Path(path), Path(path).stat(), "get another certificate, with another key")
+    return pem
 
 
 def _not_valid(certificate: x509.Certificate, now: datetime) -> str:

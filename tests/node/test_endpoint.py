@@ -182,6 +182,7 @@ def test_what_it_did_not_make_it_does_not_renew(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "both.pem").write_bytes(make(("localhost",), (), here_and_now() - 2 * VALID))
+    (tmp_path / "both.pem").chmod(0o600)
     found = opened(tmp_path, **settings)
     assert not found.renew(here_and_now())
     asyncio.run(found.keep_certificate(pytest.fail))

@@ -52,6 +52,7 @@ def parts(pem: bytes) -> tuple[bytes, bytes]:
 def files(folder: Path, certificate: bytes, key: bytes) -> tuple[str, str]:
     (folder / "cert.pem").write_bytes(certificate)
     (folder / "key.pem").write_bytes(key)
+    (folder / "key.pem").chmod(0o600)
     return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
@@ -216,6 +217,16 @@ def test_files_that_will_not_do(tmp_path: Path, certificate: bytes, key: bytes, 
     with pytest.raises(ConfigError) as refused:
         tls_of_files(*paths, NOW)
     assert refused.value.detail.startswith(words.format(cert=paths[0], key=paths[1]))
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    certificate, key = files(tmp_path, *parts(PEM))
+    (tmp_path / "link.pem").symlink_to(key)
+    Path(key).chmod(0o640)
+    with pytest.raises(ConfigError, match=rf"can be read or changed by other users .* chmod 600 '{key}'"):
+        tls_of_files(certificate, key, NOW)
+    Path(key).chmod(0o600)
+    assert tls_of_files(certificate, str(tmp_path / "link.pem"), NOW)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_its_fingerprint_is_what_other_tools_show(tmp_path: Path) -> None:
 def test_when_another_one_is_made(
     pem: bytes, names: tuple[str, ...], addresses: tuple[str, ...], now: datetime, why: str
 ) -> None:
-    assert why_new(pem, names, addresses, now) == why
+    assert why_new(pem, (*names, *addresses), now) == why
 
 
 def test_the_next_one_takes_its_place(tmp_path: Path) -> None:
@@ -124,8 +124,10 @@ def test_the_next_one_takes_its_place(tmp_path: Path) -> None:
     late = NOW + VALID * 0.95
     second = own_tls(tmp_path, NAMES, ADDRESSES, late)
     assert second.certificate != first.certificate
+    before, after = (x509.load_pem_x509_certificate(each.certificate.encode()) for each in (first, second))
+    assert before.public_key() == after.public_key()
     assert (tmp_path / OWN_CERTIFICATE).read_text() == second.certificate
-    assert not why_new((tmp_path / OWN).read_bytes(), NAMES, ADDRESSES, late)
+    assert not why_new((tmp_path / OWN).read_bytes(), (*NAMES, *ADDRESSES), late)
 
 
 def test_a_running_server_goes_on_with_the_next_one(tmp_path: Path) -> None:

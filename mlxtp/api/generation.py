@@ -176,8 +176,10 @@ class Generation:
         except TimeoutError:
             raise RequestError(f"the body was not complete within {self._body_s:g} s", status=408) from None
 
-    async def count(self, ask: Ask) -> int:
-        """The tokens of a conversation's prompt. Raises RequestError."""
+    async def count(self, request: Request, parse: Callable[[bytes], Ask]) -> int:
+        """The tokens of the prompt of a request for a conversation. Raises RequestError."""
+        body = await self.body(request)
+        ask = await asyncio.to_thread(parse, body)
         model, text = self._loaded(ask.model)
         assert isinstance(ask.prompt, Conversation)
         conversation = ask.prompt
@@ -186,10 +188,15 @@ class Generation:
         )
         return len(await asyncio.to_thread(text.conversation_ids, conversation))
 
-    async def answer(self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask]) -> Response:
-        """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent."""
+    async def answer(
+        self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask], *, slow: bool = False
+    ) -> Response:
+        """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent.
+
+        `slow`: `parse` may take long with a short body, too.
+        """
         body = await self.body(request)
-        ask = await _in_thread_if(len(body) > _LARGE_BYTES, lambda: parse(body))
+        ask = await _in_thread_if(slow or len(body) > _LARGE_BYTES, lambda: parse(body))
         address = request.client.host if request.client is not None else ""
         client = settings.client_of(ask.user, address)
         async with AsyncExitStack() as open_:

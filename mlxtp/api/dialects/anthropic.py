@@ -6,7 +6,6 @@ Unknown fields, betas and `cache_control` are ignored. What is understood but ca
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -630,8 +629,7 @@ class Anthropic:
                 raise
 
         async def count(request: Request) -> Response:
-            ask = await asyncio.to_thread(parse_count, await generation.body(request))
-            return _with_id(JSONResponse({"input_tokens": await generation.count(ask)}))
+            return _with_id(JSONResponse({"input_tokens": await generation.count(request, parse_count)}))
 
         return [
             Route("/v1/messages", generation.endpoint(self, messages), methods=["POST"]),

@@ -110,7 +110,7 @@ class _Refusals:
     async def refuse_http(self, request: Request, error: Exception) -> Response:
         """No such path, or not with this method."""
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
         refusal = RequestError(message, code, status=error.status_code)
@@ -133,4 +133,5 @@ class _Refusals:
             return ANTHROPIC
         owned = ((len(prefix), dialect) for dialect in self._dialects for prefix in dialect.prefixes
                  if path.startswith(prefix))  # fmt: skip
-        return max(owned, key=lambda pair: pair[0])[1]
+        everything_else = 0, self._dialects[-1]  # such as `*`, which begins with no slash
+        return max(owned, key=lambda pair: pair[0], default=everything_else)[1]

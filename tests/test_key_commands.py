@@ -171,6 +171,7 @@ def test_also_one_with_a_certificate_for_another_name_that_expired(tmp_path: Pat
     """They know the certificate itself; what clients on other machines think of it is another matter."""
     long_ago = datetime.now(UTC) - timedelta(days=1000)
     (tmp_path / "both.pem").write_bytes(make(("ai.example.com",), (), long_ago))
+    (tmp_path / "both.pem").chmod(0o600)
     both = str(tmp_path / "both.pem")
     with agent(tmp_path, tls_of_files(both, both, here_and_now())):
         assert mlxtp(tmp_path, "status").stdout.startswith("ready org/model")
@@ -181,6 +182,7 @@ def test_nobody_else_who_answers_there_gets_the_key(tmp_path: Path) -> None:
     now = here_and_now()
     mine, others = (make(("localhost",), ("127.0.0.1",), now) for _ in range(2))
     (tmp_path / "others.pem").write_bytes(others)
+    (tmp_path / "others.pem").chmod(0o600)
     theirs = tls_of_files(str(tmp_path / "others.pem"), str(tmp_path / "others.pem"), now)
     certificate = x509.load_pem_x509_certificate(mine).public_bytes(Encoding.PEM).decode()
     with agent(tmp_path, theirs, announce=certificate) as asked:

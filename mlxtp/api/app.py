@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from ..errors import Code, MlxtpError, RequestError
 from .admin import Administration
@@ -19,7 +21,7 @@ from .dialects import openai_answers as answers
 from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
 from .dialects.ollama import Ollama
-from .dialects.openai import OpenAIChat
+from .dialects.openai import MODELS, OpenAIChat, speaks_anthropic
 from .dialects.responses import Responses
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
@@ -95,7 +97,7 @@ def create_app(
 
 
 class _Refusals:
-    """What is refused outside of an endpoint, in the shape of the dialect to which the path belongs."""
+    """What is refused outside of an endpoint, in the shape of the dialect that the client speaks."""
 
     def __init__(self, generation: Generation, dialects: Sequence[Adapter]) -> None:
         self._generation = generation
@@ -103,29 +105,33 @@ class _Refusals:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, MlxtpError)
-        return self._generation.refusal(self._dialect(request.url.path), error)
+        return self._generation.refusal(self._dialect(request.scope), error)
 
     async def refuse_http(self, request: Request, error: Exception) -> Response:
         """No such path, or not with this method."""
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.scope['path']}: {error.detail}"
         codes = {404: Code.NOT_FOUND, 405: Code.METHOD_NOT_ALLOWED}
         code = codes.get(error.status_code, Code.BAD_REQUEST)
         refusal = RequestError(message, code, status=error.status_code)
-        return self._generation.refusal(self._dialect(request.url.path), refusal, error.headers)
+        return self._generation.refusal(self._dialect(request.scope), refusal, error.headers)
 
     async def nobody(self, _request: Request, _error: Exception) -> Response:
         return Response(status_code=_NO_READER)
 
     async def fail(self, request: Request, _error: Exception) -> Response:
         """A bug. Starlette raises the error again after this answer, and the server logs its traceback."""
-        return self._generation.refusal(self._dialect(request.url.path), internal_error())
+        return self._generation.refusal(self._dialect(request.scope), internal_error())
 
-    def answer(self, path: str, error: MlxtpError, headers: Mapping[str, str]) -> Response:
-        """The one that refuses what was asked on this path."""
-        return self._generation.refusal(self._dialect(path), error, headers)
+    def answer(self, scope: Scope, error: MlxtpError, headers: Mapping[str, str]) -> Response:
+        """The one that refuses this request."""
+        return self._generation.refusal(self._dialect(scope), error, headers)
 
-    def _dialect(self, path: str) -> Adapter:
+    def _dialect(self, scope: Scope) -> Adapter:
+        path = scope["path"]
+        if path.startswith(MODELS) and speaks_anthropic(Headers(scope=scope)):
+            return ANTHROPIC
         owned = ((len(prefix), dialect) for dialect in self._dialects for prefix in dialect.prefixes
                  if path.startswith(prefix))  # fmt: skip
-        return max(owned, key=lambda pair: pair[0])[1]
+        everything_else = 0, self._dialects[-1]  # such as `*`, which begins with no slash
+        return max(owned, key=lambda pair: pair[0], default=everything_else)[1]

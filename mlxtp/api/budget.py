@@ -37,14 +37,14 @@ def check_may_fit(
     """
     if turns > model.context:
         raise RequestError(
-            f"there are {turns} messages, more than the model's context of {model.context} tokens",
+            f"the prompt has {turns} turns, more than the model's context of {model.context} tokens",
             Code.CONTEXT_OVERFLOW,
             param="messages",
         )
     most = longest_token * model.context * prompts
     if characters > most:
         raise RequestError(
-            f"the messages have {characters} characters; the model's context of {model.context} tokens "
+            f"the prompt has {characters} characters; the model's context of {model.context} tokens "
             f"holds at most {most}",
             Code.CONTEXT_OVERFLOW,
             param="messages",
@@ -57,7 +57,7 @@ def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo, cut
     `cut_to_fit`: as many as fit, too, where more were asked for.
     """
     if not prompt:
-        raise RequestError("these messages make an empty prompt", param="messages")
+        raise RequestError("the prompt is empty", param="messages")
     if min(prompt) < 0 or max(prompt) >= model.vocabulary:
         wrong = min(prompt) if min(prompt) < 0 else max(prompt)
         raise RequestError(
@@ -71,10 +71,10 @@ def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo, cut
         return min(asked, room)
     if len(prompt) + (asked or 1) <= model.context:
         return asked or room
-    wish = f"max_tokens {asked}" if asked else "at least 1 token of answer"
-    raise RequestError(
-        f"the prompt has {len(prompt)} tokens; with {wish} that makes {len(prompt) + (asked or 1)}, "
-        f"more than the model's context of {model.context} tokens",
-        Code.CONTEXT_OVERFLOW,
-        param="max_tokens" if asked and len(prompt) < model.context else "messages",
-    )
+    too_much = f"more than the model's context of {model.context} tokens"
+    if asked and room > 0:
+        both = len(prompt) + asked
+        detail = f"max_tokens {asked} and the prompt's {len(prompt)} tokens make {both}, {too_much}"
+        raise RequestError(detail, Code.CONTEXT_OVERFLOW, param="max_tokens")
+    detail = f"the prompt has {len(prompt)} tokens; one of answer makes {len(prompt) + 1}, {too_much}"
+    raise RequestError(detail, Code.CONTEXT_OVERFLOW, param="messages")

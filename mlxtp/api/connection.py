@@ -32,6 +32,7 @@ MAX_CONNECTIONS = 2048
 """Half of the descriptors that an agent asks for: the others are for ranks, links and files."""
 MAX_REFUSALS = 512
 """So many more are told that they are too many; the next ones are cut without a word."""
+MOST_CONNECTIONS = MAX_CONNECTIONS + MAX_REFUSALS
 
 
 class Connection(H11Protocol):
@@ -49,7 +50,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             self.app = _refuse
-        if len(self.connections) > MAX_CONNECTIONS + MAX_REFUSALS:
+        if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()  # whoever is told so much does not listen
             return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)

@@ -159,8 +159,10 @@ class Generation:
         except TimeoutError:
             raise RequestError(f"the body was not complete within {self._body_s:g} s", status=408) from None
 
-    async def count(self, ask: Ask) -> int:
-        """The tokens of the prompt that this would be answered with. Raises RequestError."""
+    async def count(self, request: Request, parse: Callable[[bytes], Ask]) -> int:
+        """The tokens of the prompt that this request would be answered with. Raises RequestError."""
+        body = await self.body(request)
+        ask = await asyncio.to_thread(parse, body)
         model, text = await self.catalog.opened(ask.model)
         _, grammar = _tool_use(ask, text)
         guided = settings.guided(ask.options, grammar)
@@ -178,10 +180,15 @@ class Generation:
         finally:
             turn.close()
 
-    async def answer(self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask]) -> Response:
-        """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent."""
+    async def answer(
+        self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask], *, slow: bool = False
+    ) -> Response:
+        """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent.
+
+        `slow`: `parse` may take long with a short body, too.
+        """
         body = await self.body(request)
-        ask = await _in_thread_if(len(body) > _LARGE_BYTES, lambda: parse(body))
+        ask = await _in_thread_if(slow or len(body) > _LARGE_BYTES, lambda: parse(body))
         address = request.client.host if request.client is not None else ""
         client = settings.client_of(ask.user, address)
         async with AsyncExitStack() as open_:
@@ -367,7 +374,7 @@ def _prompts(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> l
     conversation = ask.prompt
     if conversation.needs_thinking and text.markup.think is None:
         raise not_supported(
-            f"{shown(model.id)} does not support thinking: leave needs_thinking out", "needs_thinking"
+            f"needs_thinking: {shown(model.id)} does not support thinking; leave it out", "needs_thinking"
         )
     budget.check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.turns))
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts

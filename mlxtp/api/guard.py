@@ -40,8 +40,8 @@ PREFLIGHT_S = 600
 UNREAD_BYTES = 16 * 1024 * 1024
 """So much of a refused request's body is read and thrown away: who is still sending hears no answer."""
 
-Answer = Callable[[str, RequestError, Mapping[str, str]], Response]
-"""What is answered on a path to say an error, with these headers on top."""
+Answer = Callable[[Scope, RequestError, Mapping[str, str]], Response]
+"""What is answered to a request to say an error, with these headers on top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ async def _refuse(refusal: Refusal, answer: Answer, scope: Scope, receive: Recei
     headers = dict(refusal.headers)
     if not await _read_away(scope, receive):
         headers["connection"] = "close"  # what else comes is no request
-    await answer(scope["path"], error, headers)(scope, receive, send)
+    await answer(scope, error, headers)(scope, receive, send)
 
 
 async def _read_away(scope: Scope, receive: Receive) -> bool:

@@ -8,12 +8,15 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
 from .connection import Connection, connection_class
+from .handshake import HANDSHAKE_S, Secured
 
 _BACKLOG = 1024
 _IDLE_CONNECTION_S = 75
@@ -50,6 +53,7 @@ async def serve(
     grace_s: int = 5,
     stall_s: float = Connection.stall_s,
     request_s: float = Connection.request_s,
+    handshake_s: float = HANDSHAKE_S,
 ) -> None:
     """Serves until `stop` is set or the task is cancelled, then takes at most about `grace_s` to finish.
 
@@ -57,9 +61,10 @@ async def serve(
     connections closed. So is a connection whose client leaves its answer unread for `stall_s`, or needs more
     than `request_s` to send a request. Closes `sock`. Signals are left to the caller.
     """
+    connection = connection_class(stall_s, request_s)
     config = uvicorn.Config(
         _cut_off_quietly(app),
-        http=connection_class(stall_s, request_s),
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -70,7 +75,10 @@ async def serve(
         timeout_graceful_shutdown=grace_s,
     )
     config.load()
-    config.ssl = tls  # its own options take files only
+    secured: set[Secured] = set()
+    if tls is not None:  # uvicorn's own way takes files only, and hears of a connection after its handshake
+        make = partial(_secured, connection, tls, handshake_s, secured)
+        config.http_protocol_class = make  # type: ignore[assignment]
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     stopping = asyncio.create_task(stop.wait())
@@ -79,7 +87,19 @@ async def serve(
     finally:
         server.should_exit = True
         stopping.cancel()
+        for each in tuple(secured):
+            each.end_handshake()
         await serving
+
+
+def _secured(
+    connection: type[Connection],
+    context: ssl.SSLContext,
+    handshake_s: float,
+    all_: set[Secured],
+    **of_uvicorn: Any,
+) -> Secured:
+    return Secured(connection(**of_uvicorn), context, handshake_s, all_)
 
 
 def _cut_off_quietly(app: ASGIApp) -> ASGIApp:

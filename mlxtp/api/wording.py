@@ -9,10 +9,22 @@ from ..errors import MlxtpError, RequestError
 
 
 def in_words_of(names: Mapping[str, str], error: MlxtpError) -> MlxtpError:
-    """The same error, with the fields called as a dialect calls them."""
+    """The same error, with the field that it is about called as a dialect calls it.
+
+    That field is `param`, and the text may begin with it. What else the text says may be the client's own
+    words, and stays as it is.
+    """
     if not names or not isinstance(error, RequestError) or not error.param:
-        return error  # it is about no field: what it says of a stop is no field of that name
-    pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-    detail = pattern.sub(lambda found: names[found[1]], error.detail)
-    param = pattern.sub(lambda found: names[found[1]], error.param)
+        return error
+    param, detail = _renamed(names, error.param), error.detail
+    if re.match(rf"{re.escape(error.param)}(?!\w)", detail):
+        detail = param + detail[len(error.param) :]
     return RequestError(detail, error.code, status=error.status, param=param)
+
+
+def _renamed(names: Mapping[str, str], path: str) -> str:
+    """A field as the core writes it: `stop`, `response_format.pattern`, `tools[0].function.name`."""
+    known = "|".join(map(re.escape, names))
+    return re.sub(
+        rf"^(tools\[\d+\]\.)?({known})(?!\w)", lambda found: (found[1] or "") + names[found[2]], path
+    )

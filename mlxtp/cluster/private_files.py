@@ -104,6 +104,11 @@ def _check_file(path: Path, status: os.stat_result, if_read: str) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path} is not a file; move it away")
     _check_owner(path, status)
+    check_closed(path, status, if_read)
+
+
+def check_closed(path: Path, status: os.stat_result, if_read: str) -> None:
+    """Raises ConfigError when others may read or change a file. `if_read` is what to do if somebody has."""
     if status.st_mode & _OTHERS:
         raise ConfigError(
             f"{path} can be read or changed by other users of this Mac (mode "

@@ -34,6 +34,8 @@ class OwnCertificate:
     home: Path
     names: tuple[str, ...]
     addresses: tuple[str, ...]
+    needed: tuple[str, ...]
+    """Those that it cannot do without. The others, which this Mac found, come and go with the network."""
 
 
 @dataclass(slots=True)
@@ -102,11 +104,13 @@ def open_endpoint(settings: Settings) -> Iterator[Endpoint]:
         tls = _tls(settings, own)
         scheme = "http" if tls is None else "https"
         url = _url(scheme, _local(host), port)
-        told = _url(scheme, addresses[0], port) if addresses and _local(host) != host else url
         keys = None
         if settings.api_keys != NEVER:
             keys = KeyRing(KeyFile(settings.home), settings.api_keys, beyond=beyond)
         names = names_here(socket.gethostname()) if beyond else ()
+        told = url
+        if addresses and _local(host) != host:
+            told = _url(scheme, _reached(names, addresses, tls if own is not None else None), port)
         hosts = (*names, *settings.allowed_hosts)
         endpoint = Endpoint(sock, url, told, hosts, settings.allowed_origins, keys, tls, own)
         _announce(endpoint, settings.home, beyond=beyond)
@@ -136,13 +140,11 @@ def addresses_here() -> tuple[str, ...]:
 def _tls(settings: Settings, own: OwnCertificate | None) -> Tls | None:
     if settings.http_cert:
         return tls_of_files(settings.http_cert, settings.http_key, here_and_now())
-    return None if own is None else own_tls(own.home, own.names, own.addresses, here_and_now())
+    return None if own is None else own_tls(own.home, own.names, own.addresses, here_and_now(), own.needed)
 
 
 def _own(settings: Settings, host: str, addresses: tuple[str, ...]) -> OwnCertificate:
-    names, numbers = ["localhost"], ["127.0.0.1", "::1", *addresses]
-    if not is_loopback(host):
-        names = [*names_here(socket.gethostname()), *names]
+    names, numbers = ["localhost"], ["127.0.0.1", "::1"]
     if _local(host) == host:
         numbers.append(host.partition("%")[0])
     for each in settings.allowed_hosts:
@@ -150,7 +152,21 @@ def _own(settings: Settings, host: str, addresses: tuple[str, ...]) -> OwnCertif
             numbers.append(str(ipaddress.ip_address(each)))
         except ValueError:
             names += [each] if each != "*" else []
-    return OwnCertificate(settings.home, tuple(dict.fromkeys(names)), tuple(dict.fromkeys(numbers)))
+    found = () if is_loopback(host) else names_here(socket.gethostname())
+    return OwnCertificate(
+        settings.home,
+        tuple(dict.fromkeys((*found, *names))),
+        tuple(dict.fromkeys((*numbers, *addresses))),
+        (*names, *numbers),
+    )
+
+
+def _reached(names: tuple[str, ...], addresses: tuple[str, ...], tls: Tls | None) -> str:
+    """Where others reach this Mac: an address, or where its certificate is for none, the name of Bonjour."""
+    if tls is None:
+        return addresses[0]
+    known = (each for each in (*addresses, *reversed(names)) if each in tls.names)
+    return next(known, addresses[0])
 
 
 def _announce(endpoint: Endpoint, home: Path, *, beyond: bool) -> None:
@@ -160,6 +176,12 @@ def _announce(endpoint: Endpoint, home: Path, *, beyond: bool) -> None:
         )
         if endpoint.own is not None:
             log.info("clients have to trust %s", home / OWN_CERTIFICATE)
+            if missing := {*endpoint.own.names, *endpoint.own.addresses} - endpoint.tls.names:
+                log.info(
+                    "it is not for %s, as which this Mac is known now; naming that by --allowed-host makes "
+                    "another one, which has to be trusted anew",
+                    ", ".join(sorted(missing)),
+                )
     if not beyond:
         return
     if endpoint.keys is None:

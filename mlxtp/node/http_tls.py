@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ..cluster.private_files import read_private, write_private
+from ..cluster.private_files import check_closed, read_private, write_private
 from ..errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,11 @@ class Tls:
         digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.certificate)).hexdigest().upper()
         return ":".join(digest[i : i + 2] for i in range(0, len(digest), 2))
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Host names and addresses that the certificate is for."""
+        return _names(x509.load_pem_x509_certificate(self.certificate.encode()))
+
 
 def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
     """From PEM files: the certificate, with those it hangs on behind it, and its private key.
@@ -70,7 +75,7 @@ def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
             f"which begins with -----BEGIN CERTIFICATE-----"
         ) from None
     try:
-        private = load_pem_private_key(_read(key, "http-key"), password=None)
+        private = load_pem_private_key(_read_key(key), password=None)
     except TypeError:
         raise ConfigError(
             f"--http-key {key}: the key has a password, for which mlxtp asks nobody; write it without one, "
@@ -92,13 +97,21 @@ def tls_of_files(certificate: str, key: str, now: datetime) -> Tls:
     return Tls(_context(certificate, key), chain[0].public_bytes(Encoding.PEM).decode())
 
 
-def own_tls(home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime) -> Tls:
-    """By a certificate for these host names and addresses, made now where the one of the home will not do.
+def own_tls(
+    home: Path,
+    names: Sequence[str],
+    addresses: Sequence[str],
+    now: datetime,
+    needed: Sequence[str] | None = None,
+) -> Tls:
+    """By the certificate of the home, or one for these host names and addresses, made now.
 
-    Raises ConfigError when the home takes no files, or others could read the key.
+    Another one has to be trusted anew, so it is made only where the one of the home will not do for those of
+    them that are `needed`: all, unless said. The key stays. Raises ConfigError when the home takes no files,
+    or others could read the key.
     """
     pem = _own_pem(home)
-    if why := why_new(pem, names, addresses, now):
+    if why := why_new(pem, (*names, *addresses) if needed is None else needed, now):
         pem = _make_own(home, names, addresses, now, why)
     certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
     if read_private(home / OWN_CERTIFICATE) != certificate:
@@ -112,7 +125,7 @@ def renewed(tls: Tls, home: Path, names: Sequence[str], addresses: Sequence[str]
     Raises ConfigError as `own_tls` does; then `tls` goes on with what it has.
     """
     pem = _own_pem(home)
-    if why := why_new(pem, (), (), now):
+    if why := why_new(pem, (), now):
         pem = _make_own(home, names, addresses, now, why)
     certificate = x509.load_pem_x509_certificate(pem).public_bytes(Encoding.PEM)
     if certificate.decode() == tls.certificate:
@@ -128,29 +141,37 @@ def _own_pem(home: Path) -> bytes:
 
 
 def _make_own(home: Path, names: Sequence[str], addresses: Sequence[str], now: datetime, why: str) -> bytes:
-    pem = make(names, addresses, now)
+    pem = make(names, addresses, now, _key(_own_pem(home)))
     write_private(home / OWN, pem)
     log.info("a certificate was made for %s: %s", ", ".join([*names, *addresses]), why)
     return pem
 
 
-def why_new(pem: bytes, names: Sequence[str], addresses: Sequence[str], now: datetime) -> str:
-    """Why another certificate has to be made than that in `pem`; empty while it will do."""
+def _key(pem: bytes) -> ec.EllipticCurvePrivateKey | None:
+    """One that can go on: of the kind that `make` makes."""
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except _UNREADABLE:
+        return None
+    return key if isinstance(key, ec.EllipticCurvePrivateKey) else None
+
+
+def why_new(pem: bytes, needed: Sequence[str], now: datetime) -> str:
+    """Why another certificate has to be made than that in `pem`; empty while it will do.
+
+    `needed`: host names and addresses that it has to be for.
+    """
     if not pem:
         return "there was none"
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         key = load_pem_private_key(pem, password=None)
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        covered = _names(certificate)
         if certificate.public_key() != key.public_key():
             raise ValueError("they do not belong together")
     except _UNREADABLE:
         return "the old one cannot be used"
-    covered = {
-        *found.get_values_for_type(x509.DNSName),
-        *map(str, found.get_values_for_type(x509.IPAddress)),
-    }
-    if missing := [each for each in (*names, *addresses) if each not in covered]:
+    if missing := [each for each in needed if each not in covered]:
         return f"the old one is not for {', '.join(missing)}"
     if when := _not_valid(certificate, now):
         return f"the old one {when}"
@@ -159,9 +180,14 @@ def why_new(pem: bytes, names: Sequence[str], addresses: Sequence[str], now: dat
     return ""
 
 
-def make(names: Sequence[str], addresses: Sequence[str], now: datetime) -> bytes:
-    """A key and a certificate that it signed itself, as PEM."""
-    key = ec.generate_private_key(ec.SECP256R1())
+def make(
+    names: Sequence[str],
+    addresses: Sequence[str],
+    now: datetime,
+    key: ec.EllipticCurvePrivateKey | None = None,
+) -> bytes:
+    """A key, drawn now unless there is one, and a certificate that it signed itself, as PEM."""
+    key = key or ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"mlxtp on {names[0]}"[:64])])
     identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     alternatives = [
@@ -202,6 +228,12 @@ _SIGNS_ONLY = x509.KeyUsage(
 )
 
 
+def _names(certificate: x509.Certificate) -> frozenset[str]:
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    addresses = map(str, found.get_values_for_type(x509.IPAddress))
+    return frozenset([*found.get_values_for_type(x509.DNSName), *addresses])
+
+
 def _context(certificate: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -219,6 +251,13 @@ def _read(path: str, flag: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"--{flag} {path}: {error.strerror or error}") from None
+
+
+def _read_key(path: str) -> bytes:
+    """Links are followed: programs that renew certificates leave them."""
+    pem = _read(path, "http-key")
+    check_closed(Path(path), Path(path).stat(), "get another certificate, with another key")
+    return pem
 
 
 def _not_valid(certificate: x509.Certificate, now: datetime) -> str:

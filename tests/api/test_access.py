@@ -7,7 +7,8 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import anthropic
 import httpx
 import ollama
 import openai
+import psutil
 import pytest
 from starlette.routing import Route
 
 from mlxtp.api import app as app_module
+from mlxtp.api import connection, handshake
 from mlxtp.api.app import create_app
+from mlxtp.api.backend import Event, Tokens
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.guard import UNREAD_BYTES, Access
 from mlxtp.api.server import bind, serve
@@ -29,6 +33,7 @@ from mlxtp.node.api_keys import FILE, KeyFile
 from mlxtp.node.http_tls import Tls, here_and_now, own_tls
 from mlxtp.node.key_ring import LOOK_S, KeyRing
 
+from ..cluster import until
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, says
 from .test_admin import KEY as ADMIN_KEY
 from .test_admin import FakeAdmin
@@ -75,6 +80,7 @@ def door(
     origins: Sequence[str] = (),
     tls: Tls | None = None,
     stall_s: float = 60.0,
+    handshake_s: float = 60.0,
 ) -> Iterator[Door]:
     sock, file = bind("127.0.0.1", 0), KeyFile(home)
     found = Door(home, sock.getsockname()[1], file, "http" if tls is None else "https")
@@ -83,7 +89,7 @@ def door(
     app = create_app(backend, admin=FakeAdmin(), access=Access(hosts, origins, ring))
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     context = None if tls is None else tls.context
-    serving = serve(app, sock, stop, tls=context, grace_s=1, stall_s=stall_s)
+    serving = serve(app, sock, stop, tls=context, grace_s=1, stall_s=stall_s, handshake_s=handshake_s)
     thread = threading.Thread(target=lambda: loop.run_until_complete(serving))
     thread.start()
     try:
@@ -133,11 +139,13 @@ def test_anthropics_library_sends_its_key_in_a_header_of_its_own(
         with pytest.raises(anthropic.RateLimitError) as often:
             ask(api_key=key)
         assert often.value.response.headers["retry-after"] == "30"
-        with pytest.raises(anthropic.AuthenticationError) as refused:
-            ask(api_key="none")
-        body: Any = refused.value.body
-        assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
-        assert body["request_id"] == refused.value.request_id
+        stranger = anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=WAIT_S, api_key="none")
+        for refuse in (lambda: ask(api_key="none"), stranger.models.list):
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                refuse()
+            body: Any = refused.value.body
+            assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+            assert body["request_id"] == refused.value.request_id
 
 
 def test_ollamas_library_with_a_key(backend: FakeBackend, tmp_path: Path) -> None:
@@ -468,6 +476,70 @@ def test_who_stops_reading_by_https_is_cut_off(backend: FakeBackend, tmp_path: P
             assert deaf.recv(100)
             until_closed(backend)
             assert not backend.finished
+
+
+def test_who_never_ends_the_handshake_is_cut_off(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:
+    with door(backend, tmp_path, tls=tls, handshake_s=0.2) as server:
+        for said in (b"", b"\x16\x03\x01\x02\x00"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) as silent:
+                silent.sendall(said)
+                assert silent.recv(100) == b""
+
+
+def test_a_connection_counts_before_its_handshake(
+    backend: FakeBackend, tmp_path: Path, tls: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "MOST_CONNECTIONS", 3)
+    verify = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
+    with door(backend, tmp_path, tls=tls) as server:
+        silent = [socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S) for _ in range(3)]
+        with pytest.raises(httpx.TransportError):
+            server.ask(path="/health", verify=verify)
+        silent[0].close()
+        until(lambda: _answers(lambda: server.ask(path="/health", verify=verify)), "the place is free")
+        for each in silent[1:]:
+            each.close()
+
+
+def _answers(ask: Callable[[], httpx.Response]) -> bool:
+    try:
+        return ask().status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_what_waits_for_who_never_reads_by_https_is_bounded(
+    backend: FakeBackend, tmp_path: Path, tls: Tls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 requests, 20 on each connection; asyncio holds what waits in the clear, and again encrypted."""
+    monkeypatch.setattr(connection, "UNREAD_BYTES", 4096)
+    context = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
+    taken = 0
+
+    async def endless() -> AsyncIterator[Event]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Tokens((60,) * 1000)
+
+    def stands_still() -> bool:
+        before = taken
+        time.sleep(0.2)
+        return taken == before > 0
+
+    backend.script = endless
+    process = psutil.Process()
+    with door(backend, tmp_path, tls=tls, rule="never") as server, contextlib.ExitStack() as deaf:
+        before = process.memory_info().rss
+        for _ in range(10):
+            plain = socket.create_connection(("127.0.0.1", server.port))
+            client = deaf.enter_context(context.wrap_socket(plain, server_hostname="localhost"))
+            for _ in range(20):
+                ask_for_stream(client.sendall)
+        until(lambda: len(backend.answers) == 10, "each connection's first request is answered")
+        until(stands_still, "nothing more is asked of the model")
+        assert process.memory_info().rss - before < 10 * 2 * 1024 * 1024
+        assert len(backend.answers) == 10
 
 
 def ask_for_stream(send: Callable[[bytes], Any]) -> None:

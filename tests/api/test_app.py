@@ -269,6 +269,15 @@ def test_who_asks_and_until_when_reaches_the_backend(server: Server) -> None:
     assert_error(post(server, ask(deadline_s=0)), 400, "invalid_request")
 
 
+@pytest.mark.parametrize("target", [b"*", b"http://localhost/v1/models"])
+def test_a_target_that_is_no_path_is_not_found(server: Server, target: bytes) -> None:
+    with connect(server) as sock:
+        sock.sendall(b"OPTIONS %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % target)
+        head, _, body = read_until(sock, b"}}").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 404 ")
+    assert json.loads(body)["error"]["message"] == f"OPTIONS {target.decode()}: Not Found"
+
+
 def test_every_error_has_the_same_shape(server: Server) -> None:
     assert_error(get(server, "/v1/nothing"), 404, "not_found")
     assert_error(get(server, "/v1/models/x/y"), 404, "model_not_found")

@@ -50,5 +50,5 @@ def test_more_than_the_context_is_refused_with_the_numbers(
 def test_a_token_the_model_does_not_know_is_refused() -> None:
     with pytest.raises(RequestError, match="token 50"):
         budget.token_budget(5, [1, 50], info())
-    with pytest.raises(RequestError, match="empty prompt"):
+    with pytest.raises(RequestError, match="the prompt is empty"):
         budget.token_budget(5, [], info())

@@ -57,7 +57,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a model that thinks and calls tools."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<think>", "</think>"])
-    template = "{{ tools }}{{ messages[0].content }}<think>"
+    template = "{# <tool_call> #}{{ tools }}{{ messages[0].content }}<think>"
     folder = save(tokenizer, tmp_path_factory.mktemp("thinker"), template)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))
     settings = {"do_sample": True, "temperature": 0.6}
@@ -157,7 +157,7 @@ def test_who_can_think_is_asked_of_the_model_whose_turn_has_come(
     swap(plain, before)
     refused = post(plain, "/api/chat", **asked)
     assert (refused.status_code, refused.json()["error"]) == (
-        400, '"org/tiny" does not support thinking: leave think out',
+        400, 'think: "org/tiny" does not support thinking; leave it out',
     )  # fmt: skip
 
 

@@ -150,6 +150,28 @@ def test_its_own_certificate_is_for_all_it_is_called(
     assert f"clients have to trust {tmp_path / 'https-cert.pem'}" in said
 
 
+def test_its_certificate_stays_where_the_network_calls_it_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else people would have to trust it anew after each new lease."""
+    caplog.set_level(logging.INFO, logger="mlxtp")
+    first = opened(tmp_path, "0.0.0.0", http_tls=True)
+    assert first.told.startswith("https://192.168.1.5:")
+    monkeypatch.setattr(module, "addresses_here", lambda: ("192.168.1.7",))
+    monkeypatch.setattr(socket, "gethostname", lambda: "Studio.office.example")
+    moved = opened(tmp_path, "0.0.0.0", http_tls=True)
+    assert moved.certificate == first.certificate
+    assert moved.told.startswith("https://studio.local:")  # for which the certificate is
+    assert "it is not for 192.168.1.7, studio.office.example, as which this Mac is known now" in caplog.text
+
+    named = opened(tmp_path, "0.0.0.0", http_tls=True, allowed_hosts=("192.168.1.7",))
+    assert named.certificate != first.certificate
+    assert named.told.startswith("https://192.168.1.7:")
+    keys = [x509.load_pem_x509_certificate(each.certificate.encode()).public_key() for each in (first, named)]
+    assert keys[0] == keys[1]
+    assert opened(tmp_path, "0.0.0.0", http_tls=True).certificate == named.certificate
+
+
 def test_its_certificate_is_looked_after_while_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +204,7 @@ def test_what_it_did_not_make_it_does_not_renew(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "both.pem").write_bytes(make(("localhost",), (), here_and_now() - 2 * VALID))
+    (tmp_path / "both.pem").chmod(0o600)
     found = opened(tmp_path, **settings)
     assert not found.renew(here_and_now())
     asyncio.run(found.keep_certificate(pytest.fail))

@@ -52,6 +52,7 @@ def parts(pem: bytes) -> tuple[bytes, bytes]:
 def files(folder: Path, certificate: bytes, key: bytes) -> tuple[str, str]:
     (folder / "cert.pem").write_bytes(certificate)
     (folder / "key.pem").write_bytes(key)
+    (folder / "key.pem").chmod(0o600)
     return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
@@ -115,7 +116,7 @@ def test_its_fingerprint_is_what_other_tools_show(tmp_path: Path) -> None:
 def test_when_another_one_is_made(
     pem: bytes, names: tuple[str, ...], addresses: tuple[str, ...], now: datetime, why: str
 ) -> None:
-    assert why_new(pem, names, addresses, now) == why
+    assert why_new(pem, (*names, *addresses), now) == why
 
 
 def test_the_next_one_takes_its_place(tmp_path: Path) -> None:
@@ -123,8 +124,10 @@ def test_the_next_one_takes_its_place(tmp_path: Path) -> None:
     late = NOW + VALID * 0.95
     second = own_tls(tmp_path, NAMES, ADDRESSES, late)
     assert second.certificate != first.certificate
+    before, after = (x509.load_pem_x509_certificate(each.certificate.encode()) for each in (first, second))
+    assert before.public_key() == after.public_key()
     assert (tmp_path / OWN_CERTIFICATE).read_text() == second.certificate
-    assert not why_new((tmp_path / OWN).read_bytes(), NAMES, ADDRESSES, late)
+    assert not why_new((tmp_path / OWN).read_bytes(), (*NAMES, *ADDRESSES), late)
 
 
 def test_a_running_server_goes_on_with_the_next_one(tmp_path: Path) -> None:
@@ -216,6 +219,16 @@ def test_files_that_will_not_do(tmp_path: Path, certificate: bytes, key: bytes, 
     with pytest.raises(ConfigError) as refused:
         tls_of_files(*paths, NOW)
     assert refused.value.detail.startswith(words.format(cert=paths[0], key=paths[1]))
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    certificate, key = files(tmp_path, *parts(PEM))
+    (tmp_path / "link.pem").symlink_to(key)
+    Path(key).chmod(0o640)
+    with pytest.raises(ConfigError, match=rf"can be read or changed by other users .* chmod 600 '{key}'"):
+        tls_of_files(certificate, key, NOW)
+    Path(key).chmod(0o600)
+    assert tls_of_files(certificate, str(tmp_path / "link.pem"), NOW)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -52,8 +51,7 @@ class Anthropic:
                 raise
 
         async def count(request: Request) -> Response:
-            ask = await asyncio.to_thread(parse_count, await generation.body(request))
-            return _with_id(JSONResponse({"input_tokens": await generation.count(ask)}))
+            return _with_id(JSONResponse({"input_tokens": await generation.count(request, parse_count)}))
 
         return [
             Route("/v1/messages", generation.endpoint(self, messages), methods=["POST"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,6 +20,8 @@ from . import anthropic_answers
 from . import openai_answers as answers
 from .openai_request import ChatRequest, parse_chat
 from .openai_shapes import ChatCompletion, Health, Model, ModelList, OpenAIError
+
+MODELS = "/v1/models"
 
 
 class OpenAIChat:
@@ -51,9 +54,10 @@ class OpenAIChat:
 
         return [
             Route("/v1/chat/completions", generation.endpoint(self, chat), methods=["POST"]),
-            Route("/v1/models", generation.endpoint(self, models), methods=["GET"]),
-            Route("/v1/models/", generation.endpoint(self, models), methods=["GET"]),
-            Route("/v1/models/{id:path}", generation.endpoint(self, model), methods=["GET"]),
+            # their errors are left to `app.py`, which knows who is asking
+            Route(MODELS, models, methods=["GET"]),
+            Route(f"{MODELS}/", models, methods=["GET"]),
+            Route(f"{MODELS}/{{id:path}}", model, methods=["GET"]),
         ]
 
     def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
@@ -66,6 +70,10 @@ class OpenAIChat:
         return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
 
 
+def speaks_anthropic(headers: Headers) -> bool:
+    """Clients of two dialects ask for models at the same path; Anthropic's say who they are."""
+    return "anthropic-version" in headers
+
+
 def _shapes(request: Request) -> ModuleType:
-    """Clients of two dialects list models at the same path; Anthropic's say who they are."""
-    return anthropic_answers if "anthropic-version" in request.headers else answers
+    return anthropic_answers if speaks_anthropic(request.headers) else answers

@@ -6,6 +6,8 @@ answer of the items in `responses_output.py`, and `responses_store.py` has what 
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -69,18 +71,17 @@ class Responses:
 
     def routes(self, generation: Generation) -> Sequence[Route]:
         async def create(request: Request) -> Response:
-            return await generation.answer(self, request, self._parse)
+            # a short body may name a long conversation
+            return await generation.answer(self, request, self._parse, slow=True)
 
         async def count(request: Request) -> Response:
-            ask = self._parse(await generation.body(request))
-            return JSONResponse(
-                {"object": "response.input_tokens", "input_tokens": await generation.count(ask)}
-            )
+            tokens = await generation.count(request, self._parse)
+            return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
         async def get(request: Request) -> Response:
             if request.query_params.get("stream", "false") not in ("false", "0"):
                 raise not_supported("stream: an answer that is over is not streamed again", "stream")
-            return JSONResponse(self._store.get(request.path_params["id"]).body)
+            return Response(self._store.get(request.path_params["id"]).body, media_type="application/json")
 
         async def delete(request: Request) -> Response:
             id_ = request.path_params["id"]
@@ -89,7 +90,8 @@ class Responses:
 
         async def input_items(request: Request) -> Response:
             kept = self._store.get(request.path_params["id"])
-            return JSONResponse(listed(kept.input, request.query_params))
+            items: list[Json] = await asyncio.to_thread(json.loads, kept.input)
+            return JSONResponse(listed(items, request.query_params))
 
         async def cancel(_request: Request) -> Response:
             raise not_supported("only answers in the background can be cancelled: close the connection", "id")
@@ -125,8 +127,8 @@ class Responses:
 
     def _keep(self, about: About, response: Json) -> None:
         wanted: Wanted = about.ask.dialect
-        if wanted.request.kept:
-            self._store.put(response, wanted.input, wanted.size)
+        if wanted.input is not None:
+            self._store.put(response, wanted.input)
 
 
 def listed(items: Sequence[Json], query: QueryParams) -> Json:

@@ -155,7 +155,7 @@ def response_body(
     """The response at one moment: "in_progress", "completed", "incomplete" or "failed"."""
     wanted: Wanted = about.ask.dialect
     request = wanted.request
-    reasoning, text = request.reasoning, request.text
+    reasoning = request.reasoning
     return {
         "id": f"resp_{about.id}",
         "object": "response",
@@ -182,10 +182,10 @@ def response_body(
         "store": request.kept,
         "temperature": request.temperature,
         "text": {
-            "format": (text.format if text is not None else None) or {"type": "text"},
+            "format": wanted.format,
             "verbosity": "medium",
         },
-        "tool_choice": request.tool_choice or "auto",
+        "tool_choice": wanted.tool_choice,
         "tools": [_tool(tool) for tool in wanted.tools],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,

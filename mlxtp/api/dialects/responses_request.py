@@ -19,7 +19,7 @@ from ...errors import RequestError
 from ..ask import AUTO, NONE, REQUIRED, Ask, Conversation, Tool
 from ..schema import Schema, checked, in_range, not_supported, parsed, shown, wrong
 from .responses_items import items_of, turns_of
-from .responses_store import ITEM_BYTES, ResponseStore
+from .responses_store import ResponseStore, encoded
 from .tuning import MOST_TOKENS, Tuning
 
 Json = dict[str, Any]
@@ -90,15 +90,16 @@ class ResponseRequest(Tuning):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A checked request, as its answer needs it. `input` has the items of earlier answers, too.
+    """A checked request, as its answer needs it, without what nobody understands.
 
-    `size` of `input` in bytes, about.
+    `input` is a JSON list, in which the items of earlier answers are, too; None where it is not to be kept.
     """
 
     request: ResponseRequest
-    input: tuple[Json, ...]
-    size: int
+    input: bytes | None
     tools: tuple[FunctionTool, ...]
+    tool_choice: Json | str
+    format: Json
 
 
 def parse(body: bytes, store: ResponseStore) -> Ask:
@@ -108,9 +109,8 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
     _check_metadata(request.metadata or {})
     _check_finite(request)
     logprobs = _logprobs(request)
-    before, size = _before(request, store)
-    given = _items(request, store)
-    items = (*before, *given)
+    before = _before(request, store)
+    items = [*before, *_items(request, store)]
     tools = tuple([_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())])
     _check_names(tools)
     offered, choice = _tool_choice(request.tool_choice, tools)
@@ -122,12 +122,18 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
         _thinking(request.reasoning),
         _template_options(request.reasoning),
     )
+    given = request.text.format if request.text is not None else None
+    format_ = None if given is None else _understood(given)
     options = request.options(
-        max_tokens=request.max_output_tokens,
-        logprobs=logprobs,
-        format_=_format(request.text.format if request.text is not None else None),
+        max_tokens=request.max_output_tokens, logprobs=logprobs, format_=_format(format_)
     )
-    wanted = Wanted(request, items, size + len(body) + len(given) * ITEM_BYTES, tools)
+    wanted = Wanted(
+        request,
+        encoded(items, store.most_bytes) if request.kept else None,
+        tools,
+        _shown_choice(request.tool_choice),
+        format_ or {"type": "text"},
+    )
     return Ask(request.model, conversation, options, bool(request.stream), _user(request), wanted)
 
 
@@ -197,18 +203,24 @@ def _logprobs(request: ResponseRequest) -> int:
     return -1
 
 
-def _before(request: ResponseRequest, store: ResponseStore) -> tuple[tuple[Json, ...], int]:
-    """The items of the answer from which this one goes on, and their size in bytes."""
+def _before(request: ResponseRequest, store: ResponseStore) -> list[Json]:
+    """The items of the answer from which this one goes on."""
     if request.previous_response_id is None:
-        return (), 0
-    kept = store.get(request.previous_response_id, "previous_response_id")
-    return kept.items, kept.size
+        return []
+    return store.get(request.previous_response_id, "previous_response_id").items()
 
 
 def _items(request: ResponseRequest, store: ResponseStore) -> list[Json]:
+    named: dict[str, Json] = {}
+
+    def find(id_: str, where: str) -> Json:
+        if id_ not in named:
+            named[id_] = store.item(id_, where)
+        return named[id_]
+
     match request.input:
         case str() | list():
-            return items_of(request.input, store.item)
+            return items_of(request.input, find)
         case None:
             raise RequestError("input is missing", param="input")
         case other:
@@ -291,6 +303,32 @@ def _some(tools: tuple[FunctionTool, ...], where: str) -> tuple[FunctionTool, ..
     if not tools:
         raise RequestError(f"{where}: a call is required, but there are no tools to call", param=where)
     return tools
+
+
+def _shown_choice(given: Any) -> Json | str:
+    """A choice that was checked, without what nobody understands."""
+    match given:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "name": name}
+        case {"type": "allowed_tools", "mode": mode, "tools": allowed}:
+            tools = [{"type": "function", "name": tool["name"]} for tool in allowed]
+            return {"type": "allowed_tools", "mode": mode, "tools": tools}
+        case _:
+            return str(given or AUTO)
+
+
+_OF_FORMATS: Mapping[str, Sequence[str]] = {
+    "text": (), "json_object": ("schema",), "json_schema": ("name", "description", "strict", "schema"),
+    "regex": ("pattern",), "grammar": ("grammar",), "lark": ("grammar",),
+}  # fmt: skip
+
+
+def _understood(given: Json) -> Json:
+    """A format without what nobody understands; one of a kind that there is not as it is."""
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in _OF_FORMATS:
+        return given
+    return {name: given[name] for name in ("type", *_OF_FORMATS[kind]) if name in given}
 
 
 def _format(given: Json | None) -> Json | None:

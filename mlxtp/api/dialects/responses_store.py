@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,30 +17,55 @@ Json = dict[str, Any]
 MOST = 1000
 MOST_BYTES = 64 * 1024 * 1024
 AGE_S = 6 * 3600.0
-ITEM_BYTES = 1024
-"""What Python needs for an item beside its text."""
+OVERHEAD_BYTES = 1024
+"""What Python needs for an answer, and for each item that may be named, beside their JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An answer as the client saw it, and everything that it answered: what went before it, too.
+    """An answer as the client saw it, and everything that it answered: what went before it, too. As JSON.
 
-    `size` in bytes; `until` on the clock of the store.
+    `output` has its items by their ids, once more. `until` on the clock of the store.
     """
 
-    body: Json
-    input: tuple[Json, ...]
-    size: int
+    body: bytes
+    input: bytes
+    output: Mapping[str, bytes]
     until: float
 
     @property
-    def items(self) -> tuple[Json, ...]:
+    def size(self) -> int:
+        """In bytes: as JSON it is in memory what it is here, whatever a client put into it."""
+        texts = (self.body, self.input, *self.output.values())
+        return sum(map(len, texts)) + OVERHEAD_BYTES * (1 + len(self.output))
+
+    def items(self) -> list[Json]:
         """What a request that goes on from here begins with."""
-        return (*self.input, *self.body["output"])
+        return [*json.loads(self.input), *map(json.loads, self.output.values())]
+
+
+def encoded(items: Sequence[Json], most_bytes: int) -> bytes | None:
+    """As a JSON list; None where it has more than `most_bytes`. The same object is encoded once."""
+    found: dict[int, bytes] = {}
+    parts: list[bytes] = []
+    size = 2
+    for item in items:
+        part = found.get(id(item)) or json_bytes(item)
+        found[id(item)] = part
+        parts.append(part)
+        size += len(part) + 1
+        if size > most_bytes:
+            return None
+    return b"[" + b",".join(parts) + b"]"
+
+
+def json_bytes(value: Any) -> bytes:
+    """ASCII: what is said may have half a character."""
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 class ResponseStore:
-    """In memory only: at most `most` answers and `most_bytes` (of JSON), each for `age_s` seconds.
+    """In memory only: at most `most` answers and `most_bytes`, each for `age_s` seconds.
 
     The oldest make room. What answers have in common counts for each of them. May be used from any thread.
     """
@@ -53,24 +78,24 @@ class ResponseStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = most
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._age_s = age_s
         self._clock = clock
         self._lock = threading.Lock()
         self._kept: dict[str, Kept] = {}
-        self._items: dict[str, Json] = {}
+        self._items: dict[str, bytes] = {}
         self.size = 0
         """Bytes of all that is kept."""
 
-    def put(self, body: Json, input_: Sequence[Json], input_size: int) -> None:
-        """Keep an answer with its whole input. One that is too large by itself is not kept."""
-        size = input_size + len(json.dumps(body)) + len(body["output"]) * ITEM_BYTES
+    def put(self, body: Json, input_: bytes) -> None:
+        """Keep an answer with its whole input, a JSON list. One that is too large by itself is not kept."""
+        output = {item["id"]: json_bytes(item) for item in body["output"]}
+        kept = Kept(json_bytes(body), input_, output, self._clock() + self._age_s)
         with self._lock:
-            kept = Kept(body, tuple(input_), size, self._clock() + self._age_s)
-            if kept.size > self._most_bytes:
+            if kept.size > self.most_bytes:
                 return
             self._kept[body["id"]] = kept
-            self._items |= {item["id"]: item for item in body["output"]}
+            self._items |= output
             self.size += kept.size
             self._make_room()
 
@@ -90,7 +115,8 @@ class ResponseStore:
             item = self._items.get(id_)
         if item is None:
             raise self._unknown(f"{param}: the item {shown(id_)} is not known here", param)
-        return item
+        found: Json = json.loads(item)
+        return found
 
     def delete(self, id_: str) -> None:
         """Raises RequestError 404."""
@@ -102,7 +128,7 @@ class ResponseStore:
         now = self._clock()
         while self._kept:
             oldest = next(iter(self._kept))
-            crowded = len(self._kept) > self._most or self.size > self._most_bytes
+            crowded = len(self._kept) > self._most or self.size > self.most_bytes
             if not crowded and self._kept[oldest].until > now:
                 return
             self._drop(oldest)
@@ -111,13 +137,13 @@ class ResponseStore:
         kept = self._kept.pop(id_, None)
         if kept is not None:
             self.size -= kept.size
-            for item in kept.body["output"]:
-                self._items.pop(item["id"], None)
+            for item_id in kept.output:
+                self._items.pop(item_id, None)
 
     def _unknown(self, what: str, param: str | None) -> RequestError:
         return RequestError(
             f"{what}: answers are kept in the memory of the Mac that was asked for "
-            f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self._most_bytes} bytes, "
+            f"{self._age_s / 3600:g} hours, at most {self._most} of them and {self.most_bytes} bytes, "
             "and not with store false; send the whole conversation as input",
             Code.NOT_FOUND,
             status=404,

@@ -457,8 +457,9 @@ def test_models_are_listed_for_the_client_library(server: AnthropicServer) -> No
     [model] = server.claude.models.list()
     assert (model.id, model.type, model.max_input_tokens) == ("org/tiny", "model", CONTEXT)
     assert server.claude.models.retrieve("tiny") == model
-    with pytest.raises(anthropic.NotFoundError, match="available: org/tiny"):
+    with pytest.raises(anthropic.NotFoundError, match="available: org/tiny") as unknown:
         server.claude.models.retrieve("other")
+    assert unknown.value.type == "not_found_error"
     assert [model.object for model in server.client.models.list()] == ["model"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -15,8 +16,12 @@ import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mlxtp.api.ask import Ask
 from mlxtp.api.backend import End, Score, Tokens
+from mlxtp.api.dialects import responses as responses_module
+from mlxtp.api.dialects.responses_request import parse
 from mlxtp.api.dialects.responses_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
+from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.api.text.tokens import Text
 from mlxtp.errors import GroupError
 
@@ -683,6 +688,41 @@ def test_tokens_of_an_input_are_counted_without_an_answer(server: Server) -> Non
     assert InputTokens.model_validate_json(http(server, "POST", "/input_tokens", asked).content)
     create(server, instructions="be")
     assert counted.input_tokens == len(server.backend.request.prompt)
+
+
+def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body is checked, and a conversation that was kept is read, in another thread than the server's."""
+    threads: list[str] = []
+
+    def noting(body: bytes, store: ResponseStore) -> Ask:
+        threads.append(threading.current_thread().name)
+        return parse(body, store)
+
+    monkeypatch.setattr(responses_module, "parse", noting)
+    server.client.responses.input_tokens.count(model="tiny", input="hello")
+    create(server)
+    assert len(threads) == 2
+    assert all(name.startswith("asyncio_") for name in threads)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "shown"),
+    [
+        ("text", {"format": {"type": "text", "x": [1]}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+        ("text", {"format": {"type": "regex", "pattern": "a", "x": 1}},
+         {"format": {"type": "regex", "pattern": "a"}, "verbosity": "medium"}),
+        ("tool_choice", {"type": "function", "name": "weather", "x": [1]},
+         {"type": "function", "name": "weather"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_not_kept(
+    thinker: Server, field: str, given: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    thinker.backend.script = says(thinker.ids(CALL.split("\n")[1]))
+    body = post(thinker, tools=[WEATHER] if field == "tool_choice" else [], **{field: given}).json()
+    assert body[field] == http(thinker, "GET", f"/{body['id']}").json()[field] == shown
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

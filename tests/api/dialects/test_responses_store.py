@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 
-from mlxtp.api.dialects.responses_store import ResponseStore
+from mlxtp.api.dialects.responses_store import ResponseStore, encoded
 from mlxtp.errors import Code, RequestError
 
 
@@ -25,7 +26,7 @@ def asked(said: str) -> list[dict[str, Any]]:
 
 
 def put(store: ResponseStore, body: dict[str, Any], input_: list[dict[str, Any]]) -> None:
-    store.put(body, input_, len(json.dumps(input_)))
+    store.put(body, json.dumps(input_).encode())
 
 
 def known(store: ResponseStore, *ids: str) -> list[str]:
@@ -44,8 +45,8 @@ def test_what_is_put_is_found_with_all_that_went_before_it() -> None:
     store = ResponseStore()
     put(store, answer("a", "one"), asked("hello"))
     kept = store.get("a")
-    assert kept.body == answer("a", "one")
-    assert kept.items == (*asked("hello"), *answer("a", "one")["output"])
+    assert json.loads(kept.body) == answer("a", "one")
+    assert kept.items() == [*asked("hello"), *answer("a", "one")["output"]]
     assert store.item("msg_a", "input[0].id") == answer("a", "one")["output"][0]
 
 
@@ -74,6 +75,29 @@ def test_size_counts_and_is_given_back() -> None:
     assert known(small, "a", "b", "c") == ["b", "c"]
     put(small, answer("d"), asked("x" * 2 * one))
     assert known(small, "b", "c", "d") == ["b", "c"]  # one that is too large takes nobody's place
+
+
+def test_what_is_kept_takes_no_more_memory_than_is_counted() -> None:
+    """Of nothing but brackets, Python's objects are twenty times as large as their JSON."""
+    store = ResponseStore()
+    odd = json.dumps([[] for _ in range(50_000)])
+    tracemalloc.start()
+    try:
+        body = answer("a") | {"tools": [{"parameters": json.loads(odd)}]}
+        put(store, body, [{"type": "message", "id": "msg_in", "said": json.loads(odd)}])
+        del body
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(odd) < kept < 1.2 * store.size
+
+
+def test_an_item_that_is_named_often_is_encoded_once_and_counted_each_time() -> None:
+    item = {"type": "message", "id": "msg_a", "said": "x" * 1000}
+    found = encoded([item] * 3, 4000)
+    assert found is not None
+    assert json.loads(found) == [item] * 3
+    assert encoded([item] * 4, 4000) is None
 
 
 def test_an_answer_is_kept_for_a_time() -> None:

@@ -3,6 +3,9 @@
 # make lint     ruff and strict types            make bench   benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
 # make images   the pictures of the page in docs/images, by the system's Chromium
+# make reference  docs/wire.md, from the tables of messages
+# make package  wheel, source archive and Homebrew formula in dist/, tried in a fresh environment
+# make fresh    `make demo` as on a new machine, with Python alone and, if UV names one, with uv alone
 # make soak     an hour of mixed load while ranks and agents fail; SOAK_ARGS="--minutes 5" for less
 #
 # Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
@@ -24,7 +27,7 @@ BENCH_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
 
-.PHONY: setup demo test lint bench chaos fuzz soak images clean
+.PHONY: setup demo test lint bench chaos fuzz soak images reference package fresh clean
 
 setup: $(STAMP)
 
@@ -62,5 +65,15 @@ soak: setup
 images: setup
 	$(BIN)/python scripts/images.py
 
+reference: setup
+	$(BIN)/python scripts/wire_reference.py
+
+package: setup
+	sh packaging/package.sh $(BIN)/python
+
+# Paths, because a name would be looked for in what PATH has left.
+fresh: setup
+	sh packaging/fresh.sh "$$($(BIN)/python -c 'import sys; print(sys._base_executable)')" $(UV)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import textwrap
 import webbrowser
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import bench as benching
+from . import bench_speed as speed
 from . import doctor as examining
 from . import plan as planning
 from .client import AgentClient, agent_runs, wait_for_end
@@ -28,6 +30,7 @@ from .cluster.placement import DEFAULT_CONTEXT, Options
 from .cluster.topology import Member
 from .config import parse_nodes, parse_seconds, resolve_settings
 from .errors import Code, UserError
+from .launch import find_served
 from .node.models import find_config, is_hub_id, lasting_name
 from .wire.fabric import FabricResult
 from .wire.machine import Interface, Machine, Port
@@ -255,12 +258,23 @@ def bench(
     fabric: Annotated[
         bool, typer.Option("--fabric", help="What sums and gathers over the group's links take, by size.")
     ] = False,
+    key: Annotated[
+        str,
+        typer.Option(metavar="KEY", help="The API key, where the endpoint asks for one; also MLXTP_KEY."),
+    ] = "",
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the group that serves, while it has no requests. Plans count with what was found."""
+    """Measure how fast the served model reads and writes, as a table to paste, while nobody else asks.
+
+    With --fabric: what the links between its ranks take; plans count with it from then on.
+    """
     if not fabric:
-        raise UserError("what shall be measured? `mlxtp bench --fabric` times the group's collectives")
+        served = find_served(_home(home), key or os.environ.get("MLXTP_KEY", ""))
+        with Console(stderr=True, highlight=False).status("") as shown:
+            found = speed.measure(served, AgentClient(_home(home)), shown.update)
+        _print(found, as_json, speed.show)
+        return
     answer = AgentClient(_home(home), _BENCH_S).post("bench/fabric")
     _print(answer, as_json, benching.show)
 

@@ -332,11 +332,6 @@ def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
     assert max(map(len, shown[1:5])) <= 80
 
 
-def test_a_bench_of_nothing_says_what_there_is(agent: Agent) -> None:
-    assert "`mlxtp bench --fabric`" in refusal(agent.home, "bench")
-    assert agent.admin.asked == []
-
-
 def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "fabric": RESULT})
     assert "fabric: 195 µs a collective, measured 2026-" in mlxtp(agent.home, "status").output

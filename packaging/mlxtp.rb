@@ -1,0 +1,35 @@
+# How Homebrew installs mlxtp: an environment of its own, with the versions that it was tested with.
+class Mlxtp < Formula
+  desc "Turns the Macs on one desk into one model server"
+  url "@URL@"
+  sha256 "@SHA256@"
+  version "@VERSION@"
+  license "Apache-2.0"
+
+  depends_on arch: :arm64
+  depends_on :macos
+  depends_on "python@3.13"
+
+  def install
+    system formula_bin("python@3.13", "python3.13"), "-m", "venv", libexec
+    system libexec/"bin/pip", "install", "--constraint", "constraints.txt", "."
+    bin.install_symlink libexec/"bin/mlxtp"
+  end
+
+  def caveats
+    <<~TEXT
+      Try it on this Mac alone:          mlxtp demo
+      Found a cluster, or join one:      mlxtp node
+    TEXT
+  end
+
+  test do
+    assert_match version.to_s, shell_output("#{bin}/mlxtp version")
+  end
+
+  private
+
+  def formula_bin(formula, program)
+    Formula[formula].opt_bin/program
+  end
+end

@@ -1,0 +1,138 @@
+"""Writes docs/wire.md, the reference of everything that agents and ranks say to each other, from the tables.
+
+make reference
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from mlxtp.wire.base import Message
+from mlxtp.wire.codecs import FieldCodec
+from mlxtp.wire.frames import MAX_DEPTH, MAX_FRAME, MAX_ITEMS, MAX_OBJECTS, MAX_OPENING_FRAME
+from mlxtp.wire.messages import PROTOCOL_VERSION
+from mlxtp.wire.order import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.table import MESSAGES, field_codecs
+
+PATH = Path(__file__).parents[1] / "docs" / "wire.md"
+_WIDTH = 118
+
+
+def render() -> str:
+    """The page."""
+    return "\n".join([*_beginning(), *_orders(), *_messages()]) + "\n"
+
+
+def _beginning() -> Iterator[str]:
+    yield "# What agents and ranks say to each other"
+    yield ""
+    yield "`make reference` writes this page from the tables that both ends run; do not edit it."
+    yield ""
+    yield from _wrapped(
+        f"Protocol version {PROTOCOL_VERSION}. A frame is its length as four bytes, big-endian, then one "
+        f"msgpack array `[number, epoch, seq, body]`; the body is a map of exactly the fields below. A frame "
+        f"has at most {MAX_OPENING_FRAME} bytes until a link is open, {MAX_FRAME} from then on, at most "
+        f"{MAX_DEPTH} levels, {MAX_ITEMS} items in an array or map, and {MAX_OBJECTS} objects. `seq` counts "
+        f"the frames of each direction from 0; `epoch` is 0 on links between agents. What breaks a rule ends "
+        f"the link. [architecture.md](architecture.md#frames) tells why."
+    )
+
+
+# --- the order ----------------------------------------------------------------------------------------
+
+
+def _orders() -> Iterator[str]:
+    yield ""
+    yield "## The legal order"
+    for kind in LinkKind:
+        upper, lower = kind.who(Side.UPPER), kind.who(Side.LOWER)
+        yield from ("", f"### {str(kind).capitalize()}: {upper} and {lower}", "")
+        yield "| in state | says | | and then |"
+        yield "|---|---|---|---|"
+        for state in State:
+            for side in Side:
+                for targets, names in _moves(kind, state, side):
+                    end = "" if targets is state else f"{targets}"
+                    yield f"| {state} | {kind.who(side)} | {', '.join(names)} | {end} |"
+
+
+def _moves(kind: LinkKind, state: State, side: Side) -> Iterator[tuple[State, list[str]]]:
+    """What may be said, by the state that follows; what changes nothing comes last."""
+    if state in TERMINAL or state not in TABLES[kind]:
+        return
+    found: dict[State, list[str]] = defaultdict(list)
+    for message, end in TABLES[kind][state][side].items():
+        found[end].append("Error with a uid" if message is RequestFailed else message.__name__)
+    yield from sorted(found.items(), key=lambda item: (item[0] is state, list(State).index(item[0])))
+
+
+# --- the messages -------------------------------------------------------------------------------------
+
+
+def _messages() -> Iterator[str]:
+    yield ""
+    yield "## The messages"
+    parts: dict[str, type[object]] = {}
+    for number, message in sorted(MESSAGES.items()):
+        yield from ("", f"### 0x{number:02X} {message.__name__}", "")
+        yield from _described(message)
+        yield from _table(field_codecs(message))
+        parts |= {part.__name__: part for part in _parts_of(message)}
+    yield from ("", "## Parts of messages", "")
+    yield "Maps that stand in a field, with exactly these fields."
+    for name, part in sorted(parts.items()):
+        yield from ("", f"### {name}", "")
+        yield from _described(part)
+        yield from _table(tuple((f.name, f.metadata["codec"]) for f in fields(part)))  # type: ignore[arg-type]
+
+
+def _table(codecs: tuple[tuple[str, FieldCodec], ...]) -> Iterator[str]:
+    if not codecs:
+        return
+    yield from ("", "| field | holds |", "|---|---|")
+    for name, codec in codecs:
+        yield f"| `{name}` | {_holds(codec)} |"
+
+
+def _holds(codec: FieldCodec) -> str:
+    """In the words in which anything else is refused."""
+    try:
+        codec.from_wire(object())
+    except ValueError as error:
+        return str(error).replace("|", "\\|")
+    raise AssertionError("a field takes anything")
+
+
+def _parts_of(message: type[Message]) -> Iterator[type[object]]:
+    """Dataclasses that stand in a field, as its annotation names them."""
+    module = inspect.getmodule(message)
+    for field in fields(message):  # type: ignore[arg-type]
+        for word in str(field.type).replace("[", " ").replace("]", " ").replace(",", " ").split():
+            part = getattr(module, word, None)
+            if hasattr(part, "__dataclass_fields__") and part not in MESSAGES.values():
+                yield part
+
+
+def _described(part: type[object]) -> Iterator[str]:
+    paragraphs = inspect.cleandoc(part.__doc__ or "").split("\n\n")
+    for number, paragraph in enumerate(paragraphs):
+        if number:
+            yield ""
+        listed = any(line.startswith("  ") or "   " in line.strip() for line in paragraph.splitlines())
+        if listed:  # a table in a docstring stays one
+            yield from ("```", *paragraph.splitlines(), "```")
+        else:
+            yield from _wrapped(" ".join(paragraph.split()))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    PATH.write_text(render())

@@ -1,0 +1,63 @@
+"""That what is installed has everything, and that what is pinned is what is asked for."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def names_of(requirements: list[str]) -> list[Requirement]:
+    return [Requirement(each) for each in requirements]
+
+
+def test_every_file_of_the_package_is_installed() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "mlxtp"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    if not tracked:
+        pytest.skip("this folder is no clone")
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["mlxtp"]
+    others = [name.removeprefix("mlxtp/") for name in tracked if not name.endswith(".py")]
+    assert len(others) > 10
+    assert [name for name in others if not any(fnmatch.fnmatch(name, each) for each in patterns)] == []
+    folders = {str(Path(name).parent) for name in tracked if name.endswith(".py")}
+    assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").is_file()] == []
+
+
+def test_every_dependency_is_pinned_to_a_version_that_will_do() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split(";")[0].strip().split("==") for line in lines if "==" in line)
+    pinned = {re.sub(r"[-_.]+", "-", name).lower(): Version(version) for name, version in pins.items()}
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = names_of([*PROJECT["project"]["dependencies"], *extras["dev"], *extras["browser"]])
+    assert len(wanted) > 25
+    for each in wanted:
+        name = re.sub(r"[-_.]+", "-", each.name).lower()
+        assert name in pinned, f"{each.name} has no line in constraints.txt"
+        assert pinned[name] in each.specifier, f"{each} but {pinned[name]} in constraints.txt"
+
+
+def test_setup_asks_for_the_python_that_the_package_asks_for() -> None:
+    floor = re.fullmatch(r">=3\.(\d+)", PROJECT["project"]["requires-python"])
+    assert floor is not None
+    script = (ROOT / "scripts" / "setup.sh").read_text()
+    assert f"sys.version_info < (3, {floor[1]})" in script
+    assert f"--python '>=3.{floor[1]}'" in script
+
+
+def test_changes_begin_with_this_version() -> None:
+    from mlxtp import __version__
+
+    found = re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert found is not None
+    assert found[1] == __version__

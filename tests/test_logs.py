@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from mlxtp.api.account import Account, answering
-from mlxtp.cli import _log_to_stderr
+from mlxtp.cli import _log as begin_log
 from mlxtp.logs import log_formatter
 
 
@@ -119,7 +119,7 @@ def test_everything_a_json_agent_logs_is_json(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root.handlers[:] = []  # as a process begins
-    _log_to_stderr("json")
+    begin_log("json")
     logging.getLogger("mlxtp.node").info("hello")
     logging.getLogger("asyncio").error("somebody else")
     logging.getLogger("asyncio").info("not said")
@@ -130,6 +130,6 @@ def test_everything_a_json_agent_logs_is_json(
 
 def test_an_agent_for_people_logs_lines(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     root.handlers[:] = []
-    _log_to_stderr("text")
+    begin_log("text")
     logging.getLogger("mlxtp.node").info("hello")
     assert re.fullmatch(r"\d{4}-\S+ \S+ INFO hello\n", capsys.readouterr().err)

@@ -18,10 +18,11 @@ from .commands import AsJson, drain_agent
 from .config import resolve_settings
 from .errors import UserError
 from .options import settings_of
-from .service import here, launchd, systemd
+from .service import here
 from .service.description import (
     PASSED_ON,
     Command,
+    Manager,
     Owner,
     Remove,
     Service,
@@ -29,9 +30,9 @@ from .service.description import (
     Step,
     Write,
     describe,
-    doubts,
     is_ours,
     log_of,
+    unseen,
 )
 from .service.shell import not_ours, wait_until
 
@@ -95,8 +96,9 @@ def install(
     arguments = ["--join" if each == "--join=" else each for each in arguments or ()]
     owner = here.owner()
     folder = here.home_of(owner, home)
-    service = _described(context, owner, folder, arguments, login=user)
     shell, other = (here.shell_of(owner, login=login) for login in (user, not user))
+    path = shell.manager.search_path
+    service = _described(context, owner, folder, arguments, path=path, login=user)
     if is_ours(other.installed):
         raise UserError(f"{other.manager.path} is installed, and one service is enough: uninstall it first")
     before, wanted = shell.installed, shell.manager.render(service)
@@ -104,7 +106,7 @@ def install(
         raise not_ours(shell.manager.path)
     if dry_run:
         _show_steps(shell.manager.install(service, here.state_if_any(shell)))
-        _doubt(service, owner, login=user)
+        _doubt(shell.manager, service, owner)
         return
     here.allow(owner, _typed(user, home, arguments), login=user)
     state = shell.state()
@@ -118,7 +120,7 @@ def install(
         return
     shell.take(shell.manager.install(service, state))
     print(f"{shell.manager.kind} installed: {shell.manager.path}")
-    _doubt(service, owner, login=user)
+    _doubt(shell.manager, service, owner)
     _wait(here.Installed(shell, owner, user, wanted))
 
 
@@ -196,8 +198,7 @@ def logs(follow: Follow = False, lines: Lines = 50) -> None:
     if log == Path():
         raise UserError(
             "no service is installed here, and config.toml has no log_file: an agent writes its log to "
-            "standard error, which is the terminal that it runs in, or to the file that `mlxtp node --log-file` "
-            "names"
+            "standard error, which is the terminal that it runs in, or to the FILE of `mlxtp node --log-file`"
         )
     if found is not None and (aside := found.aside()):
         print(aside, file=sys.stderr, flush=True)
@@ -235,7 +236,7 @@ def _installed(dry_run: bool) -> tuple[here.Installed, State]:
 
 
 def _described(
-    context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, login: bool
+    context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, path: str, login: bool
 ) -> Service:
     """Raises UserError, or says how `node` is used, for arguments with which no agent would start."""
     commands = context.find_root()
@@ -253,7 +254,7 @@ def _described(
         str(home),
         arguments,
         python=sys.executable,
-        path=launchd.PATH if sys.platform == "darwin" else systemd.PATH,
+        path=path,
         passed_on=_passed_on(),
         drain_s=settings.drain_s,
         login=login,
@@ -294,11 +295,11 @@ def _show_steps(steps: Sequence[Step]) -> None:
                 print(f"run{whom}: {shlex.join(step.argv)}{until}")
 
 
-def _doubt(service: Service, owner: Owner, *, login: bool) -> None:
+def _doubt(manager: Manager, service: Service, owner: Owner) -> None:
     others = sorted(
         name for name in os.environ if name.startswith("MLXTP_") and name not in ("MLXTP_HOME", "MLXTP_JOIN")
     )
-    for sentence in doubts(service, owner, others, login=login, macos=sys.platform == "darwin"):
+    for sentence in filter(None, (*manager.doubts(service, owner), unseen(others))):
         print(f"mind: {sentence}", file=sys.stderr)
 
 

@@ -22,8 +22,6 @@ DAY_S = 86_400.0
 """How long a command that stops the service may take: no drain is longer."""
 PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT")
 """Variables that the service shares with whoever installs it: where models lie, and where they come from."""
-PRIVATE_FOLDERS = ("Desktop", "Documents", "Downloads")
-"""Of a user's home, those that macOS opens to programs only when somebody allows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,35 +112,13 @@ def is_ours(text: str) -> bool:
     return MARK in text
 
 
-def doubts(service: Service, owner: Owner, others: Sequence[str], *, login: bool, macos: bool) -> list[str]:
-    """What may keep the service from doing what its owner expects, in sentences.
-
-    `others` are names of variables that are set where it is installed, and that it will not have.
-    """
-    said = []
-    if login and macos:
-        said.append(
-            "macOS 15 and later keeps a LaunchAgent from the local network, mostly without asking: it does "
-            "not find other Macs, nor reach them (errno 65). Allow it in System Settings > Privacy & "
-            "Security > Local Network, or install it without --user"
-        )
-    if login and not macos:
-        said.append(
-            f"it ends when {owner.name} logs out, unless `sudo loginctl enable-linger {owner.name}` keeps it"
-        )
-    if others:
-        what = "It is no setting" if len(others) == 1 else "They are no settings"
-        said.append(
-            f"the service does not see {', '.join(others)}. {what} of config.toml unless you write it there"
-        )
-    if macos:
-        private = tuple(f"{owner.home}/{folder}/" for folder in PRIVATE_FOLDERS)
-        said += [
-            f"{path} is in a folder that macOS keeps from services; move it elsewhere"
-            for path in (service.program[0], service.log)
-            if path.startswith(private)
-        ]
-    return said
+def unseen(names: Sequence[str]) -> str:
+    """What to know of settings in variables, which the service will not have; empty without any."""
+    if not names:
+        return ""
+    return (
+        f"the service does not see {', '.join(names)} of this terminal; write into config.toml what it needs"
+    )
 
 
 # --- steps ------------------------------------------------------------------------------------------------
@@ -204,6 +180,8 @@ class Manager(Protocol):
     """What it calls such a service."""
     path: str
     """Of the file."""
+    search_path: str
+    """The PATH of a service."""
     journal: str
     """The command that shows what the service wrote beside its log; empty where its crash log has that."""
 
@@ -221,6 +199,9 @@ class Manager(Protocol):
 
     def state(self, outcome: Outcome) -> State:
         """What `ask` told. Raises UserError when it could not."""
+
+    def doubts(self, service: Service, owner: Owner) -> list[str]:
+        """What may keep it from doing what its owner expects, in sentences."""
 
     def install(self, service: Service, state: State) -> list[Step]:
         """From `state` to a service that runs as described, now and after each start of the machine."""

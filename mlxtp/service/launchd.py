@@ -28,7 +28,6 @@ from .description import (
 )
 
 LAUNCHCTL = "/bin/launchctl"
-PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 NOT_FOUND = 113
 _NO_SESSION = (112, 125)
 _GONE = (3, NOT_FOUND)
@@ -36,12 +35,15 @@ _STOPPING = 36
 _RACE = (5, 37)
 """What bootstrap says of a label that launchd has not let go of yet."""
 _LET_GO_S = 10.0
+PRIVATE_FOLDERS = ("Desktop", "Documents", "Downloads")
+"""Of a user's home, those that macOS opens to programs only when somebody allows it."""
 _COMMENT = "<!-- {} -->\n"
 
 
 class Launchd:
     """A LaunchDaemon, or with `login` a LaunchAgent of its owner."""
 
+    search_path = "/usr/bin:/bin:/usr/sbin:/sbin"
     journal = ""
 
     def __init__(self, owner: Owner, *, login: bool) -> None:
@@ -99,6 +101,23 @@ class Launchd:
         elif (code := found.get("last exit code", "0")) not in ("0", "(never exited)"):
             last = f"exit status {code}"
         return State(loaded=True, pid=int(pid) if pid.isdecimal() else None, last=last)
+
+    def doubts(self, service: Service, owner: Owner) -> list[str]:
+        """Privacy: the local network, and folders."""
+        said = []
+        if not service.user:
+            said.append(
+                "macOS 15 and later keeps a LaunchAgent from the local network, mostly without asking: it "
+                "does not find other Macs, nor reach them (errno 65). Allow it in System Settings > Privacy "
+                "& Security > Local Network, or install it without --user"
+            )
+        private = tuple(f"{owner.home}/{folder}/" for folder in PRIVATE_FOLDERS)
+        said += [
+            f"{path} is in a folder that macOS keeps from services; move it elsewhere"
+            for path in (service.program[0], service.log)
+            if path.startswith(private)
+        ]
+        return said
 
     def install(self, service: Service, state: State) -> list[Step]:
         """A changed plist counts from the next bootstrap on."""

@@ -21,7 +21,6 @@ from .description import (
 )
 
 SYSTEMCTL = "/usr/bin/systemctl"
-PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 UNIT = "mlxtp.service"
 MISTYPED = 2
 """The agent's exit status for settings that are wrong: starting it again mends nothing."""
@@ -50,6 +49,8 @@ _NETWORK = "Wants=network-online.target\nAfter=network-online.target\n"
 class Systemd:
     """A unit of the system, or with `login` of its owner's own manager."""
 
+    search_path = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+
     def __init__(self, owner: Owner, *, login: bool) -> None:
         self.kind = "systemd user unit" if login else "systemd unit"
         folder = f"{owner.home}/.config/systemd/user" if login else "/etc/systemd/system"
@@ -58,15 +59,17 @@ class Systemd:
         self._systemctl = (SYSTEMCTL, "--user") if login else (SYSTEMCTL,)
 
     def render(self, service: Service) -> str:
-        """The unit, with whose it is in a comment."""
-        python, *arguments = service.program  # where `$` is no variable in the first word
+        """The unit, with whose it is in a comment. Raises UserError for a program systemd does not start."""
+        python, *arguments = service.program
+        if found := re.search(r"[\"'\\]", python):
+            raise UserError(f"systemd starts no program with {found[0]} in its path, as in {python}")
         environment = (f"Environment={_quoted(f'{name}={value}')}\n" for name, value in service.environment)
         return _UNIT.format(
             mark=service.mark,
             network=_NETWORK if service.user else "",
             user=f"User={service.user}\n" if service.user else "",
             environment="".join(environment),
-            program=" ".join([_quoted(python), *(_quoted(each).replace("$", "$$") for each in arguments)]),
+            program=" ".join([_quoted(python), *(_variable_free(_quoted(each)) for each in arguments)]),
             restart_s=RESTART_S,
             mistyped=MISTYPED,
             stop_s=service.stop_s,
@@ -106,6 +109,14 @@ class Systemd:
             last = f"ended by {result}"
         active = found.get("ActiveState") not in (None, "inactive", "failed")
         return State(loaded=active, pid=int(pid) if pid.isdecimal() and pid != "0" else None, last=last)
+
+    def doubts(self, service: Service, owner: Owner) -> list[str]:
+        """A user's services last as long as the user's session."""
+        if service.user:
+            return []
+        return [
+            f"it ends when {owner.name} logs out, unless `sudo loginctl enable-linger {owner.name}` was run"
+        ]
 
     def install(self, service: Service, state: State) -> list[Step]:
         """A changed unit counts from its next start on."""
@@ -149,6 +160,11 @@ class Systemd:
 
     def _do(self, *words: str, fine: tuple[int, ...] = (0,)) -> Command:
         return Command((*self._systemctl, *words), fine=fine, within_s=DAY_S)
+
+
+def _variable_free(text: str) -> str:
+    """Of arguments; in the program's own path `$` means itself."""
+    return text.replace("$", "$$")
 
 
 def _quoted(text: str) -> str:

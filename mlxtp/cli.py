@@ -121,7 +121,11 @@ def node(
     flags = settings_of(locals())
     if log_file is not None:
         shorten_stderr()
-    settings = _settings(flags)
+    try:
+        settings = _settings(flags)
+    except ConfigError as error:
+        error.exit_status = MISTYPED  # nobody has to start it again before that is corrected
+        raise
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1
     if several and join is not None:
@@ -237,11 +241,7 @@ def _read_token() -> str:
 
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
-    try:
-        settings = resolve_settings(flags, defaults=defaults)
-    except ConfigError as error:
-        error.exit_status = MISTYPED
-        raise
+    settings = resolve_settings(flags, defaults=defaults)
     return replace(settings, home=settings.home.resolve())
 
 

@@ -69,7 +69,7 @@ def install(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- OPTIONS OF NODE]...",
+            metavar="-- OPTIONS OF NODE",
             help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Better is config.toml, where they "
             "can be changed.",
             show_default=False,

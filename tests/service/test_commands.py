@@ -351,6 +351,19 @@ def test_files_are_written_whole_and_removed(tmp_path: Path) -> None:
 # --- the agent that such a service is ------------------------------------------------------------------
 
 
+SETTINGS = """
+http = "127.0.0.1:0"
+control = "127.0.0.1:0"
+discovery = false
+spare = false
+"""
+RANK_SAYS = """
+import sys
+if "mlxtp.engine.worker" in sys.orig_argv:
+    print("a rank says", file=sys.stderr)
+"""
+
+
 def started(program: Sequence[str], environment: dict[str, str], stderr: Path) -> subprocess.Popen[bytes]:
     with stderr.open("ab") as err:
         return subprocess.Popen(
@@ -361,13 +374,16 @@ def started(program: Sequence[str], environment: dict[str, str], stderr: Path) -
 def test_the_agent_under_a_service(mac: Mac, tmp_path: Path) -> None:
     """As it would be run: it logs to its file alone, ends in order, and says when it never can start."""
     (tmp_path / "home").mkdir()
-    (tmp_path / "home/config.toml").write_text('http = "127.0.0.1:0"\nspare = false\nalone = true\n')
+    (tmp_path / "home/config.toml").write_text(SETTINGS)
     text = mac.types("service", "install", "--dry-run").output
     plist = plistlib.loads(text[text.index("<?xml") : text.index("</plist>") + len("</plist>")].encode())
     program, environment = plist["ProgramArguments"], plist["EnvironmentVariables"]
+    (tmp_path / "sitecustomize.py").write_text(RANK_SAYS)
+    environment["PYTHONPATH"] = str(tmp_path)
     aside, log = tmp_path / "aside", Path(plist["StandardOutPath"]).with_name("agent.log")
     agent = started(program, environment, aside)
     try:
+        assert eventually(lambda: log.exists() and "WARNING a rank says" in log.read_text())
         assert eventually((mac.home / "agent.json").exists)
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(WAIT_S) == 0
@@ -375,7 +391,7 @@ def test_the_agent_under_a_service(mac: Mac, tmp_path: Path) -> None:
         agent.kill()
         agent.wait(WAIT_S)
     assert aside.read_text() == ""
-    assert " INFO " in log.read_text()
+    assert "another Mac joins with: mlxtp node --join TOKEN, from `mlxtp token`" in log.read_text()
     assert not agent_runs(mac.home)
     aside.write_bytes(b"x" * (1024**2 + 1))  # of starts that failed before
     (tmp_path / "home/config.toml").write_text('http = "nowhere"\n')

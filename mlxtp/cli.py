@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from . import __version__, commands, demo, key_commands, launch
+from . import __version__, commands, demo, key_commands, launch, service_commands
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
-from .errors import GroupError, MlxtpError
-from .logs import log_formatter
+from .errors import MISTYPED, ConfigError, GroupError, MlxtpError
+from .logs import RotatingLog, log_formatter, shorten_stderr
 from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
 from .options import (
@@ -46,6 +46,7 @@ from .options import (
     KvBits,
     KvBytes,
     LoadOnRequest,
+    LogFile,
     LogFormat,
     MaxContext,
     Model,
@@ -57,6 +58,7 @@ from .options import (
     Rdma,
     Spare,
     Speculation,
+    settings_of,
 )
 from .terminal import Commands
 
@@ -95,6 +97,7 @@ def node(
     drain: Drained = None,
     load_on_request: LoadOnRequest = None,
     log_format: LogFormat = None,
+    log_file: LogFile = None,
     agreement: Agreement = None,
     max_context: MaxContext = None,
     kv_bits: KvBits = None,
@@ -115,11 +118,14 @@ def node(
 
     On the first Mac `mlxtp node` founds a cluster, and prints the command for the next one.
     """
-    flags = dict(locals())
-    del flags["join"]
-    for flag in ("peer", "allowed_host", "allowed_origin"):
-        flags[f"{flag}s"] = flags.pop(flag) or None
-    settings = _settings(flags)
+    flags = settings_of(locals())
+    if log_file is not None:
+        shorten_stderr()
+    try:
+        settings = _settings(flags)
+    except ConfigError as error:
+        error.exit_status = MISTYPED  # nobody has to start it again before that is corrected
+        raise
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1
     if several and join is not None:
@@ -127,8 +133,13 @@ def node(
     if settings.alone and join is not None:
         raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
-    _log_to_stderr(settings.log_format)
-    _run(_node(settings))
+    _log(settings.log_format, settings.log_file)
+    try:
+        _run(_node(settings))
+    except MlxtpError as error:
+        if settings.log_file:  # whose reader does not see standard error
+            logging.getLogger("mlxtp").error("%s", error.detail)
+        raise
 
 
 @app.command(name="demo")
@@ -159,6 +170,7 @@ def demo_command(
 commands.register(app)
 key_commands.register(app)
 launch.register(app)
+service_commands.register(app)
 
 
 @app.command()
@@ -201,7 +213,9 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     """Until there is nothing more to do. Raises MlxtpError when there never was."""
     log = logging.getLogger("mlxtp")
     if agent.founded and agent.cluster is not None:
-        log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.issuing.token())
+        # A file is read by others than who watches a terminal.
+        token = "TOKEN, from `mlxtp token`" if settings.log_file else await agent.cluster.issuing.token()
+        log.info("another Mac joins with: mlxtp node --join %s", token)
     try:
         await agent.wait_ready()
     except MlxtpError as error:
@@ -247,14 +261,19 @@ def _log_handler() -> logging.Handler:
     return RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
 
 
-def _log_to_stderr(log_format: str) -> None:
-    if log_format == "text" and sys.stderr.isatty():
+def _log(log_format: str, log_file: str = "") -> None:
+    """To a file, or to standard error. Raises ConfigError when the file cannot be written."""
+    handler: logging.Handler
+    formatter = log_formatter(log_format)
+    if log_file:
+        handler = RotatingLog(log_file)
+    elif log_format == "text" and sys.stderr.isatty():
         handler, formatter = _log_handler(), logging.Formatter("%(message)s")
     else:
-        handler, formatter = logging.StreamHandler(), log_formatter(log_format)
+        handler = logging.StreamHandler()
     handler.setFormatter(formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.captureWarnings(log_format == "json")
+    logging.captureWarnings(bool(log_file) or log_format == "json")
     logging.getLogger("mlxtp").setLevel(logging.INFO)
 
 

@@ -105,9 +105,17 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Stop mlxtp on this Mac once its requests are done: no new ones, and other Macs go on if they can."""
+    cut = drain_agent(_home(home), within)
+    _print({"ended": True, "cut": cut}, as_json, _drained)
+
+
+def drain_agent(folder: Path, within: str | None) -> int:
+    """Drain the agent of a home, and wait until it has ended. Returns how many requests were cut.
+
+    Raises UserError when none runs there, ConfigError when `within` is no number of seconds.
+    """
     if within is not None:
         parse_seconds(within, "--within")
-    folder = _home(home)
     client = AgentClient(folder)
     progress = client.post("drain", within=within or "")
     with Console(stderr=True, highlight=False).status(_drain_line(progress)) as shown:
@@ -119,7 +127,7 @@ def drain(
             shown.update(_drain_line(progress))
         shown.update("ending")
         wait_for_end(folder)
-    _print({"ended": True, "cut": progress["open_requests"]}, as_json, _drained)
+    return int(progress["open_requests"])
 
 
 def token(home: Home = None, as_json: AsJson = False) -> None:

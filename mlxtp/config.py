@@ -23,6 +23,9 @@ RANK_COUNTS = (1, 2, 4)
 API_KEYS = ("auto", "always", "never")
 
 LOG_FORMATS = ("text", "json")
+MAX_LOG_BYTES = 10 * 1024**2
+"""At this size a new log file is begun; the last `KEPT_LOGS` before it are kept."""
+KEPT_LOGS = 5
 AGREEMENTS = ("auto", "broadcast", "verify")
 KV_BITS = (0, 4, 8)
 MAX_CONTEXT = 1 << 24
@@ -91,6 +94,7 @@ class Settings:
     drain_s       how long an agent that is told to stop goes on with what has begun
     load_on_request  whether a request that names another model on this Mac's disk has it loaded
     log_format    how lines of the log are written: text for people, json for programs
+    log_file      where they are written; empty for standard error
 
     api_keys         when the endpoint asks for an API key: auto (beyond loopback, or once there is a key),
                      always or never
@@ -134,6 +138,7 @@ class Settings:
     drain_s: float = 10.0
     load_on_request: bool = False
     log_format: str = "text"
+    log_file: str = ""
     api_keys: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -179,7 +184,7 @@ def resolve_settings(
         **{key: (value, "") for key, value in (defaults or {}).items()},
     }
     chosen = fallback | variables | given
-    home = Path(str(chosen["home"][0] if "home" in chosen else _default_home())).expanduser()
+    home = Path(str(chosen["home"][0] if "home" in chosen else default_home())).expanduser()
     chosen = fallback | _read_file(home / "config.toml") | variables | given
     values = {key: parse(*chosen[key]) for key, parse in _PARSERS.items() if key in chosen}
     host, port = values.pop("http")
@@ -240,7 +245,8 @@ def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
             )
 
 
-def _default_home() -> Path:
+def default_home() -> Path:
+    """The folder that an agent of this user has, unless told otherwise."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
@@ -552,6 +558,7 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "drain": ((int, float), "a number of seconds"),
     "load_on_request": _SWITCH,
     "log_format": _TEXT,
+    "log_file": _TEXT,
     "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
     "api_keys": _TEXT,
     "allowed_hosts": ((list,), 'a list of strings, such as ["studio.example.com"]'),
@@ -588,6 +595,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "drain": parse_seconds,
     "load_on_request": _parse_switch,
     "log_format": _parse_log_format,
+    "log_file": _parse_path,
     "rdma": _parse_rdma,
     "api_keys": _parse_api_keys,
     "allowed_hosts": _parse_hosts,

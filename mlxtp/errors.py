@@ -107,10 +107,16 @@ def why_not_written(error: OSError, folder: object) -> str:
     return f"nothing can be written in {folder}: {error.strerror or error}"
 
 
+REFUSED, MISTYPED = 1, 2
+"""Exit statuses of a command: for what cannot be, perhaps not yet; and for what was typed wrong."""
+
+
 class MlxtpError(Exception):
     """Base of all. `code` says what happened, the text says it in the words of whoever reads it."""
 
     code: Code = Code.INTERNAL
+    exit_status = REFUSED
+    """Of a command that it ends."""
 
     def __init__(self, detail: str, code: Code | None = None) -> None:
         super().__init__(detail)

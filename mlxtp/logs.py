@@ -8,11 +8,62 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
+import sys
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 
 from .api.account import current
+from .config import KEPT_LOGS, MAX_LOG_BYTES
+from .errors import ConfigError
 
 _ABOUT = ("epoch", "rank")
+MAX_STDERR_BYTES = 1024**2
+
+
+class RotatingLog(RotatingFileHandler):
+    """A log file that begins anew at `MAX_LOG_BYTES`; the last `KEPT_LOGS` stay beside it, from FILE.1 on.
+
+    When nothing can be written any more, standard error is told so, once until it went well again.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            super().__init__(
+                path,
+                maxBytes=MAX_LOG_BYTES,
+                backupCount=KEPT_LOGS,
+                encoding="utf-8",
+                errors="backslashreplace",
+            )
+        except OSError as error:
+            raise ConfigError(f"--log-file {path}: {error.strerror or error}") from None
+        self._failed = self._fails = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write it, if that can be done."""
+        self._fails = False
+        super().emit(record)
+        self._failed = self._fails
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """It could not."""
+        self._fails = True
+        if not self._failed:
+            sys.stderr.write(f"mlxtp: the log {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+
+
+def shorten_stderr() -> None:
+    """Empty standard error if it is a file that has grown: launchd appends to it for ever."""
+    try:
+        found = os.fstat(sys.stderr.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_size > MAX_STDERR_BYTES:
+            os.ftruncate(sys.stderr.fileno(), 0)
+    except (OSError, ValueError):  # it is closed, or no file of the system's
+        return
 
 
 def log_formatter(name: str) -> logging.Formatter:

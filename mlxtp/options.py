@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL
+from .config import DEFAULT_CONTROL_PORT, DEFAULT_HTTP, EMBEDDED_MODEL, KEPT_LOGS, MAX_LOG_BYTES
+
+_LISTS = ("peer", "allowed_host", "allowed_origin")
+"""Options that may be repeated; settings have them in the plural."""
+
+
+def settings_of(options: Mapping[str, object]) -> dict[str, object]:
+    """What `resolve_settings` takes, of the options of `mlxtp node`: all but --join."""
+    found = {name: value for name, value in options.items() if name not in (*_LISTS, "join")}
+    return found | {f"{name}s": options[name] or None for name in _LISTS}
+
 
 TUNING = "Engine"
 CLUSTER = "Cluster"
@@ -58,6 +69,14 @@ LogFormat = Annotated[
         metavar="text|json",
         help="How the log is written to standard error: lines for people, or one JSON object each. Default: "
         "text.",
+    ),
+]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help=f"Write the log there instead of to standard error. At {MAX_LOG_BYTES >> 20} MiB a new file is "
+        f"begun; the last {KEPT_LOGS} before it stay beside it.",
     ),
 ]
 

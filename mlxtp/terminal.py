@@ -14,8 +14,6 @@ from typer.core import TyperGroup
 
 from .errors import Code, MlxtpError
 
-REFUSED = 1
-
 
 class Commands(TyperGroup):
     """The `mlxtp` command, whose errors go to stderr in words.
@@ -50,7 +48,7 @@ class Commands(TyperGroup):
                 _print_json(error.code, error.detail)
             else:
                 _print_red(error.detail)
-            sys.exit(REFUSED)
+            sys.exit(error.exit_status)
         except typer.TyperException as mistyped:
             _print_json(Code.CONFIG, mistyped.format_message())
             sys.exit(mistyped.exit_code)

@@ -429,7 +429,7 @@ def test_a_table_that_makes_no_sense(tmp_path: Path, file: str, words: str) -> N
 
 STRINGS = (
     "http", "model", "agreement", "draft_model", "name", "control", "interface", "backend", "log_format",
-    "api_keys", "http_cert", "http_key",
+    "log_file", "api_keys", "http_cert", "http_key",
 )  # fmt: skip
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",

@@ -8,12 +8,14 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from mlxtp.api.account import Account, answering
-from mlxtp.cli import _log_to_stderr
-from mlxtp.logs import log_formatter
+from mlxtp.cli import _log as begin_log
+from mlxtp.errors import ConfigError
+from mlxtp.logs import RotatingLog, log_formatter
 
 
 class Log:
@@ -119,7 +121,7 @@ def test_everything_a_json_agent_logs_is_json(
     root: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root.handlers[:] = []  # as a process begins
-    _log_to_stderr("json")
+    begin_log("json")
     logging.getLogger("mlxtp.node").info("hello")
     logging.getLogger("asyncio").error("somebody else")
     logging.getLogger("asyncio").info("not said")
@@ -130,6 +132,50 @@ def test_everything_a_json_agent_logs_is_json(
 
 def test_an_agent_for_people_logs_lines(root: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     root.handlers[:] = []
-    _log_to_stderr("text")
+    begin_log("text")
     logging.getLogger("mlxtp.node").info("hello")
     assert re.fullmatch(r"\d{4}-\S+ \S+ INFO hello\n", capsys.readouterr().err)
+
+
+def test_a_log_file_begins_anew_and_keeps_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtp.logs.MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr("mlxtp.logs.KEPT_LOGS", 2)
+    handler = RotatingLog(str(tmp_path / "logs" / "agent.log"))
+    log = logging.Logger("mlxtp.test")
+    log.addHandler(handler)
+    for number in range(50):
+        log.info("%03d %s \udc80", number, "x" * 90)
+    handler.close()
+    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "logs").iterdir()}
+    assert files.keys() == {"agent.log", "agent.log.1", "agent.log.2"}
+    kept = [int(line[:3]) for name in sorted(files, reverse=True) for line in files[name]]
+    assert kept == list(range(kept[0], 50))
+    assert all(path.stat().st_size <= 1000 for path in (tmp_path / "logs").iterdir())
+
+
+def test_a_log_that_cannot_be_written_is_said_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    full = RotatingLog("/dev/full")
+    log = logging.Logger("mlxtp.test")
+    log.addHandler(full)
+    for _ in range(3):
+        log.info("hello")
+    said = capsys.readouterr().err
+    assert said.count("the log /dev/full cannot be written") == 1
+    assert "No space left" in said
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--log-file .*file/log: "):
+        RotatingLog(str(tmp_path / "file" / "log"))
+
+
+def test_everything_an_agent_with_a_log_file_says_is_there(
+    root: logging.Logger, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root.handlers[:] = []
+    begin_log("json", str(tmp_path / "log"))
+    logging.getLogger("mlxtp.node").info("hello")
+    warnings.warn("a library's", stacklevel=1)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["logger"] for line in lines] == ["mlxtp.node", "py.warnings"]
+    assert capsys.readouterr().err == ""

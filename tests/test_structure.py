@@ -192,13 +192,15 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     ),
     "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
     "launch": frozenset({"client", "config", "errors", "node"}),
+    "service": frozenset({"client", "config", "errors"}),
+    "service_commands": frozenset({"client", "commands", "config", "errors", "options", "service", ""}),
     "terminal": frozenset({"errors"}),
-    "logs": frozenset({"api"}),
+    "logs": frozenset({"api", "config", "errors"}),
     "options": frozenset({"config"}),
     "cli": frozenset(
         {
             *("commands", "key_commands", "launch", "demo", "logs", "options", "terminal", "plan", "node"),
-            *("cluster", "config", "errors", ""),
+            *("service_commands", "cluster", "config", "errors", ""),
         }
     ),
     "__main__": frozenset({"cli"}),
@@ -336,6 +338,9 @@ PURE = (
     "mlxtp.cluster.speed",
     "mlxtp.cluster.topology",
     "mlxtp.cluster.weights",
+    "mlxtp.service.description",
+    "mlxtp.service.launchd",
+    "mlxtp.service.systemd",
     "mlxtp.node.epoch",
     "mlxtp.node.recoveries",
     "mlxtp.node.history",

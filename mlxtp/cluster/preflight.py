@@ -196,7 +196,8 @@ _BY_NUMBER = {
         Trouble(
             "errno 65: macOS keeps this process from the local network",
             "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
-            "not ask: as a LaunchDaemon, or from a Terminal or SSH session that stays open",
+            "not ask: as a LaunchDaemon (`mlxtp service install`), or from a Terminal or SSH session that "
+            "stays open",
             65,
         ),
     )

@@ -189,8 +189,8 @@ def explain(errno: int | None, detail: str) -> str:
             return (
                 "macOS does not let this process reach the local network, if there is one (errno 65, No "
                 "route to host). That is Local Network Privacy: allow it in System Settings, Privacy & "
-                "Security, Local Network, or install the service as a LaunchDaemon, which is exempt. Until "
-                "then neither multicast nor --peer can work."
+                "Security, Local Network, or run it as a LaunchDaemon (`mlxtp service install`), which is "
+                "exempt. Until then neither multicast nor --peer can work."
             )
         case 48 | 98:  # EADDRINUSE: macOS, Linux
             return f"UDP port 5353 is taken by a program that does not share it: {detail}; {aid}"

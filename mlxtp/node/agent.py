@@ -103,7 +103,7 @@ async def running_agent(
         )
     with _own_home(settings.home), open_endpoint(settings) as endpoint:
         wanted = settings.ranks if settings.spare else 0
-        heard = log_lines if settings.log_format == "json" else None
+        heard = log_lines if settings.log_file or settings.log_format == "json" else None
         async with Spares(worker, settings.home / "run", wanted, heard) as spares:
             if settings.cluster:
                 async with _among_others(settings, endpoint, on_stage, spares) as agent:

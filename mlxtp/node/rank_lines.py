@@ -1,7 +1,8 @@
 """What rank processes write to their standard output and error, as lines of the agent's own log.
 
 A rank says what matters in frames. What it writes are words of libraries, and Python's last traceback. Where
-the log is JSON these must not stand between its lines; else ranks write to the agent's standard error.
+the log is JSON these must not stand between its lines, where it is a file they belong into it; else they
+go to the agent's standard error.
 """
 
 from __future__ import annotations

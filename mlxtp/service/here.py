@@ -1,0 +1,173 @@
+"""The service of this machine: which one is installed, whose it is, and how it does."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..client import AgentClient
+from ..config import default_home, resolve_settings
+from ..errors import UserError
+from .description import Manager, Owner, State, crash_log, is_ours, option
+from .launchd import Launchd
+from .shell import Shell, owner_here, run, wait_until
+from .systemd import Systemd
+
+START_S = 30.0
+"""How long a service that was started may take until its agent answers."""
+LAST_WORDS = 5
+_TAIL_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A service whose file mlxtp wrote, with that text."""
+
+    shell: Shell
+    owner: Owner
+    login: bool
+    text: str
+
+    @property
+    def manager(self) -> Manager:
+        """Of it."""
+        return self.shell.manager
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """The interpreter and its arguments."""
+        return self.manager.program(self.text)
+
+    @property
+    def home(self) -> Path:
+        """The folder of its agent."""
+        return Path(option(self.program, "--home"))
+
+    @property
+    def log(self) -> Path:
+        """Its file."""
+        return Path(option(self.program, "--log-file"))
+
+    @property
+    def agent(self) -> str:
+        """The state of its agent; empty when that does not answer."""
+        try:
+            return str(AgentClient(self.home).get("status")["state"])
+        except UserError:
+            return ""
+
+    @property
+    def problem(self) -> str:
+        """What keeps it from starting again, in words; empty if nothing is seen."""
+        if not Path(self.program[0]).exists():
+            return f"{self.program[0]} is gone: `mlxtp service install` again, by the mlxtp that is there now"
+        return ""
+
+    def allow(self, *words: str) -> None:
+        """Raises UserError, with the command to type, when this user cannot change it by `mlxtp WORDS`."""
+        allow(self.owner, (sys.executable, "-m", "mlxtp", *words), login=self.login)
+
+    def wait(self) -> State:
+        """Until its agent answers, or for `START_S`. Raises UserError with its last words when it ended."""
+        state = State()
+
+        def settled() -> bool:
+            nonlocal state
+            state = self.shell.state()
+            return bool(self.agent) if state.pid is not None else bool(state.last)
+
+        wait_until(settled, START_S)
+        if state.pid is None:
+            words = "\n".join(filter(None, (self.aside(), *tail(self.log))))
+            raise UserError(f"it was started, and does not run: {state.last or 'nobody says why'}\n{words}")
+        return state
+
+    def aside(self) -> str:
+        """What it said before it had a log, or where that is; empty if the log is newer."""
+        if self.manager.journal:
+            running = state_if_any(self.shell).pid is not None
+            return "" if running else f"what it said before it had a log: `{self.manager.journal}`"
+        path = Path(crash_log(str(self.home)))
+        if not tail(path) or _modified(path) < _modified(self.log):
+            return ""
+        return "\n".join((f"what it said before it had a log ({path}):", *tail(path)))
+
+
+def manager_of(owner: Owner, *, login: bool) -> Manager:
+    """launchd on a Mac, systemd on Linux. Raises UserError elsewhere."""
+    if sys.platform == "darwin":
+        return Launchd(owner, login=login)
+    if sys.platform == "linux":
+        return Systemd(owner, login=login)
+    raise UserError(f"mlxtp knows the services of macOS and of Linux, not those of {sys.platform}")
+
+
+def shell_of(owner: Owner, *, login: bool) -> Shell:
+    """What changes the service of the system, or with `login` of the owner's session."""
+    return Shell(manager_of(owner, login=login), run)
+
+
+def owner() -> Owner:
+    """Whoever types, also behind sudo."""
+    return owner_here(os.environ, os.geteuid())
+
+
+def find() -> Installed | None:
+    """The installed service. Raises UserError when its file is damaged."""
+    whose = owner()
+    for login in (False, True):
+        shell = shell_of(whose, login=login)
+        if is_ours(text := shell.installed):
+            found = Installed(shell, whose, login, text)
+            if not (option(found.program, "--home") and option(found.program, "--log-file")):
+                raise UserError(f"{shell.manager.path} is damaged; `mlxtp service install` writes it anew")
+            return found
+    return None
+
+
+def home_of(whose: Owner, given: Path | None) -> Path:
+    """The agent's folder: the owner's usual one, also when root installs it for them."""
+    if given is not None or os.environ.get("MLXTP_HOME"):
+        return resolve_settings({"home": given}).home.resolve()
+    usual, here = default_home(), Path.home()
+    return Path(whose.home) / usual.relative_to(here) if usual.is_relative_to(here) else usual
+
+
+def allow(whose: Owner, command: Sequence[str], *, login: bool) -> None:
+    """Raises UserError when this user cannot change such a service; if root could, with how to type it."""
+    root = os.geteuid() == 0
+    if not login and not root:
+        raise UserError(
+            f"that takes root, for the service is one of the system. Type:\nsudo {shlex.join(command)}"
+        )
+    if login and root and whose.uid != 0:
+        raise UserError(f"{whose.name}'s own session has that service: leave sudo away")
+
+
+def state_if_any(shell: Shell) -> State:
+    """What the manager knows; for what is only shown, nothing where it cannot be asked."""
+    try:
+        return shell.state()
+    except UserError:
+        return State()
+
+
+def tail(path: Path) -> list[str]:
+    """Its last lines; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-LAST_WORDS:]
+    except OSError:
+        return []
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

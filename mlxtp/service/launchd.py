@@ -1,0 +1,178 @@
+"""launchd: the plist of the service, the commands of launchctl, and what they answer. Pure.
+
+Nobody has run this on a Mac yet. Keys are as in launchd.plist(5), commands as in launchctl(1), and its
+statuses and answers as people have published them.
+"""
+
+from __future__ import annotations
+
+import plistlib
+import re
+from typing import Any
+from xml.parsers.expat import ExpatError
+
+from ..errors import UserError
+from .description import (
+    DAY_S,
+    LABEL,
+    RESTART_S,
+    Command,
+    Outcome,
+    Owner,
+    Remove,
+    Service,
+    State,
+    Step,
+    Write,
+    folders,
+)
+
+LAUNCHCTL = "/bin/launchctl"
+NOT_FOUND = 113
+_NO_SESSION = (112, 125)
+_GONE = (3, NOT_FOUND)
+_STOPPING = 36
+_RACE = (5, 37)
+"""What bootstrap says of a label that launchd has not let go of yet."""
+_LET_GO_S = 10.0
+PRIVATE_FOLDERS = ("Desktop", "Documents", "Downloads")
+"""Of a user's home, those that macOS opens to programs only when somebody allows it."""
+_COMMENT = "<!-- {} -->\n"
+
+
+class Launchd:
+    """A LaunchDaemon, or with `login` a LaunchAgent of its owner."""
+
+    search_path = "/usr/bin:/bin:/usr/sbin:/sbin"
+    journal = ""
+
+    def __init__(self, owner: Owner, *, login: bool) -> None:
+        self.kind = "LaunchAgent" if login else "LaunchDaemon"
+        folder = f"{owner.home}/Library/LaunchAgents" if login else "/Library/LaunchDaemons"
+        self.path = f"{folder}/{LABEL}.plist"
+        self._domain = f"gui/{owner.uid}" if login else "system"
+        self._target = f"{self._domain}/{LABEL}"
+
+    def render(self, service: Service) -> str:
+        """An XML property list, with whose it is in a comment."""
+        keys: dict[str, Any] = {
+            "Label": LABEL,
+            "ProgramArguments": list(service.program),
+            "EnvironmentVariables": dict(service.environment),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": RESTART_S,
+            "ExitTimeOut": service.stop_s,
+            "ProcessType": "Interactive",
+            "StandardOutPath": service.crash_log,
+            "StandardErrorPath": service.crash_log,
+        }
+        if service.user:
+            keys["UserName"] = service.user
+        head, doctype, rest = plistlib.dumps(keys, sort_keys=False).decode().partition("<plist")
+        return head + _COMMENT.format(service.mark) + doctype + rest
+
+    def program(self, text: str) -> tuple[str, ...]:
+        """ProgramArguments."""
+        found = _keys(text).get("ProgramArguments", ())
+        return tuple(map(str, found)) if isinstance(found, list) else ()
+
+    def owner(self, text: str) -> str:
+        """UserName."""
+        return str(_keys(text).get("UserName", ""))
+
+    def ask(self) -> Command:
+        """Anybody may print a service."""
+        return Command((LAUNCHCTL, "print", self._target), fine=(0, NOT_FOUND))
+
+    def state(self, outcome: Outcome) -> State:
+        """Read off `print`, of which Apple promises nothing: lines of the service itself have one tab."""
+        if outcome.status == NOT_FOUND:
+            return State()
+        if outcome.status:
+            raise UserError(self.explain(self.ask(), outcome) or f"launchctl print: {outcome.said}")
+        found = dict(
+            re.findall(r"^\t(pid|last exit code|last terminating signal) = (.+)$", outcome.said, re.M)
+        )
+        pid = found.get("pid", "")
+        last = ""
+        if signal := found.get("last terminating signal"):
+            last = f"ended by signal {signal}"
+        elif (code := found.get("last exit code", "0")) not in ("0", "(never exited)"):
+            last = f"exit status {code}"
+        return State(loaded=True, pid=int(pid) if pid.isdecimal() else None, last=last)
+
+    def doubts(self, service: Service, owner: Owner) -> list[str]:
+        """Privacy: the local network, and folders."""
+        said = []
+        if not service.user:
+            said.append(
+                "macOS 15 and later keeps a LaunchAgent from the local network, mostly without asking: it "
+                "does not find other Macs, nor reach them (errno 65). Allow it in System Settings > Privacy "
+                "& Security > Local Network, or install it without --user"
+            )
+        private = tuple(f"{owner.home}/{folder}/" for folder in PRIVATE_FOLDERS)
+        said += [
+            f"{path} is in a folder that macOS keeps from services; move it elsewhere"
+            for path in (service.program[0], service.log)
+            if path.startswith(private)
+        ]
+        return said
+
+    def install(self, service: Service, state: State) -> list[Step]:
+        """A changed plist counts from the next bootstrap on."""
+        return [
+            folders(service),
+            *self.stop(state),
+            Write(self.path, self.render(service)),
+            *self.start(State()),
+        ]
+
+    def start(self, state: State) -> list[Step]:
+        """Loading starts it, too; enabling undoes a `launchctl disable`."""
+        if state.loaded:
+            return [Command((LAUNCHCTL, "kickstart", self._target))]
+        return [
+            Command((LAUNCHCTL, "enable", self._target)),
+            Command((LAUNCHCTL, "bootstrap", self._domain, self.path), again=_RACE, within_s=_LET_GO_S),
+        ]
+
+    def stop(self, state: State) -> list[Step]:
+        """`bootout` may return before the service has ended: it is gone when nobody finds it any more."""
+        if not state.loaded:
+            return []
+        return [
+            Command((LAUNCHCTL, "bootout", self._target), fine=(0, _STOPPING, *_GONE), within_s=DAY_S),
+            Command((LAUNCHCTL, "print", self._target), fine=(NOT_FOUND,), again=(0,), within_s=DAY_S),
+        ]
+
+    def uninstall(self, state: State) -> list[Step]:
+        """launchd keeps nothing of it but that it is enabled."""
+        return [*self.stop(state), Remove(self.path)]
+
+    def explain(self, command: Command, outcome: Outcome) -> str:
+        """By its status, which is an errno or one of launchd's own."""
+        if outcome.status in _NO_SESSION and self.kind == "LaunchAgent":
+            return (
+                "there is no login session at this Mac's screen, and a LaunchAgent lives in one: log in "
+                "there, or install it without --user"
+            )
+        if outcome.status == 119:
+            return f"the service was switched off; `sudo launchctl enable {self._target}` allows it again"
+        if outcome.status in (1, 150):
+            return "launchd allows this to root only; run it with sudo"
+        if outcome.status in _RACE and "bootstrap" in command.argv:
+            return (
+                f"launchd does not take {self.path}, for one of many reasons. It may be switched off in "
+                "System Settings > General > Login Items & Extensions; `log show --last 5m --predicate "
+                "'process == \"launchd\"'` tells more"
+            )
+        return ""
+
+
+def _keys(text: str) -> dict[str, Any]:
+    try:
+        found = plistlib.loads(text.encode())
+    except (plistlib.InvalidFileException, ExpatError, ValueError, TypeError, AttributeError, IndexError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -184,11 +184,15 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "demo": frozenset({"node", "api", "client", "config", "errors"}),
     "plan": frozenset({"cluster", "config", "errors"}),
     "bench": frozenset({"cluster"}),
+    "bench_speed": frozenset({"client", "errors", "launch"}),
     "client": frozenset({"errors"}),
     "postmortem": frozenset({"errors"}),
     "doctor": frozenset({"postmortem", "errors"}),
     "commands": frozenset(
-        {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
+        {
+            *("plan", "bench", "bench_speed", "client", "doctor", "launch"),
+            *("node", "cluster", "config", "errors", "wire"),
+        }
     ),
     "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
     "launch": frozenset({"client", "config", "errors", "node"}),

@@ -188,7 +188,7 @@ def test_a_session_that_is_not_there_is_said() -> None:
         DAEMON.state(Outcome(9, "what"))
 
 
-# --- answers of systemctl, as systemd 252 gives them --------------------------------------------------
+# --- answers of systemctl, written by hand in the form that systemd 252 gives them ----------------------
 
 
 @pytest.mark.parametrize(

@@ -180,16 +180,15 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "cluster": frozenset({"wire", "errors"}),
     "engine": frozenset({"wire", "errors"}),
     "api": frozenset({"errors"}),
-    "node": frozenset({"api", "cluster", "wire", "config", "errors"}),
+    "node": frozenset({"api", "cluster", "doctor", "wire", "config", "errors"}),
     "demo": frozenset({"node", "api", "client", "config", "errors"}),
     "plan": frozenset({"cluster", "config", "errors"}),
     "bench": frozenset({"cluster"}),
     "client": frozenset({"errors"}),
     "postmortem": frozenset({"errors"}),
-    "doctor": frozenset({"postmortem", "errors"}),
-    "commands": frozenset(
-        {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
-    ),
+    "doctor": frozenset({"postmortem", "cluster", "wire", "errors"}),
+    "commands": frozenset({"plan", "bench", "client", "node", "cluster", "config", "errors", "wire"}),
+    "doctor_commands": frozenset({"client", "commands", "config", "doctor", "errors", "node"}),
     "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
     "launch": frozenset({"client", "config", "errors", "node"}),
     "terminal": frozenset({"errors"}),
@@ -197,7 +196,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "options": frozenset({"config"}),
     "cli": frozenset(
         {
-            *("commands", "key_commands", "launch", "demo", "logs", "options", "terminal", "plan", "node"),
+            *("commands", "doctor_commands", "key_commands", "launch", "demo", "logs", "options"),
+            *("terminal", "plan", "node"),
             *("cluster", "config", "errors", ""),
         }
     ),
@@ -352,6 +352,13 @@ PURE = (
     "mlxtp.cluster.probes.macos",
     "mlxtp.cluster.probes.linux",
     "mlxtp.cluster.probes.machines",
+    "mlxtp.cluster.probes.settings",
+    "mlxtp.doctor.cluster_checks",
+    "mlxtp.doctor.facts",
+    "mlxtp.doctor.finding",
+    "mlxtp.doctor.machine_checks",
+    "mlxtp.doctor.network_checks",
+    "mlxtp.doctor.rows",
 )
 IMPURE = frozenset(
     ("asyncio", "io", "logging", "mlx", "mlx_lm", "multiprocessing", "os", "pathlib", "queue", "random",

@@ -59,6 +59,8 @@ from ..wire.control import (
     RankSide,
     RankStarted,
     RankTrouble,
+    ReachTold,
+    ReachWanted,
     Record,
     RecordsTold,
     RecordsWanted,
@@ -79,6 +81,7 @@ from .issuing import Issuing
 from .model_here import ModelHere
 from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER, Worker
+from .reach import Reach
 from .records import Records
 from .state import Kept, load, save
 from .supervisor import ABOUT_TO_STOP, Supervisor
@@ -146,6 +149,7 @@ class Cluster:
         self.conductor = Conductor(self)
         self.fabric = Fabric(self, self.conductor)
         self.records = Records(self)
+        self.reach = Reach(self)
         self.issuing = Issuing(self)
         self.follower = Follower(self)
         self.switching = Switching(self, lambda: self._unplanned)
@@ -339,6 +343,7 @@ class Cluster:
             self.on_gone(link.node_id)
             self.fabric.lost(link.node_id)
             self.records.lost(link.node_id)
+            self.reach.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -378,6 +383,8 @@ class Cluster:
                 self.fabric.received(node_id, message)
             case RecordsWanted() | Record() | RecordsTold():
                 self.records.received(node_id, message)
+            case ReachWanted() | ReachTold():
+                self.reach.received(node_id, message)
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
@@ -668,6 +675,7 @@ class Cluster:
             self._looking.cancel()
         await self.fabric.close()
         await self.records.close()
+        await self.reach.close()
         await self.follower.close()
         await self.guest.close()
         await self.neighbours.close()

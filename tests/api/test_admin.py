@@ -58,6 +58,10 @@ class FakeAdmin:
         await asyncio.sleep(0)
         return self._do("models")
 
+    async def doctor(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("doctor")
+
     def members(self) -> Any:
         return self._do("members")
 

@@ -27,6 +27,8 @@ from mlxtp.wire.control import (
     RankSide,
     RankStarted,
     RankTrouble,
+    ReachTold,
+    ReachWanted,
     Record,
     RecordsTold,
     RecordsWanted,
@@ -35,6 +37,7 @@ from mlxtp.wire.control import (
     StartRank,
     TokenIssued,
     TokenWanted,
+    Tried,
 )
 from mlxtp.wire.fabric import MAX_SIZES
 from mlxtp.wire.joining import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRequest
@@ -131,6 +134,8 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     RecordsTold(b"n" * 16),
     ModelTurn(3, 2, "org/one", "org/two", "it does not fit"),
     ModelQueue(3, 2, ("org/one", "tiny"), 4),
+    ReachWanted(b"n" * 16, ("10.0.0.1:52414",)),
+    ReachTold(b"n" * 16, 1 << 50, 1 << 51, (Tried("10.0.0.1:52414", 111, "Connection refused"),)),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -457,6 +462,11 @@ _STRATEGIES |= {
     RecordsTold: st.builds(RecordsTold, st.binary(min_size=16, max_size=16)),
     ModelTurn: st.builds(ModelTurn, _count, _count, _text, _text, _text),
     ModelQueue: st.builds(ModelQueue, _count, _count, _shorts, _count),
+    ReachWanted: st.builds(ReachWanted, st.binary(min_size=16, max_size=16), _shorts),
+    ReachTold: st.builds(
+        ReachTold, st.binary(min_size=16, max_size=16), _count, _count,
+        st.lists(st.builds(Tried, _short, st.integers(0, 200), _text), max_size=4).map(tuple),
+    ),
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(

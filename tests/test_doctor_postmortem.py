@@ -17,7 +17,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from mlxtp.cli import app
-from mlxtp.doctor import postmortems
+from mlxtp.doctor.postmortem import postmortems
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import Code, GroupError, exit_status
 from mlxtp.node.failures import FOLDER, Failed, RankEnd, keep, read_recording, recording_file
@@ -130,7 +130,7 @@ def test_a_running_agent_is_asked_for_what_others_keep(
             asked.append((what, body))
             return {"files": files}
 
-    monkeypatch.setattr("mlxtp.commands.AgentClient", Agent)
+    monkeypatch.setattr("mlxtp.doctor_commands.AgentClient", Agent)
     text = shown("--home", tmp_path / "a")
     assert asked == [("records", {"epoch": "7", "epoch_id": files[0]["epoch_id"]})]
     assert "ranks differ first at step 14" in text
@@ -198,8 +198,8 @@ def test_no_failure_is_kept(tmp_path: Path) -> None:
     assert f"no failure is kept in {tmp_path / FOLDER}" in refusal("--postmortem", "--home", tmp_path)
 
 
-def test_what_to_look_at_must_be_said(tmp_path: Path) -> None:
-    assert "mlxtp doctor --postmortem" in refusal("--home", tmp_path)
+def test_folders_are_for_failures(tmp_path: Path) -> None:
+    assert "mlxtp doctor --postmortem FOLDER" in refusal("--home", tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(

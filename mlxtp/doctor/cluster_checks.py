@@ -85,6 +85,8 @@ def of_identity(facts: Facts) -> Iterator[Finding]:
         )
     elif identity.authority_here:
         yield ok("join tokens are issued here: `mlxtp token`")
+    elif not facts.agent.runs_here:
+        yield info("not known, whether anybody can join: only an agent knows who issues join tokens")
     elif identity.authority_linked:
         yield ok(f"join tokens are issued by {identity.authority}: `mlxtp token`")
     else:
@@ -113,6 +115,9 @@ def _of_certificate(certificate: Certificate, facts: Facts) -> Finding:
 def of_models(facts: Facts) -> Iterator[Finding]:
     """Whether all members have the same files of the model."""
     model = facts.model
+    if not facts.identity.cluster_id:
+        yield info("there is no other member to compare with")
+        return
     if not model.wanted:
         yield info("no model is wanted" if facts.agent.runs_here else "not known: only an agent knows")
         return

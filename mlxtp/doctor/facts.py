@@ -102,7 +102,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """Another member, as this machine sees it.
+    """Another member, as this machine sees it: in which `state`, empty where no agent knows.
 
     `ours` are this machine's tries to reach it, `theirs` its tries to reach this machine, None with `unasked`
     saying why it could not be asked. `clock_s` is how far its clock is ahead of ours, with an error of

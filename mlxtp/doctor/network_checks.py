@@ -114,7 +114,7 @@ def of_mdns(facts: Facts) -> Iterator[Finding]:
         yield _multicast_problem(facts, explain(network.multicast, "nothing can be sent to its group"))
     elif not network.listened:
         yield info("not known: nobody was listened for")
-    elif not network.heard and linked:
+    elif missed and not network.heard:
         yield warning(
             f"nobody is heard, though {names(missed)} {'is' if len(missed) == 1 else 'are'} there: "
             "multicast does "
@@ -174,14 +174,23 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
         yield ok(f"{member.name}: both ways")
 
 
+_ABSENT = {"left": "has stopped", "dead": "is gone", "suspect": "is silent"}
+
+
 def _absent(member: MemberFacts) -> Finding:
+    """There is no link to it, or, with an empty `state`, nobody here who would have one."""
     start = f"if it should be here: start mlxtp on {member.name}, and run `mlxtp doctor` there"
-    if answering := [each.address for each in member.ours if not each.problem]:
+    answering = [each.address for each in member.ours if not each.problem]
+    words = f"{member.name} {_ABSENT.get(member.state, 'is away')}"
+    if answering and not member.state:
+        return ok(f"{member.name} takes connections at {names(answering)}; only an agent knows the way back")
+    if answering:
         return warning(
-            f"{member.name} is {member.state}, though {answering[0]} takes connections",
-            f"read the last lines of both logs; {start}",
+            f"{words}, though {answering[0]} takes connections", f"read the last lines of both logs; {start}"
         )
-    what = f"{member.name} is {member.state}" + (f": {_tried(member.ours)}" if member.ours else "")
+    if not member.state:
+        words = f"{member.name} is not reached"
+    what = words + (f": {_tried(member.ours)}" if member.ours else "")
     return warning(what, start) if member.state in ("dead", "suspect") else info(what, start)
 
 

@@ -28,11 +28,15 @@ def show(report: Mapping[str, Any], width: int, *, plain: bool) -> list[Text]:
 
 
 def _row(row: Mapping[str, Any], width: int, marks: Mapping[str, str]) -> Text:
-    """The worst that was found; of what comes again below, with what to do, one line."""
+    """The worst that was found, and where that is not bad, everything.
+
+    What comes again below, with what to do, has one line.
+    """
     level = row["level"]
-    worst = [each for each in row["findings"] if each["level"] == level]
+    bad = level in ("warning", "error")
+    worst = [each for each in row["findings"] if each["level"] == level or not bad]
     said, room = "; ".join(each["what"] for each in worst), max(width - _TITLE - 3, _LEAST)
-    if all(each["fix"] for each in worst):
+    if bad:
         lines = [textwrap.shorten(said, room, placeholder=" ...")]
     else:
         lines = textwrap.wrap(said, room, break_long_words=False, break_on_hyphens=False)

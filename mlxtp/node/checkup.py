@@ -138,7 +138,7 @@ class Checkup:
         ]
         tried = await asyncio.gather(*(attempts(addresses) for _, addresses in others))
         return tuple(
-            MemberFacts(name, "not asked: no agent runs here", False, False, looks.shared(ours, machine))
+            MemberFacts(name, "", False, False, looks.shared(ours, machine))
             for (name, _), ours in zip(others, tried, strict=True)
         )
 

@@ -222,7 +222,7 @@ def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFact
         problem = problem or problem_of("socketfilterfw --getappblocked", app, program)
     return FirewallFacts(
         enabled=None if on.value is None else on.value > 0,
-        blocks_all=on.value == 2 or (bool(on.value) and all_in.value is True),
+        blocks_all=bool(on.value) and (on.value == 2 if all_in.missing else all_in.value is True),
         app=program.value,
         problem=problem,
     )

@@ -18,6 +18,7 @@ ROUTES = {
     "keys": "GET",
     "plan": "GET",
     "models": "GET",
+    "doctor": "GET",
     "members": "GET",
     "token": "POST",
     "bench/fabric": "POST",
@@ -122,7 +123,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
-        ("status",), ("keys",), ("plan",), ("models",), ("members",), ("token",), ("bench/fabric",),
+        ("status",), ("keys",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
+        ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",),
         ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip

@@ -23,9 +23,9 @@ _SETTING = re.compile(r"^ {0,8}([A-Za-z]\w{1,39})[ \t]+(\d{1,9})\b", re.ASCII | 
 
 def parse_power(text: str) -> Reading[Mapping[str, int]]:
     """Read `pmset -g`, what is in use: names and whole numbers, minutes where it is a time."""
-    _, heading, used = text[:20_000].partition("Currently in use:")
-    found = {name: int(value) for name, value in _SETTING.findall(used)}
-    return Reading(found, () if heading and found else ("power settings",))
+    known = "Currently in use:" in text[:20_000]
+    found = {name: int(value) for name, value in _SETTING.findall(text[:20_000])} if known else {}
+    return Reading(found, () if found else ("power settings",))
 
 
 def parse_firewall_state(text: str) -> Reading[int | None]:
@@ -42,17 +42,18 @@ def parse_block_all(text: str) -> Reading[bool | None]:
     return Reading(None, ("whether the firewall lets anything in",))
 
 
+_VERDICT = re.compile(r"\bis (blocked|permitted|allowed)\b")
+
+
 def parse_firewall_app(text: str) -> Reading[str]:
     """Read `socketfilterfw --getappblocked PROGRAM`: "allowed", "blocked" or "unlisted"."""
     said = text[:4000].lower()
-    for words, meaning in (
-        ("not part of the firewall", "unlisted"),
-        ("blocked", "blocked"),
-        ("permitted", "allowed"),
-    ):
-        if words in said:
-            return Reading(meaning)
-    return Reading("", ("what the firewall lets this program do",))
+    if "not part of the firewall" in said:
+        return Reading("unlisted")
+    found = _VERDICT.findall(said)
+    if not found:
+        return Reading("", ("what the firewall lets this program do",))
+    return Reading("blocked" if found[-1] == "blocked" else "allowed")
 
 
 _SERVER = re.compile(r"^\s*server\s+([A-Za-z0-9.:-]{1,253})", re.MULTILINE)

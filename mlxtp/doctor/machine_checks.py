@@ -133,14 +133,12 @@ def of_addresses(facts: Facts) -> Iterator[Finding]:
         own = [each.address for each in machine.interfaces if each.name == port.interface and each.up]
         if port.peer_domain and own:
             yield ok(f"{place(port)} has {', '.join(own)}")
-    others = [
-        f"{each.address} ({each.name})"
-        for each in machine.interfaces
-        if each.kind != "thunderbolt" and each.up
-    ]
-    if machine.interfaces and not others and not any(each.up for each in machine.interfaces):
+    up = [each for each in machine.interfaces if each.up]
+    if machine.interfaces and facts.among_others and all(each.kind == "loopback" for each in up):
         yield warning("no network is up", "plug in a cable, or join a network")
-    yield ok(f"networks: {', '.join(others[:6]) or 'none but cables'}")
+        return
+    networks = [f"{each.address} ({each.name})" for each in up if each.kind != "thunderbolt"]
+    yield ok(f"networks: {', '.join(networks[:6]) or 'none but cables'}")
 
 
 def place(port: Port) -> str:

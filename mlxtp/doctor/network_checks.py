@@ -258,7 +258,7 @@ def of_clock(facts: Facts) -> Iterator[Finding]:
 
 def _off(ahead_s: float) -> str:
     if abs(ahead_s) < 0.0005:
-        return "as"
+        return "the same as"
     amount = f"{abs(ahead_s):.3f} s" if abs(ahead_s) < 10 else f"{abs(ahead_s):.0f} s"
     return f"{amount} {'ahead of' if ahead_s > 0 else 'behind'}"
 

@@ -132,7 +132,7 @@ class Checkup:
         if identity is None or identity.membership is None:
             return ()
         others = [
-            (entry.name or node_id[:8], kept.peers.get(node_id, ()))
+            (entry.name or node_id[:8], looks.literal(kept.peers.get(node_id, ())))
             for node_id, entry in kept.beliefs.roster.members().items()
             if node_id != identity.node_id
         ]

@@ -23,7 +23,7 @@ from cryptography import x509
 from ..cluster.identity import Identity, Store
 from ..cluster.multicast import addresses_up, send_something
 from ..cluster.probes import settings as probes
-from ..cluster.probes.links import self_assigned
+from ..cluster.probes.links import ipv4, self_assigned
 from ..cluster.probes.reading import NOT_INSTALLED, Output, Reading
 from ..config import Settings, is_loopback
 from ..doctor.facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, Port, Software
@@ -256,6 +256,11 @@ def usable(settings: Settings) -> Mapping[str, int]:
     return {address: number for address, number in there.items() if not is_loopback(address)}
 
 
+def literal(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Those that need no name server, which may not answer."""
+    return tuple(each for each in addresses if ipv4(each.rpartition(":")[0]))
+
+
 def multicast(usable: Mapping[str, int]) -> int | None:
     if not usable:
         return None
@@ -269,7 +274,7 @@ def multicast(usable: Mapping[str, int]) -> int | None:
 def sent(tries: Iterable[Attempt]) -> tuple[Attempt, ...]:
     """A packet to each of these addresses, to a port at which nobody listens: may it leave this machine?"""
     found = []
-    for host in dict.fromkeys(each.address.rpartition(":")[0] for each in tries):
+    for host in dict.fromkeys(each.rpartition(":")[0] for each in literal(t.address for t in tries)):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.setblocking(False)
             try:

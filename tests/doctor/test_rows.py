@@ -31,6 +31,8 @@ from mlxtp.doctor.facts import (
 )
 from mlxtp.doctor.finding import Examined, Finding, Level, examine, to_json
 from mlxtp.doctor.rows import ROWS
+from mlxtp.node.looks import floors, software_here
+from mlxtp.wire.machine import Interface
 
 from ..clustering.macs import BOOK, MAX, MINI, OLD_BOOK, ULTRA
 from . import recorded
@@ -118,6 +120,7 @@ def _set(name: str, *parts: str) -> Change:
 
 
 REFUSED = (Attempt("10.0.0.2:52414", "Connection refused", 61),)
+LOOPBACK = Interface("lo0", "127.0.0.1", 8, "loopback", 0, True)
 OURS = Attempt("10.0.0.1:52414")
 CERTIFICATE = Certificate("HTTPS", NOW - timedelta(days=300), NOW + timedelta(days=3))
 SIZE = 128 * GB
@@ -149,6 +152,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
     ("bridge", _mac(MINI), Level.WARNING, "errno 22", "sudo ifconfig bridge0 down"),
     ("addresses", _mac(MINI), Level.WARNING, "Thunderbolt 1 (en2) is cabled",
      "sudo ifconfig en2 inet 10.201."),
+    ("addresses", _of("machine", interfaces=(LOOPBACK,)), Level.WARNING, "no network is up", "plug in"),
     ("local-network", _of("network", multicast=65), Level.ERROR, "keeps this process from the local network",
      "LaunchDaemon"),
     ("local-network", _of("network", unicast=(Attempt("10.0.0.2", "No route to host", 65),)), Level.ERROR,
@@ -318,6 +322,27 @@ def test_the_report_has_a_why_for_whatever_is_to_be_done() -> None:
     (found,) = (each for each in report["rows"] if each["id"] == "local-network")
     assert found["findings"][0]["why"].startswith("since macOS 15")
     assert all(each["why"] for row in report["rows"] for each in row["findings"] if each["fix"])
+
+
+def test_a_process_that_macos_keeps_out_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As it shows itself there: packets to the network are refused, those to itself are not."""
+
+    def refused(_addresses: object) -> None:
+        raise OSError(65, "No route to host")
+
+    monkeypatch.setattr("mlxtp.node.looks.send_something", refused)
+    found = recorded.facts(tmp_path, Machine("mac_well"))
+    assert (found.network.multicast, found.network.loopback) == (65, True)
+    assert row(found, "local-network").level == Level.ERROR
+
+
+def test_what_mlxtp_needs_is_read_from_its_own_metadata() -> None:
+    wanted = [
+        'mlx>=0.32.4; sys_platform == "darwin"', 'mlx[cpu]>=0.32.4; sys_platform == "linux"', "rich>=14",
+        'pytest>=9; extra == "dev"', "odd", "other==1",
+    ]  # fmt: skip
+    assert floors(wanted, "linux") == floors(wanted, "darwin") == [("mlx", "0.32.4"), ("rich", "14")]
+    assert {"mlx", "mlx-lm", "starlette"} <= {each.name for each in software_here().packages}
 
 
 def test_a_look_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from zeroconf import Error as ZeroconfError
 
 from ..api.server import bind
 from ..cluster import hardware
-from ..cluster.hardware import Run, run_command
+from ..cluster.hardware import Run, run_as_self, run_command
 from ..cluster.multicast import Network
 from ..cluster.probes import settings as probes
 from ..cluster.probes.reading import Output
@@ -73,11 +73,13 @@ class Checkup:
         problem: str = "",
         *,
         run: Run = run_command,
+        run_as_self: Run = run_as_self,
         system: str = sys.platform,
     ) -> None:
         self._settings = settings
         self._problem = problem
         self._run = run
+        self._run_as_self = run_as_self
         self._system = system
 
     async def report(self) -> Json:
@@ -196,7 +198,8 @@ class Checkup:
         memory = await asyncio.to_thread(look_at_memory)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = soft if self._agent().runs_here else hard  # an agent raises its own
-        folders = {"mlxtp's own files": settings.home, "models": looks.models_folder()}
+        models = await in_time(looks.models_folder, settings.home)
+        folders = {"mlxtp's own files": settings.home, "models": models}
         disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
         return Room(
             settings.limits.min_free_bytes,
@@ -220,7 +223,8 @@ class Checkup:
                 self._ask(probes.FIREWALL, "--getappblocked", program),
             )
             return looks.mac_firewall(state, everything, app)
-        return looks.linux_firewall(await self._ask("nft", "list", "ruleset"))
+        # Only root may read them, and an agent that is root has nobody else to ask.
+        return looks.linux_firewall(await self._run_as_self("nft", ("list", "ruleset"), probes.ASK_S))
 
     async def _power(self) -> PowerFacts:
         if self._system != "darwin":
@@ -255,11 +259,8 @@ class AgentCheckup(Checkup):
         endpoint: Endpoint,
         cluster: Cluster | None = None,
         dialer: Dialer | None = None,
-        *,
-        run: Run = run_command,
-        system: str = sys.platform,
     ) -> None:
-        super().__init__(settings, run=run, system=system)
+        super().__init__(settings)
         self._supervisor = supervisor
         self._endpoint = endpoint
         self._cluster = cluster

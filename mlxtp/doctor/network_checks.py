@@ -163,7 +163,7 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
     yield from _of_drawn(member)
     for tries, words in ((member.ours, f"to {member.name}"), (member.theirs or (), f"from {member.name}")):
         lost = [each for each in tries if each.problem and each.shared and not each.drawn]
-        if lost and len(lost) < len(tries):
+        if lost and _reached(tries):
             yield warning(
                 f"{words}, no way over {_tried(lost)}",
                 "look at the cable, and at the addresses at both of its ends; the other ways work",

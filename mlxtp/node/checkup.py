@@ -90,15 +90,16 @@ class Checkup:
     async def facts(self) -> Facts:
         """Everything, in some seconds: the slowest part of it is `system_profiler`."""
         settings = self._settings
-        machine, identity, software = await asyncio.gather(
-            hardware.probe(system=self._system, run=self._run),
-            self._identity(),
-            in_time(looks.software_here, Software("", "", "", "", ())),
+        (machine, identity, software, network), (room, firewall, power, clock) = await asyncio.gather(
+            asyncio.gather(
+                hardware.probe(system=self._system, run=self._run),
+                self._identity(),
+                in_time(looks.software_here, Software("", "", "", "", ())),
+                self._network(),
+            ),
+            asyncio.gather(self._room(), self._firewall(), self._power(), self._clock()),
         )
-        room, firewall, power, clock = await asyncio.gather(
-            self._room(), self._firewall(), self._power(), self._clock()
-        )
-        members, network = await asyncio.gather(self._members(machine), self._network())
+        members = await self._members(machine)
         sent = await asyncio.to_thread(looks.sent, [each for member in members for each in member.ours])
         return Facts(
             name=settings.name or socket.gethostname().partition(".")[0],

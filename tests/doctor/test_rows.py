@@ -258,6 +258,11 @@ def test_what_wakes_a_mac_is_worse_where_it_is_not_kept_awake() -> None:
     assert row(_of("agent", keep_awake=False)(sleepy), "power").level == Level.WARNING
 
 
+def test_a_way_back_that_is_closed_is_said_once() -> None:
+    back = (replace(OURS, problem="no answer"), Attempt("10.0.0.1:50123", drawn=True))
+    assert [each.level for each in row(_mini(theirs=back)(well()), "peers").findings] == [Level.WARNING]
+
+
 def test_where_nobody_has_to_get_in_nothing_is_wrong_with_a_firewall() -> None:
     closed = well(firewall=FirewallFacts(True, True), identity=IdentityFacts(), members=())
     assert row(closed, "firewall").level == Level.INFO

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,11 @@ def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "chmod 700" in found["identity"]["findings"][0]["what"]
 
 
-def test_a_home_that_an_agent_holds_without_answering_is_an_error(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        stack.enter_context(_own_home(tmp_path))
+def test_a_home_that_an_agent_holds_without_answering_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _own_home(tmp_path), socket.create_server(("127.0.0.1", 0)) as its:
+        monkeypatch.setenv("MLXTP_HTTP", f"127.0.0.1:{its.getsockname()[1]}")
         result = type_in(tmp_path, "--json")
     assert result.exit_code == 1
     assert "could not be asked" in rows(result)["agent"]["findings"][0]["what"]

@@ -229,8 +229,11 @@ class Facts:
     model: ModelFacts = ModelFacts()
     members: tuple[MemberFacts, ...] = ()
     discovery: bool = True
+    alone: bool = False
+    """Whether the settings keep it to itself."""
 
     @property
     def among_others(self) -> bool:
-        """Whether other machines have to reach this one."""
-        return bool(self.identity.cluster_id) or self.network.beyond_loopback
+        """Whether other machines have to reach this one, or will when it joins them."""
+        joins = not self.agent.runs_here and not self.alone
+        return bool(self.identity.cluster_id) or self.network.beyond_loopback or joins

@@ -115,7 +115,8 @@ class Checkup:
             identity=identity,
             model=self._model(),
             members=members,
-            discovery=settings.discovery and not settings.alone and settings.ranks == 1,
+            discovery=settings.discovery and not _alone(settings),
+            alone=_alone(settings),
         )
 
     # --- what an agent knows better -----------------------------------------------------------------------
@@ -151,7 +152,7 @@ class Checkup:
         if self._problem:
             return ()
         found = [looks.free("endpoint", "--http", settings.http_host, settings.http_port, bind)]
-        if not settings.alone and settings.ranks == 1:
+        if not _alone(settings):
             found.append(
                 looks.free("control port", "--control", settings.control_host, settings.control_port, listen)
             )
@@ -161,7 +162,7 @@ class Checkup:
         """Whether others were listened for, why not, and who was heard."""
         settings = self._settings
         usable = looks.usable(settings)
-        if not settings.discovery or settings.alone or not usable:
+        if not settings.discovery or _alone(settings) or not usable:
             return False, "", ()
         names: set[str] = set()
         try:
@@ -375,6 +376,10 @@ class AgentCheckup(Checkup):
             fingerprint=status.fingerprint if status is not None else "",
             model_problem=status.problem if status is not None else "",
         )
+
+
+def _alone(settings: Settings) -> bool:
+    return settings.alone or settings.ranks > 1
 
 
 def _with_drawn(answer: Answer, port: int) -> Answer:

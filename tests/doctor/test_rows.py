@@ -266,6 +266,9 @@ def test_a_way_back_that_is_closed_is_said_once() -> None:
 def test_where_nobody_has_to_get_in_nothing_is_wrong_with_a_firewall() -> None:
     closed = well(firewall=FirewallFacts(True, True), identity=IdentityFacts(), members=())
     assert row(closed, "firewall").level == Level.INFO
+    joining = _of("agent", runs_here=False)(closed)
+    assert row(joining, "firewall").level == Level.ERROR
+    assert row(replace(joining, alone=True), "firewall").level == Level.INFO
     assert row(_of("network", multicast=65)(closed), "mdns").level == Level.INFO
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -118,5 +119,6 @@ def test_no_text_is_too_much_for_a_parser(text: str) -> None:
 
 
 def test_a_megabyte_of_rules_takes_no_time() -> None:
-    rules = "chain x {\n type filter hook input priority 0; policy accept;\n" + "\tcounter\n" * 100_000
-    assert parse_nft(rules).value == ()
+    began = time.process_time()
+    assert parse_nft("chain x {\n type filter hook input priority 0; policy accept;\n" * 20_000).value == ()
+    assert time.process_time() - began < 1

@@ -85,6 +85,9 @@ def parse_timedatectl(text: str) -> Reading[bool | None]:
     )
 
 
+_MAX_CHAINS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Chain:
     """A chain of netfilter through which everything comes that is for this machine.
@@ -96,16 +99,21 @@ class Chain:
     closed: bool
 
 
-_CHAIN = re.compile(
-    r"^\s*chain (\S{1,80}) \{\n\s*type filter hook input [^;{}\n]{0,80};([^\n]*)\n((?:[^\n]*\n)*?)\s*\}$",
-    re.MULTILINE,
-)
-_LAST_WORD = re.compile(r"^\s*(?:counter packets \d+ bytes \d+ )?(?:drop|reject\b[^\n]*)$", re.MULTILINE)
+_LAST_WORD = re.compile(r"(?:counter packets \d+ bytes \d+ )?(?:drop|reject\b.*)")
 
 
 def parse_nft(text: str) -> Reading[tuple[Chain, ...]]:
     """Read `nft list ruleset`. Nothing at all is a system without rules."""
-    found = _CHAIN.findall(text[: 1 << 20])
-    return Reading(
-        tuple(Chain(n, "policy drop" in policy or bool(_LAST_WORD.search(body))) for n, policy, body in found)
-    )
+    chains: list[Chain] = []
+    name, hooked, closed = "", False, False
+    for line in map(str.strip, text[: 1 << 20].splitlines()):
+        if line.startswith("chain "):
+            name, hooked, closed = line.split()[1][:80], False, False
+        elif line.startswith("type filter hook input "):
+            hooked, closed = True, "policy drop" in line
+        elif line == "}" and hooked:
+            chains.append(Chain(name, closed))
+            hooked = False
+        else:
+            closed = closed or _LAST_WORD.fullmatch(line[:400]) is not None
+    return Reading(tuple(chains[:_MAX_CHAINS]))

@@ -138,8 +138,7 @@ def of_models(facts: Facts) -> Iterator[Finding]:
         yield error(
             f"the files of {model.wanted} differ: {shown}",
             "bring the same files to all: copy the folder from one, or remove it on the others and "
-            "`mlxtp serve` it "
-            "again, which downloads it",
+            "`mlxtp serve` it again, which downloads it",
         )
     elif found:
         (fingerprint,) = set(found.values())

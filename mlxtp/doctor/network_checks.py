@@ -16,8 +16,7 @@ FAR_S = 3600.0
 _FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
 _ALLOW = (
     "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
-    "not ask: as a "
-    "LaunchDaemon, or from a Terminal or SSH session that stays open"
+    "not ask: as a LaunchDaemon, or from a Terminal or SSH session that stays open"
 )
 
 
@@ -33,8 +32,7 @@ def of_local_network(facts: Facts) -> Iterator[Finding]:
         where = "the multicast of Bonjour" if network.multicast == PRIVACY else denied[0].address
         yield error(
             f"errno 65 (No route to host) to {where}, while loopback works: macOS keeps this process "
-            "from the "
-            "local network",
+            "from the local network",
             _ALLOW,
         )
     elif network.multicast is None and not network.unicast:
@@ -94,8 +92,7 @@ def of_ports(facts: Facts) -> Iterator[Finding]:
             yield error(
                 f"{port.name} {port.address} cannot be had: {port.problem}",
                 f"see who has it: sudo lsof -nP -iTCP:{port.address.rpartition(':')[2]} -sTCP:LISTEN; "
-                "or take "
-                f"another with {port.flag}",
+                f"or take another with {port.flag}",
             )
         else:
             yield ok(f"{port.name} {port.address} {'is ours' if port.ours else 'is free'}")
@@ -117,8 +114,7 @@ def of_mdns(facts: Facts) -> Iterator[Finding]:
     elif missed and not network.heard:
         yield warning(
             f"nobody is heard, though {names(missed)} {'is' if len(missed) == 1 else 'are'} there: "
-            "multicast does "
-            "not get through",
+            "multicast does not get through",
             "use a network without guest isolation, VPN or router in between, or name addresses: "
             "--peer HOST:PORT",
         )
@@ -170,8 +166,8 @@ def _of_member(member: MemberFacts) -> Iterator[Finding]:
             )
     if member.theirs is None:
         yield info(f"not known, whether {member.name} reaches this machine: {member.unasked}")
-    elif there and back:
-        yield ok(f"{member.name}: both ways")
+    elif there is not False and back is not False:
+        yield ok(f"{member.name}: both ways" if there and back else f"{member.name} has a link")
 
 
 _ABSENT = {"left": "has stopped", "dead": "is gone", "suspect": "is silent"}
@@ -229,8 +225,7 @@ def of_clock(facts: Facts) -> Iterator[Finding]:
     clock = facts.clock
     fix = (
         f"sudo sntp -sS {clock.server or 'time.apple.com'}; for good: System Settings > General > "
-        "Date & Time > "
-        "Set time and date automatically"
+        "Date & Time > Set time and date automatically"
         if facts.machine.system == "macos"
         else "sudo timedatectl set-ntp true"
     )

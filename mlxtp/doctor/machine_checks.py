@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..cluster.findings import ADDRESS, BRIDGE, CABLE, POWER, RDMA, RDMA_SINCE, THUNDERBOLT_5_GBPS, notes
 from ..wire.machine import Machine, Port
@@ -245,8 +245,7 @@ def of_power(facts: Facts) -> Iterator[Finding]:
         yield ok("mains")
 
 
-def _of_settings(settings: dict[str, int] | object, *, keeps_awake: bool) -> Iterator[Finding]:
-    assert isinstance(settings, dict)
+def _of_settings(settings: Mapping[str, int], *, keeps_awake: bool) -> Iterator[Finding]:
     if 1 in (settings.get("lowpowermode"), settings.get("powermode")):
         yield warning(
             "Low Power Mode is on, which slows this Mac and all that wait for it",

@@ -82,16 +82,14 @@ ROWS: tuple[Row, ...] = (
         "whether a packet may leave for the group of multicast DNS and for other members, while "
         "loopback works",
         "since macOS 15 a service may be kept from the local network without a word (errno 65): it "
-        "finds nobody, "
-        "and nobody it",
+        "finds nobody, and nobody it",
         "System Settings > Privacy & Security > Local Network, or a LaunchDaemon, which is exempt",
         network.of_local_network, MAC,
     ),
     Row(
         "firewall", "Firewall",
         "macOS: whether it is on, blocks everything, or blocks this Python. Linux: chains of "
-        "netfilter for what "
-        "comes in, if they may be read",
+        "netfilter for what comes in, if they may be read",
         f"members and clients cannot connect to this machine; {_ALONE_TOO}",
         "`sudo /usr/libexec/ApplicationFirewall/socketfilterfw --unblockapp PYTHON`",
         network.of_firewall,
@@ -113,8 +111,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "peers", "Other members",
         "each member: whether this machine gets a TCP connection to each of its addresses, and it "
-        "one to each of "
-        "ours, to a port drawn for this too",
+        "one to each of ours, to a port drawn for this too",
         "a group needs connections in both directions, on ports that are drawn anew",
         "the firewall or the cable at the end that is not reached",
         network.of_peers,
@@ -122,8 +119,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "clock", "Clock",
         "against the time server that this Mac asks anyway (Linux: whether the system follows one), "
-        "and against "
-        "each member's",
+        "and against each member's",
         "logs of several Macs are laid side by side by it, and certificates of the Hub and of HTTPS "
         "count by it",
         "`sudo sntp -sS time.apple.com`; Linux: `sudo timedatectl set-ntp true`",
@@ -132,8 +128,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "identity", "Identity",
         "the files of the identity and who may read them, how long certificates hold, API keys, who "
-        "issues join "
-        "tokens",
+        "issues join tokens",
         "who cannot show who it is, is nobody's member; an expired certificate turns clients away",
         "the command that the finding names",
         cluster.of_identity,

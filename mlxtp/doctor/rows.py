@@ -10,7 +10,6 @@ from . import network_checks as network
 from .finding import Row
 
 MAC = ("macos",)
-_ALONE_TOO = "with `--alone`, or an endpoint on loopback and no cluster, nobody has to get in"
 
 ROWS: tuple[Row, ...] = (
     Row(
@@ -90,7 +89,7 @@ ROWS: tuple[Row, ...] = (
         "firewall", "Firewall",
         "macOS: whether it is on, blocks everything, or blocks this Python. Linux: chains of "
         "netfilter for what comes in, if they may be read",
-        f"members and clients cannot connect to this machine; {_ALONE_TOO}",
+        "members and clients cannot connect to this machine",
         "`sudo /usr/libexec/ApplicationFirewall/socketfilterfw --unblockapp PYTHON`",
         network.of_firewall,
     ),

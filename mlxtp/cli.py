@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from . import __version__, commands, demo, key_commands, launch, service_commands
+from . import __version__, commands, demo, doctor_commands, key_commands, launch, service_commands
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import MISTYPED, ConfigError, GroupError, MlxtpError
@@ -168,6 +168,7 @@ def demo_command(
 
 
 commands.register(app)
+doctor_commands.register(app)
 key_commands.register(app)
 launch.register(app)
 service_commands.register(app)

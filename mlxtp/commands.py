@@ -19,7 +19,6 @@ from rich.text import Text
 
 from . import bench as benching
 from . import bench_speed as speed
-from . import doctor as examining
 from . import plan as planning
 from .client import AgentClient, agent_runs, wait_for_end
 from .cluster import hardware
@@ -52,7 +51,6 @@ def register(app: typer.Typer) -> None:
     app.command()(drain)
     app.command()(plan)
     app.command()(bench)
-    app.command()(doctor)
     app.command()(token)
     app.command()(page)
     cluster = typer.Typer(
@@ -285,44 +283,6 @@ def bench(
         return
     answer = AgentClient(_home(home), _BENCH_S).post("bench/fabric")
     _print(answer, as_json, benching.show)
-
-
-def doctor(
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[FOLDER]...",
-            help="What is kept of a failure, on one Mac or several.",
-            show_default="the newest",
-        ),
-    ] = None,
-    postmortem: Annotated[
-        bool, typer.Option("--postmortem", help="What the ranks of a failed group left behind.")
-    ] = False,
-    home: Home = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show why a group failed: its ranks' last steps side by side, and the likely cause.
-
-    Needs no agent; a running one is asked for what other members keep.
-    """
-    if not postmortem:
-        raise UserError("what should be looked at? `mlxtp doctor --postmortem`: the newest failure here")
-    found_home = _home(home)
-
-    def ask(epoch: int, epoch_id: str) -> list[dict[str, Any]]:
-        try:
-            answer = AgentClient(found_home).post("records", epoch=str(epoch), epoch_id=epoch_id)
-        except UserError:
-            return []
-        return [dict(fields) for fields in answer.get("files", ())]
-
-    found = examining.postmortems(folders or [examining.newest(found_home)], ask)
-    if as_json:
-        print(json.dumps(examining.as_json(found), ensure_ascii=False))
-        return
-    for each in found:
-        _print({}, False, lambda _, each=each: examining.show(each))
 
 
 def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:

@@ -180,20 +180,21 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "cluster": frozenset({"wire", "errors"}),
     "engine": frozenset({"wire", "errors"}),
     "api": frozenset({"errors"}),
-    "node": frozenset({"api", "cluster", "wire", "config", "errors"}),
+    "node": frozenset({"api", "cluster", "doctor", "wire", "config", "errors"}),
     "demo": frozenset({"node", "api", "client", "config", "errors"}),
     "plan": frozenset({"cluster", "config", "errors"}),
     "bench": frozenset({"cluster"}),
     "bench_speed": frozenset({"client", "errors", "launch"}),
     "client": frozenset({"errors"}),
     "postmortem": frozenset({"errors"}),
-    "doctor": frozenset({"postmortem", "errors"}),
+    "doctor": frozenset({"postmortem", "cluster", "wire", "errors"}),
     "commands": frozenset(
         {
-            *("plan", "bench", "bench_speed", "client", "doctor", "launch"),
+            *("plan", "bench", "bench_speed", "client", "launch"),
             *("node", "cluster", "config", "errors", "wire"),
         }
     ),
+    "doctor_commands": frozenset({"client", "commands", "config", "doctor", "errors", "node"}),
     "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
     "launch": frozenset({"client", "config", "errors", "node"}),
     "service": frozenset({"client", "config", "errors"}),
@@ -203,8 +204,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "options": frozenset({"config"}),
     "cli": frozenset(
         {
-            *("commands", "key_commands", "launch", "demo", "logs", "options", "terminal", "plan", "node"),
-            *("service_commands", "cluster", "config", "errors", ""),
+            *("commands", "doctor_commands", "key_commands", "launch", "demo", "logs", "options"),
+            *("terminal", "plan", "node", "service_commands", "cluster", "config", "errors", ""),
         }
     ),
     "__main__": frozenset({"cli"}),
@@ -361,6 +362,13 @@ PURE = (
     "mlxtp.cluster.probes.macos",
     "mlxtp.cluster.probes.linux",
     "mlxtp.cluster.probes.machines",
+    "mlxtp.cluster.probes.settings",
+    "mlxtp.doctor.cluster_checks",
+    "mlxtp.doctor.facts",
+    "mlxtp.doctor.finding",
+    "mlxtp.doctor.machine_checks",
+    "mlxtp.doctor.network_checks",
+    "mlxtp.doctor.rows",
 )
 IMPURE = frozenset(
     ("asyncio", "io", "logging", "mlx", "mlx_lm", "multiprocessing", "os", "pathlib", "queue", "random",

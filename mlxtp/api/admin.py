@@ -37,6 +37,8 @@ class Administration(Protocol):
 
     async def models(self) -> Json: ...
 
+    async def doctor(self) -> Json: ...
+
     async def token(self) -> Json: ...
 
     async def bench_fabric(self) -> Json: ...
@@ -76,6 +78,7 @@ def routes(admin: Administration) -> list[Route]:
         route("keys", "GET", lambda _: admin.keys()),
         route("plan", "GET", lambda _: admin.plan()),
         route("models", "GET", lambda _: admin.models()),
+        route("doctor", "GET", lambda _: admin.doctor()),
         route("members", "GET", lambda _: admin.members()),
         route("token", "POST", lambda _: admin.token()),
         route("bench/fabric", "POST", lambda _: admin.bench_fabric()),

@@ -81,10 +81,17 @@ async def _ask(names: Iterable[str], run: Run, deadline_s: float) -> Mapping[str
 # --- one command ------------------------------------------------------------------------------------------
 
 
-async def run_command(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
+async def run_as_self(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
+    """As `run_command`, with all rights of this process: for what only root may look at."""
+    return await run_command(name, arguments, deadline_s, never_root=False)
+
+
+async def run_command(
+    name: str, arguments: tuple[str, ...], deadline_s: float, *, never_root: bool = True
+) -> Output:
     """Run a command, not as root, and give what it printed or what went wrong. It is gone afterwards."""
     try:
-        process = await _started(name, arguments)
+        process = await _started(name, arguments, never_root)
     except FileNotFoundError:
         return NOT_INSTALLED
     except (OSError, ValueError, LookupError) as error:
@@ -108,8 +115,8 @@ async def run_command(name: str, arguments: tuple[str, ...], deadline_s: float) 
     return Output(text)
 
 
-async def _started(name: str, arguments: tuple[str, ...]) -> asyncio.subprocess.Process:
-    starting = asyncio.create_task(_start(name, arguments))
+async def _started(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
+    starting = asyncio.create_task(_start(name, arguments, never_root))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
@@ -119,9 +126,9 @@ async def _started(name: str, arguments: tuple[str, ...]) -> asyncio.subprocess.
         raise
 
 
-async def _start(name: str, arguments: tuple[str, ...]) -> asyncio.subprocess.Process:
+async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
     """An agent that a LaunchDaemon starts may be root; what it runs to look around is not."""
-    nobody = pwd.getpwnam("nobody") if os.geteuid() == 0 else None
+    nobody = pwd.getpwnam("nobody") if never_root and os.geteuid() == 0 else None
     return await asyncio.create_subprocess_exec(
         name,
         *arguments,

@@ -20,6 +20,7 @@ from ..config import parse_nodes, parse_seconds
 from ..errors import Code, ConfigError, UserError
 from ..wire.control import Serving
 from .build import versions_here
+from .checkup import Checkup
 from .cluster import Cluster
 from .drain import Drain
 from .key_ring import KeyRing
@@ -41,6 +42,7 @@ class Alone:
         self.key = secrets.token_urlsafe(24)
         self.draining = Drain(supervisor)
         self.api_keys: KeyRing | None = None
+        self.checkup: Checkup | None = None
         self.observer = Observer(supervisor, name)
         self._supervisor = supervisor
         self._name = name
@@ -92,6 +94,11 @@ class Alone:
         """The models on this machine's disk that can be named without a path."""
         found = await asyncio.to_thread(models_here)
         return {"models": [asdict(each) for each in found]}
+
+    async def doctor(self) -> Json:
+        """What of this machine is in the way, as this agent sees it."""
+        assert self.checkup is not None
+        return await self.checkup.report()
 
     def close(self) -> None:
         """Look no more; whoever watches is let go."""

@@ -28,6 +28,7 @@ from ..config import Settings
 from ..errors import Code, ConfigError, GroupError, MlxtpError
 from ..wire.machine import Machine
 from .administration import Alone, Member, announce, announced
+from .checkup import AgentCheckup
 from .cluster import Cluster
 from .dialer import Dialer
 from .door import Door, bind_control, check_interface
@@ -125,6 +126,7 @@ async def _running(
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
+    admin.checkup = AgentCheckup(settings, supervisor, endpoint)
     app = _app(supervisor, admin, endpoint)
     serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
@@ -188,6 +190,7 @@ async def _among_others(
             cluster.want(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
         stop = asyncio.Event()
         admin = Member(cluster, store)
+        admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer)
         app = _app(supervisor, admin, endpoint)
         serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 

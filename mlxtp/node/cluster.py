@@ -60,6 +60,8 @@ from ..wire.control import (
     RankSide,
     RankStarted,
     RankTrouble,
+    ReachTold,
+    ReachWanted,
     Record,
     RecordsTold,
     RecordsWanted,
@@ -81,6 +83,7 @@ from .issuing import Issuing
 from .model_here import ModelHere
 from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER, Worker
+from .reach import Reach
 from .records import Records
 from .state import Kept, load, save
 from .supervisor import ABOUT_TO_STOP, Supervisor
@@ -148,7 +151,7 @@ class Cluster:
         self.conductor = Conductor(self)
         self.fabric = Fabric(self, self.conductor)
         self.records = Records(self)
-        self.echoes = Echoes(self.node_id, self.neighbours)
+        self.echoes, self.reach = Echoes(self.node_id, self.neighbours), Reach(self)
         self.issuing = Issuing(self)
         self.follower = Follower(self)
         self.switching = Switching(self, lambda: self._unplanned, self.conductor.no_place)
@@ -342,6 +345,7 @@ class Cluster:
             self.on_gone(link.node_id)
             self.fabric.lost(link.node_id)
             self.records.lost(link.node_id)
+            self.reach.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -383,6 +387,8 @@ class Cluster:
                 self.fabric.received(node_id, message)
             case RecordsWanted() | Record() | RecordsTold():
                 self.records.received(node_id, message)
+            case ReachWanted() | ReachTold():
+                self.reach.received(node_id, message)
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
@@ -676,6 +682,7 @@ class Cluster:
             self._looking.cancel()
         await self.fabric.close()
         await self.records.close()
+        await self.reach.close()
         await self.follower.close()
         await self.switching.close()
         await self.guest.close()

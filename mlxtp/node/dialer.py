@@ -82,6 +82,11 @@ class Dialer:
                 with contextlib.suppress(OSError):
                     await self._discovery.close()
 
+    @property
+    def trouble(self) -> str:
+        """Why others cannot be heard by multicast, in words; empty while they can, or nobody listens."""
+        return self._discovery.problem
+
     def woke(self) -> None:
         """This machine slept: whoever could not be reached before may be here by now."""
         self._dialing.interfaces_changed(time.monotonic())

@@ -34,6 +34,8 @@ MAX_MEMBERS = 64
 MAX_MODEL = 1000
 MAX_RECORD = 4 << 20
 MAX_TRIP_US = 60_000_000
+MAX_TRIES = 32
+"""Addresses in one question whether they are reached."""
 MAX_WAITING = 16
 """Models that one member's clients wait for at a time."""
 
@@ -347,6 +349,35 @@ class RecordsTold(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class ReachWanted(Message):
+    """Which of these addresses ("ip:port") of mine do you reach? Answered by ReachTold."""
+
+    TYPE: ClassVar[int] = 0x52
+    nonce: bytes = _f(binary(16, 16))
+    addresses: tuple[str, ...] = _f(texts(MAX_TRIES, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One try to connect: `problem` is empty when it succeeded; `errno` 0 without one."""
+
+    address: str = _f(text(64))
+    errno: int = _f(integer(0, 10**6))
+    problem: str = _f(text(200, cut=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ReachTold(Message):
+    """What came of it; `heard_us` and `told_us`: by the sender's clock, in microseconds since 1970."""
+
+    TYPE: ClassVar[int] = 0x53
+    nonce: bytes = _f(binary(16, 16))
+    heard_us: int = _f(_count)
+    told_us: int = _f(_count)
+    tries: tuple[Tried, ...] = _f(records(Tried, 0, MAX_TRIES))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTurn(Message):
     """The coordinator to all: no request for another model than this one begins until the next such word.
 
@@ -404,7 +435,7 @@ BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
     RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
     FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
-    ModelQueue, Echo,
+    ModelQueue, Echo, ReachWanted, ReachTold,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

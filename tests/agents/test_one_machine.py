@@ -67,6 +67,20 @@ def test_the_fabric_is_measured_from_any_member_and_all_know_it(pair: tuple[Agen
     assert a.status()["epoch"] == epoch
 
 
+def test_what_is_in_the_way_is_said_by_the_agents_themselves(pair: tuple[Agent, Agent]) -> None:
+    for agent, other in zip(pair, reversed(pair), strict=True):
+        done = agent.command("doctor", "--json")
+        told = json.loads(done.stdout)
+        assert told["looked"] == "agent"
+        rows = {row["id"]: row for row in told["rows"]}
+        said = {name: [finding["what"] for finding in row["findings"]] for name, row in rows.items()}
+        assert said["peers"] == [f"{other.name}: both ways"]
+        assert "same on 2 machines" in said["models"][0]
+        assert any(f"that of {other.name}" in each for each in said["clock"])
+        assert [rows[each]["level"] for each in ("agent", "serving", "ports", "identity")] == ["ok"] * 4
+        assert done.returncode == 0
+
+
 def test_why_a_group_failed_is_said_at_any_member(pair: tuple[Agent, Agent]) -> None:
     """Each Mac keeps the file of its own rank, and asks for the others'."""
     a, b = pair

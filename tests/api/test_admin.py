@@ -18,6 +18,7 @@ ROUTES = {
     "keys": "GET",
     "plan": "GET",
     "models": "GET",
+    "doctor": "GET",
     "members": "GET",
     "token": "POST",
     "bench/fabric": "POST",
@@ -57,6 +58,10 @@ class FakeAdmin:
     async def models(self) -> Any:
         await asyncio.sleep(0)
         return self._do("models")
+
+    async def doctor(self) -> Any:
+        await asyncio.sleep(0)
+        return self._do("doctor")
 
     def members(self) -> Any:
         return self._do("members")
@@ -118,7 +123,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
-        ("status",), ("keys",), ("plan",), ("models",), ("members",), ("token",), ("bench/fabric",),
+        ("status",), ("keys",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
+        ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",),
         ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip

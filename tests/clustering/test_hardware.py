@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mlxtp.cluster import hardware
-from mlxtp.cluster.hardware import probe, refresh, run_command
+from mlxtp.cluster.hardware import probe, refresh, run_as_self, run_command
 from mlxtp.cluster.probes.macos import COMMANDS
 from mlxtp.cluster.probes.reading import NOT_INSTALLED, Output
 
@@ -38,6 +38,14 @@ def test_one_that_fails_says_why_and_what_it_printed_is_kept() -> None:
     assert shell("echo half; echo no such thing >&2; exit 3") == Output(
         "half\n", "ended with status 3 (no such thing)"
     )
+
+
+def test_nothing_is_run_as_root_but_what_has_to_be() -> None:
+    mine = str(os.geteuid())
+    assert asyncio.run(run_as_self("id", ("-u",), AGES_S)).text.strip() == mine
+    ordinary = asyncio.run(run_command("id", ("-u",), AGES_S)).text.strip()
+    assert ordinary != "0"
+    assert ordinary == mine or mine == "0"
 
 
 MARK = f"60.{os.getpid()}"

@@ -40,7 +40,7 @@ from mlxtp.cluster.probes.machines import mac
 from mlxtp.cluster.sightings import SERVICE, Advert, Sighting, judge
 from mlxtp.cluster.tokens import Desk, read_token
 from mlxtp.config import parse_nodes, resolve_settings
-from mlxtp.doctor import as_json, postmortems, show
+from mlxtp.doctor.postmortem import as_json, postmortems, show
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
 from mlxtp.node import state
 from mlxtp.node.failures import RankEnd, about_rank

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.doctor import newest
+from mlxtp.doctor.postmortem import newest
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
 from mlxtp.node import failures

@@ -29,6 +29,8 @@ from mlxtp.wire.control import (
     RankSide,
     RankStarted,
     RankTrouble,
+    ReachTold,
+    ReachWanted,
     Record,
     RecordsTold,
     RecordsWanted,
@@ -37,6 +39,7 @@ from mlxtp.wire.control import (
     StartRank,
     TokenIssued,
     TokenWanted,
+    Tried,
     Trip,
 )
 from mlxtp.wire.fabric import MAX_SIZES
@@ -135,6 +138,8 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     ModelTurn(3, 2, "org/one", "org/two", "it does not fit", True),
     ModelQueue(3, 2, ("org/one", "tiny"), 4),
     Echo(4_000_000, False, (Trip(NODE, 310),)),
+    ReachWanted(b"n" * 16, ("10.0.0.1:52414",)),
+    ReachTold(b"n" * 16, 1 << 50, 1 << 51, (Tried("10.0.0.1:52414", 111, "Connection refused"),)),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -464,6 +469,11 @@ _STRATEGIES |= {
     Echo: st.builds(
         Echo, _count, st.booleans(),
         st.lists(st.builds(Trip, _short, st.integers(0, MAX_TRIP_US)), max_size=MAX_MEMBERS).map(tuple),
+    ),
+    ReachWanted: st.builds(ReachWanted, st.binary(min_size=16, max_size=16), _shorts),
+    ReachTold: st.builds(
+        ReachTold, st.binary(min_size=16, max_size=16), _count, _count,
+        st.lists(st.builds(Tried, _short, st.integers(0, 200), _text), max_size=4).map(tuple),
     ),
 }  # fmt: skip
 

@@ -13,9 +13,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from .errors import WEDGED_STATUS, UserError
-from .postmortem.examination import Postmortem, examine
-from .postmortem.records import EpochRecord, RankRecord, Step, epoch_record, rank_record, text, whole
+from ..errors import WEDGED_STATUS, UserError
+from ..postmortem.examination import Postmortem, examine
+from ..postmortem.records import EpochRecord, RankRecord, Step, epoch_record, rank_record, text, whole
 
 log = logging.getLogger(__name__)
 

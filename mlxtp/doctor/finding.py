@@ -1,0 +1,121 @@
+"""What the doctor says: findings, by rows of a table, each from good to bad. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from .facts import Facts
+
+
+class Level(StrEnum):
+    """From good to bad. Only an error keeps this machine from working, alone or with others."""
+
+    OK = "ok"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+ORDER = tuple(Level)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was found.
+
+    `fix` is what a person types or does; the `why` of its row holds unless it has its own.
+    """
+
+    level: Level
+    what: str
+    fix: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the doctor's table.
+
+    `looks_at`, `why` and `fix` are for people: what is looked at, why that matters, and what mends it.
+    `check` gives what is found on one of the `systems`.
+    """
+
+    id: str
+    title: str
+    looks_at: str
+    why: str
+    fix: str
+    check: Callable[[Facts], Iterable[Finding]]
+    systems: tuple[str, ...] = ("macos", "linux", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A row and what was found there, at least one thing."""
+
+    row: Row
+    findings: tuple[Finding, ...]
+
+    @property
+    def level(self) -> Level:
+        """That of the worst."""
+        return max((each.level for each in self.findings), key=ORDER.index)
+
+
+def examine(rows: Iterable[Row], facts: Facts) -> tuple[Examined, ...]:
+    """What is found on this machine, in the order of the rows; those with nothing to say are left out."""
+    here = (row for row in rows if facts.machine.system in row.systems)
+    found = (Examined(row, tuple(row.check(facts))) for row in here)
+    return tuple(each for each in found if each.findings)
+
+
+def to_json(examined: Sequence[Examined], facts: Facts) -> Mapping[str, Any]:
+    """As `mlxtp doctor --json` prints it; `docs/doctor.md` names the fields."""
+    rows = [
+        {
+            "id": each.row.id,
+            "title": each.row.title,
+            "level": each.level,
+            "findings": [
+                {
+                    "level": finding.level,
+                    "what": finding.what,
+                    "why": (finding.why or each.row.why) if finding.fix else "",
+                    "fix": finding.fix,
+                }
+                for finding in each.findings
+            ],
+        }
+        for each in examined
+    ]
+    worst = max((each.level for each in examined), key=ORDER.index, default=Level.OK)
+    return {
+        "level": worst,
+        "looked": "agent" if facts.agent.runs_here else "command",
+        "system": facts.machine.system,
+        "name": facts.name,
+        "rows": rows,
+    }
+
+
+def ok(what: str) -> Finding:
+    """Nothing is to be done."""
+    return Finding(Level.OK, what)
+
+
+def info(what: str, fix: str = "", why: str = "") -> Finding:
+    """Worth knowing, or not known."""
+    return Finding(Level.INFO, what, fix, why)
+
+
+def warning(what: str, fix: str, why: str = "") -> Finding:
+    """It works, but worse than it could, or not for long."""
+    return Finding(Level.WARNING, what, fix, why)
+
+
+def error(what: str, fix: str, why: str = "") -> Finding:
+    """Something does not work."""
+    return Finding(Level.ERROR, what, fix, why)

@@ -22,42 +22,7 @@ from .errors import GroupError, MlxtpError
 from .logs import log_formatter
 from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
-from .options import (
-    Agreement,
-    AllowedHost,
-    AllowedOrigin,
-    Alone,
-    ApiKeys,
-    Backend,
-    Bonjour,
-    Compiled,
-    Control,
-    DraftModel,
-    Drained,
-    FastFences,
-    Home,
-    Http,
-    HttpCert,
-    HttpKey,
-    HttpTls,
-    Interface,
-    Join,
-    KeepAwake,
-    KvBits,
-    KvBytes,
-    LoadOnRequest,
-    LogFormat,
-    MaxContext,
-    Model,
-    Name,
-    Nodes,
-    Peer,
-    PrefixCache,
-    Ranks,
-    Rdma,
-    Spare,
-    Speculation,
-)
+from .options import FLAGS, Home, Join, takes
 from .terminal import Commands
 
 INTERRUPTED = 130
@@ -75,51 +40,13 @@ app = typer.Typer(
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
-def node(
-    join: Join = None,
-    alone: Alone = None,
-    name: Name = None,
-    control: Control = None,
-    interface: Interface = None,
-    peer: Peer = None,
-    discovery: Bonjour = None,
-    nodes: Nodes = None,
-    backend: Backend = None,
-    fast_fences: FastFences = None,
-    rdma: Rdma = None,
-    keep_awake: KeepAwake = None,
-    ranks: Ranks = None,
-    model: Model = None,
-    http: Http = None,
-    home: Home = None,
-    drain: Drained = None,
-    load_on_request: LoadOnRequest = None,
-    log_format: LogFormat = None,
-    agreement: Agreement = None,
-    max_context: MaxContext = None,
-    kv_bits: KvBits = None,
-    kv_bytes: KvBytes = None,
-    draft_model: DraftModel = None,
-    speculation: Speculation = None,
-    prefix_cache: PrefixCache = None,
-    compiled: Compiled = None,
-    spare: Spare = None,
-    api_keys: ApiKeys = None,
-    allowed_host: AllowedHost = None,
-    allowed_origin: AllowedOrigin = None,
-    http_cert: HttpCert = None,
-    http_key: HttpKey = None,
-    http_tls: HttpTls = None,
-) -> None:
+@takes(*FLAGS)
+def node(join: Join = None, home: Home = None, **flags: object) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
 
     On the first Mac `mlxtp node` founds a cluster, and prints the command for the next one.
     """
-    flags = dict(locals())
-    del flags["join"]
-    for flag in ("peer", "allowed_host", "allowed_origin"):
-        flags[f"{flag}s"] = flags.pop(flag) or None
-    settings = _settings(flags)
+    settings = _settings({"home": home, **flags})
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1
     if several and join is not None:
@@ -132,23 +59,21 @@ def node(
 
 
 @app.command(name="demo")
+@takes("model", "http", "ranks")
 def demo_command(
-    ranks: Ranks = None,
-    model: Model = None,
-    http: Http = None,
     home: Home = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
     once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --once: print one JSON object, also for an error.")
     ] = False,
+    **flags: object,
 ) -> None:
     """Try it on this machine alone: start, ask one question, show what took how long, serve until Ctrl-C."""
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
     with demo.temporary_home() as folder:
-        flags = {"ranks": ranks, "model": model, "http": http, "home": home}
-        settings = _settings(flags, defaults={"ranks": demo.RANKS, "home": folder})
+        settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
         logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
         view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
         outcome = _run(demo.run(settings, prompt, view, once=once), interrupted=INTERRUPTED if once else 0)

@@ -175,7 +175,9 @@ def test_a_collective_in_a_branch_is_found(body: str) -> None:
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "errors": frozenset(),
-    "config": frozenset({"errors"}),
+    "values": frozenset({"errors"}),
+    "settings": frozenset({"values"}),
+    "config": frozenset({"settings", "values", "errors"}),
     "wire": frozenset({"errors"}),
     "cluster": frozenset({"wire", "errors"}),
     "engine": frozenset({"wire", "errors"}),
@@ -194,7 +196,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "launch": frozenset({"client", "config", "errors", "node"}),
     "terminal": frozenset({"errors"}),
     "logs": frozenset({"api"}),
-    "options": frozenset({"config"}),
+    "options": frozenset({"settings", "values"}),
     "cli": frozenset(
         {
             *("commands", "key_commands", "launch", "demo", "logs", "options", "terminal", "plan", "node"),
@@ -337,6 +339,7 @@ PURE = (
     "mlxtp.cluster.topology",
     "mlxtp.cluster.weights",
     "mlxtp.node.epoch",
+    "mlxtp.settings",
     "mlxtp.node.recoveries",
     "mlxtp.node.history",
     "mlxtp.cluster.standing",

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from . import __version__, commands, demo, key_commands, launch
+from . import __version__, commands, config_commands, demo, key_commands, launch
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
@@ -23,6 +23,7 @@ from .logs import log_formatter
 from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
 from .node.epoch import State
 from .options import FLAGS, Home, Join, takes
+from .settings import unknown_variables
 from .terminal import Commands
 
 INTERRUPTED = 130
@@ -83,6 +84,7 @@ def demo_command(
 
 commands.register(app)
 key_commands.register(app)
+config_commands.register(app)
 launch.register(app)
 
 
@@ -105,6 +107,8 @@ def every_command(
     ] = False,
 ) -> None:
     """Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint."""
+    for warning in unknown_variables(tuple(os.environ)):
+        print(f"mlxtp: {warning}", file=sys.stderr)
 
 
 async def _node(settings: Settings) -> None:

@@ -26,7 +26,7 @@ from .cluster.known import KNOWN
 from .cluster.measurements import from_json, measured
 from .cluster.placement import DEFAULT_CONTEXT, Options
 from .cluster.topology import Member
-from .config import parse_nodes, parse_seconds, resolve_settings
+from .config import home_folder, parse_nodes, parse_seconds
 from .errors import Code, UserError
 from .node.models import find_config, is_hub_id, lasting_name
 from .wire.fabric import FabricResult
@@ -328,7 +328,7 @@ def _machine(fields: Mapping[str, Any]) -> Machine:
 
 
 def _home(home: Path | None) -> Path:
-    return resolve_settings({"home": home}).home.resolve()
+    return home_folder(home).resolve()
 
 
 def _agent(home: Path | None) -> AgentClient:

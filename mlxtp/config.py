@@ -145,7 +145,7 @@ def resolve_settings(
     """
     environment = os.environ if environment is None else environment
     flags = {key: value for key, value in flags.items() if value is not None}
-    home = _home(flags, environment, defaults or {})
+    home = home_folder(flags.get("home"), environment, (defaults or {}).get("home"))
     chosen = (
         {setting.key: Given(setting.default) for setting in SETTINGS if setting.default is not None}
         | {key: Given(value) for key, value in (defaults or {}).items()}
@@ -192,6 +192,11 @@ def shown(settings: Settings) -> dict[str, Any]:
     return found
 
 
+def told(settings: Settings) -> dict[str, Any]:
+    """What an agent tells of the settings it was started with."""
+    return {"settings": shown(settings), "origins": dict(settings.origins)}
+
+
 def resolve_join(
     flag: str | None, read_line: Callable[[], str], environment: Mapping[str, str] | None = None
 ) -> str | None:
@@ -208,11 +213,12 @@ def resolve_join(
     return flag or environment.get(JOIN, "").strip() or flag
 
 
-def _home(
-    flags: Mapping[str, object], environment: Mapping[str, str], defaults: Mapping[str, object]
+def home_folder(
+    flag: object = None, environment: Mapping[str, str] | None = None, default: object = None
 ) -> Path:
-    chosen = flags.get("home") or environment.get("MLXTP_HOME") or defaults.get("home") or _default_home()
-    return Path(str(chosen)).expanduser()
+    """The home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file."""
+    environment = os.environ if environment is None else environment
+    return Path(str(flag or environment.get("MLXTP_HOME") or default or _default_home())).expanduser()
 
 
 def _default_home() -> Path:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .client import AgentClient
 from .commands import AsJson
-from .config import resolve_settings
+from .config import home_folder
 from .errors import UserError
 from .node.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile
 
@@ -97,7 +97,7 @@ def revoke(
 
 
 def _keys(home: Path | None) -> KeyFile:
-    return KeyFile(resolve_settings({"home": home}).home.resolve())
+    return KeyFile(home_folder(home).resolve())
 
 
 def _used(home: Path) -> Mapping[str, int]:

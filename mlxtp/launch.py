@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .client import AgentClient
-from .config import resolve_settings
+from .config import home_folder
 from .errors import Code, UserError
 from .node.http_tls import OWN_CERTIFICATE
 
@@ -121,9 +121,7 @@ def launch(
     if application not in APPLICATIONS:
         raise UserError(f"{application} is not known here; known are: {', '.join(APPLICATIONS)}")
     chosen = APPLICATIONS[application]
-    served = find_served(
-        resolve_settings({"home": home}).home.resolve(), key or os.environ.get("MLXTP_KEY", "")
-    )
+    served = find_served(home_folder(home).resolve(), key or os.environ.get("MLXTP_KEY", ""))
     if served.context < chosen.least_context:
         typer.echo(
             f"mlxtp: {served.model} has a context of {served.context} tokens, of which {application} needs "

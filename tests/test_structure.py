@@ -193,14 +193,15 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
         {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
     ),
     "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
+    "config_commands": frozenset({"client", "commands", "config", "errors", "settings"}),
     "launch": frozenset({"client", "config", "errors", "node"}),
     "terminal": frozenset({"errors"}),
     "logs": frozenset({"api"}),
     "options": frozenset({"settings", "values"}),
     "cli": frozenset(
         {
-            *("commands", "key_commands", "launch", "demo", "logs", "options", "terminal", "plan", "node"),
-            *("cluster", "config", "errors", ""),
+            *("commands", "config_commands", "key_commands", "launch", "demo", "logs", "options"),
+            *("terminal", "plan", "node", "cluster", "config", "errors", "settings", ""),
         }
     ),
     "__main__": frozenset({"cli"}),

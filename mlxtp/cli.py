@@ -9,22 +9,21 @@ import os
 import sys
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 
-from . import __version__, commands, config_commands, demo, key_commands, launch
-from .cluster.identity import Store
-from .config import Settings, resolve_join, resolve_settings
+from . import __version__, commands, completions, config_commands, key_commands, launch
+from .about import about
+from .config import Settings, home_folder, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
-from .logs import log_formatter
-from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
-from .node.epoch import State
+from .interrupts import ending_at_once
 from .options import FLAGS, Home, Join, takes
 from .settings import unknown_variables
 from .terminal import Commands
+
+if TYPE_CHECKING:
+    from .node.agent import Agent
 
 INTERRUPTED = 130
 REMOVED = (
@@ -73,6 +72,8 @@ def demo_command(
     """Try it on this machine alone: start, ask one question, show what took how long, serve until Ctrl-C."""
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
+    with ending_at_once():
+        from . import demo
     with demo.temporary_home() as folder:
         settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
         logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
@@ -84,14 +85,27 @@ def demo_command(
 
 commands.register(app)
 key_commands.register(app)
+completions.register(app)
 config_commands.register(app)
 launch.register(app)
 
 
 @app.command()
-def version(as_json: commands.AsJson = False) -> None:
+def version(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With what else a report should say: packages, system, paths.")
+    ] = False,
+    home: commands.Home = None,
+    as_json: commands.AsJson = False,
+) -> None:
     """Print the version."""
-    print(json.dumps({"version": __version__}) if as_json else __version__)
+    told = about(home_folder(home).resolve()) if verbose else {}
+    if as_json:
+        print(json.dumps({"version": __version__, **told}, ensure_ascii=False))
+    elif verbose:
+        print("\n".join(f"{name + ':':<20} {value}" for name, value in told.items()))
+    else:
+        print(__version__)
 
 
 def _print_version(wanted: bool) -> None:
@@ -112,6 +126,8 @@ def every_command(
 
 
 async def _node(settings: Settings) -> None:
+    from .node.agent import drain_on_signal, running_agent
+
     log = logging.getLogger("mlxtp")
     async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
         drain_on_signal(agent.drain, settings.drain_s)
@@ -128,6 +144,9 @@ async def _node(settings: Settings) -> None:
 
 async def _serve(agent: Agent, settings: Settings) -> None:
     """Until there is nothing more to do. Raises MlxtpError when there never was."""
+    from .cluster.identity import Store
+    from .node.epoch import State
+
     log = logging.getLogger("mlxtp")
     if agent.founded and agent.cluster is not None:
         log.info("another Mac joins with: mlxtp node --join %s", await agent.cluster.issuing.token())
@@ -162,6 +181,8 @@ def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
+    with ending_at_once():
+        from .node.agent import stopped_by_signal
     try:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -173,10 +194,15 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
 
 
 def _log_handler() -> logging.Handler:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
     return RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
 
 
 def _log_to_stderr(log_format: str) -> None:
+    from .logs import log_formatter
+
     if log_format == "text" and sys.stderr.isatty():
         handler, formatter = _log_handler(), logging.Formatter("%(message)s")
     else:

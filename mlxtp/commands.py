@@ -8,7 +8,7 @@ import textwrap
 import webbrowser
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,21 +16,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from . import bench as benching
-from . import doctor as examining
-from . import plan as planning
+from . import completions
 from .client import AgentClient, agent_runs, wait_for_end
-from .cluster import hardware
-from .cluster.identity import Store
-from .cluster.known import KNOWN
-from .cluster.measurements import from_json, measured
-from .cluster.placement import DEFAULT_CONTEXT, Options
-from .cluster.topology import Member
 from .config import home_folder, parse_nodes, parse_seconds
 from .errors import Code, UserError
-from .node.models import find_config, is_hub_id, lasting_name
-from .wire.fabric import FabricResult
-from .wire.machine import Interface, Machine, Port
+
+if TYPE_CHECKING:
+    from .cluster.topology import Member
+    from .wire.fabric import FabricResult
+    from .wire.machine import Machine
 
 Home = Annotated[
     Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
@@ -70,7 +64,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model folder that every Mac has, or an id on the Hugging Face Hub (OWNER/NAME)."
+            help="A model folder that every Mac has, or an id on the Hugging Face Hub (OWNER/NAME).",
+            autocompletion=completions.models,
         ),
     ],
     nodes: Annotated[
@@ -84,6 +79,8 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Say which model the cluster shall serve from now on. Works on any Mac of it."""
+    from .node.models import lasting_name
+
     answer = _agent(home).post("serve", model=lasting_name(model) if model else "", nodes=nodes)
     _print(answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is")
 
@@ -149,7 +146,11 @@ def members(home: Home = None, as_json: AsJson = False) -> None:
 
 def remove(
     node: Annotated[
-        str, typer.Argument(help="Its name, or the beginning of its node id: see `mlxtp cluster members`.")
+        str,
+        typer.Argument(
+            help="Its name, or the beginning of its node id: see `mlxtp cluster members`.",
+            autocompletion=completions.members,
+        ),
     ],
     home: Home = None,
     as_json: AsJson = False,
@@ -170,6 +171,8 @@ def leave(
     as_json: AsJson = False,
 ) -> None:
     """Take this Mac out of its cluster. A running agent tells the others, and ends."""
+    from .cluster.identity import Store
+
     folder = _home(home)
     try:
         answer = AgentClient(folder).post("leave", force="yes" if force else "")
@@ -196,6 +199,7 @@ def plan(
             metavar="M",
             help="A model folder, its config.json, an id on the Hugging Face Hub, or a name that is known "
             "here, such as llama-3.3-70b-4bit; any other word lists them.",
+            autocompletion=completions.planned,
         ),
     ],
     nodes: Annotated[
@@ -218,7 +222,7 @@ def plan(
         typer.Option(
             metavar="TOKENS",
             help="Most tokens of prompt and answer.",
-            show_default=f"{DEFAULT_CONTEXT}, or the model's own if that is less",
+            show_default="8192, or the model's own if that is less",
         ),
     ] = 0,
     fast_fences: Annotated[
@@ -228,11 +232,18 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show which Macs could serve a model, how fast, and why. Nothing is started."""
+    from . import plan as planning
+    from .cluster.known import KNOWN
+    from .cluster.measurements import measured
+    from .cluster.placement import Options
+    from .node.models import find_config, is_hub_id
+
     if not model.strip():
         raise UserError("which model? A folder, an id on the Hub, or a known name: `mlxtp plan --help`")
     number = parse_nodes(spread, "--spread")
     wanted: str | int = int(number) if number.isdecimal() else number
-    coordinator, results = "", tuple[FabricResult, ...]()
+    coordinator = ""
+    results: tuple[FabricResult, ...] = ()
     if nodes is not None:
         found = planning.read_nodes_file(nodes)
     else:
@@ -259,6 +270,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure the group that serves, while it has no requests. Plans count with what was found."""
+    from . import bench as benching
+
     if not fabric:
         raise UserError("what shall be measured? `mlxtp bench --fabric` times the group's collectives")
     answer = AgentClient(_home(home), _BENCH_S).post("bench/fabric")
@@ -284,6 +297,8 @@ def doctor(
 
     Needs no agent; a running one is asked for what other members keep.
     """
+    from . import doctor as examining
+
     if not postmortem:
         raise UserError("what should be looked at? `mlxtp doctor --postmortem`: the newest failure here")
     found_home = _home(home)
@@ -305,6 +320,10 @@ def doctor(
 
 def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:
     """The machines of the cluster, or this one alone when no agent runs; who leads; what was measured."""
+    from .cluster import hardware
+    from .cluster.measurements import from_json
+    from .cluster.topology import Member
+
     try:
         told = AgentClient(home).get("plan")
     except UserError:
@@ -318,6 +337,8 @@ def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResu
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:
+    from .wire.machine import Interface, Machine, Port
+
     interfaces = tuple(Interface(**each) for each in fields["interfaces"])
     ports = tuple(Port(**each) for each in fields["ports"])
     rest = {**fields, "interfaces": interfaces, "ports": ports, "notes": tuple(fields["notes"])}
@@ -368,6 +389,8 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
             spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
             lines.append(f"wanted: {escape(wanted['model'])}{spread}")
         if answer["world_size"] > 1 and answer["state"] == "ready":
+            from . import bench as benching
+
             known = answer["fabric"]
             said = benching.summary(known) if known else "speed assumed; `mlxtp bench --fabric` measures it"
             lines.append(f"fabric: {said}")

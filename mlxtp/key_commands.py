@@ -16,6 +16,7 @@ from rich.table import Table
 
 from .client import AgentClient
 from .commands import AsJson
+from .completions import keys
 from .config import home_folder
 from .errors import UserError
 from .node.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile
@@ -79,7 +80,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 
 
 def revoke(
-    name: Annotated[str, typer.Argument(help="The key's name: see `mlxtp key list`.")],
+    name: Annotated[str, typer.Argument(help="The key's name: see `mlxtp key list`.", autocompletion=keys)],
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:

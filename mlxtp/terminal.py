@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
 from .errors import Code, MlxtpError
 
 REFUSED = 1
+VARIABLE = "_MLXTP_COMPLETE"
 
 
 class Commands(TyperGroup):
@@ -35,6 +38,8 @@ class Commands(TyperGroup):
     ) -> Any:
         """Run what `args` say and end the process."""
         given = sys.argv[1:] if args is None else list(args)
+        if VARIABLE in os.environ:  # a shell asks how a word goes on
+            completion_init()
         as_json = "--json" in given
         try:
             status = super().main(

@@ -291,7 +291,7 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         other: Any = SimpleNamespace(over=never)
         yield Agent(supervisor, "", other, other, over, other)
 
-    monkeypatch.setattr(cli, "running_agent", ended)
+    monkeypatch.setattr("mlxtp.node.agent.running_agent", ended)
     settings = resolve_settings({"home": tmp_path}, {})
     with caplog.at_level(logging.INFO, logger="mlxtp"):
         asyncio.run(cli._node(settings))

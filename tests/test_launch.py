@@ -168,6 +168,9 @@ def test_what_is_printed_does_the_same_in_a_shell(agent: Agent) -> None:
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "it's a key"
     assert environment["ANTHROPIC_BASE_URL"] == agent.url
     assert "ANTHROPIC_API_KEY" not in environment
+    as_json = json.loads(agent.launch("claude", "--print", "--json", "--key", "it's a key").stdout)
+    assert as_json["variables"]["ANTHROPIC_AUTH_TOKEN"] == "it's a key"
+    assert as_json["variables"]["ANTHROPIC_API_KEY"] is None
 
 
 @pytest.mark.parametrize("place", APPLICATIONS["claude"].elsewhere)

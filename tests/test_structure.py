@@ -190,9 +190,11 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "postmortem": frozenset({"errors"}),
     "doctor": frozenset({"postmortem", "errors"}),
     "commands": frozenset(
-        {"plan", "bench", "client", "doctor", "node", "cluster", "config", "errors", "wire"}
+        {"plan", "bench", "client", "completions", "doctor", "node", "cluster", "config", "errors", "wire"}
     ),
-    "key_commands": frozenset({"client", "commands", "config", "errors", "node"}),
+    "key_commands": frozenset({"client", "commands", "completions", "config", "errors", "node"}),
+    "about": frozenset({"client", ""}),
+    "completions": frozenset({"client", "cluster", "config", "errors", "node"}),
     "config_commands": frozenset({"client", "commands", "config", "errors", "settings"}),
     "launch": frozenset({"client", "config", "errors", "node"}),
     "terminal": frozenset({"errors"}),
@@ -200,11 +202,23 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "options": frozenset({"settings", "values"}),
     "cli": frozenset(
         {
-            *("commands", "config_commands", "key_commands", "launch", "demo", "logs", "options"),
-            *("terminal", "plan", "node", "cluster", "config", "errors", "settings", ""),
+            *("commands", "config_commands", "key_commands", "launch", "demo", "logs", "options", "about"),
+            *(
+                "completions",
+                "interrupts",
+                "terminal",
+                "plan",
+                "node",
+                "cluster",
+                "config",
+                "errors",
+                "settings",
+                "",
+            ),
         }
     ),
-    "__main__": frozenset({"cli"}),
+    "interrupts": frozenset(),
+    "__main__": frozenset({"cli", "interrupts"}),
     "": frozenset(),
 }
 """For each part of the package, the parts it may know; the package itself, with its version, is ""."""

@@ -16,7 +16,7 @@ import typer
 from . import __version__, commands, completions, config_commands, key_commands, launch
 from .about import about
 from .config import Settings, home_folder, resolve_join, resolve_settings
-from .errors import GroupError, MlxtpError
+from .errors import Exit, GroupError, MlxtpError
 from .interrupts import ending_at_once
 from .options import FLAGS, Home, Join, takes
 from .settings import unknown_variables
@@ -25,7 +25,6 @@ from .terminal import Commands
 if TYPE_CHECKING:
     from .node.agent import Agent
 
-INTERRUPTED = 130
 REMOVED = (
     "another member removed this Mac from its cluster. To bring it back, here: `mlxtp cluster leave`, then "
     "`mlxtp node --join TOKEN`, with a new token from `mlxtp token` on a member"
@@ -78,7 +77,9 @@ def demo_command(
         settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
         logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
         view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
-        outcome = _run(demo.run(settings, prompt, view, once=once), interrupted=INTERRUPTED if once else 0)
+        outcome = _run(
+            demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
+        )
     if as_json and outcome is not None:
         print(json.dumps(outcome, ensure_ascii=False))
 
@@ -187,7 +188,7 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+        raise typer.Exit(Exit.REFUSED) from None
     if by_signal and interrupted:
         raise typer.Exit(interrupted)
     return outcome

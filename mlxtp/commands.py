@@ -19,7 +19,7 @@ from rich.text import Text
 from . import completions
 from .client import AgentClient, agent_runs, wait_for_end
 from .config import home_folder, parse_nodes, parse_seconds
-from .errors import Code, UserError
+from .errors import Code, Exit, UserError
 
 if TYPE_CHECKING:
     from .cluster.topology import Member
@@ -259,7 +259,7 @@ def plan(
     shaped = model if known else find_config(model)
     made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
     if made.chosen is None:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.REFUSED)
 
 
 def bench(

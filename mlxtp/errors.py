@@ -18,7 +18,7 @@ Each carries a `Code`, which is what travels in Error frames, HTTP bodies and lo
 from __future__ import annotations
 
 import errno
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 class Code(StrEnum):
@@ -74,6 +74,15 @@ class Code(StrEnum):
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     KEY_INVALID = "invalid_api_key"
     RATE_LIMITED = "rate_limit_exceeded"
+
+
+class Exit(IntEnum):
+    """How a command of `mlxtp` ends; `docs/commands.md` explains them."""
+
+    DONE = 0
+    REFUSED = 1
+    MISTYPED = 2
+    INTERRUPTED = 130
 
 
 _EXIT_STATUS_BASE = 64

@@ -14,9 +14,8 @@ from rich.markup import escape
 from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
-from .errors import Code, MlxtpError
+from .errors import Code, Exit, MlxtpError
 
-REFUSED = 1
 VARIABLE = "_MLXTP_COMPLETE"
 
 
@@ -24,7 +23,7 @@ class Commands(TyperGroup):
     """The `mlxtp` command, whose errors go to stderr in words.
 
     With --json they go to stdout, where the answer would stand: {"error": {"code", "message"}}, and nothing
-    else. The exit status is the same: 1 for what is refused, 2 for what was typed wrong.
+    else. The exit status (`Exit`) is the same.
     """
 
     def main(
@@ -55,7 +54,7 @@ class Commands(TyperGroup):
                 _print_json(error.code, error.detail)
             else:
                 _print_red(error.detail)
-            sys.exit(REFUSED)
+            sys.exit(Exit.REFUSED)
         except typer.TyperException as mistyped:
             _print_json(Code.CONFIG, mistyped.format_message())
             sys.exit(mistyped.exit_code)

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are read off the code: docs/settings.md.
+"""Writes the pages of docs/ that are read off the code: docs/settings.md and docs/commands.md.
 
     python scripts/reference.py
 
@@ -7,10 +7,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from mlxtp.settings import CLUSTER, ENDPOINT, GENERAL, LIMITS, OTHER_VARIABLES, SETTINGS, TUNING, Setting
+from typer.main import get_command
+
+from mlxtp.cli import app
+from mlxtp.errors import Exit
+from mlxtp.settings import (
+    BY_KEY,
+    CLUSTER,
+    ENDPOINT,
+    GENERAL,
+    LIMITS,
+    OTHER_VARIABLES,
+    SETTINGS,
+    TUNING,
+    Setting,
+)
 
 DOCS = Path(__file__).parents[1] / "docs"
 GENERATED = "<!-- Written by scripts/reference.py. -->"
@@ -95,7 +110,89 @@ def _flag(setting: Setting) -> str:
     return f"`{' '.join(filter(None, (name, setting.metavar)))}`{often}" if setting.option else ""
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"settings.md": settings_page}
+COMMANDS_HEAD = """# Commands
+
+{generated}
+
+`mlxtp COMMAND --help` says the same in a terminal. Words mean the same everywhere:
+
+- `--home DIR` names an agent that was started with a `--home`; `MLXTP_HOME` does it for every command.
+- `--json` prints one JSON object on stdout and nothing else there (`status --watch` one a line). Where a command
+  cannot do what it was asked, that is `{{"error": {{"code": …, "message": …}}}}`; [errors.md](errors.md) has the codes.
+- Without `--json`, what was asked for goes to stdout, and all else, such as errors and progress, to stderr.
+- A command that asks the agent says so when none runs, and how to start one; the code is `not_ready`.
+
+| exit status | meaning |
+|---|---|
+{statuses}
+A rank process, which nobody starts by hand, has statuses of its own: [errors.md](errors.md).
+"""
+
+STATUSES: Mapping[Exit, str] = {
+    Exit.DONE: "done; also `node`, `demo`, `chat` and `status --watch` that were ended by Ctrl-C, as they are meant to be",
+    Exit.REFUSED: "it could not be done, for a reason that was said: no agent runs, a setting is wrong, no plan is possible",
+    Exit.MISTYPED: "the command or an option was typed wrong",
+    Exit.INTERRUPTED: "ended by Ctrl-C before it was done",
+}
+
+
+SETTINGS_ARE_OPTIONS = {
+    "mlxtp node": "Every setting is an option too: [settings.md](settings.md).",
+    "mlxtp demo": "The settings `--model`, `--http` and `--ranks` are options too: [settings.md](settings.md).",
+}
+
+
+def commands_page() -> str:
+    """docs/commands.md."""
+    statuses = "".join(f"| {status:d} | {STATUSES[status]} |\n" for status in Exit)
+    parts = [COMMANDS_HEAD.format(generated=GENERATED, statuses=statuses)]
+    parts += [_command(words, command) for words, command in _leaves(get_command(app), "mlxtp")]
+    return "\n".join(parts)
+
+
+def _leaves(command: Any, words: str) -> Iterator[tuple[str, Any]]:
+    below = getattr(command, "commands", {})
+    if not below:
+        yield words, command
+    for name, each in below.items():
+        yield from _leaves(each, f"{words} {name}")
+
+
+def _command(words: str, command: Any) -> str:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [
+        each
+        for each in command.params
+        if each.param_type_name == "option"
+        and each.opts != ["--help"]
+        and not (words in SETTINGS_ARE_OPTIONS and each.name in BY_KEY)
+    ]
+    usage = [words, *map(_argument, arguments), "[OPTIONS]" if options else ""]
+    parts = [f"## {words}\n", f"`{' '.join(filter(None, usage))}`\n", f"{command.help.strip()}\n"]
+    if words in SETTINGS_ARE_OPTIONS:
+        parts.append(f"{SETTINGS_ARE_OPTIONS[words]}\n")
+    rows = [f"| `{_cell(_argument(each))}` | {_cell(each.help)} |" for each in arguments]
+    rows += [f"| `{_cell(_named(each))}` | {_cell(each.help)} |" for each in options]
+    if rows:
+        parts.append("| | |\n|---|---|\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _argument(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _named(option: Any) -> str:
+    metavar = "" if option.is_flag else option.metavar or ("DIR" if option.name == "home" else "TEXT")
+    return f"{option.opts[0]} {metavar}".strip()
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+PAGES: Mapping[str, Callable[[], str]] = {"settings.md": settings_page, "commands.md": commands_page}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import __version__, commands, completions, config_commands, key_commands, launch
+from . import __version__, chat, commands, completions, config_commands, key_commands, launch
 from .about import about
 from .config import Settings, home_folder, resolve_join, resolve_settings
 from .errors import Exit, GroupError, MlxtpError
@@ -87,6 +87,7 @@ def demo_command(
 commands.register(app)
 key_commands.register(app)
 completions.register(app)
+chat.register(app)
 config_commands.register(app)
 launch.register(app)
 

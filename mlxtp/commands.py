@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import textwrap
 import webbrowser
 from collections.abc import Iterable, Mapping
@@ -55,8 +56,24 @@ def register(app: typer.Typer) -> None:
     app.add_typer(cluster, name="cluster")
 
 
-def status(home: Home = None, as_json: AsJson = False) -> None:
+def status(
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on showing it, with speed and requests, until Ctrl-C.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what runs now: the model, on which Macs, and every member of the cluster."""
+    if watch:
+        from . import watch as watching
+
+        if as_json:
+            watching.tell(_home(home))
+        elif sys.stdout.isatty():
+            watching.watch(_home(home))
+        else:
+            raise typer.BadParameter("--watch needs a terminal; with --json it prints one object a line")
+        return
     _print(_agent(home).get("status"), as_json, _show_status)
 
 

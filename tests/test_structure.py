@@ -183,18 +183,25 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "engine": frozenset({"wire", "errors"}),
     "api": frozenset({"errors"}),
     "node": frozenset({"api", "cluster", "wire", "config", "errors"}),
-    "demo": frozenset({"node", "api", "client", "config", "errors"}),
+    "demo": frozenset({"node", "asking", "client", "config"}),
+    "asking": frozenset({"errors"}),
+    "markdown": frozenset(),
+    "chat": frozenset({"asking", "client", "commands", "completions", "config", "errors", "markdown"}),
     "plan": frozenset({"cluster", "config", "errors"}),
     "bench": frozenset({"cluster"}),
-    "client": frozenset({"errors"}),
+    "client": frozenset({"asking", "errors"}),
     "postmortem": frozenset({"errors"}),
     "doctor": frozenset({"postmortem", "errors"}),
     "commands": frozenset(
-        {"plan", "bench", "client", "completions", "doctor", "node", "cluster", "config", "errors", "wire"}
+        {
+            *("plan", "bench", "client", "completions", "doctor", "node", "watch"),
+            *("cluster", "config", "errors", "wire"),
+        }
     ),
     "key_commands": frozenset({"client", "commands", "completions", "config", "errors", "node"}),
     "about": frozenset({"client", ""}),
     "completions": frozenset({"client", "cluster", "config", "errors", "node"}),
+    "watch": frozenset({"client", "errors"}),
     "config_commands": frozenset({"client", "commands", "config", "errors", "settings"}),
     "launch": frozenset({"client", "config", "errors", "node"}),
     "terminal": frozenset({"errors"}),
@@ -202,19 +209,9 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "options": frozenset({"settings", "values"}),
     "cli": frozenset(
         {
-            *("commands", "config_commands", "key_commands", "launch", "demo", "logs", "options", "about"),
-            *(
-                "completions",
-                "interrupts",
-                "terminal",
-                "plan",
-                "node",
-                "cluster",
-                "config",
-                "errors",
-                "settings",
-                "",
-            ),
+            *("commands", "config_commands", "key_commands", "launch", "demo", "chat", "logs", "options"),
+            *("about", "completions", "interrupts", "terminal", "node", "cluster", "config", "errors"),
+            *("settings", ""),
         }
     ),
     "interrupts": frozenset(),

@@ -77,7 +77,8 @@ def ask(connection: http.client.HTTPConnection, key: str, body: Mapping[str, Any
     try:
         with contextlib.closing(connection):
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            yield from _pieces(connection.getresponse())
+            with connection.getresponse() as response:  # or it would keep the socket, and the answer going
+                yield from _pieces(response)
     except BrokenPipeError:  # whoever reads our output has left
         raise
     except (OSError, http.client.HTTPException) as error:

@@ -170,32 +170,36 @@ class Screen:
         self._console.print(Text.assemble((served, "cyan"), "   /help lists what there is, Ctrl-D leaves"))
         with suppress(ImportError):
             import readline  # noqa: F401  # from now on lines can be edited, and the arrows find earlier ones
-        while (line := self._read()) is not None:
-            text = line.strip()
-            if text.startswith("/") and line.startswith("/"):
-                if not self._obey(text):
+        while True:
+            try:
+                line = self._read()
+                self._stopped = False
+                if not self._turn(line):
                     return
-            elif text:
-                self._answer(text)
+            except EOFError:
+                self._console.print()
+                return
+            except KeyboardInterrupt:
+                self._console.print()
+                if self._stopped:
+                    return
+                self._stopped = True
+                self._say("Ctrl-C again, or Ctrl-D, leaves")
 
-    def _read(self) -> str | None:
-        """What was typed; empty after a first Ctrl-C, None to leave."""
-        try:
-            line = input(PROMPT)
-            if line.startswith(QUOTES):
-                line = self._read_quoted(line.removeprefix(QUOTES))
-            self._stopped = False
-            return line.encode(errors="replace").decode()
-        except EOFError:
-            self._console.print()
-            return None
-        except KeyboardInterrupt:
-            self._console.print()
-            if self._stopped:
-                return None
-            self._stopped = True
-            self._say("Ctrl-C again, or Ctrl-D, leaves")
-            return ""
+    def _turn(self, line: str) -> bool:
+        """What comes of a line. False: leave."""
+        if line.startswith("/"):
+            return self._obey(line.strip())
+        if text := line.strip():
+            self._answer(text)
+        return True
+
+    def _read(self) -> str:
+        """What was typed."""
+        line = input(PROMPT)
+        if line.startswith(QUOTES):
+            line = self._read_quoted(line.removeprefix(QUOTES))
+        return line.encode(errors="replace").decode()
 
     def _read_quoted(self, first: str) -> str:
         lines = [first]

@@ -124,8 +124,8 @@ def _speed(moment: Moment) -> Text:
 
 def _nodes(moment: Moment) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "state", "rank", "phase", "memory", "KV", "step", ""):
-        table.add_column(column, justify="right" if column in ("rank", "memory", "KV", "step") else "left")
+    for column in ("name", "state", "rank", "phase", "memory", "step", ""):
+        table.add_column(column, justify="right" if column in ("rank", "memory", "step") else "left")
     for node in moment["nodes"]:
         roles = {"this Mac": node["self"], "coordinator": node["coordinator"]}
         roles["about to stop"] = node["draining"]
@@ -144,12 +144,11 @@ def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...
             str(rank["rank"]),
             rank["phase"] or "",
             _bytes(rank["memory_bytes"]),
-            _bytes(rank["kv_bytes"]),
             f"{rank['step_us'] / 1000:.1f} ms" if rank["step_us"] else "",
         )
         for rank in ranks
         if rank["node"] == node
-    ] or [("", "", "", "", "")]
+    ] or [("", "", "", "")]
 
 
 def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:

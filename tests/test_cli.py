@@ -265,6 +265,12 @@ def test_what_is_set_reaches_the_ranks(tmp_path: Path) -> None:
             answer = ask(max_tokens=64).json()
             assert answer["choices"][0]["message"]["content"] == ORACLE
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        home = ("--home", str(tmp_path))
+        assert mlxtp("chat", *home, typed=f"Repeat exactly: {ORACLE}").stdout == f"{ORACLE}\n"
+        started_with = json.loads(mlxtp("config", "show", "--json", *home).stdout)["agent"]
+        assert started_with["max_context"] == {"value": 200, "origin": "--max-context"}
+        assert started_with["compiled"] == {"value": False, "origin": "--no-compiled"}
+        assert "alone" not in started_with  # which both have from the variable
         refused = ask(max_tokens=199)
         assert refused.status_code == 400
         assert "200" in refused.json()["error"]["message"]

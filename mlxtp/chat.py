@@ -14,8 +14,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
 from rich.text import Text
 
 from . import completions
@@ -269,6 +267,9 @@ class Screen:
 
     def _draw(self, pieces: Iterator[Piece], answer: Answer) -> None:
         """On one that can draw again what has changed."""
+        from rich.live import Live
+        from rich.spinner import Spinner
+
         from .markdown import Drawn, settled
 
         standing, drawn_at, waits = 0, 0.0, Spinner("line", "")

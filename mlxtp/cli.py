@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -128,6 +127,8 @@ def every_command(
 
 
 async def _node(settings: Settings) -> None:
+    import asyncio
+
     from .node.agent import drain_on_signal, running_agent
 
     log = logging.getLogger("mlxtp")
@@ -146,6 +147,8 @@ async def _node(settings: Settings) -> None:
 
 async def _serve(agent: Agent, settings: Settings) -> None:
     """Until there is nothing more to do. Raises MlxtpError when there never was."""
+    import asyncio
+
     from .cluster.identity import Store
     from .node.epoch import State
 
@@ -184,6 +187,8 @@ def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
     with ending_at_once():
+        import asyncio
+
         from .node.agent import stopped_by_signal
     try:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import textwrap
@@ -337,6 +336,8 @@ def doctor(
 
 def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:
     """The machines of the cluster, or this one alone when no agent runs; who leads; what was measured."""
+    import asyncio
+
     from .cluster import hardware
     from .cluster.measurements import from_json
     from .cluster.topology import Member

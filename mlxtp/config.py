@@ -155,7 +155,7 @@ def resolve_settings(
             for setting in SETTINGS
             if (value := environment.get(setting.variable))
         }
-        | {key: Given(value, BY_KEY[key].option) for key, value in flags.items() if key in BY_KEY}
+        | {key: Given(value, BY_KEY[key].typed(value)) for key, value in flags.items() if key in BY_KEY}
     )
     values: dict[str, Any] = {}
     limits: dict[str, Any] = {}

@@ -87,6 +87,10 @@ class Setting:
             return ""
         return f"--{(self.flag or self.key).replace('_', '-')}"
 
+    def typed(self, value: object) -> str:
+        """Its flag, as it was typed for this value."""
+        return f"--no-{self.option[2:]}" if value is False else self.option
+
     @property
     def variable(self) -> str:
         """Its environment variable."""

@@ -106,7 +106,7 @@ def _row(setting: Setting) -> str:
 
 def _flag(setting: Setting) -> str:
     often = ", may be repeated" if setting.repeatable else ""
-    name = f"--no-{setting.option[2:]}" if setting.default is True else setting.option
+    name = setting.typed(setting.default is not True)
     return f"`{' '.join(filter(None, (name, setting.metavar)))}`{often}" if setting.option else ""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,8 @@ MORE = "... "
 QUOTES = '"""'
 REDRAW_S = 0.1
 """How often an answer that is being written is drawn, at most."""
+SHARE = 10
+"""Drawing takes one part of so many of the time: a Mac that answers has better things to do."""
 MEASURED_S = 0.1
 """An answer that came faster says nothing of the speed: it may have come at once."""
 COMMANDS = {
@@ -72,7 +75,9 @@ def chat(
 ) -> None:
     """Talk to the model that is served here. Needs no API key.
 
-    Ctrl-C stops an answer; twice, it leaves. /help lists what else there is. Nothing that is said is kept.
+    Ctrl-C stops an answer; twice, it leaves. /system TEXT says how to answer, /clear forgets what was said,
+    /save FILE writes it to a new file, /quit leaves; the arrows find what was typed before. Without /save
+    nothing is kept.
     """
     options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     talk = Talk(home_folder(home).resolve(), {k: v for k, v in options.items() if v is not None}, system)
@@ -268,31 +273,36 @@ class Screen:
     def _draw(self, pieces: Iterator[Piece], answer: Answer) -> None:
         """On one that can draw again what has changed."""
         from rich.live import Live
-        from rich.spinner import Spinner
 
         from .markdown import Drawn, settled
 
-        standing, drawn_at, waits = 0, 0.0, Spinner("line", "")
-        with Live(waits, console=self._console, transient=True, refresh_per_second=8) as live:
-            try:
-                for piece in pieces:
-                    now = time.monotonic()
-                    answer.hear(piece, now)
-                    if not answer.text:
-                        waits.update(text=Text(_waiting(piece, answer), "dim"))
-                        continue
+        self._await_text(pieces, answer)
+        standing, draw_at = 0, 0.0
+        try:
+            with Live(console=self._console, transient=True, auto_refresh=False) as live:
+                for piece in chain([Piece()], pieces):
+                    answer.hear(piece, time.monotonic())
                     end = standing + settled(answer.text[standing:])
                     if end > standing:
+                        live.update("")
                         self._console.print(Drawn(answer.text[standing:end]), "")
                         standing = end
-                    if now - drawn_at >= REDRAW_S:
-                        drawn_at = now
-                        live.update(Drawn(answer.text[standing:], self._console.size.height - 2))
-            finally:
-                live.update("")
-                live.stop()
-                if answer.text[standing:].strip():
-                    self._console.print(Drawn(answer.text[standing:]), end="")
+                    if (began := time.monotonic()) >= draw_at:
+                        live.update(Drawn(answer.text[standing:], self._console.height - 2), refresh=True)
+                        ended = time.monotonic()
+                        draw_at = ended + max(REDRAW_S, SHARE * (ended - began))
+        finally:
+            if answer.text[standing:].strip():
+                self._console.print(Drawn(answer.text[standing:]), end="")
+
+    def _await_text(self, pieces: Iterator[Piece], answer: Answer) -> None:
+        """Show that something is on its way, until there is a first text, or no more of anything."""
+        with self._console.status("", spinner="line") as shown:
+            for piece in pieces:
+                answer.hear(piece, time.monotonic())
+                if answer.text:
+                    return
+                shown.update(Text(_waiting(piece, answer), "dim"))
 
     def _say(self, text: str) -> None:
         self._console.print(Text(text, "dim"))
@@ -308,8 +318,8 @@ def _waiting(piece: Piece, answer: Answer) -> str:
 
 
 def _speed(answer: Answer) -> str:
-    parts = [f"{answer.tokens} tokens"]
-    if answer.last_at - (answer.first_at or 0.0) >= MEASURED_S:
+    parts = [f"{answer.tokens} tokens"] if answer.tokens else []
+    if answer.tokens and answer.last_at - (answer.first_at or 0.0) >= MEASURED_S:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
     if answer.first_at is not None:
         parts.append(f"first token after {answer.ttft_s * 1000:.0f} ms")

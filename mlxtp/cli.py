@@ -84,9 +84,9 @@ def demo_command(
 
 
 commands.register(app)
+chat.register(app)
 key_commands.register(app)
 completions.register(app)
-chat.register(app)
 config_commands.register(app)
 launch.register(app)
 

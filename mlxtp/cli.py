@@ -53,6 +53,8 @@ def node(join: Join = None, home: Home = None, **flags: object) -> None:
         raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
     _log_to_stderr(settings.log_format)
+    for warning in unknown_variables(tuple(os.environ)):
+        logging.getLogger("mlxtp").warning("%s", warning)
     _run(_node(settings))
 
 
@@ -117,13 +119,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def every_command(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint."""
-    for warning in unknown_variables(tuple(os.environ)):
-        print(f"mlxtp: {warning}", file=sys.stderr)
+    if context.invoked_subcommand != node.__name__:  # which writes a log
+        for warning in unknown_variables(tuple(os.environ)):
+            print(f"mlxtp: {warning}", file=sys.stderr)
 
 
 async def _node(settings: Settings) -> None:

@@ -218,10 +218,11 @@ def home_folder(
 ) -> Path:
     """The home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file."""
     environment = os.environ if environment is None else environment
-    return Path(str(flag or environment.get("MLXTP_HOME") or default or _default_home())).expanduser()
+    return Path(str(flag or environment.get("MLXTP_HOME") or default or default_home())).expanduser()
 
 
-def _default_home() -> Path:
+def default_home() -> Path:
+    """The home of this user's agent, unless told otherwise."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))

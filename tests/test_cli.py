@@ -309,7 +309,7 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
 def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "node", "--home", str(tmp_path), *ANY_PORT, "--log-format", "json"],
-        env=alone(),
+        env=alone() | {"MLXTP_MODLE": "x"},
         stderr=subprocess.PIPE,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -327,6 +327,8 @@ def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> Non
 
     try:
         ready = read_until(lambda line: line["message"].startswith("ready"))
+        warned = [line["message"] for line in lines if line["level"] == "warning"]
+        assert "MLXTP_MODLE means nothing here; did you mean MLXTP_MODEL?" in warned
         url = ready["message"].split(" at ")[1].removesuffix("/v1")
         headers = {"x-request-id": "from-a-test"}
         body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}]}

@@ -258,7 +258,7 @@ class Screen:
             self._complain(error.detail)
         if note:
             self._say(note)
-        if note or answer.text:
+        if answer.text:
             self._talk.said(text, answer.text)
 
     def _write(self, pieces: Iterator[Piece], answer: Answer) -> None:

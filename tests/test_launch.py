@@ -26,7 +26,7 @@ from mlxtp.node.api_keys import KeyFile
 from mlxtp.node.endpoint import open_endpoint
 
 from .api.test_admin import KEY, FakeAdmin
-from .cluster import WAIT_S
+from .cluster import WAIT_S, until
 
 MODEL = "org/model-70b"
 STATUS = {"state": "ready", "reason": "", "model": MODEL}
@@ -239,6 +239,7 @@ def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
         )
         wrong = refusal(agent.launch("claude", MLXTP_KEY=f"{key}x"))
         assert wrong.startswith("mlxtp: the endpoint does not take this API key")
+        until(lambda: agent.launch("claude", MLXTP_KEY=key).returncode == 7, "the agent to see the new key")
         told = json.loads(agent.launch("claude", MLXTP_KEY=key).stdout)
     assert made.name == "laptop"
     assert told["environment"]["ANTHROPIC_AUTH_TOKEN"] == key

@@ -3,7 +3,7 @@
 # make lint     ruff and strict types            make bench   benchmarks, one table
 # make fuzz     inputs that reach new code of everything that reads what others wrote (Linux)
 # make images   the pictures of the page in docs/images, by the system's Chromium
-# make reference  docs/wire.md, from the tables of messages
+# make reference  the pages of docs/ that are read off the code: settings, commands, messages
 # make package  wheel, source archive and Homebrew formula in dist/, tried in a fresh environment
 # make fresh    `make demo` as on a new machine, with Python alone and, if UV names one, with uv alone
 # make soak     an hour of mixed load while ranks and agents fail; SOAK_ARGS="--minutes 5" for less
@@ -66,7 +66,7 @@ images: setup
 	$(BIN)/python scripts/images.py
 
 reference: setup
-	$(BIN)/python scripts/wire_reference.py
+	$(BIN)/python -m scripts.reference
 
 package: setup
 	sh packaging/package.sh $(BIN)/python

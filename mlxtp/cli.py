@@ -2,67 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
 import sys
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 
-from . import __version__, commands, demo, doctor_commands, key_commands, launch, service_commands
-from .cluster.identity import Store
-from .config import Settings, resolve_join, resolve_settings
-from .errors import MISTYPED, ConfigError, GroupError, MlxtpError
-from .logs import RotatingLog, log_formatter, shorten_stderr
-from .node.agent import Agent, drain_on_signal, running_agent, stopped_by_signal
-from .node.epoch import State
-from .options import (
-    Agreement,
-    AllowedHost,
-    AllowedOrigin,
-    Alone,
-    ApiKeys,
-    Backend,
-    Bonjour,
-    Compiled,
-    Control,
-    DraftModel,
-    Drained,
-    FastFences,
-    Home,
-    Http,
-    HttpCert,
-    HttpKey,
-    HttpTls,
-    Interface,
-    Join,
-    KeepAwake,
-    KvBits,
-    KvBytes,
-    LoadOnRequest,
-    LogFile,
-    LogFormat,
-    MaxContext,
-    Model,
-    Name,
-    Nodes,
-    Peer,
-    PrefixCache,
-    Ranks,
-    Rdma,
-    Spare,
-    Speculation,
-    settings_of,
+from . import (
+    __version__,
+    chat,
+    commands,
+    completions,
+    config_commands,
+    doctor_commands,
+    key_commands,
+    launch,
+    service_commands,
 )
+from .about import about
+from .config import Settings, home_folder, resolve_join, resolve_settings
+from .errors import ConfigError, Exit, GroupError, MlxtpError
+from .interrupts import ending_at_once
+from .options import FLAGS, Home, Join, takes
+from .settings import unknown_variables
 from .terminal import Commands
 
-INTERRUPTED = 130
+if TYPE_CHECKING:
+    from .node.agent import Agent
+
 REMOVED = (
     "another member removed this Mac from its cluster. To bring it back, here: `mlxtp cluster leave`, then "
     "`mlxtp node --join TOKEN`, with a new token from `mlxtp token` on a member"
@@ -77,54 +48,20 @@ app = typer.Typer(
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
-def node(
-    join: Join = None,
-    alone: Alone = None,
-    name: Name = None,
-    control: Control = None,
-    interface: Interface = None,
-    peer: Peer = None,
-    discovery: Bonjour = None,
-    nodes: Nodes = None,
-    backend: Backend = None,
-    fast_fences: FastFences = None,
-    rdma: Rdma = None,
-    keep_awake: KeepAwake = None,
-    ranks: Ranks = None,
-    model: Model = None,
-    http: Http = None,
-    home: Home = None,
-    drain: Drained = None,
-    load_on_request: LoadOnRequest = None,
-    log_format: LogFormat = None,
-    log_file: LogFile = None,
-    agreement: Agreement = None,
-    max_context: MaxContext = None,
-    kv_bits: KvBits = None,
-    kv_bytes: KvBytes = None,
-    draft_model: DraftModel = None,
-    speculation: Speculation = None,
-    prefix_cache: PrefixCache = None,
-    compiled: Compiled = None,
-    spare: Spare = None,
-    api_keys: ApiKeys = None,
-    allowed_host: AllowedHost = None,
-    allowed_origin: AllowedOrigin = None,
-    http_cert: HttpCert = None,
-    http_key: HttpKey = None,
-    http_tls: HttpTls = None,
-) -> None:
+@takes(*FLAGS)
+def node(join: Join = None, home: Home = None, **flags: object) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
 
     On the first Mac `mlxtp node` founds a cluster, and prints the command for the next one.
     """
-    flags = settings_of(locals())
-    if log_file is not None:
+    if flags["log_file"] is not None:
+        from .logs import shorten_stderr
+
         shorten_stderr()
     try:
-        settings = _settings(flags)
+        settings = _settings({"home": home, **flags})
     except ConfigError as error:
-        error.exit_status = MISTYPED  # nobody has to start it again before that is corrected
+        error.exit_status = Exit.MISTYPED  # nobody has to start it again before that is corrected
         raise
     join = resolve_join(join, _read_token)
     several = settings.ranks > 1
@@ -134,6 +71,8 @@ def node(
         raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
     settings = replace(settings, cluster=not (settings.alone or several), join=join)
     _log(settings.log_format, settings.log_file)
+    for warning in unknown_variables(tuple(os.environ)):
+        logging.getLogger("mlxtp").warning("%s", warning)
     try:
         _run(_node(settings))
     except MlxtpError as error:
@@ -143,41 +82,58 @@ def node(
 
 
 @app.command(name="demo")
+@takes("model", "http", "ranks")
 def demo_command(
-    ranks: Ranks = None,
-    model: Model = None,
-    http: Http = None,
     home: Home = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
     once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --once: print one JSON object, also for an error.")
     ] = False,
+    **flags: object,
 ) -> None:
     """Try it on this machine alone: start, ask one question, show what took how long, serve until Ctrl-C."""
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
+    with ending_at_once():
+        from . import demo
     with demo.temporary_home() as folder:
-        flags = {"ranks": ranks, "model": model, "http": http, "home": home}
-        settings = _settings(flags, defaults={"ranks": demo.RANKS, "home": folder})
+        settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
         logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
         view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
-        outcome = _run(demo.run(settings, prompt, view, once=once), interrupted=INTERRUPTED if once else 0)
+        outcome = _run(
+            demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
+        )
     if as_json and outcome is not None:
         print(json.dumps(outcome, ensure_ascii=False))
 
 
 commands.register(app)
+chat.register(app)
 doctor_commands.register(app)
 key_commands.register(app)
+completions.register(app)
+config_commands.register(app)
 launch.register(app)
 service_commands.register(app)
 
 
 @app.command()
-def version(as_json: commands.AsJson = False) -> None:
+def version(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With what else a report should say: packages, system, paths.")
+    ] = False,
+    home: commands.Home = None,
+    as_json: commands.AsJson = False,
+) -> None:
     """Print the version."""
-    print(json.dumps({"version": __version__}) if as_json else __version__)
+    told = about(home_folder(home).resolve()) if verbose else {}
+    if as_json:
+        print(json.dumps({"version": __version__, **told}, ensure_ascii=False))
+    elif verbose:
+        print("\n".join(f"{name + ':':<20} {value}" for name, value in told.items()))
+    else:
+        print(__version__)
 
 
 def _print_version(wanted: bool) -> None:
@@ -188,14 +144,22 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def every_command(
+    context: typer.Context,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint."""
+    if context.invoked_subcommand != node.__name__:  # which writes a log
+        for warning in unknown_variables(tuple(os.environ)):
+            print(f"mlxtp: {warning}", file=sys.stderr)
 
 
 async def _node(settings: Settings) -> None:
+    import asyncio
+
+    from .node.agent import drain_on_signal, running_agent
+
     log = logging.getLogger("mlxtp")
     async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
         drain_on_signal(agent.drain, settings.drain_s)
@@ -212,6 +176,11 @@ async def _node(settings: Settings) -> None:
 
 async def _serve(agent: Agent, settings: Settings) -> None:
     """Until there is nothing more to do. Raises MlxtpError when there never was."""
+    import asyncio
+
+    from .cluster.identity import Store
+    from .node.epoch import State
+
     log = logging.getLogger("mlxtp")
     if agent.founded and agent.cluster is not None:
         # A file is read by others than who watches a terminal.
@@ -248,22 +217,31 @@ def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
+    with ending_at_once():
+        import asyncio
+
+        from .node.agent import stopped_by_signal
     try:
         outcome, by_signal = asyncio.run(stopped_by_signal(work))
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+        raise typer.Exit(Exit.REFUSED) from None
     if by_signal and interrupted:
         raise typer.Exit(interrupted)
     return outcome
 
 
 def _log_handler() -> logging.Handler:
+    from rich.console import Console
+    from rich.logging import RichHandler
+
     return RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
 
 
 def _log(log_format: str, log_file: str = "") -> None:
     """To a file, or to standard error. Raises ConfigError when the file cannot be written."""
+    from .logs import RotatingLog, log_formatter
+
     handler: logging.Handler
     formatter = log_formatter(log_format)
     if log_file:

@@ -7,15 +7,19 @@ import fcntl
 import http.client
 import json
 import ssl
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from .asking import Piece, ask
 from .errors import Code, UserError
 
 FILE = "agent.json"
 LOCK = "lock"
 TIMEOUT_S = 15.0
+ANSWER_TIMEOUT_S = 120.0
+"""Without any byte, of which the endpoint sends some every few seconds."""
 _CODES = frozenset(map(str, Code))
 
 
@@ -47,6 +51,21 @@ class AgentClient:
     def post(self, what: str, **body: str) -> dict[str, Any]:
         """Have something done. Raises as `get` does."""
         return self._ask("POST", what, body)
+
+    def moment(self) -> dict[str, Any]:
+        """What runs now, as `docs/page.md` has it. Raises as `get` does."""
+        status, answer = self._request("GET", "/cluster", None, self._key)
+        if status != http.client.OK:
+            raise self._silent(f"status {status}")
+        return answer
+
+    def ask(self, body: Mapping[str, Any]) -> Generator[Piece]:
+        """Have the model answer, with the agent's own key. Raises as `asking.ask` does."""
+        try:
+            connection = connection_to(self.url, self.certificate, ANSWER_TIMEOUT_S)
+        except ValueError as error:
+            raise self._silent(error) from None
+        return ask(connection, self._key, body)
 
     def models(self, key: str) -> list[dict[str, Any]]:
         """What a program that shows the API key `key` finds at /v1/models; none is shown if it is empty.

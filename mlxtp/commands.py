@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import sys
 import textwrap
 import webbrowser
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,22 +17,15 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from . import bench as benching
-from . import bench_speed as speed
-from . import plan as planning
+from . import completions
 from .client import AgentClient, agent_runs, wait_for_end
-from .cluster import hardware
-from .cluster.identity import Store
-from .cluster.known import KNOWN
-from .cluster.measurements import from_json, measured
-from .cluster.placement import DEFAULT_CONTEXT, Options
-from .cluster.topology import Member
-from .config import parse_nodes, parse_seconds, resolve_settings
-from .errors import Code, UserError
-from .launch import find_served
-from .node.models import find_config, is_hub_id, lasting_name
-from .wire.fabric import FabricResult
-from .wire.machine import Interface, Machine, Port
+from .config import home_folder, parse_nodes, parse_seconds
+from .errors import Code, Exit, UserError
+
+if TYPE_CHECKING:
+    from .cluster.topology import Member
+    from .wire.fabric import FabricResult
+    from .wire.machine import Machine
 
 Home = Annotated[
     Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
@@ -62,8 +55,24 @@ def register(app: typer.Typer) -> None:
     app.add_typer(cluster, name="cluster")
 
 
-def status(home: Home = None, as_json: AsJson = False) -> None:
+def status(
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on showing it, with speed and requests, until Ctrl-C.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what runs now: the model, on which Macs, and every member of the cluster."""
+    if watch:
+        from . import watch as watching
+
+        if as_json:
+            watching.tell(_home(home))
+        elif sys.stdout.isatty():
+            watching.watch(_home(home))
+        else:
+            raise typer.BadParameter("--watch needs a terminal; with --json it prints one object a line")
+        return
     _print(_agent(home).get("status"), as_json, _show_status)
 
 
@@ -71,7 +80,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model folder that every Mac has, or an id on the Hugging Face Hub (OWNER/NAME)."
+            help="A model folder that every Mac has, or an id on the Hugging Face Hub (OWNER/NAME).",
+            autocompletion=completions.models,
         ),
     ],
     nodes: Annotated[
@@ -85,6 +95,8 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Say which model the cluster shall serve from now on. Works on any Mac of it."""
+    from .node.models import lasting_name
+
     answer = _agent(home).post("serve", model=lasting_name(model) if model else "", nodes=nodes)
     _print(answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is")
 
@@ -158,7 +170,11 @@ def members(home: Home = None, as_json: AsJson = False) -> None:
 
 def remove(
     node: Annotated[
-        str, typer.Argument(help="Its name, or the beginning of its node id: see `mlxtp cluster members`.")
+        str,
+        typer.Argument(
+            help="Its name, or the beginning of its node id: see `mlxtp cluster members`.",
+            autocompletion=completions.members,
+        ),
     ],
     home: Home = None,
     as_json: AsJson = False,
@@ -179,6 +195,8 @@ def leave(
     as_json: AsJson = False,
 ) -> None:
     """Take this Mac out of its cluster. A running agent tells the others, and ends."""
+    from .cluster.identity import Store
+
     folder = _home(home)
     try:
         answer = AgentClient(folder).post("leave", force="yes" if force else "")
@@ -205,6 +223,7 @@ def plan(
             metavar="M",
             help="A model folder, its config.json, an id on the Hugging Face Hub, or a name that is known "
             "here, such as llama-3.3-70b-4bit; any other word lists them.",
+            autocompletion=completions.planned,
         ),
     ],
     nodes: Annotated[
@@ -227,7 +246,7 @@ def plan(
         typer.Option(
             metavar="TOKENS",
             help="Most tokens of prompt and answer.",
-            show_default=f"{DEFAULT_CONTEXT}, or the model's own if that is less",
+            show_default="8192, or the model's own if that is less",
         ),
     ] = 0,
     fast_fences: Annotated[
@@ -237,11 +256,18 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show which Macs could serve a model, how fast, and why. Nothing is started."""
+    from . import plan as planning
+    from .cluster.known import KNOWN
+    from .cluster.measurements import measured
+    from .cluster.placement import Options
+    from .node.models import find_config, is_hub_id
+
     if not model.strip():
         raise UserError("which model? A folder, an id on the Hub, or a known name: `mlxtp plan --help`")
     number = parse_nodes(spread, "--spread")
     wanted: str | int = int(number) if number.isdecimal() else number
-    coordinator, results = "", tuple[FabricResult, ...]()
+    coordinator = ""
+    results: tuple[FabricResult, ...] = ()
     if nodes is not None:
         found = planning.read_nodes_file(nodes)
     else:
@@ -257,7 +283,7 @@ def plan(
     shaped = model if known else find_config(model)
     made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
     if made.chosen is None:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.REFUSED)
 
 
 def bench(
@@ -275,18 +301,29 @@ def bench(
 
     With --fabric: what the links between its ranks take; plans count with it from then on.
     """
-    if not fabric:
-        served = find_served(_home(home), key or os.environ.get("MLXTP_KEY", ""))
-        with Console(stderr=True, highlight=False).status("") as shown:
-            found = speed.measure(served, AgentClient(_home(home)), shown.update)
-        _print(found, as_json, speed.show)
+    if fabric:
+        from . import bench as benching
+
+        answer = AgentClient(_home(home), _BENCH_S).post("bench/fabric")
+        _print(answer, as_json, benching.show)
         return
-    answer = AgentClient(_home(home), _BENCH_S).post("bench/fabric")
-    _print(answer, as_json, benching.show)
+    from . import bench_speed as speed
+    from .launch import find_served
+
+    served = find_served(_home(home), key or os.environ.get("MLXTP_KEY", ""))
+    with Console(stderr=True, highlight=False).status("") as shown:
+        found = speed.measure(served, AgentClient(_home(home)), shown.update)
+    _print(found, as_json, speed.show)
 
 
 def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:
     """The machines of the cluster, or this one alone when no agent runs; who leads; what was measured."""
+    import asyncio
+
+    from .cluster import hardware
+    from .cluster.measurements import from_json
+    from .cluster.topology import Member
+
     try:
         told = AgentClient(home).get("plan")
     except UserError:
@@ -300,6 +337,8 @@ def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResu
 
 
 def _machine(fields: Mapping[str, Any]) -> Machine:
+    from .wire.machine import Interface, Machine, Port
+
     interfaces = tuple(Interface(**each) for each in fields["interfaces"])
     ports = tuple(Port(**each) for each in fields["ports"])
     rest = {**fields, "interfaces": interfaces, "ports": ports, "notes": tuple(fields["notes"])}
@@ -310,7 +349,7 @@ def _machine(fields: Mapping[str, Any]) -> Machine:
 
 
 def _home(home: Path | None) -> Path:
-    return resolve_settings({"home": home}).home.resolve()
+    return home_folder(home).resolve()
 
 
 def _agent(home: Path | None) -> AgentClient:
@@ -350,6 +389,8 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
             spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
             lines.append(f"wanted: {escape(wanted['model'])}{spread}")
         if answer["world_size"] > 1 and answer["state"] == "ready":
+            from . import bench as benching
+
             known = answer["fabric"]
             said = benching.summary(known) if known else "speed assumed; `mlxtp bench --fabric` measures it"
             lines.append(f"fabric: {said}")

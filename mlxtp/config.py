@@ -1,36 +1,25 @@
-"""Settings of an agent: flags > environment > configuration file > defaults."""
+"""Settings of an agent: flags > environment > configuration file > defaults. `settings` has the table."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
+from .settings import BY_KEY, JOIN, SETTINGS, nearest
+from .settings import EMBEDDED_MODEL as EMBEDDED_MODEL
+from .values import DEFAULT_CONTROL_PORT as DEFAULT_CONTROL_PORT
+from .values import DEFAULT_HTTP as DEFAULT_HTTP
+from .values import is_host_name as is_host_name
+from .values import is_loopback as is_loopback
+from .values import parse_nodes as parse_nodes
+from .values import parse_seconds as parse_seconds
 
-DEFAULT_HTTP = "127.0.0.1:52415"
-DEFAULT_CONTROL_PORT = 52414
-BACKENDS = ("auto", "jaccl", "ring")
-MAX_NAME = 80
-MAX_NODES = 8
-EMBEDDED_MODEL = "tiny"
-RANK_COUNTS = (1, 2, 4)
-API_KEYS = ("auto", "always", "never")
-
-LOG_FORMATS = ("text", "json")
-MAX_LOG_BYTES = 10 * 1024**2
-"""At this size a new log file is begun; the last `KEPT_LOGS` before it are kept."""
-KEPT_LOGS = 5
-AGREEMENTS = ("auto", "broadcast", "verify")
-KV_BITS = (0, 4, 8)
-MAX_CONTEXT = 1 << 24
-MAX_BYTES = 1 << 50
-MAX_SECONDS = 86_400
+FILE = "config.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,41 +56,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `mlxtp node` runs with.
+    """What `mlxtp node` runs with. `settings.SETTINGS` says of each what it means; here is what is not there.
 
-    agreement     how ranks come to hold the same token: by rule, or always in one of the two ways
-    compiled      whether decode graphs are traced once and replayed
-    speculation   whether tokens are drafted, and looked up in prompt and answer
-    prefix_cache  whether KV caches outlive their sequence, for others with the same beginning
-    max_context   tokens of prompt and answer; 0 is what the model was made for
-    kv_bits       bits of a number in the KV cache; 0 leaves it as the model computes it
-    kv_bytes      what KV caches may take on each rank; 0 is what fits
-    draft_model   a small model with the same vocabulary that proposes tokens; empty for none
-
-    cluster       whether this agent belongs to a cluster; `alone` is the wish that it does not
-    name          what people call this Mac
-    control_host  where other agents find this one; "0.0.0.0" is every address
-    interface     the only address of this Mac that is announced and used; empty for all
-    peers         addresses of other agents ("ip:port"), for networks without multicast
-    discovery     whether to look for others by Bonjour
-    join          None: not asked for; empty: with the stored identity; else a join token (`resolve_join`)
-    nodes         how many Macs one model is spread over: auto, all, or a number
-    fabric        how ranks of several Macs talk: auto, jaccl or ring
-    fast_fences   MLX_METAL_FAST_SYNCH, which is fast and can hang a GPU until it is restarted
-    keep_awake    whether this Mac is kept from sleeping while it serves
-    spare         whether a rank process is started ahead for each rank here, for when that one dies
-    rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
-    drain_s       how long an agent that is told to stop goes on with what has begun
-    load_on_request  whether a request that names another model on this Mac's disk has it loaded
-    log_format    how lines of the log are written: text for people, json for programs
-    log_file      where they are written; empty for standard error
-
-    api_keys         when the endpoint asks for an API key: auto (beyond loopback, or once there is a key),
-                     always or never
-    allowed_hosts    names under which this Mac is reached, beside those it knows; "*" for any
-    allowed_origins  origins of other pages whose programs may use the endpoint; "*" for any
-    http_cert        with http_key, PEM files for HTTPS; empty for none
-    http_tls         whether to speak HTTPS with a certificate of its own, where there is no http_cert
+    cluster      whether this agent belongs to a cluster; `alone` is the wish that it does not
+    model_given  whether somebody asked for `model`; else it is for a new cluster only
+    join         None: not asked for; empty: with the stored identity; else a join token (`resolve_join`)
+    fabric       the setting `backend`
+    origins      of each setting that is not the default its key, and where it was set
     """
 
     home: Path
@@ -146,11 +107,27 @@ class Settings:
     http_key: str = ""
     http_tls: bool = False
     limits: Limits = Limits()
+    origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     @property
     def local_backend(self) -> str:
         """How ranks of one machine talk: one alone needs nothing."""
         return "none" if self.ranks == 1 else "ring"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value before it is understood, and where it stands. A default stands nowhere.
+
+    `where` is what an error names; `line` counts from 1, and is 0 outside the file.
+    """
+
+    value: Any
+    where: str = ""
+    line: int = 0
+
+
+_Chosen = Mapping[str, Given]
 
 
 def embedded_model_path() -> Path:
@@ -168,37 +145,57 @@ def resolve_settings(
     An empty variable counts as not set. Raises ConfigError naming where the wrong value stands.
     """
     environment = os.environ if environment is None else environment
-    given: _Chosen = {
-        key: (value, _FLAGS.get(key, f"--{key.replace('_', '-')}"))
-        for key, value in flags.items()
-        if value is not None
-    }
-    names = {key: f"MLXTP_{key.upper()}" for key in ("home", *_PARSERS)}
-    variables: _Chosen = {
-        key: (environment[name], name) for key, name in names.items() if environment.get(name)
-    }
-    fallback: _Chosen = {
-        "http": (DEFAULT_HTTP, ""),
-        "ranks": (1, ""),
-        "model": (EMBEDDED_MODEL, ""),
-        **{key: (value, "") for key, value in (defaults or {}).items()},
-    }
-    chosen = fallback | variables | given
-    home = Path(str(chosen["home"][0] if "home" in chosen else default_home())).expanduser()
-    chosen = fallback | _read_file(home / "config.toml") | variables | given
-    values = {key: parse(*chosen[key]) for key, parse in _PARSERS.items() if key in chosen}
-    host, port = values.pop("http")
-    if "control" in values:
-        values["control_host"], values["control_port"] = values.pop("control")
-    elif values.get("interface"):
-        values["control_host"] = values["interface"]
-    if "backend" in values:
-        values["fabric"] = values.pop("backend")
-    if "drain" in values:
-        values["drain_s"] = values.pop("drain")
-    values["model_given"] = bool(chosen["model"][1])
+    flags = {key: value for key, value in flags.items() if value is not None}
+    home = home_folder(flags.get("home"), environment, (defaults or {}).get("home"))
+    chosen = (
+        {setting.key: Given(setting.default) for setting in SETTINGS if setting.default is not None}
+        | {key: Given(value) for key, value in (defaults or {}).items()}
+        | dict(_read_file(home / FILE))
+        | {
+            setting.key: Given(value, setting.variable)
+            for setting in SETTINGS
+            if (value := environment.get(setting.variable))
+        }
+        | {key: Given(value, BY_KEY[key].typed(value)) for key, value in flags.items() if key in BY_KEY}
+    )
+    values: dict[str, Any] = {}
+    limits: dict[str, Any] = {}
+    for setting in SETTINGS:
+        if (given := chosen.get(setting.key)) is not None:
+            parsed = setting.parse(given.value, given.where)
+            found = parsed if len(setting.names) > 1 else (parsed,)
+            (limits if "." in setting.key else values).update(zip(setting.names, found, strict=True))
+    if values.get("interface"):
+        values.setdefault("control_host", values["interface"])
     _check_pair(values, chosen)
-    return Settings(home=home, http_host=host, http_port=port, **values)
+    return Settings(
+        home=home,
+        model_given=bool(chosen["model"].where),
+        limits=Limits(**limits),
+        origins=tuple((key, _origin(each)) for key, each in chosen.items() if each.where),
+        **values,
+    )
+
+
+def shown(settings: Settings) -> dict[str, Any]:
+    """Of each setting what the file would have to say for it; None for what is not set."""
+    found: dict[str, Any] = {}
+    for setting in SETTINGS:
+        source = settings.limits if "." in setting.key else settings
+        values = [getattr(source, name) for name in setting.names]
+        if len(values) > 1:
+            host, port = values
+            found[setting.key] = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        elif isinstance(values[0], tuple):
+            found[setting.key] = list(values[0])
+        else:
+            found[setting.key] = None if values[0] == "" else values[0]
+    return found
+
+
+def told(settings: Settings) -> dict[str, Any]:
+    """What an agent tells of the settings it was started with."""
+    return {"settings": shown(settings), "origins": dict(settings.origins)}
 
 
 def resolve_join(
@@ -214,25 +211,22 @@ def resolve_join(
         if not (token := read_line().strip()):
             raise ConfigError("--join -: there is no token on standard input; `mlxtp token` makes one")
         return token
-    return flag or environment.get("MLXTP_JOIN", "").strip() or flag
+    return flag or environment.get(JOIN, "").strip() or flag
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine get to an address or name; of names, that is localhost alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def home_folder(
+    flag: object = None, environment: Mapping[str, str] | None = None, default: object = None
+) -> Path:
+    """The home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file."""
+    environment = os.environ if environment is None else environment
+    return Path(str(flag or environment.get("MLXTP_HOME") or default or default_home())).expanduser()
 
 
-def is_host_name(text: str) -> bool:
-    """Whether it can be the name of a machine, in lower case."""
-    return bool(_HOST_NAME.fullmatch(text))
+def default_home() -> Path:
+    """The home of this user's agent, unless told otherwise."""
+    import platformdirs
 
-
-_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+    return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
 def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
@@ -240,48 +234,91 @@ def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
     for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
         if values.get(one) and not values.get(other):
             raise ConfigError(
-                f"{chosen[one][1]}: HTTPS takes a certificate and its private key; name the other file by "
+                f"{chosen[one].where}: HTTPS takes a certificate and its private key; name the other file by "
                 f"--{other.replace('_', '-')}, or {other} in config.toml"
             )
 
 
-def default_home() -> Path:
-    """The folder that an agent of this user has, unless told otherwise."""
-    import platformdirs
-
-    return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
+def _origin(given: Given) -> str:
+    return f"{FILE}, line {given.line}" if given.line else given.where
 
 
-_FLAGS = {"peers": "--peer", "allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
-_Chosen = dict[str, tuple[Any, str]]
-"""Of each key its value, and where that stands."""
-
-
-def _read_file(path: Path) -> _Chosen:
+def _read_file(path: Path) -> Iterator[tuple[str, Given]]:
     try:
-        table = tomllib.loads(path.read_text())
+        content = path.read_text()
+        table = tomllib.loads(content)
     except (FileNotFoundError, NotADirectoryError):
-        return {}
+        return
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: it is nested too deeply") from None
-    table = _with_fabric(table, path)
-    unknown = sorted(set(table) - set(_PARSERS))
-    if unknown:
-        raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(_PARSERS)}")
-    for key, value in table.items():
-        _check_type(key, value, path)
-    return {key: (value, f"{key} in {path}") for key, value in table.items()}
+    lines = lines_of(content)
+    for key, value in _flat(_with_fabric(table, path)):
+        line = next((at for name, at in lines if f"{name}.".startswith((f"{key}.", f"fabric.{key}."))), 0)
+        if key not in BY_KEY:
+            raise ConfigError(f"{path}, line {line}: {_unknown(key)}")
+        where = f"{key} in {path}, line {line}"
+        _check_type(key, value, where)
+        yield key, Given(value, where, line)
 
 
-def _check_type(key: str, value: object, path: Path) -> None:
+def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of tables as one, with dots; those of a setting that is a table itself are its value."""
+    for name, value in table.items():
+        key = f"{before}{name}"
+        if isinstance(value, dict) and value and key not in BY_KEY:
+            yield from _flat(value, f"{key}.")
+        elif not (value == {} and _is_table(key)):
+            yield key, value
+
+
+def _is_table(key: str) -> bool:
+    return any(known.startswith(f"{key}.") for known in BY_KEY)
+
+
+def _unknown(key: str) -> str:
+    if _is_table(key):
+        return f"{key} is a table, which begins with [{key}] on a line of its own"
+    if meant := nearest(key):
+        table, _, _ = meant.rpartition(".")
+        return f"unknown key {key!r}; did you mean {meant}" + (f", in the table [{table}]?" if table else "?")
+    return f"unknown key {key!r}; `mlxtp config show` lists all there are"
+
+
+def lines_of(content: str) -> list[tuple[str, int]]:
+    """Where each key and table of a TOML text begins, by its dotted name, in order; lines count from 1."""
+    found = []
+    table, begin, lines = "", 0, content.split("\n")
+    for end in range(1, len(lines) + 1):
+        try:
+            statement = tomllib.loads("\n".join(lines[begin:end]))
+        except tomllib.TOMLDecodeError:  # it goes on in the next line
+            continue
+        if statement:
+            name = _dotted(statement)
+            if lines[begin].lstrip().startswith("["):
+                table = f"{name}."
+            else:
+                name = f"{table}{name}"
+            found.append((name, begin + 1))
+        begin = end
+    return found
+
+
+def _dotted(statement: Mapping[str, Any]) -> str:
+    """The name in one statement, of which each table has one key."""
+    name, value = next(iter(statement.items()))
+    return f"{name}.{_dotted(value)}" if isinstance(value, dict) and value else name
+
+
+def _check_type(key: str, value: object, where: str) -> None:
     """TOML says what is a number and what a string. Raises ConfigError where the file says something else."""
-    kinds, expected = _FILE_TYPES[key]
+    kind = BY_KEY[key].kind
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if type(value) not in kinds or not all(isinstance(item, str) for item in items):
-        shown = repr(value) if isinstance(value, (str, list, dict)) else str(value).lower()
-        raise ConfigError(f"{key} in {path}: {shown} is of the wrong type; it has to be {expected}")
+    if type(value) not in kind.types or not all(isinstance(item, str) for item in items):
+        shown_value = repr(value) if isinstance(value, (str, list, dict)) else str(value).lower()
+        raise ConfigError(f"{where}: {shown_value} is of the wrong type; it has to be {kind.expected}")
 
 
 def _with_fabric(table: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -294,314 +331,3 @@ def _with_fabric(table: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path}: RDMA devices stand both in rdma and in [fabric.rdma]; one of them is enough"
         )
     return table | fabric
-
-
-def _parse_ranks(value: object, where: str) -> int:
-    try:
-        ranks = int(str(value))
-    except ValueError:
-        ranks = 0
-    if ranks not in RANK_COUNTS:
-        raise ConfigError(f"{where} {value}: one machine runs 1, 2 or 4 ranks")
-    return ranks
-
-
-def _parse_address(value: object, where: str) -> tuple[str, int]:
-    host, _, port_text = str(value).rpartition(":")
-    host = host.strip("[]")
-    try:
-        port = int(port_text)
-    except ValueError:
-        port = -1
-    if not (_is_address(host) or is_host_name(host.lower())) or not 0 <= port <= 65535:
-        raise ConfigError(f"{where}: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}")
-    return host, port
-
-
-def _parse_text(value: object, where: str) -> str:
-    return str(value)
-
-
-def _parse_path(value: object, where: str) -> str:
-    return str(Path(str(value)).expanduser()) if str(value) else ""
-
-
-def _parse_api_keys(value: object, where: str) -> str:
-    if value not in API_KEYS:
-        raise ConfigError(f"{where}: {value!r} is none of {', '.join(API_KEYS)}")
-    return str(value)
-
-
-_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s]+)/?")
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-
-
-def _parse_hosts(value: object, where: str) -> tuple[str, ...]:
-    """Names and addresses as URLs have them, without port: a list, or one string with commas."""
-    found = []
-    for item in _parse_list(value):
-        host = item.lower().removeprefix("[").removesuffix("]")
-        if host != "*" and not is_host_name(host) and not _is_address(host):
-            raise ConfigError(
-                f"{where}: {item!r} is no name or address of this Mac, such as studio.local; leave http:// "
-                f"and the port away, or write * for any"
-            )
-        found.append(host)
-    return tuple(found)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _parse_origins(value: object, where: str) -> tuple[str, ...]:
-    """Origins as browsers send them: a list, or one string with commas."""
-    found = []
-    for item in _parse_list(value):
-        match = _ORIGIN.fullmatch(item.lower())
-        if item != "*" and match is None:
-            raise ConfigError(
-                f"{where}: {item!r} is no origin, such as http://localhost:3000: scheme, host and port of "
-                f"the page, and no path; or * for any"
-            )
-        found.append("*" if match is None else _origin(match[1], match[2]))
-    return tuple(found)
-
-
-def _origin(scheme: str, place: str) -> str:
-    """Browsers leave out the port that the scheme has anyway."""
-    return f"{scheme}://{place.removesuffix(_DEFAULT_PORTS.get(scheme, '/'))}"
-
-
-def _parse_name(value: object, where: str) -> str:
-    text = str(value)
-    if len(text) > MAX_NAME or not text.isprintable():
-        raise ConfigError(f"{where}: {value!r} is not a name of at most {MAX_NAME} printable characters")
-    return text
-
-
-def _parse_host_port(value: object, where: str) -> tuple[str, int]:
-    """An IPv4 address and a port, such as 10.0.0.1:52414; MLX's ring speaks nothing else."""
-    host, _, port = str(value).rpartition(":")
-    address = _parse_ipv4(host or value, where)
-    if _decimal(port, 65535) is None:
-        raise ConfigError(f"{where}: {value!r} is not ADDRESS:PORT, such as 10.0.0.1:{DEFAULT_CONTROL_PORT}")
-    return address, int(port)
-
-
-def _parse_ipv4(value: object, where: str) -> str:
-    try:
-        return str(ipaddress.IPv4Address(str(value)))
-    except ValueError:
-        raise ConfigError(f"{where}: {value!r} is no IPv4 address, such as 10.0.0.1") from None
-
-
-def _parse_peers(value: object, where: str) -> tuple[str, ...]:
-    """Addresses of agents: a list, or one string with commas. Names are looked up when they are dialled."""
-    peers = []
-    for peer in _parse_list(value):
-        host, colon, port = peer.rpartition(":")
-        if not colon:
-            host, port = peer, str(DEFAULT_CONTROL_PORT)
-        if not host or not _decimal(port, 65535):
-            raise ConfigError(f"{where}: {peer!r} is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
-        peers.append(f"{host}:{port}")
-    return tuple(peers)
-
-
-def _parse_list(value: object) -> tuple[str, ...]:
-    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
-    return tuple(item.strip() for item in items if item.strip())
-
-
-def _parse_rdma(value: object, where: str) -> tuple[str, ...]:
-    """NODE=DEVICE or NODE/PEER=DEVICE: a table, a list, or one string with commas."""
-    if isinstance(value, dict):
-        items = tuple(f"{node}={device}" for node, device in value.items())
-    else:
-        items = _parse_list(value)
-    for item in items:
-        who, equals, device = item.partition("=")
-        node, slash, peer = who.partition("/")
-        if not (node and equals and device) or bool(slash) != bool(peer) or "=" in device:
-            raise ConfigError(f"{where}: {item!r} is not NODE=DEVICE, such as studio-1=rdma_en5")
-    return items
-
-
-def _parse_fabric(value: object, where: str) -> str:
-    if value not in BACKENDS:
-        raise ConfigError(f"{where}: {value!r} is none of {', '.join(BACKENDS)}")
-    return str(value)
-
-
-def parse_nodes(value: object, where: str) -> str:
-    """How many Macs: "auto", "all" or a number from 1 to 8. Raises ConfigError."""
-    text = str(value)
-    if text in ("auto", "all"):
-        return text
-    if not (nodes := _decimal(text, MAX_NODES)):
-        raise ConfigError(f"{where}: {value!r} is none of auto, all, or a number from 1 to {MAX_NODES}")
-    return str(nodes)
-
-
-def _decimal(text: str, most: int) -> int | None:
-    """The number in `text`, None where there is none from 0 to `most`, of however many digits."""
-    digits = text.lstrip("0") if text.isascii() and text.isdecimal() else None
-    if digits is None or len(digits) > len(str(most)):
-        return None
-    number = int(digits or "0")
-    return number if number <= most else None
-
-
-def _parse_switch(value: object, where: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    if str(value).lower() not in words:
-        raise ConfigError(f"{where}: {value!r} is neither true nor false")
-    return words[str(value).lower()]
-
-
-def _parse_agreement(value: object, where: str) -> str:
-    if value not in AGREEMENTS:
-        raise ConfigError(f"{where}: {value!r} is none of {', '.join(AGREEMENTS)}")
-    return str(value)
-
-
-def _parse_log_format(value: object, where: str) -> str:
-    if value not in LOG_FORMATS:
-        raise ConfigError(f"{where}: {value!r} is none of {', '.join(LOG_FORMATS)}")
-    return str(value)
-
-
-def _parse_kv_bits(value: object, where: str) -> int:
-    if str(value) not in map(str, KV_BITS):
-        raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, KV_BITS))} (0: not quantized)")
-    return int(str(value))
-
-
-def _parse_tokens(value: object, where: str) -> int:
-    tokens = _decimal(str(value).replace("_", ""), MAX_CONTEXT)
-    if tokens is None:
-        raise ConfigError(
-            f"{where}: {value!r} is no number of tokens from 0 (the model's own) to {MAX_CONTEXT}"
-        )
-    return tokens
-
-
-def parse_seconds(value: object, where: str) -> float:
-    """A time in seconds, a day at most. Raises ConfigError."""
-    try:
-        seconds = float(str(value))
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= MAX_SECONDS:
-        raise ConfigError(f"{where}: {value!r} is no time from 0 to {MAX_SECONDS} seconds")
-    return seconds
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def _parse_bytes(value: object, where: str) -> int:
-    """A number of bytes, such as 500000000, 500MB or 1.5GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
-    if match is None:
-        raise ConfigError(
-            f"{where}: {value!r} is no amount of memory, such as 500MB or 1.5GiB; 0 is what fits"
-        )
-    size = float(match[1]) * _UNITS[match[2] or ""]
-    if size > MAX_BYTES:
-        raise ConfigError(f"{where}: {value!r} is more than any machine has; 0 is what fits")
-    return int(size)
-
-
-_TEXT = ((str,), "a string in quotes")
-_SWITCH = ((bool,), "true or false")
-_NUMBER = ((int,), "a whole number")
-_FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
-    "http": _TEXT,
-    "ranks": _NUMBER,
-    "model": _TEXT,
-    "agreement": _TEXT,
-    "compiled": _SWITCH,
-    "speculation": _SWITCH,
-    "prefix_cache": _SWITCH,
-    "spare": _SWITCH,
-    "max_context": _NUMBER,
-    "kv_bits": _NUMBER,
-    "kv_bytes": ((int, str), 'a whole number, or a string such as "500MB"'),
-    "draft_model": _TEXT,
-    "alone": _SWITCH,
-    "name": _TEXT,
-    "control": _TEXT,
-    "interface": _TEXT,
-    "peers": ((list,), 'a list of strings, such as ["10.0.0.2:52414"]'),
-    "discovery": _SWITCH,
-    "nodes": ((int, str), '"auto", "all", or a whole number'),
-    "backend": _TEXT,
-    "fast_fences": _SWITCH,
-    "keep_awake": _SWITCH,
-    "drain": ((int, float), "a number of seconds"),
-    "load_on_request": _SWITCH,
-    "log_format": _TEXT,
-    "log_file": _TEXT,
-    "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
-    "api_keys": _TEXT,
-    "allowed_hosts": ((list,), 'a list of strings, such as ["studio.example.com"]'),
-    "allowed_origins": ((list,), 'a list of strings, such as ["http://localhost:3000"]'),
-    "http_cert": _TEXT,
-    "http_key": _TEXT,
-    "http_tls": _SWITCH,
-}
-"""What each key may be in the file, and how that is called. Flags and variables have strings."""
-
-_PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
-    "http": _parse_address,
-    "ranks": _parse_ranks,
-    "model": _parse_text,
-    "agreement": _parse_agreement,
-    "compiled": _parse_switch,
-    "speculation": _parse_switch,
-    "prefix_cache": _parse_switch,
-    "max_context": _parse_tokens,
-    "kv_bits": _parse_kv_bits,
-    "kv_bytes": _parse_bytes,
-    "draft_model": _parse_text,
-    "spare": _parse_switch,
-    "alone": _parse_switch,
-    "name": _parse_name,
-    "control": _parse_host_port,
-    "interface": _parse_ipv4,
-    "peers": _parse_peers,
-    "discovery": _parse_switch,
-    "nodes": parse_nodes,
-    "backend": _parse_fabric,
-    "fast_fences": _parse_switch,
-    "keep_awake": _parse_switch,
-    "drain": parse_seconds,
-    "load_on_request": _parse_switch,
-    "log_format": _parse_log_format,
-    "log_file": _parse_path,
-    "rdma": _parse_rdma,
-    "api_keys": _parse_api_keys,
-    "allowed_hosts": _parse_hosts,
-    "allowed_origins": _parse_origins,
-    "http_cert": _parse_path,
-    "http_key": _parse_path,
-    "http_tls": _parse_switch,
-}
-"""What flags, variables and the file may set. The file is in the home, so it cannot name that."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import tempfile
 import time
@@ -16,16 +15,15 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from .client import connection_to
+from . import asking
+from .client import ANSWER_TIMEOUT_S, connection_to
 from .config import EMBEDDED_MODEL, Settings
-from .errors import Code, GroupError
 from .node.agent import running_agent
 
 EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
 OTHER_PROMPT = "In one sentence: what can two computers do together that one cannot?"
 RANKS = 2
 MAX_TOKENS = 256
-ANSWER_TIMEOUT_S = 120.0
 
 _STAGES = {
     "spawned": "rank processes spawned",
@@ -134,59 +132,20 @@ def ask(
 ) -> Answer:
     """Ask the endpoint at `url`, with an API key if it wants one, and stream the answer. Blocks.
 
-    `certificate` (PEM) is the one that an https:// endpoint has to show. Raises GroupError when the answer is
-    refused or breaks off.
+    `certificate` (PEM) is the one that an https:// endpoint has to show. Raises as `asking.ask` does.
     """
-    connection = connection_to(url, certificate, ANSWER_TIMEOUT_S)
     body = {
         "model": "default",
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
     }
-    text, tokens, arrivals = "", 0, []
-    try:
-        with contextlib.closing(connection):
-            sent_at = time.monotonic()
-            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            for chunk in _chunks(connection.getresponse()):
-                if chunk.get("usage"):
-                    tokens = chunk["usage"]["completion_tokens"]
-                for choice in chunk["choices"]:
-                    if piece := choice["delta"].get("content"):
-                        arrivals.append(time.monotonic())
-                        text += piece
-                        on_text(piece)
-            ended_at = time.monotonic()
-    except BrokenPipeError:  # whoever reads our output has left
-        raise
-    except (OSError, http.client.HTTPException) as error:
-        raise GroupError(f"the answer broke off: {error or type(error).__name__}", Code.LINK_LOST) from None
-    first_at = arrivals[0] if arrivals else ended_at
-    rate = (tokens - 1) / (ended_at - first_at) if tokens > 1 and ended_at > first_at else 0.0
-    return Answer(text, tokens, round(first_at - sent_at, 4), round(rate, 1))
-
-
-def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The data events of a stream up to [DONE]."""
-    if response.status != http.client.OK:
-        raise GroupError(
-            f"the endpoint answered {response.status}: {response.read().decode()}", Code.INTERNAL
-        )
-    for line in response:
-        if not line.startswith(b"data: "):
-            continue
-        data = line[6:].strip()
-        if data == b"[DONE]":
-            return
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise GroupError(chunk["error"]["message"], Code.INTERNAL)
-        yield chunk
-    raise GroupError("the answer broke off", Code.LINK_LOST)
+    answer = asking.Answer(time.monotonic())
+    for piece in asking.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
+        answer.hear(piece, time.monotonic())
+        if piece.text:
+            on_text(piece.text)
+    return Answer(answer.text, answer.tokens, round(answer.ttft_s, 4), round(answer.tokens_per_second, 1))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +12,8 @@ from rich.console import Console
 
 from .client import AgentClient, agent_runs
 from .commands import AsJson, Home
-from .config import resolve_settings
-from .doctor import postmortem as examining
-from .doctor import report as reporting
-from .doctor.finding import Level
-from .errors import UserError
-from .node.checkup import Checkup
+from .config import home_folder, resolve_settings
+from .errors import Exit, UserError
 
 ASK_S = 60.0
 """How long looking may take; `system_profiler` alone has 20 s."""
@@ -55,13 +50,15 @@ def doctor(
         return
     if folders:
         raise UserError("folders are read with --postmortem: `mlxtp doctor --postmortem FOLDER ...`")
+    from .doctor.finding import Level
+
     report = _report(home)
     if as_json:
         print(json.dumps(report, ensure_ascii=False))
     else:
         _show(report)
     if report["level"] == Level.ERROR:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.REFUSED)
 
 
 def _report(home: Path | None) -> Mapping[str, Any]:
@@ -72,10 +69,16 @@ def _report(home: Path | None) -> Mapping[str, Any]:
             return AgentClient(folder, ASK_S).get("doctor")
         except UserError as error:
             problem = error.detail
+    import asyncio
+
+    from .node.checkup import Checkup
+
     return asyncio.run(Checkup(resolve_settings({"home": folder}), problem).report())
 
 
 def _show(report: Mapping[str, Any]) -> None:
+    from .doctor import report as reporting
+
     console = Console(highlight=False, soft_wrap=True)
     plain = not console.encoding.startswith("utf") or console.legacy_windows
     for line in reporting.show(report, console.width, plain=plain):
@@ -84,6 +87,7 @@ def _show(report: Mapping[str, Any]) -> None:
 
 def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> None:
     """Needs no agent; a running one is asked for what other members keep."""
+    from .doctor import postmortem as examining
 
     def ask(epoch: int, epoch_id: str) -> list[dict[str, Any]]:
         try:
@@ -103,4 +107,4 @@ def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> 
 
 
 def _home(home: Path | None) -> Path:
-    return resolve_settings({"home": home}).home.resolve()
+    return home_folder(home).resolve()

@@ -18,7 +18,7 @@ Each carries a `Code`, which is what travels in Error frames, HTTP bodies and lo
 from __future__ import annotations
 
 import errno
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 
 class Code(StrEnum):
@@ -76,6 +76,15 @@ class Code(StrEnum):
     RATE_LIMITED = "rate_limit_exceeded"
 
 
+class Exit(IntEnum):
+    """How a command of `mlxtp` ends; `docs/commands.md` explains them."""
+
+    DONE = 0
+    REFUSED = 1
+    MISTYPED = 2
+    INTERRUPTED = 130
+
+
 _EXIT_STATUS_BASE = 64
 TERMINATED_STATUS = 128 + 15
 """The exit status of a rank process that heard SIGTERM, as shells have it."""
@@ -107,15 +116,11 @@ def why_not_written(error: OSError, folder: object) -> str:
     return f"nothing can be written in {folder}: {error.strerror or error}"
 
 
-REFUSED, MISTYPED = 1, 2
-"""Exit statuses of a command: for what cannot be, perhaps not yet; and for what was typed wrong."""
-
-
 class MlxtpError(Exception):
     """Base of all. `code` says what happened, the text says it in the words of whoever reads it."""
 
     code: Code = Code.INTERNAL
-    exit_status = REFUSED
+    exit_status = Exit.REFUSED
     """Of a command that it ends."""
 
     def __init__(self, detail: str, code: Code | None = None) -> None:

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from .client import AgentClient
 from .commands import AsJson
-from .config import resolve_settings
+from .completions import keys
+from .config import home_folder
 from .errors import UserError
 from .node.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile
 
@@ -79,7 +80,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
 
 
 def revoke(
-    name: Annotated[str, typer.Argument(help="The key's name: see `mlxtp key list`.")],
+    name: Annotated[str, typer.Argument(help="The key's name: see `mlxtp key list`.", autocompletion=keys)],
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -97,7 +98,7 @@ def revoke(
 
 
 def _keys(home: Path | None) -> KeyFile:
-    return KeyFile(resolve_settings({"home": home}).home.resolve())
+    return KeyFile(home_folder(home).resolve())
 
 
 def _used(home: Path) -> Mapping[str, int]:

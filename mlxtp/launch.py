@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -13,9 +14,8 @@ from typing import Annotated
 import typer
 
 from .client import AgentClient
-from .config import resolve_settings
+from .config import home_folder
 from .errors import Code, UserError
-from .node.http_tls import OWN_CERTIFICATE
 
 NO_KEY = "none"
 """What is sent where nobody asks for a key: clients want to have one."""
@@ -97,7 +97,12 @@ def register(app: typer.Typer) -> None:
 
 def launch(
     application: Annotated[
-        str, typer.Argument(metavar="APP", help=f"Which program: {', '.join(APPLICATIONS)}.")
+        str,
+        typer.Argument(
+            metavar="APP",
+            help=f"Which program: {', '.join(APPLICATIONS)}.",
+            autocompletion=lambda: list(APPLICATIONS),
+        ),
     ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="What the program is given; behind --.")
@@ -113,17 +118,20 @@ def launch(
         Path | None,
         typer.Option(help="The endpoint of which agent, if it was started with a --home; also MLXTP_HOME."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --print: print one JSON object, also for an error.")
+    ] = False,
 ) -> None:
     """Start a program, such as Claude Code, so that it uses the model that is served here.
 
     What it would be told by files of its own, such as `env` in ~/.claude/settings.json, still counts.
     """
+    if as_json and not print_only:
+        raise typer.BadParameter("--json goes with --print")
     if application not in APPLICATIONS:
         raise UserError(f"{application} is not known here; known are: {', '.join(APPLICATIONS)}")
     chosen = APPLICATIONS[application]
-    served = find_served(
-        resolve_settings({"home": home}).home.resolve(), key or os.environ.get("MLXTP_KEY", "")
-    )
+    served = find_served(home_folder(home).resolve(), key or os.environ.get("MLXTP_KEY", ""))
     if served.context < chosen.least_context:
         typer.echo(
             f"mlxtp: {served.model} has a context of {served.context} tokens, of which {application} needs "
@@ -131,6 +139,9 @@ def launch(
             err=True,
         )
     variables = chosen.variables(served)
+    if as_json:
+        typer.echo(json.dumps({"variables": variables}, ensure_ascii=False))
+        return
     if print_only:
         typer.echo("\n".join(as_shell(variables)))
         return
@@ -156,6 +167,8 @@ def find_served(home: Path, key: str) -> Served:
     model = listed.get(status["model"])  # others may be listed that would be loaded first
     if model is None:
         raise UserError("the model is just being replaced; try again in a moment", Code.NOT_READY)
+    from .node.http_tls import OWN_CERTIFICATE
+
     own = home / OWN_CERTIFICATE
     known = bool(client.certificate) and own.is_file() and own.read_text() == client.certificate
     return Served(client.url, str(model["id"]), int(model["context_length"]), key, str(own) if known else "")

@@ -16,8 +16,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from .api.account import current
-from .config import KEPT_LOGS, MAX_LOG_BYTES
 from .errors import ConfigError
+from .settings import KEPT_LOGS, MAX_LOG_BYTES
 
 _ABOUT = ("epoch", "rank")
 MAX_STDERR_BYTES = 1024**2

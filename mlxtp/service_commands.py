@@ -17,7 +17,6 @@ from .client import agent_runs
 from .commands import AsJson, drain_agent
 from .config import resolve_settings
 from .errors import UserError
-from .options import settings_of
 from .service import here
 from .service.description import (
     PASSED_ON,
@@ -248,7 +247,7 @@ def _described(
         raise UserError("--home is an option of `mlxtp service install` itself: say it before `--`")
     if given["log_file"] is not None:
         raise UserError(f"--log-file: a service's log is {log_of(str(home))}, where `mlxtp logs` finds it")
-    settings = resolve_settings({**settings_of(given), "home": home}, environment={})
+    settings = resolve_settings({**_flags(given), "home": home}, environment={})
     return describe(
         owner,
         str(home),
@@ -260,6 +259,15 @@ def _described(
         login=login,
         version=__version__,
     )
+
+
+def _flags(given: Mapping[str, Any]) -> dict[str, object]:
+    """The options of `mlxtp node` as settings have them: without --join, None where one was not given."""
+    return {
+        name: value or None if isinstance(value, (list, tuple)) else value
+        for name, value in given.items()
+        if name != "join"
+    }
 
 
 def _passed_on() -> dict[str, str]:

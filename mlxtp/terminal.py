@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +11,19 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
 from .errors import Code, MlxtpError
+
+VARIABLE = "_MLXTP_COMPLETE"
 
 
 class Commands(TyperGroup):
     """The `mlxtp` command, whose errors go to stderr in words.
 
     With --json they go to stdout, where the answer would stand: {"error": {"code", "message"}}, and nothing
-    else. The exit status is the same: 1 for what is refused, 2 for what was typed wrong.
+    else. The exit status (`Exit`) is the same.
     """
 
     def main(
@@ -33,6 +37,8 @@ class Commands(TyperGroup):
     ) -> Any:
         """Run what `args` say and end the process."""
         given = sys.argv[1:] if args is None else list(args)
+        if VARIABLE in os.environ:  # a shell asks how a word goes on
+            completion_init()
         as_json = "--json" in given
         try:
             status = super().main(

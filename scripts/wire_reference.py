@@ -1,7 +1,4 @@
-"""Writes docs/wire.md, the reference of everything that agents and ranks say to each other, from the tables.
-
-make reference
-"""
+"""docs/wire.md: the reference of everything that agents and ranks say to each other, from the tables."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 from mlxtp.wire.base import Message
 from mlxtp.wire.codecs import FieldCodec
@@ -19,7 +15,6 @@ from mlxtp.wire.messages import PROTOCOL_VERSION
 from mlxtp.wire.order import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
 from mlxtp.wire.table import MESSAGES, field_codecs
 
-PATH = Path(__file__).parents[1] / "docs" / "wire.md"
 _WIDTH = 118
 
 
@@ -132,7 +127,3 @@ def _described(part: type[object]) -> Iterator[str]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-if __name__ == "__main__":
-    PATH.write_text(render())

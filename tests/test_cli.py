@@ -265,6 +265,12 @@ def test_what_is_set_reaches_the_ranks(tmp_path: Path) -> None:
             answer = ask(max_tokens=64).json()
             assert answer["choices"][0]["message"]["content"] == ORACLE
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        home = ("--home", str(tmp_path))
+        assert mlxtp("chat", *home, typed=f"Repeat exactly: {ORACLE}").stdout == f"{ORACLE}\n"
+        started_with = json.loads(mlxtp("config", "show", "--json", *home).stdout)["agent"]
+        assert started_with["max_context"] == {"value": 200, "origin": "--max-context"}
+        assert started_with["compiled"] == {"value": False, "origin": "--no-compiled"}
+        assert "alone" not in started_with  # which both have from the variable
         refused = ask(max_tokens=199)
         assert refused.status_code == 400
         assert "200" in refused.json()["error"]["message"]
@@ -291,7 +297,7 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         other: Any = SimpleNamespace(over=never)
         yield Agent(supervisor, "", other, other, over, other)
 
-    monkeypatch.setattr(cli, "running_agent", ended)
+    monkeypatch.setattr("mlxtp.node.agent.running_agent", ended)
     settings = resolve_settings({"home": tmp_path}, {})
     with caplog.at_level(logging.INFO, logger="mlxtp"):
         asyncio.run(cli._node(settings))
@@ -303,7 +309,7 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
 def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "node", "--home", str(tmp_path), *ANY_PORT, "--log-format", "json"],
-        env=alone(),
+        env=alone() | {"MLXTP_MODLE": "x"},
         stderr=subprocess.PIPE,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -321,6 +327,8 @@ def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> Non
 
     try:
         ready = read_until(lambda line: line["message"].startswith("ready"))
+        warned = [line["message"] for line in lines if line["level"] == "warning"]
+        assert "MLXTP_MODLE means nothing here; did you mean MLXTP_MODEL?" in warned
         url = ready["message"].split(" at ")[1].removesuffix("/v1")
         headers = {"x-request-id": "from-a-test"}
         body = {"messages": [{"role": "user", "content": f"Repeat exactly: {ORACLE}"}]}

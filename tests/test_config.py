@@ -10,17 +10,18 @@ import platformdirs
 import pytest
 
 from mlxtp.config import (
-    _FILE_TYPES,
-    _PARSERS,
     DEFAULT_HTTP,
     Limits,
     Settings,
     embedded_model_path,
     is_loopback,
+    lines_of,
     resolve_join,
     resolve_settings,
 )
 from mlxtp.errors import Code, ConfigError
+from mlxtp.node.build import _FLAGS
+from mlxtp.settings import BY_KEY, SETTINGS, unknown_variables
 
 
 def resolve(home: Path, /, file: str = "", **given: str) -> Settings:
@@ -262,7 +263,7 @@ def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
     wrong = "3: one machine runs 1, 2 or 4 ranks"
     assert refusal(tmp_path, ranks="3") == f"--ranks {wrong}"
     assert refusal(tmp_path, MLXTP_RANKS="3") == f"MLXTP_RANKS {wrong}"
-    assert refusal(tmp_path, "ranks = 3") == f"ranks in {tmp_path / 'config.toml'} {wrong}"
+    assert refusal(tmp_path, "ranks = 3") == f"ranks in {tmp_path / 'config.toml'}, line 1 {wrong}"
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         detail = refusal(tmp_path, **given)
         assert detail.startswith(f"{place}: HTTPS takes a certificate and its private key")
         assert detail.endswith(mends)
-    assert refusal(tmp_path, f'{one} = "x.pem"').startswith(f"{one} in {tmp_path / 'config.toml'}: ")
+    assert refusal(tmp_path, f'{one} = "x.pem"').startswith(f"{one} in {tmp_path / 'config.toml'}, line 1: ")
     assert resolve(tmp_path, **{variable: "x", f"MLXTP_{other.upper()}": "y"}).http_cert in ("x", "y")
 
 
@@ -436,6 +437,7 @@ SWITCHES = (
     "load_on_request",
     "http_tls",
 )  # fmt: skip
+TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")
 LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins")
 WRONG_TYPES = [
     *(
@@ -443,14 +445,22 @@ WRONG_TYPES = [
         for key in STRINGS
         for value in ("5", "true", '["a"]', "1979-05-27")
     ),
-    *(("drain", value, "a number of seconds") for value in ('"10"', "true", "[1]")),
+    *(
+        (key, value, "a number of seconds")
+        for key in ("drain", *(f"limits.{name}" for name in TIMES))
+        for value in ('"10"', "true", "[1]")
+    ),
     *((key, value, "true or false") for key in SWITCHES for value in ('"no"', '"yes"', "0", "1", "[true]")),
     *(
         (key, value, "a whole number")
-        for key in ("ranks", "max_context", "kv_bits")
+        for key in ("ranks", "max_context", "kv_bits", "limits.open_requests", "limits.open_tokens")
         for value in ('"4"', "4.0", "true", "[4]")
     ),
-    *(("kv_bytes", value, 'a whole number, or a string such as "500MB"') for value in ("1.5", "true", "[1]")),
+    *(
+        (key, value, 'a whole number, or a string such as "500MB"')
+        for key in ("kv_bytes", "limits.free_memory")
+        for value in ("1.5", "true", "[1]")
+    ),
     *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),
     *(
         (key, value, "a list of strings")
@@ -467,15 +477,18 @@ WRONG_TYPES = [
 @pytest.mark.parametrize(("key", "value", "expected"), WRONG_TYPES)
 def test_a_value_of_the_wrong_type(tmp_path: Path, key: str, value: str, expected: str) -> None:
     """It is refused with the key, the value and what is expected, and never understood as something else."""
-    detail = refusal(tmp_path, f"{key} = {value}")
-    assert detail.startswith(f"{key} in {tmp_path / 'config.toml'}: ")
+    table, _, name = key.rpartition(".")
+    file = f"[{table}]\n{name} = {value}" if table else f"{name} = {value}"
+    detail = refusal(tmp_path, file)
+    assert detail.startswith(f"{key} in {tmp_path / 'config.toml'}, line {file.count(chr(10)) + 1}: ")
     assert f" is of the wrong type; it has to be {expected}" in detail
     assert str(tomllib.loads(f"x = {value}")["x"]).lower() in detail.lower()
 
 
 def test_every_setting_has_a_type_and_a_test_of_it() -> None:
     """Whoever adds a key says what it is in the file."""
-    assert {key for key, _, _ in WRONG_TYPES} == _PARSERS.keys() == _FILE_TYPES.keys()
+    assert {key for key, _, _ in WRONG_TYPES} == BY_KEY.keys()
+    assert len({setting.variable for setting in SETTINGS}) == len(SETTINGS)
 
 
 def test_numbers_in_the_file(tmp_path: Path) -> None:
@@ -483,14 +496,71 @@ def test_numbers_in_the_file(tmp_path: Path) -> None:
     assert (settings.nodes, settings.kv_bytes, settings.ranks) == ("2", 4_000_000, 2)
 
 
-def test_a_key_that_nobody_knows(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    detail = refusal(tmp_path, 'modle = "x"\nranks = 2')
-    assert detail.startswith(f"{path}: unknown key 'modle'; known are http, ranks, model, ")
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ('ranks = 2\nmodle = "x"', 2, "unknown key 'modle'; did you mean model?"),
+        ("max-context = 1", 1, "unknown key 'max-context'; did you mean max_context?"),
+        ('peer = ["a"]', 1, "unknown key 'peer'; did you mean peers?"),
+        ('[cluster]\nname = "x"', 2, "unknown key 'cluster.name'; did you mean name?"),
+        ("# mine\n\nqueue = 3", 3, "unknown key 'queue'; did you mean limits.queue, in the table [limits]?"),
+        ("[limits]\nqueu = 3", 2, "unknown key 'limits.queu'; did you mean limits.queue, in the table"),
+        ("limits = 3", 1, "limits is a table, which begins with [limits] on a line of its own"),
+        ("[colours]", 1, "unknown key 'colours'; `mlxtp config show` lists all there are"),
+        ('home = "/elsewhere"', 1, "unknown key 'home'"),  # the file is in it
+    ],
+)
+def test_a_key_that_nobody_knows(tmp_path: Path, file: str, line: int, said: str) -> None:
+    assert refusal(tmp_path, file).startswith(f"{tmp_path / 'config.toml'}, line {line}: {said}")
 
 
-def test_the_file_cannot_name_the_home_it_is_in(tmp_path: Path) -> None:
-    assert "unknown key 'home'" in refusal(tmp_path, 'home = "/elsewhere"')
+def test_where_each_key_begins() -> None:
+    text = """# first
+name = "a"
+peers = [
+  "a:1",  # not = a key
+]
+model = '''
+ranks = 3
+[limits]
+'''
+
+[fabric.rdma]
+"mini/studio" = "en3"
+[limits]
+queue = 3
+"""
+    assert lines_of(text) == [
+        ("name", 2),
+        ("peers", 3),
+        ("model", 6),
+        ("fabric.rdma", 11),
+        ("fabric.rdma.mini/studio", 12),
+        ("limits", 13),
+        ("limits.queue", 14),
+    ]
+
+
+def test_limits_by_file_and_variable(tmp_path: Path) -> None:
+    file = '[limits]\nqueue = 2.5\nopen_tokens = 5000\nfree_memory = "1GiB"'
+    limits = resolve(tmp_path, file, MLXTP_LIMITS_QUEUE="7").limits
+    assert limits == Limits(queue_s=7.0, max_open_tokens=5000, min_free_bytes=1 << 30)
+    for name in ("MLXTP_LIMITS_QUEUE", "MLXTP_LIMITS_OPEN_REQUESTS"):
+        assert refusal(tmp_path, **{name: "0"}).startswith(f"{name}: '0' is no ")
+
+
+def test_variables_that_mean_nothing() -> None:
+    names = ("PATH", "MLXTP_HOME", "MLXTP_RANKS", "MLXTP_URL", "MLXTP_MODLE", "MLXTP_ZZZ", "MLXTP_QUEUE")
+    assert unknown_variables(names) == [
+        "MLXTP_MODLE means nothing here; did you mean MLXTP_MODEL?",
+        "MLXTP_QUEUE means nothing here; did you mean MLXTP_LIMITS_QUEUE?",
+        "MLXTP_ZZZ means nothing here; docs/settings.md has what does",
+    ]
+
+
+def test_what_has_to_be_the_same_on_all_macs_is_what_agents_compare() -> None:
+    names = {name for setting in SETTINGS if setting.same_on_all for name in setting.names}
+    assert names | {"prefill_chunk"} == set(_FLAGS)
 
 
 def test_an_empty_variable_is_not_set(tmp_path: Path) -> None:

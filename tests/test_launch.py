@@ -26,7 +26,7 @@ from mlxtp.node.api_keys import KeyFile
 from mlxtp.node.endpoint import open_endpoint
 
 from .api.test_admin import KEY, FakeAdmin
-from .cluster import WAIT_S
+from .cluster import WAIT_S, until
 
 MODEL = "org/model-70b"
 STATUS = {"state": "ready", "reason": "", "model": MODEL}
@@ -168,6 +168,9 @@ def test_what_is_printed_does_the_same_in_a_shell(agent: Agent) -> None:
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "it's a key"
     assert environment["ANTHROPIC_BASE_URL"] == agent.url
     assert "ANTHROPIC_API_KEY" not in environment
+    as_json = json.loads(agent.launch("claude", "--print", "--json", "--key", "it's a key").stdout)
+    assert as_json["variables"]["ANTHROPIC_AUTH_TOKEN"] == "it's a key"
+    assert as_json["variables"]["ANTHROPIC_API_KEY"] is None
 
 
 @pytest.mark.parametrize("place", APPLICATIONS["claude"].elsewhere)
@@ -236,6 +239,7 @@ def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
         )
         wrong = refusal(agent.launch("claude", MLXTP_KEY=f"{key}x"))
         assert wrong.startswith("mlxtp: the endpoint does not take this API key")
+        until(lambda: agent.launch("claude", MLXTP_KEY=key).returncode == 7, "the agent to see the new key")
         told = json.loads(agent.launch("claude", MLXTP_KEY=key).stdout)
     assert made.name == "laptop"
     assert told["environment"]["ANTHROPIC_AUTH_TOKEN"] == key

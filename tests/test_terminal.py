@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlxtp.cli import app
+from mlxtp.cluster.placement import DEFAULT_CONTEXT
 
 from .cluster import START_S
 
@@ -99,6 +102,36 @@ def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None
     assert names[:5] == ["node", "demo", "serve", "unload", "status"]
 
 
+def test_what_a_plan_counts_with_is_in_its_help() -> None:
+    assert str(DEFAULT_CONTEXT) in mlxtp("plan --help").stdout
+
+
+# --- what it costs to ask ---------------------------------------------------------------------------------
+
+IMPORTED = """
+import atexit, sys
+heavy = {"starlette", "uvicorn", "zeroconf", "transformers", "huggingface_hub", "cryptography", "msgpack"}
+loaded = lambda: heavy & {name.partition(".")[0] for name in sys.modules}
+atexit.register(lambda: print(*sorted(loaded()), file=sys.stderr))
+sys.argv = ["mlxtp", *sys.argv[1:]]
+from mlxtp.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("words", ["version", "status --json", "config show"])
+def test_a_small_command_imports_no_agent(tmp_path: Path, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *words.split()],
+        env={**os.environ, "MLXTP_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert (done.stderr, bool(done.stdout)) == ("\n", True)
+
+
 # --- version ----------------------------------------------------------------------------------------------
 
 
@@ -107,6 +140,16 @@ def test_the_version_in_three_ways() -> None:
     assert version[:1].isdigit()
     assert mlxtp("--version").stdout.strip() == version
     assert json.loads(mlxtp("version --json").stdout) == {"version": version}
+
+
+def test_what_a_report_says_of_what_is_installed(tmp_path: Path) -> None:
+    words = mlxtp("version --verbose", tmp_path).stdout
+    told = json.loads(mlxtp("version --verbose --json", tmp_path).stdout)
+    assert told["mlx"] == importlib.metadata.version("mlx")
+    assert told["home"] == str(tmp_path)
+    assert told["agent"] == "does not run"
+    for name, value in told.items():
+        assert value in words, name
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------
@@ -122,14 +165,16 @@ class Interrupter:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupter())
-sys.argv = ["mlxtp", "version"]
+sys.argv = ["mlxtp", *{words!r}.split()]
 {start}
 """
 
 
-def interrupted(module: str, start: str = START, before: str = "") -> subprocess.CompletedProcess[str]:
-    """`mlxtp version` with Ctrl-C pressed just as it begins to import `module`; the status is the shell's."""
-    code = before + INTERRUPTED_IMPORT.format(module=module, start=start)
+def interrupted(
+    module: str, start: str = START, before: str = "", words: str = "version"
+) -> subprocess.CompletedProcess[str]:
+    """A command with Ctrl-C pressed just as it begins to import `module`; the status is the shell's."""
+    code = before + INTERRUPTED_IMPORT.format(module=module, start=start, words=words)
     return subprocess.run(
         ["/bin/sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, code],
         capture_output=True,
@@ -139,13 +184,20 @@ def interrupted(module: str, start: str = START, before: str = "") -> subprocess
     )
 
 
-@pytest.mark.parametrize("module", ["mlxtp.cli", "typer", "mlxtp.node.agent"])
+@pytest.mark.parametrize("module", ["mlxtp.cli", "typer", "mlxtp.commands"])
 @pytest.mark.parametrize(
     "start", [START, "import runpy; runpy.run_module('mlxtp', run_name='__main__', alter_sys=True)"]
 )
 def test_ctrl_c_before_a_command_has_begun_is_quiet(module: str, start: str) -> None:
     done = interrupted(module, start)
     assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
+
+
+@pytest.mark.parametrize("words", ["demo --once", "node --alone --http 127.0.0.1:0"])
+def test_ctrl_c_while_the_agent_is_imported_is_quiet(tmp_path: Path, words: str) -> None:
+    done = interrupted("mlxtp.node.supervisor", words=f"{words} --home {tmp_path / 'home'}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
+    assert not (tmp_path / "home").exists()
 
 
 def test_ctrl_c_is_not_for_who_runs_in_the_background() -> None:

@@ -33,6 +33,8 @@ class Administration(Protocol):
 
     def keys(self) -> Json: ...
 
+    def settings(self) -> Json: ...
+
     def plan(self) -> Json: ...
 
     async def models(self) -> Json: ...
@@ -76,6 +78,7 @@ def routes(admin: Administration) -> list[Route]:
         route("drain", "POST", lambda body: admin.drain(_text(body, "within", ""))),
         route("progress", "GET", lambda _: admin.progress()),
         route("keys", "GET", lambda _: admin.keys()),
+        route("settings", "GET", lambda _: admin.settings()),
         route("plan", "GET", lambda _: admin.plan()),
         route("models", "GET", lambda _: admin.models()),
         route("doctor", "GET", lambda _: admin.doctor()),

@@ -43,6 +43,7 @@ class Alone:
         self.draining = Drain(supervisor)
         self.api_keys: KeyRing | None = None
         self.checkup: Checkup | None = None
+        self.started_with: Json = {}
         self.observer = Observer(supervisor, name)
         self._supervisor = supervisor
         self._name = name
@@ -89,6 +90,10 @@ class Alone:
     def keys(self) -> Json:
         """When each API key was last used since this agent started, in seconds since 1970."""
         return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
+
+    def settings(self) -> Json:
+        """The settings this agent was started with, and where each was set."""
+        return self.started_with
 
     async def models(self) -> Json:
         """The models on this machine's disk that can be named without a path."""

@@ -24,7 +24,7 @@ from ..api.app import create_app
 from ..api.server import serve
 from ..cluster import hardware
 from ..cluster.identity import Store
-from ..config import Settings
+from ..config import Settings, told
 from ..errors import Code, ConfigError, GroupError, MlxtpError
 from ..wire.machine import Machine
 from .administration import Alone, Member, announce, announced
@@ -127,7 +127,7 @@ async def _running(
     stop = asyncio.Event()
     admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
     admin.checkup = AgentCheckup(settings, supervisor, endpoint)
-    app = _app(supervisor, admin, endpoint)
+    app = _app(supervisor, admin, endpoint, settings)
     serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
     supervising = asyncio.create_task(supervisor.run(model))
     sleeping = asyncio.create_task(
@@ -164,11 +164,10 @@ async def _among_others(
     settings: Settings, endpoint: Endpoint, on_stage: StageListener, spares: Spares
 ) -> AsyncIterator[Agent]:
     """An agent that belongs to a cluster. Raises UserError when it cannot."""
+    started_with = settings
     settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
     store = Store(settings.home)
-    for name in (settings.model if settings.model_given else "", settings.draft_model):
-        if name and not is_hub_id(name):
-            await find_model(name)  # a folder that is not there is the typist's mistake, and said at once
+    await _check_folders(settings)
     check_interface(settings.interface)
     control = bind_control(settings.control_host, settings.control_port)
     with contextlib.closing(control):
@@ -191,7 +190,7 @@ async def _among_others(
         stop = asyncio.Event()
         admin = Member(cluster, store)
         admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer)
-        app = _app(supervisor, admin, endpoint)
+        app = _app(supervisor, admin, endpoint, started_with)
         serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
 
         def woke(slept_s: float) -> None:
@@ -231,8 +230,16 @@ async def _among_others(
             await serving
 
 
-def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint) -> ASGIApp:
+async def _check_folders(settings: Settings) -> None:
+    """One that is not there is the typist's mistake, and said at once. Raises ModelError."""
+    for name in (settings.model if settings.model_given else "", settings.draft_model):
+        if name and not is_hub_id(name):
+            await find_model(name)
+
+
+def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint, settings: Settings) -> ASGIApp:
     admin.api_keys = endpoint.keys
+    admin.started_with = told(settings)
     access = endpoint.access(admin.key)
     app = create_app(supervisor.gateway, admin=admin, observed=admin.observer, access=access)
     return observed(app, supervisor)

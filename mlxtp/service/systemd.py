@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from ..errors import UserError
+from ..errors import Exit, UserError
 from .description import (
     DAY_S,
     RESTART_S,
@@ -22,8 +22,6 @@ from .description import (
 
 SYSTEMCTL = "/usr/bin/systemctl"
 UNIT = "mlxtp.service"
-MISTYPED = 2
-"""The agent's exit status for settings that are wrong: starting it again mends nothing."""
 _UNIT = """\
 # {mark}
 [Unit]
@@ -71,7 +69,7 @@ class Systemd:
             environment="".join(environment),
             program=" ".join([_quoted(python), *(_variable_free(_quoted(each)) for each in arguments)]),
             restart_s=RESTART_S,
-            mistyped=MISTYPED,
+            mistyped=int(Exit.MISTYPED),  # settings that are wrong: starting it again mends nothing
             stop_s=service.stop_s,
             target="multi-user.target" if service.user else "default.target",
         )

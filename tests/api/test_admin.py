@@ -16,6 +16,7 @@ KEY = "the key in the home"
 ROUTES = {
     "status": "GET",
     "keys": "GET",
+    "settings": "GET",
     "plan": "GET",
     "models": "GET",
     "doctor": "GET",
@@ -51,6 +52,9 @@ class FakeAdmin:
 
     def keys(self) -> Any:
         return self._do("keys")
+
+    def settings(self) -> Any:
+        return self._do("settings")
 
     def plan(self) -> Any:
         return self._do("plan")
@@ -123,7 +127,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
-        ("status",), ("keys",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
+        ("status",), ("keys",), ("settings",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
         ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",),
         ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),

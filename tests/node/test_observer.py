@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from mlxtp.cluster.topology import Member, Topology
 from mlxtp.config import Settings
@@ -17,6 +19,7 @@ from mlxtp.node.epoch import State
 from mlxtp.node.observer import ALONE, Observer, links, pairs
 from mlxtp.node.ranks import Group
 from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.watch import picture
 from mlxtp.wire.control import Serving
 from mlxtp.wire.machine import Interface, Machine
 
@@ -28,8 +31,9 @@ from .test_supervisor import play as play_epochs
 
 
 def moment(observer: Observer) -> dict[str, Any]:
-    """As a client gets it."""
+    """As a client gets it; `mlxtp status --watch` can draw each."""
     found: dict[str, Any] = json.loads(json.dumps(observer.moment()))
+    Console(file=io.StringIO()).print(picture(found, 0.0))
     return found
 
 

@@ -1,0 +1,370 @@
+"""The table of settings: what there is, what each may be, and what it means. All else is read off it.
+
+Flags (`options`), variables, keys of the file and defaults (`config`), and docs/settings.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from .values import (
+    DEFAULT_CONTROL_PORT,
+    DEFAULT_HTTP,
+    Parser,
+    count_to,
+    one_of,
+    parse_address,
+    parse_bytes,
+    parse_host_port,
+    parse_hosts,
+    parse_ipv4,
+    parse_kv_bits,
+    parse_limit,
+    parse_name,
+    parse_nodes,
+    parse_origins,
+    parse_path,
+    parse_peers,
+    parse_ranks,
+    parse_rdma,
+    parse_seconds,
+    parse_switch,
+    parse_text,
+    parse_tokens,
+)
+
+EMBEDDED_MODEL = "tiny"
+MAX_LOG_BYTES = 10 * 1024**2
+"""At this size a new log file is begun; the last `KEPT_LOGS` before it are kept."""
+KEPT_LOGS = 5
+GENERAL, CLUSTER, ENDPOINT, TUNING, LIMITS = "General", "Cluster", "Endpoint", "Engine", "Limits"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a setting may be in the file, and how that is called. Flags and variables have strings."""
+
+    types: tuple[type, ...]
+    expected: str
+
+
+TEXT = Kind((str,), "a string in quotes")
+SWITCH = Kind((bool,), "true or false")
+NUMBER = Kind((int,), "a whole number")
+SECONDS = Kind((int, float), "a number of seconds")
+BYTES = Kind((int, str), 'a whole number, or a string such as "500MB"')
+TABLE = Kind((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings')
+
+
+def _list_of(example: str) -> Kind:
+    return Kind((list,), f'a list of strings, such as ["{example}"]')
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `key` is its name in the file; one with a dot is in a table, and has no flag.
+
+    `default` is as the file would have it; where it is None, `unset` says what holds then. `unset` also
+    explains a default that does not explain itself. `help` ends with a full stop. `flag` is given where it
+    is not called like the key, and `fields` where those of `Settings` (or `Limits`) are not. One that is
+    `same_on_all` has to be the same on all Macs of a cluster.
+    """
+
+    key: str
+    kind: Kind
+    parse: Parser
+    default: object
+    help: str
+    panel: str
+    metavar: str = ""
+    unset: str = ""
+    flag: str = ""
+    fields: tuple[str, ...] = ()
+    same_on_all: bool = False
+
+    @property
+    def option(self) -> str:
+        """Its flag, such as --max-context; empty where there is none."""
+        if "." in self.key:
+            return ""
+        return f"--{(self.flag or self.key).replace('_', '-')}"
+
+    def typed(self, value: object) -> str:
+        """Its flag, as it was typed for this value."""
+        return f"--no-{self.option[2:]}" if value is False else self.option
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return f"MLXTP_{self.key.upper().replace('.', '_')}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it is called in `Settings`, or in `Limits`."""
+        return self.fields or (self.key.rpartition(".")[2],)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its flag may be given several times."""
+        return list in self.kind.types
+
+    @property
+    def default_words(self) -> str:
+        """The default, for people."""
+        if self.unset:
+            return self.unset
+        if isinstance(self.default, bool):
+            return "yes" if self.default else "no"
+        return "none" if self.default in ([], "", None) else str(self.default)
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "model", TEXT, parse_text, EMBEDDED_MODEL,
+        "A model folder, or an id on the Hugging Face Hub (OWNER/NAME).",
+        GENERAL, "MODEL", f"{EMBEDDED_MODEL}, a toy that comes with mlxtp",
+    ),
+    Setting(
+        "http", TEXT, parse_address, DEFAULT_HTTP,
+        "Where chat apps find it; port 0 takes a free one. 0.0.0.0:52415 is for other machines too; those "
+        "need an API key: `mlxtp key create`.",
+        GENERAL, "HOST:PORT", f"{DEFAULT_HTTP}, for apps on this machine", fields=("http_host", "http_port"),
+    ),
+    Setting(
+        "ranks", NUMBER, parse_ranks, 1,
+        "Processes that share the model on this machine. Several are for trying things out on one machine, "
+        "and mean --alone.",
+        GENERAL, "1|2|4", "1, for the demo 2",
+    ),
+    Setting(
+        "drain", SECONDS, parse_seconds, 10,
+        "When told to stop, such as by Ctrl-C: how many seconds requests may take to end. A second Ctrl-C "
+        "ends at once.",
+        GENERAL, "SECONDS", fields=("drain_s",),
+    ),
+    Setting(
+        "log_format", TEXT, one_of("text", "json"), "text",
+        "How the log is written: lines for people, or one JSON object each.",
+        GENERAL, "text|json",
+    ),
+    Setting(
+        "log_file", TEXT, parse_path, "",
+        f"Write the log there. At {MAX_LOG_BYTES >> 20} MiB a new file is begun; the last {KEPT_LOGS} before "
+        "it stay beside it.",
+        GENERAL, "FILE", "standard error",
+    ),
+    # --- cluster ---
+    Setting(
+        "alone", SWITCH, parse_switch, False,
+        "Serve on this Mac only: talk to no others, and let none in.", CLUSTER,
+    ),
+    Setting("name", TEXT, parse_name, None, "What to call this Mac.", CLUSTER, "NAME", "its host name"),
+    Setting(
+        "control", TEXT, parse_host_port, None,
+        "Where other Macs reach this one.",
+        CLUSTER, "ADDRESS:PORT", f"port {DEFAULT_CONTROL_PORT} of every address, or of that of --interface",
+        fields=("control_host", "control_port"),
+    ),
+    Setting(
+        "interface", TEXT, parse_ipv4, None,
+        "Use only this IPv4 address of this Mac, where it has several.", CLUSTER, "ADDRESS", "all it has",
+    ),
+    Setting(
+        "peers", _list_of("10.0.0.2:52414"), parse_peers, [],
+        f"Where another Mac is, if Bonjour does not find it; port {DEFAULT_CONTROL_PORT} unless given.",
+        CLUSTER, "HOST:PORT", flag="peer",
+    ),
+    Setting(
+        "discovery", SWITCH, parse_switch, True, "Find other Macs, and be found, by Bonjour.", CLUSTER
+    ),
+    Setting(
+        "nodes", Kind((int, str), '"auto", "all", or a whole number'), parse_nodes, "auto",
+        "With --model: how many Macs to spread it over.",
+        CLUSTER, "auto|all|N", "auto, as many as are fastest",
+    ),
+    Setting(
+        "backend", TEXT, one_of("auto", "jaccl", "ring"), "auto",
+        "How Macs exchange while they compute: RDMA over Thunderbolt (jaccl) or TCP (ring).",
+        CLUSTER, "auto|jaccl|ring", "auto, the faster that works", fields=("fabric",), same_on_all=True,
+    ),
+    Setting(
+        "rdma", TABLE, parse_rdma, [],
+        "The RDMA device of a Mac, by hand: studio=rdma_en5, or studio/mini=rdma_en5 for one cable.",
+        CLUSTER, "NODE=DEVICE", "found by itself",
+    ),
+    Setting(
+        "fast_fences", SWITCH, parse_switch, False,
+        "Much shorter waits between CPU and GPU (MLX_METAL_FAST_SYNCH=1). Can hang a GPU until its Mac is "
+        "restarted.",
+        CLUSTER, same_on_all=True,
+    ),
+    Setting(
+        "keep_awake", SWITCH, parse_switch, True,
+        "Keep this Mac from falling asleep by itself while it serves.", CLUSTER,
+    ),
+    Setting(
+        "load_on_request", SWITCH, parse_switch, False,
+        "A request that names another model on this Mac's disk has it loaded, once nothing is asked of the "
+        "loaded one any more. `mlxtp serve` pins a model, which no request replaces.",
+        CLUSTER,
+    ),
+    # --- endpoint ---
+    Setting(
+        "api_keys", TEXT, one_of("auto", "always", "never"), "auto",
+        "When an API key is asked for.",
+        ENDPOINT, "auto|always|never",
+        "auto: if other machines reach the endpoint, and on this one as soon as there is a key (`mlxtp key "
+        "create`)",
+    ),
+    Setting(
+        "allowed_hosts", _list_of("studio.example.com"), parse_hosts, [],
+        "A name under which this Mac is reached, such as that of a proxy, beside its host name and "
+        "addresses; * for any.",
+        ENDPOINT, "NAME", flag="allowed_host",
+    ),
+    Setting(
+        "allowed_origins", _list_of("http://localhost:3000"), parse_origins, [],
+        "A web page whose program may use the endpoint from a browser, such as http://localhost:3000; * for "
+        "any.",
+        ENDPOINT, "ORIGIN", flag="allowed_origin",
+    ),
+    Setting(
+        "http_cert", TEXT, parse_path, "",
+        "Speak HTTPS with this certificate (PEM, those it hangs on behind it); goes with --http-key.",
+        ENDPOINT, "FILE",
+    ),
+    Setting(
+        "http_key", TEXT, parse_path, "",
+        "The private key of --http-cert (PEM, without a password).", ENDPOINT, "FILE",
+    ),
+    Setting(
+        "http_tls", SWITCH, parse_switch, False,
+        "Speak HTTPS with a certificate that mlxtp makes itself, and clients have to be told to trust.",
+        ENDPOINT,
+    ),
+    # --- engine ---
+    Setting(
+        "agreement", TEXT, one_of("auto", "broadcast", "verify"), "auto",
+        "How all Macs come to hold the same token: one decides (broadcast), or all compute it and compare "
+        "(verify). Leave it at auto.",
+        TUNING, "auto|broadcast|verify", same_on_all=True,
+    ),
+    Setting(
+        "max_context", NUMBER, parse_tokens, 0,
+        "Most tokens of prompt and answer.",
+        TUNING, "TOKENS", "0, what the model was made for", same_on_all=True,
+    ),
+    Setting(
+        "kv_bits", NUMBER, parse_kv_bits, 0,
+        "Bits of a number in the KV cache, 0 for all: longer contexts, but one request at a time.",
+        TUNING, "0|4|8", same_on_all=True,
+    ),
+    Setting(
+        "kv_bytes", BYTES, parse_bytes, 0,
+        "Memory for KV caches on each Mac, such as 4GB.",
+        TUNING, "AMOUNT", "0, three quarters of what is free", same_on_all=True,
+    ),
+    Setting(
+        "draft_model", TEXT, parse_text, "",
+        "A small model with the same vocabulary, which proposes tokens so that answers come faster.",
+        TUNING, "MODEL",
+    ),
+    Setting(
+        "speculation", SWITCH, parse_switch, True, "Check several likely tokens at once.", TUNING,
+        same_on_all=True,
+    ),
+    Setting(
+        "prefix_cache", SWITCH, parse_switch, True,
+        "Compute the beginning that prompts share only once.", TUNING, same_on_all=True,
+    ),
+    Setting(
+        "compiled", SWITCH, parse_switch, True,
+        "Build the graph of a step once and use it again.", TUNING, same_on_all=True,
+    ),
+    Setting(
+        "spare", SWITCH, parse_switch, True,
+        "Keep a process ready for the case that a rank here dies.", TUNING,
+    ),
+    # --- limits ---
+    Setting(
+        "limits.deadline", SECONDS, parse_limit, 3600,
+        "All of a request's time, from when its body was there to its last token; one may ask for less.",
+        LIMITS, fields=("deadline_s",),
+    ),
+    Setting(
+        "limits.queue", SECONDS, parse_limit, 300,
+        "A request's wait for its first forward, or for the model that it names.",
+        LIMITS, fields=("queue_s",),
+    ),
+    Setting(
+        "limits.recovery", SECONDS, parse_limit, 60,
+        "A request's wait for another group when its own has ended.", LIMITS, fields=("recovery_s",),
+    ),
+    Setting(
+        "limits.client_stall", SECONDS, parse_limit, 60,
+        "How long a client may leave unread what is there for it.", LIMITS, fields=("client_stall_s",),
+    ),
+    Setting(
+        "limits.load_stall", SECONDS, parse_limit, 60,
+        "Loading a model without any progress, after which the group is formed anew; more for a slow disk.",
+        LIMITS, fields=("load_stall_s",),
+    ),
+    Setting(
+        "limits.open_requests", NUMBER, count_to(2048), 256,
+        "Requests that are open at once at this Mac; one client may have 7 of 8.",
+        LIMITS, fields=("max_open_requests",),
+    ),
+    Setting(
+        "limits.open_tokens", NUMBER, count_to(10**9), 2_000_000,
+        "Tokens of their prompts and answers; one client may have 7 of 8.",
+        LIMITS, fields=("max_open_tokens",),
+    ),
+    Setting(
+        "limits.free_memory", BYTES, parse_bytes, "256MiB",
+        "Memory of this Mac that has to be free, or no request is taken.",
+        LIMITS, fields=("min_free_bytes",),
+    ),
+)  # fmt: skip
+"""In the order of the help and of the page. The file is in the home, so it cannot name that."""
+
+BY_KEY = {setting.key: setting for setting in SETTINGS}
+JOIN = "MLXTP_JOIN"
+OTHER_VARIABLES = {
+    "MLXTP_HOME": "The home of the agent, for every command, where `--home` is not given.",
+    JOIN: "What `mlxtp node --join` is given, where no list of processes shows it.",
+    "MLXTP_KEY": "The API key that `mlxtp launch` gives to a client, where `--key` is not given.",
+}
+"""Variables that are not settings of the file, and what each is for."""
+_FOR_CLIENTS = frozenset(("MLXTP_URL", "MLXTP_API_KEY"))
+"""What the examples read, and settings of clients name."""
+
+
+def nearest(word: str, known: tuple[str, ...] = tuple(BY_KEY)) -> str:
+    """The name that was probably meant, also by the last part of a dotted one; empty for none."""
+    whole = {each: each for each in reversed(known)}
+    parts = {each.rpartition(".")[2]: each for each in reversed(known)}
+    for asked in dict.fromkeys((word, word.rpartition(".")[2])):
+        if found := get_close_matches(asked.replace("-", "_"), [*whole, *parts], n=1):
+            return (parts | whole)[found[0]]
+    return ""
+
+
+def unknown_variables(names: tuple[str, ...]) -> list[str]:
+    """A sentence for each environment variable that looks like one of mlxtp's, and is none."""
+    known = {setting.key: setting.variable for setting in SETTINGS}
+    known |= {name.removeprefix("MLXTP_").lower(): name for name in OTHER_VARIABLES}
+    strange = (
+        name
+        for name in sorted(names)
+        if name.startswith("MLXTP_")
+        and not name.startswith("MLXTP_TEST_")
+        and name not in _FOR_CLIENTS
+        and name not in known.values()
+    )
+    found = []
+    for name in strange:
+        meant = nearest(name.removeprefix("MLXTP_").lower(), tuple(known))
+        what = f"did you mean {known[meant]}?" if meant else "docs/settings.md has what does"
+        found.append(f"{name} means nothing here; {what}")
+    return found

@@ -1,0 +1,281 @@
+"""Single values of settings: each function makes one of what a flag, a variable or the file has. Pure.
+
+`value` is a string, or what TOML made of it; `where` is the place that a ConfigError names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+Parser = Callable[[Any, str], Any]
+"""Makes the value of a setting of what stands at a place. Raises ConfigError."""
+
+DEFAULT_HTTP = "127.0.0.1:52415"
+DEFAULT_CONTROL_PORT = 52414
+MAX_NAME = 80
+MAX_NODES = 8
+RANK_COUNTS = (1, 2, 4)
+KV_BITS = (0, 4, 8)
+MAX_CONTEXT = 1 << 24
+MAX_BYTES = 1 << 50
+MAX_SECONDS = 86_400
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine get to an address or name; of names, that is localhost alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_host_name(text: str) -> bool:
+    """Whether it can be the name of a machine, in lower case."""
+    return bool(_HOST_NAME.fullmatch(text))
+
+
+_HOST_NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+
+
+def parse_ranks(value: object, where: str) -> int:
+    try:
+        ranks = int(str(value))
+    except ValueError:
+        ranks = 0
+    if ranks not in RANK_COUNTS:
+        raise ConfigError(f"{where} {value}: one machine runs 1, 2 or 4 ranks")
+    return ranks
+
+
+def parse_address(value: object, where: str) -> tuple[str, int]:
+    host, _, port_text = str(value).rpartition(":")
+    host = host.strip("[]")
+    try:
+        port = int(port_text)
+    except ValueError:
+        port = -1
+    if not (_is_address(host) or is_host_name(host.lower())) or not 0 <= port <= 65535:
+        raise ConfigError(f"{where}: {value!r} is not HOST:PORT, such as {DEFAULT_HTTP}")
+    return host, port
+
+
+def parse_text(value: object, where: str) -> str:
+    return str(value)
+
+
+def one_of(*choices: str) -> Parser:
+    """A parser that takes these words only."""
+
+    def parse(value: object, where: str) -> str:
+        if value not in choices:
+            raise ConfigError(f"{where}: {value!r} is none of {', '.join(choices)}")
+        return str(value)
+
+    return parse
+
+
+def count_to(most: int) -> Parser:
+    """A parser of whole numbers from 1 to `most`."""
+
+    def parse(value: object, where: str) -> int:
+        if not (number := _decimal(str(value).replace("_", ""), most)):
+            raise ConfigError(f"{where}: {value!r} is no whole number from 1 to {most}")
+        return number
+
+    return parse
+
+
+def parse_path(value: object, where: str) -> str:
+    return str(Path(str(value)).expanduser()) if str(value) else ""
+
+
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s]+)/?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+def parse_hosts(value: object, where: str) -> tuple[str, ...]:
+    """Names and addresses as URLs have them, without port: a list, or one string with commas."""
+    found = []
+    for item in _items(value):
+        host = item.lower().removeprefix("[").removesuffix("]")
+        if host != "*" and not is_host_name(host) and not _is_address(host):
+            raise ConfigError(
+                f"{where}: {item!r} is no name or address of this Mac, such as studio.local; leave http:// "
+                f"and the port away, or write * for any"
+            )
+        found.append(host)
+    return tuple(found)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def parse_origins(value: object, where: str) -> tuple[str, ...]:
+    """Origins as browsers send them: a list, or one string with commas."""
+    found = []
+    for item in _items(value):
+        match = _ORIGIN.fullmatch(item.lower())
+        if item != "*" and match is None:
+            raise ConfigError(
+                f"{where}: {item!r} is no origin, such as http://localhost:3000: scheme, host and port of "
+                f"the page, and no path; or * for any"
+            )
+        found.append("*" if match is None else _origin(match[1], match[2]))
+    return tuple(found)
+
+
+def _origin(scheme: str, place: str) -> str:
+    """Browsers leave out the port that the scheme has anyway."""
+    return f"{scheme}://{place.removesuffix(_DEFAULT_PORTS.get(scheme, '/'))}"
+
+
+def parse_name(value: object, where: str) -> str:
+    text = str(value)
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise ConfigError(f"{where}: {value!r} is not a name of at most {MAX_NAME} printable characters")
+    return text
+
+
+def parse_host_port(value: object, where: str) -> tuple[str, int]:
+    """An IPv4 address and a port, such as 10.0.0.1:52414; MLX's ring speaks nothing else."""
+    host, _, port = str(value).rpartition(":")
+    address = parse_ipv4(host or value, where)
+    if _decimal(port, 65535) is None:
+        raise ConfigError(f"{where}: {value!r} is not ADDRESS:PORT, such as 10.0.0.1:{DEFAULT_CONTROL_PORT}")
+    return address, int(port)
+
+
+def parse_ipv4(value: object, where: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(str(value)))
+    except ValueError:
+        raise ConfigError(f"{where}: {value!r} is no IPv4 address, such as 10.0.0.1") from None
+
+
+def parse_peers(value: object, where: str) -> tuple[str, ...]:
+    """Addresses of agents: a list, or one string with commas. Names are looked up when they are dialled."""
+    peers = []
+    for peer in _items(value):
+        host, colon, port = peer.rpartition(":")
+        if not colon:
+            host, port = peer, str(DEFAULT_CONTROL_PORT)
+        if not host or not _decimal(port, 65535):
+            raise ConfigError(f"{where}: {peer!r} is not HOST:PORT, such as 10.0.0.2:{DEFAULT_CONTROL_PORT}")
+        peers.append(f"{host}:{port}")
+    return tuple(peers)
+
+
+def _items(value: object) -> tuple[str, ...]:
+    items = value if isinstance(value, (list, tuple)) else str(value).split(",")
+    return tuple(item.strip() for item in items if item.strip())
+
+
+def parse_rdma(value: object, where: str) -> tuple[str, ...]:
+    """NODE=DEVICE or NODE/PEER=DEVICE: a table, a list, or one string with commas."""
+    if isinstance(value, dict):
+        items = tuple(f"{node}={device}" for node, device in value.items())
+    else:
+        items = _items(value)
+    for item in items:
+        who, equals, device = item.partition("=")
+        node, slash, peer = who.partition("/")
+        if not (node and equals and device) or bool(slash) != bool(peer) or "=" in device:
+            raise ConfigError(f"{where}: {item!r} is not NODE=DEVICE, such as studio-1=rdma_en5")
+    return items
+
+
+def parse_nodes(value: object, where: str) -> str:
+    """How many Macs: "auto", "all" or a number from 1 to 8. Raises ConfigError."""
+    text = str(value)
+    if text in ("auto", "all"):
+        return text
+    if not (nodes := _decimal(text, MAX_NODES)):
+        raise ConfigError(f"{where}: {value!r} is none of auto, all, or a number from 1 to {MAX_NODES}")
+    return str(nodes)
+
+
+def _decimal(text: str, most: int) -> int | None:
+    """The number in `text`, None where there is none from 0 to `most`, of however many digits."""
+    digits = text.lstrip("0") if text.isascii() and text.isdecimal() else None
+    if digits is None or len(digits) > len(str(most)):
+        return None
+    number = int(digits or "0")
+    return number if number <= most else None
+
+
+def parse_switch(value: object, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    if str(value).lower() not in words:
+        raise ConfigError(f"{where}: {value!r} is neither true nor false")
+    return words[str(value).lower()]
+
+
+def parse_kv_bits(value: object, where: str) -> int:
+    if str(value) not in map(str, KV_BITS):
+        raise ConfigError(f"{where}: {value!r} is none of {', '.join(map(str, KV_BITS))} (0: not quantized)")
+    return int(str(value))
+
+
+def parse_tokens(value: object, where: str) -> int:
+    tokens = _decimal(str(value).replace("_", ""), MAX_CONTEXT)
+    if tokens is None:
+        raise ConfigError(
+            f"{where}: {value!r} is no number of tokens from 0 (the model's own) to {MAX_CONTEXT}"
+        )
+    return tokens
+
+
+def parse_seconds(value: object, where: str) -> float:
+    """A time in seconds, a day at most. Raises ConfigError."""
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ConfigError(f"{where}: {value!r} is no time from 0 to {MAX_SECONDS} seconds")
+    return seconds
+
+
+def parse_limit(value: object, where: str) -> float:
+    """A time in seconds, from one to a day: within less nothing can be done. Raises ConfigError."""
+    if (seconds := parse_seconds(value, where)) < 1:
+        raise ConfigError(f"{where}: {value!r} is no time from 1 to {MAX_SECONDS} seconds")
+    return seconds
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(value: object, where: str) -> int:
+    """A number of bytes, such as 500000000, 500MB or 1.5GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(value).strip().upper())
+    if match is None:
+        raise ConfigError(f"{where}: {value!r} is no amount of memory, such as 500MB or 1.5GiB")
+    size = float(match[1]) * _UNITS[match[2] or ""]
+    if size > MAX_BYTES:
+        raise ConfigError(f"{where}: {value!r} is more than any machine has")
+    return int(size)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from mlxtp.api import connection
+from mlxtp.api import connection, generation
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
 
@@ -242,6 +242,34 @@ def test_a_long_answer_has_no_such_deadline(backend: FakeBackend) -> None:
         assert b"[DONE]" in await client.rest()
 
     play(story, backend, request_s=SOON_S, stall_s=SOON_S, body_s=SOON_S)
+
+
+def body_of(size: int) -> bytes:
+    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
+
+
+def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_BODIES_BYTES", 200_000)
+    large = PLAIN + b" " * 150_000
+
+    async def story(connect: Callable[[], Client]) -> None:
+        holding, late, short = connect(), connect(), connect()
+        await holding.send(body_of(300_000) + b" " * 200_000)
+        await asyncio.sleep(SOON_S)
+        await late.send(body_of(len(large)) + large)
+        head, _, body = (await late.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 5" in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        await short.send(body_of(len(PLAIN)) + PLAIN)
+        assert (await short.read()).startswith(b"HTTP/1.1 200 ")
+        holding.close()
+        for _ in range(2):  # what was parsed makes room, too
+            await asyncio.sleep(SOON_S / 2)
+            await late.send(body_of(len(large)) + large)
+            assert (await late.read()).startswith(b"HTTP/1.1 200 ")
+
+    play(story, backend)
 
 
 # --- many -------------------------------------------------------------------------------------------------

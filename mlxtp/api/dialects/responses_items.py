@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ...errors import RequestError
 from ..ask import Call, Turn
+from ..extent import check_extent
 from ..schema import Schema, checked, not_supported, shown, wrong
 
 Json = dict[str, Any]
@@ -130,6 +131,7 @@ def _call(call: _FunctionCall, where: str) -> Json:
     if not call.name:
         raise wrong(f"{where}.name", "the name of a function", call.name)
     arguments = call.arguments.strip() or "{}"
+    check_extent(arguments, where=f"{where}.arguments", param=f"{where}.arguments")
     if call.status != "incomplete" and not _is_object(arguments):
         raise wrong(f"{where}.arguments", "the JSON text of an object", call.arguments)
     status = "incomplete" if call.status == "incomplete" else "completed"

@@ -200,7 +200,7 @@ class Generation:
         """The tokens of the prompt that this request would be answered with. Raises RequestError."""
         ask, _ = await self.parsed(request, parse, slow=True)
         model, text = await self.catalog.opened(ask.model)
-        _, grammar = _tool_use(ask, text)
+        _, grammar = await asyncio.to_thread(_tool_use, ask, text)
         guided = settings.guided(ask.options, grammar)
         return sum(map(len, await asyncio.to_thread(_prompts, ask, text, model, guided)))
 
@@ -307,7 +307,7 @@ class Generation:
             raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         sampling = settings.sampling(options, model.defaults, seed)
-        format_, grammar = _tool_use(ask, text)
+        format_, grammar = await _in_thread_if(size > SHORT, lambda: _tool_use(ask, text))
         shaping = settings.shaping(options, model.vocabulary, grammar)
         stops = settings.stop_strings(options.stop)
         guided = bool(shaping.grammar_kind)

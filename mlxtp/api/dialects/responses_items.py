@@ -232,6 +232,26 @@ def turns_of(instructions: str | None, items: Sequence[Json], known: int) -> tup
     return tuple(reader.turns)
 
 
+def worth_keeping(items: Sequence[Json]) -> list[Json]:
+    """Without what no turn is made of: calls that were cut off, and thoughts that lead nowhere."""
+    found: list[Json] = []
+    thoughts: list[Json] = []
+    for item in items:
+        if item["type"] == "reasoning":
+            thoughts.append(item)
+        elif item.get("status") != "incomplete" or item["type"] != "function_call":
+            if item["type"] == "function_call" or item.get("role") == "assistant":
+                found += thoughts
+            thoughts = []
+            found.append(item)
+    return found
+
+
+def pieces(item: Json) -> int:
+    """It and its parts."""
+    return 1 + sum(len(value) for value in item.values() if isinstance(value, list))
+
+
 class _Reader:
     """Reads items one after the other."""
 

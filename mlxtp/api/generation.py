@@ -311,7 +311,7 @@ class Generation:
         shaping = settings.shaping(options, model.vocabulary, grammar)
         stops = settings.stop_strings(options.stop)
         guided = bool(shaping.grammar_kind)
-        large = max(size, _characters(ask)) > SHORT
+        large = size > SHORT or _characters(ask) > SHORT
         prompts = await _in_thread_if(large, lambda: _prompts(ask, text, model, guided))
         most, cut = options.max_tokens, options.cut_to_fit
         budgets = [budget.token_budget(most, prompt, model, cut) for prompt in prompts]

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..errors import Code, RequestError
+from .extent import check_extent
 
 _SHOWN = 80  # characters of a refused value that go back to the client
 _UNION_BRANCHES = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-")
@@ -49,6 +50,7 @@ def in_range(low: float, high: float) -> _Range:
 
 def parsed(schema: type[S], body: bytes) -> S:
     """The checked body. Raises RequestError that names the field, the reason and the value."""
+    check_extent(body)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:

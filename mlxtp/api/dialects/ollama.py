@@ -151,7 +151,7 @@ class _Models:
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        body = parsed(OllamaShow, await self._generation.body(request))
+        body, _ = await self._generation.parsed(request, partial(parsed, OllamaShow))
         name = served_name(body.model or body.name or "", self._generation.models())
         model, text = await self._generation.catalog.opened(name)
         capabilities = ["completion"]

@@ -212,7 +212,7 @@ class Generation:
         turn = await self._backend.turn(name)
         try:
             await unless_gone(request.receive, _come(turn))
-            return self.catalog.loaded(turn.model or name)[0]
+            return (await self.catalog.loaded(turn.model or name))[0]
         finally:
             turn.close()
 
@@ -301,7 +301,7 @@ class Generation:
         return job, asked
 
     async def _job(self, ask: Ask, size: int, client: str) -> _Job:
-        model, text = self.catalog.loaded(ask.model)
+        model, text = await self.catalog.loaded(ask.model)
         options = ask.options
         if not 1 <= options.n <= MAX_CHOICES:
             raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")

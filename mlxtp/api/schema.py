@@ -77,7 +77,9 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
         return RequestError(f"{param} is missing", param=param)
     if not param:
         return RequestError(f"the body must be a JSON object, got {shown(first['input'])}")
-    what = first["msg"].removeprefix("Input ")
+    if first["type"] == "too_short" and not first["input"]:
+        return RequestError(f"{param} is empty", param=param)
+    what = first["msg"].removeprefix("Input ").removeprefix("List ")
     return RequestError(f"{param} {what}, got {shown(first['input'])}", param=param)
 
 

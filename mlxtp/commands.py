@@ -373,7 +373,7 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
     state = answer["state"]
     colour = _STATES.get(state, "yellow")
     model = f" [cyan]{escape(answer['model'])}[/]" if answer["model"] else ""
-    how = f" on {answer['world_size']} {'Mac' if answer['world_size'] == 1 else 'Macs'}" if model else ""
+    how = _where(answer) if model else ""
     kind = f", {escape(answer['kind'])}" if answer["kind"] and model else ""
     lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}   epoch {answer['epoch']}"]
     if answer["reason"] and state != "ready":
@@ -398,6 +398,13 @@ def _show_status(answer: Mapping[str, Any]) -> list[Any]:
         for member in answer["members"]:
             lines += _about(member["name"], member["notes"], "yellow")
     return lines
+
+
+def _where(answer: Mapping[str, Any]) -> str:
+    size = answer["world_size"]
+    if "members" in answer:
+        return f" on {size} {'Mac' if size == 1 else 'Macs'}"
+    return " on this Mac" if size == 1 else f", {size} ranks on this Mac"
 
 
 def _show_members(answer: Mapping[str, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -88,13 +89,15 @@ class View:
         )
 
     def serving(self, url: str) -> None:
+        home = shlex.quote(str(self._settings.home))
         body = json.dumps(
             {"model": "default", "messages": [{"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}
         )
         self._console.print(
             f"\n  endpoint [bold cyan]{url}/v1[/]   page {url}/   health {url}/health\n\n"
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f"    -d {escape(repr(body))}\n\n  Ctrl-C stops it.",
+            f"    -d {escape(repr(body))}\n\n"
+            f"  mlxtp status --home {escape(home)}   and so for other commands\n\n  Ctrl-C stops it.",
             soft_wrap=True,
         )
 

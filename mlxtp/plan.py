@@ -156,7 +156,10 @@ def show(made: Plan, shape: ModelShape, console: Console) -> None:
         for one in made.alternatives:
             if one.reason:
                 console.print(escape(f"- {one.title}: {one.reason}"), style=_COLOURS[one.verdict])
-    console.print(escape(made.reason), style="bold" if made.chosen else "bold red")
+    if made.chosen or not any(one.reason for one in made.alternatives):
+        console.print(escape(made.reason), style="bold" if made.chosen else "bold red")
+    else:  # the reason is those of the rows
+        console.print("These Macs cannot serve it.", style="bold red")
     if made.chosen and made.chosen.speed:
         console.print(escape(_time_line(made.chosen.speed, shape)))
     for note in made.notes:

@@ -228,7 +228,10 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
         "kind": "",
     }
     monkeypatch.setattr(agent.admin, "status", lambda: alone)
-    assert mlxtp(agent.home, "status").output == "ready org/model on 1 Mac   epoch 7\n"
+    assert mlxtp(agent.home, "status").output == "ready org/model on this Mac   epoch 7\n"
+    alone |= {"world_size": 2, "kind": "a ring over loopback"}
+    said = "ready org/model, 2 ranks on this Mac, a ring over loopback   epoch 7\n"
+    assert mlxtp(agent.home, "status").output == said
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
 from mlxtp import demo
+from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 
 from .cluster import WAIT_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+def test_who_serves_says_where_other_commands_find_it(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    settings = Settings(tmp_path / "a home", "127.0.0.1", 0, 2, "tiny")
+    demo.View(demo.Screen(file=shown, width=60), settings).serving("http://127.0.0.1:52415")
+    assert f"mlxtp status --home '{tmp_path}/a home'" in shown.getvalue()
 
 
 def test_an_endpoint_that_is_gone() -> None:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from ..errors import Code, MlxtpError, RequestError
+from .adapter import SSE
 from .admin import Administration
 from .admin import routes as admin_routes
 from .backend import Backend
@@ -22,16 +23,23 @@ from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
 from .dialects.ollama import Ollama
 from .dialects.openai import MODELS, OpenAIChat, speaks_anthropic
+from .dialects.openai_shapes import OpenAIError
 from .dialects.responses import Responses
 from .errors import internal_error
 from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
 from .guard import Access, guards
-from .openapi import document
+from .openapi import Operation, document
 from .pages import Observed
 from .pages import routes as page_routes
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it
+_WATCHED = (
+    Operation("GET", "/cluster", "One moment of the cluster", error=OpenAIError),
+    Operation("GET", "/cluster/events", "Its moments as they come", error=OpenAIError, media=SSE),
+    Operation("GET", "/metrics", "Figures for Prometheus", error=OpenAIError, media="text/plain"),
+)
+"""What an agent has beside the dialects."""
 
 
 def adapters() -> tuple[Adapter, ...]:
@@ -71,8 +79,10 @@ def create_app(
         headers = {} if now.ready else {"retry-after": str(retry_after_s)}
         return JSONResponse(answers.health_body(now), 200 if now.ready else 503, headers=headers)
 
-    async def openapi(_request: Request) -> Response:
-        described = (operation for dialect in dialects for operation in dialect.operations)
+    async def openapi(request: Request) -> Response:
+        there = {route.path for route in request.app.routes if isinstance(route, Route)}
+        described = [operation for dialect in dialects for operation in dialect.operations]
+        described += [operation for operation in _WATCHED if operation.path in there]
         return JSONResponse(document(described, version("mlxtp")))
 
     app = Starlette(

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from .text.tokens import Text
 
 __all__ = [
-    "AT_ONCE", "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "AtOnce", "Backend",
-    "End", "Event", "Health", "ModelInfo", "Reason", "Request", "Sampling", "Score", "Shaping", "Stored",
-    "Tokens", "Turn",
+    "AT_ONCE", "COMING", "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "AtOnce",
+    "Backend", "End", "Event", "Health", "ModelInfo", "Reason", "Request", "Sampling", "Score", "Shaping",
+    "Stored", "Tokens", "Turn",
 ]  # fmt: skip
 
 Reason = Literal["stop", "length", "cancel"]
 GREEDY = Sampling()
 DRAINING = "draining"
 """The state of an agent that finishes what it has begun, and takes nothing new."""
+COMING = ("starting", "forming", "loading", "restarting")
+"""The states of one that may have a model in a moment, whose name is not known here yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..errors import Code, RequestError
 from .backend import ModelInfo, Stored
 from .schema import shown
 
+UNNAMED = (None, "", "default")
+"""What means the loaded model, whichever that is."""
 
-def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo:
-    """Exact id, then alias, then `default` (or no name at all): the first. Raises RequestError 404."""
+
+def find_model(name: str | None, models: Sequence[ModelInfo]) -> ModelInfo | None:
+    """Exact id, then alias, then `default` (or no name at all): the first. None for another name."""
     for model in models:
         if name == model.id:
             return model
     for model in models:
         if name in model.aliases:
             return model
-    if models and name in (None, "", "default"):
-        return models[0]
-    known = ", ".join(model.id for model in models) or "none"
-    raise RequestError(
-        f"the model {shown(name)} does not exist here; available: {known}",
+    return models[0] if models and name in UNNAMED else None
+
+
+def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
+    """A 404 that says what can be asked for."""
+    return RequestError(
+        f"the model {shown(name)} does not exist here; available: {', '.join(known)}",
         Code.MODEL_NOT_FOUND,
         status=404,
         param="model",

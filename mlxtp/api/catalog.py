@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import Code, ModelError, RequestError
-from .backend import DRAINING, Backend, ModelInfo, Stored
-from .budget import find_model
+from .backend import COMING, DRAINING, Backend, ModelInfo, Stored
+from .budget import UNNAMED, find_model, unknown_model
 from .text.tokens import Text
 
 KEPT = 2
@@ -25,27 +26,26 @@ class Catalog:
 
     async def listed(self) -> tuple[ModelInfo | Stored, ...]:
         """What can be served now, and then what would be loaded for a request that names it."""
-        models = self._backend.models()
-        loaded = {model.id for model in models}
-        return (*models, *(each for each in await self._backend.on_request() if each.id not in loaded))
+        return self._with_loaded(await self._backend.on_request())
 
-    def loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
-        """The loaded model, by one of its names. Raises RequestError: 503 when none is, 404 for another."""
-        models, text = self._backend.models(), self._backend.text()
-        if not models or text is None:
-            raise self.not_ready()
-        return find_model(name, models), text
+    async def loaded(self, name: str | None) -> tuple[ModelInfo, Text]:
+        """The loaded model, by one of its names. Raises RequestError.
+
+        404 for what could not be loaded for a request either, 503 where none is loaded.
+        """
+        if (here := self._here(name)) is None:
+            raise self._missing(name, await self._backend.on_request())
+        return here
 
     async def find(self, name: str | None) -> ModelInfo | Stored:
         """One that is loaded, or would be for a request. Raises RequestError as `loaded` does."""
-        try:
-            model, _ = self.loaded(name)
-        except RequestError:
-            for stored in await self._backend.on_request():
-                if stored.id == name:
-                    return stored
-            raise
-        return model
+        if (here := self._here(name)) is not None:
+            return here[0]
+        stored = await self._backend.on_request()
+        for each in stored:
+            if each.id == name:
+                return each
+        raise self._missing(name, stored)
 
     async def opened(self, name: str | None) -> tuple[ModelInfo | Stored, Text]:
         """The same with its tokenizer, which is read from the disk where the model is not loaded.
@@ -54,7 +54,7 @@ class Catalog:
         """
         model = await self.find(name)
         if isinstance(model, ModelInfo):
-            return self.loaded(model.id)
+            return await self.loaded(model.id)
         try:
             return model, await self._read(model.path)
         except ModelError as error:
@@ -68,6 +68,23 @@ class Catalog:
         if health.state == DRAINING:
             return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
         return RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
+
+    def _here(self, name: str | None) -> tuple[ModelInfo, Text] | None:
+        model, text = find_model(name, self._backend.models()), self._backend.text()
+        return None if model is None or text is None else (model, text)
+
+    def _with_loaded(self, stored: Sequence[Stored]) -> tuple[ModelInfo | Stored, ...]:
+        models = self._backend.models()
+        loaded = {model.id for model in models}
+        return (*models, *(each for each in stored if each.id not in loaded))
+
+    def _missing(self, name: str | None, stored: Sequence[Stored]) -> RequestError:
+        """Why nothing of this name is loaded, where `stored` could be."""
+        known = [each.id for each in self._with_loaded(stored)]
+        loads = not self._backend.models() and self._backend.health().state in COMING
+        if loads or not known or name in (*UNNAMED, *known):
+            return self.not_ready()
+        return unknown_model(name, known)
 
     async def _read(self, folder: Path) -> Text:
         async with self._reading:

@@ -12,6 +12,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable
+from contextvars import Context
 from typing import Any
 
 import h11
@@ -28,11 +29,14 @@ UNREAD_BYTES = 256 * 1024
 LEAST_READ_BYTES = 16 * 1024
 """Who reads so much in `stall_s` is slow, but reading. With TLS it takes up to 48 KiB more, as what waits in
 asyncio's socket below it is not counted."""
+BEHIND_BYTES = 64 * 1024
+"""Of further requests, while one is answered."""
 MAX_CONNECTIONS = 2048
 """Half of the descriptors that an agent asks for: the others are for ranks, links and files."""
 MAX_REFUSALS = 512
 """So many more are told that they are too many; the next ones are cut without a word."""
 MOST_CONNECTIONS = MAX_CONNECTIONS + MAX_REFUSALS
+_ENDED = (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
 
 
 class Connection(H11Protocol):
@@ -60,8 +64,23 @@ class Connection(H11Protocol):
         self._watch_request()
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state not in _ENDED:  # nothing may come any more, and nobody would answer it
+            Context().run(self._received, data)
+
+    def _received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_request()
+
+    def handle_events(self) -> None:
+        """Called with all data, and at the end of an answer. Both may be in the context of a request that is
+        over, whose id does not belong into what is logged here.
+        """
+        Context().run(self._handle_events)
+
+    def _handle_events(self) -> None:
+        self._drop_blank_lines()
+        super().handle_events()
+        self._watch_behind()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._sending_request.stop()
@@ -77,6 +96,22 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     # --- what it waits for ---------------------------------------------------------------------------
+
+    def _drop_blank_lines(self) -> None:
+        """Before a request, as RFC 9112 asks (2.2): old clients send one behind a body."""
+        if self.conn.their_state is h11.IDLE:
+            waiting = self.conn.trailing_data[0]
+            if blank := len(waiting) - len(waiting.lstrip(b"\r\n")):
+                self.conn._receive_buffer.maybe_extract_at_most(blank)
+
+    def _watch_behind(self) -> None:
+        """uvicorn stops reading where something follows a request, and would not see that its client left."""
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY, *_ENDED):
+            return
+        if len(self.conn.trailing_data[0]) <= BEHIND_BYTES:
+            self.flow.resume_reading()
+        else:
+            self._cut(f"sent more than {BEHIND_BYTES} bytes behind a request that was not answered")
 
     def _watch_request(self) -> None:
         """Between two requests, `timeout_keep_alive` counts."""

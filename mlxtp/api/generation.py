@@ -8,11 +8,13 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextvars import copy_context
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Protocol, TypeVar
 
 from starlette.requests import Request
@@ -30,6 +32,7 @@ from .catalog import Catalog
 from .choices import Answers, collect
 from .errors import error_status, internal_error
 from .events import Event, Finish
+from .extent import SHORT, check_extent
 from .loading import Loading
 from .openapi import Operation
 from .schema import not_supported, shown, wrong
@@ -51,7 +54,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 MAX_BODY_BYTES = 16 * 1024 * 1024
 BODY_S = 60.0
 MAX_CHOICES = 16
-_LARGE_BYTES = 64 * 1024  # from here on, parsing and tokenizing happen in a thread
+MAX_BODIES_BYTES = 256 * 1024 * 1024
+"""Of all bodies that are not parsed yet. The first 64 KiB of each do not count: short requests go on."""
+_PARSING = ThreadPoolExecutor(1, "parsing")
+"""Bodies that take a while, one after the other: those threads in which models are opened stay free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +149,7 @@ class Generation:
         self._keep_alive_s = keep_alive_s
         self._retry_after_s = retry_after_s
         self._body_s = body_s
+        self._room = MAX_BODIES_BYTES
 
     def health(self) -> Health:
         return self._backend.health()
@@ -151,20 +158,49 @@ class Generation:
         """What can be served now."""
         return self._backend.models()
 
-    async def body(self, request: Request) -> bytes:
-        """The whole body. Raises RequestError 408 or 413."""
+    async def parsed(
+        self, request: Request, parse: Callable[[bytes], T], *, slow: bool = False
+    ) -> tuple[T, int]:
+        """What `parse` makes of the whole body, and the bytes that this had. Raises as it does, and
+        RequestError 408, 413, or 503 where the bodies of others leave no room.
+
+        `slow`: `parse` may take long with a short body, too.
+        """
+        async with self._body(request) as body:
+            if not slow and len(body) <= SHORT:
+                return parse(body), len(body)
+            work = partial(copy_context().run, parse, body)
+            return await asyncio.get_running_loop().run_in_executor(_PARSING, work), len(body)
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        taken = 0
+
+        def take(size: int) -> bool:
+            nonlocal taken
+            more = max(size - SHORT - taken, 0)
+            if more > self._room:
+                return False
+            taken += more
+            self._room -= more
+            return True
+
         try:
-            async with asyncio.timeout(self._body_s):
-                return await _read_body(request, self._max_body_bytes)
-        except TimeoutError:
-            raise RequestError(f"the body was not complete within {self._body_s:g} s", status=408) from None
+            try:
+                async with asyncio.timeout(self._body_s):
+                    body = await _read_body(request, self._max_body_bytes, take)
+            except TimeoutError:
+                detail = f"the body was not complete within {self._body_s:g} s"
+                raise RequestError(detail, status=408) from None
+            yield body
+        finally:
+            self._room += taken
 
     async def count(self, request: Request, parse: Callable[[bytes], Ask]) -> int:
         """The tokens of the prompt that this request would be answered with. Raises RequestError."""
-        body = await self.body(request)
-        ask = await asyncio.to_thread(parse, body)
+        ask, _ = await self.parsed(request, parse, slow=True)
         model, text = await self.catalog.opened(ask.model)
-        _, grammar = _tool_use(ask, text)
+        _, grammar = await asyncio.to_thread(_tool_use, ask, text)
         guided = settings.guided(ask.options, grammar)
         return sum(map(len, await asyncio.to_thread(_prompts, ask, text, model, guided)))
 
@@ -176,7 +212,7 @@ class Generation:
         turn = await self._backend.turn(name)
         try:
             await unless_gone(request.receive, _come(turn))
-            return self.catalog.loaded(turn.model or name)[0]
+            return (await self.catalog.loaded(turn.model or name))[0]
         finally:
             turn.close()
 
@@ -187,14 +223,13 @@ class Generation:
 
         `slow`: `parse` may take long with a short body, too.
         """
-        body = await self.body(request)
-        ask = await _in_thread_if(slow or len(body) > _LARGE_BYTES, lambda: parse(body))
+        ask, size = await self.parsed(request, parse, slow=slow)
         address = request.client.host if request.client is not None else ""
         client = settings.client_of(ask.user, address)
         async with AsyncExitStack() as open_:
             turn = await self._backend.turn(ask.model, ask.options.deadline_s)
             open_.callback(turn.close)
-            wish = _Wish(ask, len(body), client, turn, None if turn.come else time.monotonic())
+            wish = _Wish(ask, size, client, turn, None if turn.come else time.monotonic())
             if ask.stream and not turn.come:
                 return self._late(dialect, wish, open_.pop_all())
             job, asked = await unless_gone(request.receive, self._asked(wish, open_))
@@ -266,17 +301,17 @@ class Generation:
         return job, asked
 
     async def _job(self, ask: Ask, size: int, client: str) -> _Job:
-        model, text = self.catalog.loaded(ask.model)
+        model, text = await self.catalog.loaded(ask.model)
         options = ask.options
         if not 1 <= options.n <= MAX_CHOICES:
             raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         sampling = settings.sampling(options, model.defaults, seed)
-        format_, grammar = _tool_use(ask, text)
+        format_, grammar = await _in_thread_if(size > SHORT, lambda: _tool_use(ask, text))
         shaping = settings.shaping(options, model.vocabulary, grammar)
         stops = settings.stop_strings(options.stop)
         guided = bool(shaping.grammar_kind)
-        large = max(size, _characters(ask)) > _LARGE_BYTES
+        large = size > SHORT or _characters(ask) > SHORT
         prompts = await _in_thread_if(large, lambda: _prompts(ask, text, model, guided))
         most, cut = options.max_tokens, options.cut_to_fit
         budgets = [budget.token_budget(most, prompt, model, cut) for prompt in prompts]
@@ -377,6 +412,10 @@ def _prompts(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> l
             f"needs_thinking: {shown(model.id)} does not support thinking; leave it out", "needs_thinking"
         )
     budget.check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.turns))
+    arguments = [call.arguments for turn in conversation.turns for call in turn.calls]
+    check_extent(
+        *arguments, where="what is called in messages", param="messages"
+    )  # it is parsed for templates
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
         conversation = replace(conversation, thinking=False)
     if conversation.tool_choice == NONE:
@@ -432,8 +471,10 @@ def _json(body: Json) -> Response:
     return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+async def _read_body(request: Request, limit: int, take: Callable[[int], bool]) -> bytes:
     """The body, or RequestError 413. What is too large is not kept, and soon no longer read.
+
+    `take` hears how large it has become; where it says no, the error is 503.
 
     A client that is still sending would not see the answer, so a body of up to 4 times the limit is read
     to its end and thrown away.
@@ -441,16 +482,22 @@ async def _read_body(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
+    room = True
     if size <= 4 * limit:
         size = 0
         async for part in request.stream():
             size += len(part)
-            if size <= limit:
+            room = room and (size > limit or take(size))
+            if not room or size > limit:
+                parts.clear()
+            else:
                 parts.append(part)
-            elif size > 4 * limit:
+            if size > 4 * limit:
                 break
     if size > limit:
         raise RequestError(f"the body is larger than {limit} bytes", status=413)
+    if not room:
+        raise RequestError("the bodies of other requests leave no room", Code.OVERLOADED, status=503)
     return b"".join(parts)
 
 

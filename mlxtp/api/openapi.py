@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 Json = dict[str, Any]
+_JSON = "application/json"
 _REFERENCE = "#/components/schemas/{model}"
 
 
@@ -17,7 +18,8 @@ _REFERENCE = "#/components/schemas/{model}"
 class Operation:
     """One method of one path. `body` and `answer` None: it takes none; its answer is not described.
 
-    `error` describes refusals. `stream` is the media type of an answer that comes in pieces.
+    `error` describes refusals. `stream` is the media type of an answer that may come in pieces, `media` that
+    of any other. `always`: the status with which everybody is refused, where nobody gets an answer.
     """
 
     method: str
@@ -27,6 +29,8 @@ class Operation:
     answer: type[BaseModel] | None = None
     error: type[BaseModel] | None = None
     stream: str = ""
+    media: str = _JSON
+    always: int = 0
 
 
 def document(operations: Iterable[Operation], version: str) -> Json:
@@ -70,21 +74,30 @@ def _operation(operation: Operation, references: Any) -> Json:
         ]
     if operation.body is not None:
         schema = references[operation.body, "validation"]
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    content: Json = {"application/json": {}}
-    if operation.answer is not None:
-        content = {"application/json": {"schema": references[operation.answer, "serialization"]}}
-    if operation.stream:
-        content[operation.stream] = {"schema": {"type": "string"}}
-    refused: Json = {"application/json": {}}
+        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
+    refused: Json = {_JSON: {}}
     if operation.error is not None:
-        refused = {"application/json": {"schema": references[operation.error, "serialization"]}}
+        refused = {_JSON: {"schema": references[operation.error, "serialization"]}}
+    first = {"200": {"description": "the answer", "content": _content(operation, references)}}
+    if operation.always:
+        first = {str(operation.always): {"description": "refused, always", "content": refused}}
     described["responses"] = {
-        "200": {"description": "the answer", "content": content},
+        **first,
         "4XX": {"description": "refused: the request, or the moment", "content": refused},
         "5XX": {"description": "not now (503), or a failure", "content": refused},
     }
     return described
+
+
+def _content(operation: Operation, references: Any) -> Json:
+    """Of an answer."""
+    text: Json = {"schema": {"type": "string"}}
+    content: Json = {operation.media: {} if operation.media == _JSON else text}
+    if operation.answer is not None:
+        content = {_JSON: {"schema": references[operation.answer, "serialization"]}}
+    if operation.stream:
+        content[operation.stream] = text
+    return content
 
 
 def _id(operation: Operation) -> str:

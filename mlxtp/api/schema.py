@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..errors import Code, RequestError
+from .extent import check_extent
 
 _SHOWN = 80  # characters of a refused value that go back to the client
 _UNION_BRANCHES = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-")
@@ -49,6 +50,7 @@ def in_range(low: float, high: float) -> _Range:
 
 def parsed(schema: type[S], body: bytes) -> S:
     """The checked body. Raises RequestError that names the field, the reason and the value."""
+    check_extent(body)
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -75,7 +77,9 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
         return RequestError(f"{param} is missing", param=param)
     if not param:
         return RequestError(f"the body must be a JSON object, got {shown(first['input'])}")
-    what = first["msg"].removeprefix("Input ")
+    if first["type"] == "too_short" and not first["input"]:
+        return RequestError(f"{param} is empty", param=param)
+    what = first["msg"].removeprefix("Input ").removeprefix("List ")
     return RequestError(f"{param} {what}, got {shown(first['input'])}", param=param)
 
 

@@ -71,6 +71,10 @@ class AnswerStream(Response):
         # A client that is gone is no error: it was the one to leave.
         with suppress(ClientGone, OSError):
             async with aclosing(self._source):
+                if scope["method"] == "HEAD":
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await _send_body(send, b"", more=False)
+                    return
                 await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:

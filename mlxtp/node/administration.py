@@ -53,7 +53,9 @@ class Alone:
         supervisor = self._supervisor
         group = supervisor.group
         model = next(iter(supervisor.gateway.models()), None)
-        pongs = supervisor.ranks.pongs if supervisor.ranks is not None else {}
+        ranks = supervisor.ranks
+        pongs = ranks.pongs if ranks is not None else {}
+        pids = {each.rank: each.pid for each in ranks.processes} if ranks is not None and pongs else {}
         health = supervisor.gateway.health()
         return {
             "versions": list(versions_here()),
@@ -70,6 +72,7 @@ class Alone:
             "ranks": [
                 {
                     "rank": rank,
+                    "pid": pids.get(rank),
                     "phase": pong.phase,
                     "memory_bytes": pong.memory_bytes,
                     "step_us": pong.step_us,

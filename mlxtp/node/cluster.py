@@ -92,6 +92,7 @@ from .switching import Switching
 
 log = logging.getLogger(__name__)
 
+NOTHING_WANTED = "nothing shall be served; `mlxtp serve MODEL` changes that"
 BEAT_S = 0.5
 REPORT_S = 10.0
 """How often this machine's memory, addresses and power are read again."""
@@ -599,7 +600,7 @@ class Cluster:
         self.may_leave = may_leave(view)
         action = self.coordination.decide(self.membership, situation, now)
         self._until = now + BEAT_S
-        self.waiting = "" if self.coordination.desired.model else "nothing shall be served"
+        self.waiting = "" if self.coordination.desired.model else NOTHING_WANTED
         self._unplanned = self._why_unplanned(situation, action, now)
         match action:
             case FormEpoch():

@@ -72,6 +72,7 @@ class Follower:
             self._rest()
             self._served = wanted
             self._opening = asyncio.ensure_future(self._open(node_id, serving))
+            self._opening.add_done_callback(self._opened)
         if not self._ready:
             self._show(State.LOADING, serving.epoch, "connecting to rank 0", serving)
         else:
@@ -112,8 +113,7 @@ class Follower:
                 await self._reach(node_id)
         except (MlxtpError, TimeoutError, OSError) as error:
             log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
-            self._retry_at = time.monotonic() + RETRY_S
-            self._served = None
+            self._retry_later()
             return
         if cluster.supervisor.in_epoch:  # it began while this link was being opened
             self._leave()
@@ -132,6 +132,17 @@ class Follower:
         self._ready = True
         gateway.serve(self._desk, info, source.text, here=False)
         cluster.changed()
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        """A bug must not leave this node waiting for ever, and nobody told."""
+        if not opening.cancelled() and (error := opening.exception()) is not None:
+            log.error("no way to send requests to where rank 0 is", exc_info=error)
+            if opening is self._opening:
+                self._retry_later()
+
+    def _retry_later(self) -> None:
+        self._retry_at = time.monotonic() + RETRY_S
+        self._served = None
 
     async def _reach(self, node_id: str) -> None:
         """Open the requests link. Raises MlxtpError, TimeoutError or OSError."""

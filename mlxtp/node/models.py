@@ -11,7 +11,7 @@ from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..wire.control import MAX_MODEL
 from .servable import check_servable, read_config
-from .stored import hub_folder, is_complete
+from .stored import hub_folder, lacks
 from .supervisor import ModelSource
 
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
@@ -39,7 +39,7 @@ def find_config(name: str) -> Path:
 def stored_name(name: str) -> str | None:
     """What a request may call a model that is complete on this machine: the embedded one, a folder by its
     whole path, or an id on the Hub. None for anything else. Raises ModelError for one whose configuration
-    tells that it cannot be served. Reads the disk: call it in a thread.
+    tells that it cannot be served, and for a folder that lacks files. Reads the disk: call it in a thread.
     """
     if len(name) > MAX_MODEL or not name.isprintable():
         return None  # no Mac could tell another one about it
@@ -50,8 +50,10 @@ def stored_name(name: str) -> str | None:
         folder = _check(_find(name)) if local else hub_folder(name)
     except (ModelError, OSError, ValueError):
         return None
-    if folder is None or (local and not is_complete(folder)):
+    if folder is None:
         return None
+    if local and (missing := lacks(folder)):
+        raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
     check_servable(read_config(folder))
     return lasting_name(name) if local else name
 

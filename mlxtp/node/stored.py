@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,18 +59,24 @@ def hub_folder(name: str) -> Path | None:
 
 def is_complete(folder: Path) -> bool:
     """Whether configuration, tokenizer and all weights are in this folder. Reads the disk."""
+    return not lacks(folder)
+
+
+def lacks(folder: Path) -> str:
+    """What this folder would need to be a complete model, in words; empty for nothing. Reads the disk."""
     try:
-        if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
-            return False
+        missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
         weights = {path.name for path in folder.glob("model*.safetensors") if path.is_file()}
         indices = list(folder.glob("*.safetensors.index.json"))
         wanted = {name for index in indices for name in _table(index)["weight_map"].values()}
     except (*_READ_ERRORS, LookupError, AttributeError):
-        return False
+        return "files that can be read"
     shards = [match for match in map(_SHARD.fullmatch, weights) if match]
-    if any(int(shard[2]) != len(shards) for shard in shards):
-        return False
-    return bool(weights) and wanted <= weights
+    if not weights:
+        missing.append("weights (model*.safetensors)")
+    elif not wanted <= weights or any(int(shard[2]) != len(shards) for shard in shards):
+        missing.append("some files of its weights")
+    return " and ".join(missing)
 
 
 def models_here() -> tuple[OnDisk, ...]:
@@ -86,13 +92,14 @@ def models_here() -> tuple[OnDisk, ...]:
     )
 
 
-def stored_models() -> tuple[Stored, ...]:
-    """The embedded model and those of the Hub cache that are complete, by name, but for what `check_servable`
-    refuses. Reads the disk: call it in a thread.
+def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[Stored, ...]:
+    """The embedded model, those of the Hub cache by name, and `folders`, each with its name: what is complete
+    but for what `check_servable` refuses. Reads the disk: call it in a thread.
     """
     found = [
         (EMBEDDED_MODEL, embedded_model_path()),
         *((name, hub_folder(name)) for name, _ in sorted(_cached())),
+        *((name, folder if is_complete(folder) else None) for name, folder in folders),
     ]
     described = (_described(name, folder) for name, folder in found if folder is not None)
     return tuple(stored for stored in described if stored is not None)

@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from ..api.backend import AT_ONCE, Stored, Turn
+from ..api.budget import UNNAMED
 from ..cluster.beliefs import NOBODY, NOTHING, Claim
 from ..cluster.shapes import ModelShape
 from ..cluster.standing import State as Standing
 from ..cluster.switching import Load, Tell, Turns
+from ..config import EMBEDDED_MODEL
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
 from .epoch import State, of_the_model
@@ -26,12 +29,13 @@ from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
-UNNAMED = (None, "", "default")
 UNHEARD = ModelTurn(0, 0, "", "", "")
 NEWS_S = 1.0
 """How often a request that waits looks how far its model is."""
 REFUSED_S = 60.0
 """How long a model that could not be served is not tried again."""
+MOST_FOLDERS = 20
+"""How many folders are known by the short name under which they were served."""
 UNPLANNED_S = 12.0
 """How long a model may have no place: longer than the others take to tell that their memory is free again."""
 
@@ -101,6 +105,8 @@ class Switching:
         """By model: why it could not be served, and until when it is not tried again."""
         self._before: DesiredState | None = None
         """What was served, or that nothing was to be, before anything else was wanted."""
+        self._folders: dict[str, str] = {}
+        """By the name under which it was served: a folder's whole path, the one served last at the end."""
         self._failed: DesiredState | None = None
         """What was wanted when an epoch failed for good, as long as nothing comes after it."""
         self._placed = (NOTHING, 0.0)
@@ -112,7 +118,8 @@ class Switching:
         """What a request may have loaded."""
         if not self._on or self._desired.pinned:
             return ()
-        return await asyncio.to_thread(stored_models)
+        folders = [(name, Path(path)) for name, path in self._folders.items()]
+        return await asyncio.to_thread(stored_models, folders)
 
     async def turn(self, name: str | None, within_s: float) -> Turn:
         """See `Backend.turn`."""
@@ -142,9 +149,11 @@ class Switching:
     async def _stored(self, name: str) -> str | None:
         """What `DesiredState` would call a model on this Mac's disk; None for what is not there."""
         try:
-            return await asyncio.to_thread(stored_name, name)
+            return await asyncio.to_thread(stored_name, self._folders.get(name, name))
         except ModelError as error:
             detail = f"{name} cannot be served: {error.detail}"
+            if error.code is Code.MODEL_NOT_FOUND:
+                raise RequestError(detail, error.code, status=404, param="model") from None
             raise RequestError(detail, Code.MODEL_INVALID, param="model") from None
 
     def leave(self, waiter: Waiter) -> None:
@@ -230,10 +239,22 @@ class Switching:
         self._refused = {model: said for model, said in self._refused.items() if said[1] > now}
         if not self._desired.model or self._ready:
             self._before = self._desired
+        self._remember()
         if self._cluster.coordination.leading:
             self._lead(now)
         self._admit()
         self._tell()
+
+    def _remember(self) -> None:
+        """A folder that is served keeps the short name that clients see, when it is served no more."""
+        model, models = Path(self._desired.model), self._cluster.supervisor.gateway.models()
+        name = models[0].id if models else ""
+        if not model.is_absolute() or name != model.name or name == EMBEDDED_MODEL:
+            return
+        self._folders.pop(name, None)
+        self._folders[name] = str(model)
+        while len(self._folders) > MOST_FOLDERS:
+            del self._folders[next(iter(self._folders))]
 
     def remind(self) -> None:
         """With each beat: who has not heard yet hears it again."""

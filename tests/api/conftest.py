@@ -230,6 +230,7 @@ class FakeBackend:
     refusal: Exception | None = None
     judge: Callable[[], Awaitable[None]] = at_once
     ready: bool = True
+    unready: str = "loading"
     most_open: int = 1000
     context: int = CONTEXT
     vocabulary: int = VOCABULARY
@@ -242,7 +243,7 @@ class FakeBackend:
 
     def health(self) -> Health:
         ranks = ({"rank": 0, "alive": True},)
-        state, model, reason = ("ready", "tiny", None) if self.ready else ("loading", None, "30 % read")
+        state, model, reason = ("ready", "tiny", None) if self.ready else (self.unready, None, "30 % read")
         return Health(state, 3, 2, "ring", model, reason, self.ready, 0, ranks)
 
     def models(self) -> tuple[ModelInfo, ...]:

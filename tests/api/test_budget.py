@@ -16,15 +16,16 @@ def info(id_: str = "org/tiny", *aliases: str, context: int = 100) -> ModelInfo:
 def test_a_model_is_found_by_id_then_alias_then_default() -> None:
     models = [info("a", "b"), info("b", "c")]
     names = ["a", "b", "c", "default", None, ""]
-    assert [budget.find_model(name, models).id for name in names] == ["a", "b", "b", "a", "a", "a"]
+    found = [budget.find_model(name, models) for name in names]
+    assert [each and each.id for each in found] == ["a", "b", "b", "a", "a", "a"]
 
 
 def test_an_unknown_model_is_a_404_that_says_what_there_is() -> None:
-    with pytest.raises(RequestError, match=r'"gpt-9" does not exist here; available: org/tiny') as caught:
-        budget.find_model("gpt-9", [info()])
-    assert (caught.value.status, caught.value.code) == (404, Code.MODEL_NOT_FOUND)
-    with pytest.raises(RequestError):
-        budget.find_model("default", [])
+    assert budget.find_model("gpt-9", [info()]) is None
+    assert budget.find_model("default", []) is None
+    error = budget.unknown_model("gpt-9", ["org/tiny", "tiny"])
+    assert error.detail.endswith('"gpt-9" does not exist here; available: org/tiny, tiny')
+    assert (error.status, error.code) == (404, Code.MODEL_NOT_FOUND)
 
 
 def test_the_budget_is_what_was_asked_or_what_fits() -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Awaitable, Callable
+from time import monotonic
 
 import pytest
 
-from mlxtp.api import connection
+from mlxtp.api import connection, generation
+from mlxtp.api.account import current
+from mlxtp.api.accounting import Accounting
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
+from mlxtp.api.tally import Tally
 
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, forever, says, then
 
@@ -59,7 +64,7 @@ def play(
 ) -> None:
     async def run() -> None:
         sock, stop = bind("127.0.0.1", 0), asyncio.Event()
-        app = create_app(backend, body_s=body_s)
+        app = Accounting(create_app(backend, body_s=body_s), Tally(monotonic))
         serving = asyncio.create_task(serve(app, sock, stop, grace_s=1, stall_s=stall_s, request_s=request_s))
         clients: list[Client] = []
 
@@ -242,6 +247,151 @@ def test_a_long_answer_has_no_such_deadline(backend: FakeBackend) -> None:
         assert b"[DONE]" in await client.rest()
 
     play(story, backend, request_s=SOON_S, stall_s=SOON_S, body_s=SOON_S)
+
+
+# --- what follows a request -------------------------------------------------------------------------------
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CLOSE = b"Connection: close\r\nHost"
+
+
+@pytest.mark.parametrize(
+    ("head", "behind"),
+    [
+        (HEAD, (b"\r\n",)),
+        (HEAD, (GET,)),
+        (HEAD, (GET, GET)),
+        (HEAD.replace(b"Host", CLOSE), (b"\r\n",)),
+    ],
+    ids=["blank", "request", "requests", "close"],
+)
+def test_who_leaves_is_seen_behind_what_came_before(
+    backend: FakeBackend, head: bytes, behind: tuple[bytes, ...]
+) -> None:
+    backend.script = then([], forever)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(head + PLAIN)
+        await asyncio.to_thread(backend.began.wait, WAIT_S)
+        for data in behind:
+            await client.send(data)
+            await asyncio.sleep(SOON_S / 4)
+        assert not backend.answers[0].closed.is_set()
+        client.close()
+        assert await asyncio.to_thread(backend.answers[0].closed.wait, WAIT_S / 4)
+
+    play(story, backend)
+
+
+def test_requests_one_behind_the_other_are_answered_in_turn(backend: FakeBackend) -> None:
+    async def later() -> None:
+        await asyncio.sleep(SOON_S)
+
+    backend.script = then([60], later)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(HEAD + PLAIN)
+        await asyncio.sleep(SOON_S / 4)
+        await client.send(b"\r\n" + GET)
+        await client.send(GET.replace(b"Host", CLOSE))
+        answers = (await client.rest()).split(b"HTTP/1.1 ")
+        assert [answer[:3] for answer in answers] == [b"", b"200", b"200", b"200"]
+        assert b"chat.completion" in answers[1]
+
+    play(story, backend)
+
+
+def test_what_follows_a_request_is_bounded(backend: FakeBackend) -> None:
+    backend.script = then([], forever)
+
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(HEAD + PLAIN)
+        await asyncio.to_thread(backend.began.wait, WAIT_S)
+        await client.send(b"x" * 2 * connection.BEHIND_BYTES)
+        assert await client.rest() == b""
+        assert await asyncio.to_thread(backend.answers[0].closed.wait, WAIT_S)
+
+    play(story, backend)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_blank_lines_between_requests_are_nothing(backend: FakeBackend, late: bool) -> None:
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(b"\r\n" + GET if late else GET + b"\r\n")
+        assert (await client.read()).startswith(b"HTTP/1.1 200 ")
+        if late:
+            await client.send(b"\r")
+            await asyncio.sleep(SOON_S / 4)
+            await client.send(b"\n\r\n")
+            await asyncio.sleep(SOON_S / 4)
+        await client.send(GET.replace(b"Host", CLOSE))
+        assert (await client.rest()).count(b"HTTP/1.1 200 ") == 1
+
+    play(story, backend)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_what_is_no_request_is_logged_without_the_id_of_the_last(
+    backend: FakeBackend, pipelined: bool
+) -> None:
+    ids: list[object] = []
+
+    def note(_record: logging.LogRecord) -> bool:
+        ids.append(current())
+        return True
+
+    async def story(connect: Callable[[], Client]) -> None:
+        client, nonsense = connect(), b"\x00 nonsense\r\n\r\n"
+        if pipelined:
+            await client.send(GET + nonsense)
+        else:
+            await client.send(body_of(300_000) + PLAIN.ljust(300_000))
+            await client.read()
+            await client.send(nonsense)
+        assert b"HTTP/1.1 400 " in await client.rest()
+
+    logger = logging.getLogger("uvicorn.error")
+    logger.addFilter(note)
+    try:
+        play(story, backend)
+    finally:
+        logger.removeFilter(note)
+    assert ids == [None]
+
+
+# --- bodies -----------------------------------------------------------------------------------------------
+
+
+def body_of(size: int) -> bytes:
+    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
+
+
+def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_BODIES_BYTES", 200_000)
+    large = PLAIN + b" " * 150_000
+
+    async def story(connect: Callable[[], Client]) -> None:
+        holding, late, short = connect(), connect(), connect()
+        await holding.send(body_of(300_000) + b" " * 200_000)
+        await asyncio.sleep(SOON_S)
+        await late.send(body_of(len(large)) + large)
+        head, _, body = (await late.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 5" in head
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        await short.send(body_of(len(PLAIN)) + PLAIN)
+        assert (await short.read()).startswith(b"HTTP/1.1 200 ")
+        holding.close()
+        for _ in range(2):  # what was parsed makes room, too
+            await asyncio.sleep(SOON_S / 2)
+            await late.send(body_of(len(large)) + large)
+            assert (await late.read()).startswith(b"HTTP/1.1 200 ")
+
+    play(story, backend)
 
 
 # --- many -------------------------------------------------------------------------------------------------

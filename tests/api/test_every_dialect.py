@@ -92,3 +92,9 @@ def test_what_was_too_late_is_not_tried_again(roomy: Server, path: str) -> None:
     roomy.backend.refusal = RequestError("too late", Code.DEADLINE, status=504)
     response = post(roomy, path, plain(path))
     assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_an_empty_list_is_called_empty(server: Server, path: str) -> None:
+    refused = post(server, path, plain(path) | {"messages": []})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "messages is empty")

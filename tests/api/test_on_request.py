@@ -174,3 +174,28 @@ def test_tokens_are_those_of_the_model_whose_turn_has_come(plain: Server) -> Non
         error = post(plain, "/v1/completions", model="tiny", prompt=prompt).json()["error"]
         expected = f"{where}: expected a token id from 0 to {VOCABULARY - 1}, got {VOCABULARY}"
         assert (error["param"], error["message"], error["code"]) == (where, expected, "invalid_request")
+
+
+# --- what is nowhere --------------------------------------------------------------------------------------
+
+
+def test_what_is_neither_loaded_nor_stored_is_not_found_though_nothing_is_loaded(
+    server: Server, tmp_path: Path
+) -> None:
+    stored = (Stored(NAME, tmp_path, 4096, 1),)
+    bodies = {
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/messages": {"messages": HELLO, "max_tokens": 3},
+        "/api/chat": {"messages": HELLO},
+        "/v1/messages/count_tokens": {"messages": HELLO},
+    }
+    for ready, known in ((True, f"org/tiny, {NAME}"), (False, NAME)):
+        server.backend.ready, server.backend.unready, server.backend.stored = ready, "idle", stored
+        url = f"{server.url}/v1/models/org/none"
+        answers = [post(server, path, model="org/none", **body) for path, body in bodies.items()]
+        for refused in (*answers, httpx.get(url, timeout=WAIT_S, trust_env=False)):
+            assert refused.status_code == 404, refused.text
+            assert json.dumps(f" does not exist here; available: {known}")[1:] in refused.text
+    assert post(server, "/v1/chat/completions", model="default", messages=HELLO).status_code == 503
+    server.backend.stored = ()
+    assert post(server, "/v1/chat/completions", model="org/none", messages=HELLO).status_code == 503

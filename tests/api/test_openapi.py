@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
 import pytest
 from starlette.routing import Route
 
+from mlxtp.api.accounting import metrics_route
 from mlxtp.api.app import adapters, create_app
 from mlxtp.api.dialects.openai_shapes import ChatCompletion, ChatCompletionChunk, Health, Model, ModelList
 from mlxtp.api.openapi import document
@@ -16,8 +20,8 @@ from .conftest import FakeBackend, Loaded, Server, says, says_scored
 from .test_app import ask, data_of, get, post
 from .test_tools import CALL, TOOLS, answers_with
 
-UNDESCRIBED = {"/openapi.json", "/v1/models/"}
-"""The description itself, and a second spelling."""
+UNDESCRIBED = {"/openapi.json", "/v1/models/", "/"}
+"""The description itself, a second spelling, and the page."""
 
 
 def described() -> dict[str, Any]:
@@ -25,15 +29,30 @@ def described() -> dict[str, Any]:
 
 
 def test_every_endpoint_is_described_and_nothing_else(loaded: dict[str, Loaded]) -> None:
-    routes = create_app(FakeBackend(loaded["byte_level"].text)).routes
+    backend = cast(Any, FakeBackend(loaded["byte_level"].text))
+    app = create_app(backend, observed=cast(Any, SimpleNamespace(over=None)))
+    app.router.routes.insert(0, metrics_route(lambda: (b"", "text/plain")))
     there = {
         (method, route.path.replace(":path", ""))
-        for route in routes
-        if isinstance(route, Route) and route.path not in UNDESCRIBED
+        for route in app.routes
+        if isinstance(route, Route) and route.path not in UNDESCRIBED and not route.path.startswith("/page/")
         for method in (route.methods or set()) - {"HEAD"}
     }
-    said = {(method.upper(), path) for path, methods in described()["paths"].items() for method in methods}
-    assert said == there
+
+    async def described_there() -> Any:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return (await client.get("/openapi.json")).json()["paths"]
+
+    paths = asyncio.run(described_there())
+    assert {(method.upper(), path) for path, methods in paths.items() for method in methods} == there
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/{rest}", "/api/embed", "/api/pull"])
+def test_what_is_always_refused_promises_no_answer(server: Server, path: str) -> None:
+    promised = described()["paths"][path]["post"]["responses"]
+    status = httpx.post(f"{server.url}{path}", json={}, trust_env=False).status_code
+    assert set(promised) == {str(status), "4XX", "5XX"}
 
 
 def test_it_is_served(server: Server) -> None:

@@ -229,7 +229,8 @@ def continued(data: bytes) -> None:
 def _asked(asked: Ask) -> None:
     conversation, wish = asked.prompt, asked.options
     assert isinstance(conversation, Conversation)
-    budget.find_model(asked.model, [_MODEL])
+    if budget.find_model(asked.model, [_MODEL]) is None:
+        raise budget.unknown_model(asked.model, [_MODEL.id])
     seed = 1 if wish.seed is None else settings.seed_of(wish.seed)
     sampling = settings.sampling(wish, _MODEL.defaults, seed)
     tools = [tool_json(tool) for tool in conversation.tools]

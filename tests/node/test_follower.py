@@ -145,6 +145,23 @@ def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    defaults = iter([ZeroDivisionError("bug"), follower_module.load_defaults(embedded_model_path())])
+
+    def once(_path: Path) -> Any:
+        if isinstance(found := next(defaults), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(follower_module, "load_defaults", once)
+    play(tmp_path, Stage.follows)
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
+
+
 def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         await stage.follows()

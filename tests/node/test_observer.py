@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
 from mlxtp.cluster.topology import Member, Topology
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
+from mlxtp.node.administration import Alone
 from mlxtp.node.epoch import State
 from mlxtp.node.observer import ALONE, Observer, links, pairs
 from mlxtp.node.ranks import Group
@@ -67,6 +69,8 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         assert found["model_bytes"] > 1_000_000
         assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
         assert found["ranks"][0]["node"] == ALONE
+        [rank] = Alone(stage.supervisor, "studio").status()["ranks"]
+        assert "fake_rank" in " ".join(psutil.Process(rank["pid"]).cmdline())
         assert found["history"][0]["epoch"] == 41
         assert found["history"][0]["ready_s"] > 0
         assert "loaded" in [stage for stage, _ in found["history"][0]["stages"]]

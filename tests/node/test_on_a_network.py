@@ -101,7 +101,7 @@ def test_the_administration_is_for_this_mac_even_with_its_key(lan: Lan) -> None:
     assert found["url"] == f"{lan.scheme}://127.0.0.1:{PORT}"
     headers = {"authorization": f"Bearer {found['key']}"}
     assert lan.ask("/admin/status", headers=headers, verify=lan.trust).status_code == 403
-    assert lan.agent.command("status").stdout.startswith("ready tiny on 1 Mac")
+    assert lan.agent.command("status").stdout.startswith("ready tiny on this Mac")
 
 
 def test_by_https_only_who_trusts_the_certificate_asks(lan: Lan) -> None:

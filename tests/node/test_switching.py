@@ -667,3 +667,26 @@ def test_after_a_broken_link_the_coordinator_hears_again_who_waits(tmp_path: Pat
         waiting.turn.close()
 
     play(tmp_path, member, story, load_on_request=True)
+
+
+def test_a_folder_that_was_served_keeps_its_short_name(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        link = following(node)
+        folder = shutil.copytree(embedded_model_path(), tmp_path / "beta")
+        gateway = node.cluster.supervisor.gateway
+        desires(node, link, str(folder))
+        assert (await ask(node, "beta")).turn.come, "nobody knows it yet"
+        served(node, "beta")
+        desires(node, link, LOADED)
+        served(node, LOADED)
+        assert [each.id for each in await gateway.on_request()][-1] == "beta"
+        waiting = await ask(node, "beta")
+        assert last(link).waiting == (str(folder),)
+        waiting.turn.close()
+        (folder / "tokenizer.json").unlink()
+        assert "beta" not in {each.id for each in await gateway.on_request()}
+        error = await refusal(node, "beta")
+        assert (error.status, error.code, error.param) == (404, Code.MODEL_NOT_FOUND, "model")
+        assert error.detail == "beta cannot be served: the folder is incomplete: it lacks tokenizer.json"
+
+    play(tmp_path, member, story, load_on_request=True)

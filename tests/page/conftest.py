@@ -271,7 +271,7 @@ class Visit:
 
     def answered(self) -> None:
         """Wait until the last answer has come to its end."""
-        self.page.wait_for_selector("#turns > li:last-child.assistant .numbers:not([hidden])")
+        self.page.wait_for_selector("#turns > li:last-child.assistant .buttons:not([hidden])")
         self.page.wait_for_selector("#send:not([hidden])")
 
     def open(self, view: str) -> None:

@@ -37,6 +37,7 @@ def test_an_answer_is_shown_while_it_comes_and_with_its_numbers(site: Site, visi
     assert visit.text(f"{LAST} > .said") == "Half of it,"
     assert visit.page.is_visible("#stop")
     assert not visit.page.is_visible("#send")
+    visit.page.wait_for_timeout(150)  # of less no speed is told
     site.go_on.set()
     visit.answered()
     assert visit.text(f"{LAST} > .said") == "Half of it, and the rest."
@@ -81,17 +82,30 @@ def test_what_is_asked_has_the_parameters_that_were_given_and_no_others(site: Si
     assert site.backend.requests[-1].max_tokens == 40
 
 
-def test_stopping_cancels_the_request_and_keeps_what_came(site: Site, visit: Visit) -> None:
+@pytest.mark.parametrize("by_key", [False, True])
+def test_stopping_cancels_the_request_and_keeps_what_came(site: Site, visit: Visit, by_key: bool) -> None:
     site.says("Only this, ", "and never that.")
     visit.send("Go")
     visit.shows("Only this")
-    visit.page.click("#stop")
+    if by_key:
+        visit.page.keyboard.press("Escape")
+    else:
+        visit.page.click("#stop")
     visit.answered()
     assert visit.text(f"{LAST} > .said") == "Only this,"
     assert visit.text(f"{LAST} .problem") == "You stopped it."
     assert site.backend.all_closed()
     assert not site.backend.finished
-    assert "tokens/s not known" in visit.text(f"{LAST} .numbers")
+    assert "tokens" not in visit.text(f"{LAST} .numbers"), "what is not known is left out"
+
+
+def test_of_what_came_at_once_no_speed_is_told(site: Site, visit: Visit) -> None:
+    site.says("All of it at once.", step=1000)
+    visit.send("Go")
+    visit.answered()
+    numbers = visit.text(f"{LAST} .numbers")
+    assert "first token after " in numbers
+    assert "tokens/s" not in numbers
 
 
 def test_regenerating_asks_the_same_again(site: Site, visit: Visit) -> None:
@@ -135,6 +149,7 @@ def test_a_refusal_is_shown_in_the_words_of_the_endpoint(site: Site, visiting: A
     visit.send("Go")
     visit.answered()
     assert visit.text(f"{LAST} .problem") == "There is no answer: too much is open already"
+    assert not visit.page.is_visible(f"{LAST} .numbers")
     site.backend.refusal = None
     site.says("now it works")
     visit.page.click(f"{LAST} .again")

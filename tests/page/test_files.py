@@ -10,6 +10,7 @@ import pytest
 
 from mlxtp.api.pages import FOLDER
 
+from ..cluster import WAIT_S
 from .conftest import Site
 
 FILES = sorted(FOLDER.iterdir())
@@ -101,6 +102,12 @@ def test_nothing_else_is_served(site: Site, path: str) -> None:
 def test_the_page_only_reads(site: Site) -> None:
     for path in ("/", "/page/main.js", "/cluster", "/cluster/events"):
         assert httpx.post(site.url + path).status_code == 405
+
+
+def test_head_asks_for_headers_alone(site: Site) -> None:
+    with httpx.Client(timeout=WAIT_S / 4) as client:  # one connection: each waits for the end of the last
+        for path in ("/", "/cluster/events", "/cluster"):
+            assert client.head(site.url + path).status_code == 200
 
 
 def test_pages_from_elsewhere_may_not_look(site: Site) -> None:

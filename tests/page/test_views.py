@@ -205,12 +205,30 @@ def test_loading_with_its_progress(site: Site, visiting: Any) -> None:
         "spawned after 400 ms",
         "formed after 1.3 s",
     ]
+    little = [each | {"memory_bytes": 4} for each in loading]
+    site.show(state="loading", ready=False, model=None, ranks=little, history=[story])
+    visit.page.wait_for_selector("#loaded-label:has-text('So far: formed')")
     unknown = [each | {"memory_bytes": None, "phase": None} for each in loading]
     site.show(state="loading", ready=False, model=None, ranks=unknown, history=[story])
     visit.page.wait_for_selector("#loaded-label:has-text('not known')")
     assert bar.evaluate("bar => bar.position") == -1
     site.show()
     visit.page.wait_for_selector("#loading", state="hidden")
+
+
+def test_each_reason_is_said_once(site: Site, visiting: Any) -> None:
+    visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
+    visit.page.click("#disk button[aria-label='Serve org/big']")
+    visit.page.wait_for_selector("#models-said:has-text('org/big shall be served.')")
+    why, other = "the Hub knows no such model", "its disk is full"
+    macs = [NODE | {"name": name, "model_problem": why} for name in ("studio", "mini")]
+    full = [NODE | {"name": name, "model_problem": other} for name in ("book", "air")]
+    site.show(state="failed", ready=False, model=None, reason=f"no group: {why}", nodes=[*macs, *full])
+    visit.state(f"Failed: no group: {why}")
+    visit.shows(f"book, air: {other}", "#served")
+    shown = visit.text("body")
+    assert (shown.count(why), shown.count(other)) == (1, 1)
+    assert "shall be served" not in shown
 
 
 # --- for everybody ----------------------------------------------------------------------------------------

@@ -70,8 +70,9 @@ def _operation(
     answer: type[BaseModel] | None = None,
     *,
     stream: str = "",
+    always: int = 0,
 ) -> Operation:
-    return Operation(method, path, summary, body, answer, OllamaError, stream)
+    return Operation(method, path, summary, body, answer, OllamaError, stream, always=always)
 
 
 class Ollama:
@@ -103,8 +104,8 @@ class Ollama:
         _operation("GET", "/api/ps", "What is loaded (Ollama)", None, OllamaRunningModels),
         _operation("POST", "/api/show", "What is known of a model (Ollama)", OllamaShow, OllamaShown),
         _operation("GET", "/api/version", "The version of Ollama's API", None, OllamaVersion),
-        *[_operation(*each, "Refused: there are no embeddings") for each in _EMBEDDINGS],
-        *[_operation(*each, "Refused: mlxtp's own commands manage models") for each in _MANAGED],
+        *[_operation(*each, "Refused: there are no embeddings", always=400) for each in _EMBEDDINGS],
+        *[_operation(*each, "Refused: mlxtp's own commands manage models", always=400) for each in _MANAGED],
     )
 
     def routes(self, generation: Generation) -> Sequence[Route]:
@@ -151,7 +152,7 @@ class _Models:
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        body = parsed(OllamaShow, await self._generation.body(request))
+        body, _ = await self._generation.parsed(request, partial(parsed, OllamaShow))
         name = served_name(body.model or body.name or "", self._generation.models())
         model, text = await self._generation.catalog.opened(name)
         capabilities = ["completion"]

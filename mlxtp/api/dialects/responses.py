@@ -54,7 +54,7 @@ class Responses:
         Operation("GET", f"{PATH}/{{id}}", "An answer that is kept", None, ResponseBody, OpenAIError),
         Operation("DELETE", f"{PATH}/{{id}}", "Forget an answer", None, ResponseDeleted, OpenAIError),
         Operation("GET", f"{PATH}/{{id}}/input_items", "What it answered", None, InputItems, OpenAIError),
-        Operation("POST", f"{PATH}/{{id}}/cancel", "Not served", None, None, OpenAIError),
+        Operation("POST", f"{PATH}/{{id}}/cancel", "Not served", error=OpenAIError, always=400),
         Operation(
             "POST",
             f"{PATH}/input_tokens",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ...errors import RequestError
 from ..ask import Call, Turn
+from ..extent import check_extent
 from ..schema import Schema, checked, not_supported, shown, wrong
 
 Json = dict[str, Any]
@@ -130,6 +131,7 @@ def _call(call: _FunctionCall, where: str) -> Json:
     if not call.name:
         raise wrong(f"{where}.name", "the name of a function", call.name)
     arguments = call.arguments.strip() or "{}"
+    check_extent(arguments, where=f"{where}.arguments", param=f"{where}.arguments")
     if call.status != "incomplete" and not _is_object(arguments):
         raise wrong(f"{where}.arguments", "the JSON text of an object", call.arguments)
     status = "incomplete" if call.status == "incomplete" else "completed"
@@ -228,6 +230,26 @@ def turns_of(instructions: str | None, items: Sequence[Json], known: int) -> tup
     if not reader.turns:
         raise RequestError("input is empty, and there are no instructions", param="input")
     return tuple(reader.turns)
+
+
+def worth_keeping(items: Sequence[Json]) -> list[Json]:
+    """Without what no turn is made of: calls that were cut off, and thoughts that lead nowhere."""
+    found: list[Json] = []
+    thoughts: list[Json] = []
+    for item in items:
+        if item["type"] == "reasoning":
+            thoughts.append(item)
+        elif item.get("status") != "incomplete" or item["type"] != "function_call":
+            if item["type"] == "function_call" or item.get("role") == "assistant":
+                found += thoughts
+            thoughts = []
+            found.append(item)
+    return found
+
+
+def pieces(item: Json) -> int:
+    """It and its parts."""
+    return 1 + sum(len(value) for value in item.values() if isinstance(value, list))
 
 
 class _Reader:

@@ -18,7 +18,7 @@ from pydantic import Field
 from ...errors import RequestError
 from ..ask import AUTO, NONE, REQUIRED, Ask, Conversation, Tool
 from ..schema import Schema, checked, in_range, not_supported, parsed, shown, wrong
-from .responses_items import items_of, turns_of
+from .responses_items import items_of, pieces, turns_of, worth_keeping
 from .responses_store import ResponseStore, encoded
 from .tuning import MOST_TOKENS, Tuning
 
@@ -33,6 +33,7 @@ _INCLUDABLE = (
     "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 )  # fmt: skip
 _MOST_PAIRS, _MOST_KEY_CHARS, _MOST_VALUE_CHARS = 16, 64, 512  # of metadata, as in OpenAI's API
+_MOST_PIECES = 20_000  # items of a conversation, and their parts
 
 
 class Reasoning(Schema):
@@ -110,7 +111,9 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
     _check_finite(request)
     logprobs = _logprobs(request)
     before = _before(request, store)
+    _check_count(len(before), len(request.input) if isinstance(request.input, list) else 1)
     items = [*before, *_items(request, store)]
+    _check_count(sum(map(pieces, before)), sum(map(pieces, items[len(before) :])))
     tools = tuple([_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())])
     _check_names(tools)
     offered, choice = _tool_choice(request.tool_choice, tools)
@@ -129,7 +132,7 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
     )
     wanted = Wanted(
         request,
-        encoded(items, store.most_bytes) if request.kept else None,
+        encoded(worth_keeping(items), store.most_bytes) if request.kept else None,
         tools,
         _shown_choice(request.tool_choice),
         format_ or {"type": "text"},
@@ -208,6 +211,16 @@ def _before(request: ResponseRequest, store: ResponseStore) -> list[Json]:
     if request.previous_response_id is None:
         return []
     return store.get(request.previous_response_id, "previous_response_id").items()
+
+
+def _check_count(before: int, given: int) -> None:
+    """Whatever a conversation has is read again by each request that goes on from it, however short."""
+    if before + given > _MOST_PIECES:
+        earlier = f" after {before} of previous_response_id," if before else ""
+        raise RequestError(
+            f"input has {given} items and parts of them,{earlier} and at most {_MOST_PIECES} are taken",
+            param="input",
+        )
 
 
 def _items(request: ResponseRequest, store: ResponseStore) -> list[Json]:

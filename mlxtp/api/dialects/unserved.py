@@ -20,18 +20,21 @@ UNSERVED = {
     "/v1/moderations": "moderations are not served: mlxtp has no model that judges texts",
 }
 PREFIXES = ("/v1/embeddings", "/v1/audio", "/v1/images", "/v1/moderations")
+STATUS = 404
+"""Client libraries do not try it again."""
 OPERATIONS = tuple(
-    Operation("POST", path.replace(":path", ""), "Not served", error=OpenAIError) for path in UNSERVED
+    Operation("POST", path.replace(":path", ""), "Not served", error=OpenAIError, always=STATUS)
+    for path in UNSERVED
 )
 
 
 def routes(endpoint: Callable[[Handler], Handler]) -> Sequence[Route]:
-    """`endpoint` gives errors their shape. The status is 404, which client libraries do not try again."""
+    """`endpoint` gives errors their shape."""
     return [Route(path, endpoint(_refusing(detail)), methods=["POST"]) for path, detail in UNSERVED.items()]
 
 
 def _refusing(detail: str) -> Handler:
     async def refuse(_request: Request) -> Response:
-        raise RequestError(detail, Code.NOT_SUPPORTED, status=404)
+        raise RequestError(detail, Code.NOT_SUPPORTED, status=STATUS)
 
     return refuse

@@ -4,6 +4,7 @@ import { ask, events, Refused } from "./net.js";
 import { forming } from "./watch.js";
 
 const LOOK_MS = 200; // how often is looked whether a group serves
+const MEASURED_MS = 100; // tokens that come within less were held up on their way: how fast is not known
 const FRESH_MS = 700; // who has just sent a token serves, whatever was heard of it last
 
 /**
@@ -115,7 +116,7 @@ class Meter {
     const took = last - first - (this.waited - this.#before);
     return {
       first_token_s: first === null ? null : (first - this.began) / 1000,
-      tokens_per_second: tokens > 1 && took > 0 ? (tokens - 1) / (took / 1000) : null,
+      tokens_per_second: tokens > 1 && took >= MEASURED_MS ? (tokens - 1) / (took / 1000) : null,
       tokens,
       prompt_tokens: usage?.prompt_tokens ?? null,
       cached_tokens: usage?.prompt_tokens_details?.cached_tokens ?? null,

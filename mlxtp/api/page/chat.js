@@ -4,7 +4,7 @@ import { answer } from "./answer.js";
 import { by, el, question, say, speak } from "./dom.js";
 import { copyButton, render } from "./markdown.js";
 import * as talks from "./talks.js";
-import { seconds, UNKNOWN } from "./words.js";
+import { seconds } from "./words.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const KEEP_MS = 1000; // how often an answer is kept while it comes
@@ -30,6 +30,9 @@ export function startChat() {
     send();
   });
   by("stop").addEventListener("click", () => running?.stop.abort());
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.isComposing && !by("asking").open) running?.stop.abort();
+  });
   by("new-conversation").addEventListener("click", () => open(talks.begin()));
   by("show-conversations").addEventListener("click", () => showList(by("show-conversations").ariaExpanded !== "true"));
   by("rename").addEventListener("click", rename);
@@ -186,7 +189,7 @@ function drawTurn(turn) {
   say(parts.problem, turn.problem ?? "");
   parts.problem.hidden = !turn.problem;
   say(parts.numbers, turn.numbers ? numberWords(turn) : "");
-  parts.numbers.hidden = !turn.numbers;
+  parts.numbers.hidden = !parts.numbers.textContent;
   const over = turn.phase === "over";
   parts.buttons.hidden = !over;
   if (over && !parts.buttons.childElementCount) {
@@ -210,15 +213,16 @@ function waitWords(turn) {
   }
 }
 
+/** What is known of an answer that is over. */
 function numberWords({ numbers, finish }) {
   const { first_token_s: first, tokens_per_second: speed, tokens, prompt_tokens: prompt, cached_tokens: cached } = numbers;
-  const known = (value, words) => (value === null ? `${words} ${UNKNOWN}` : `${words} ${value}`);
+  const known = (value, words) => (value === null ? "" : words(value));
   return [
-    `first token ${first === null ? UNKNOWN : `after ${seconds(first)}`}`,
-    speed === null ? `tokens/s ${UNKNOWN}` : `${speed.toFixed(1)} tokens/s`,
-    known(tokens, "tokens"),
-    known(prompt, "prompt"),
-    known(cached, "cached"),
+    known(first, (value) => `first token after ${seconds(value)}`),
+    known(speed, (value) => `${value.toFixed(1)} tokens/s`),
+    known(tokens, (value) => `tokens ${value}`),
+    known(prompt, (value) => `prompt ${value}`),
+    known(cached, (value) => `cached ${value}`),
     numbers.waited_s ? `waited ${seconds(numbers.waited_s)} for the group` : "",
     finish === "length" ? "cut off at the most tokens" : "",
   ]

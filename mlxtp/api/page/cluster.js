@@ -2,7 +2,7 @@
 
 import { by, el, say } from "./dom.js";
 import { draw } from "./picture.js";
-import { bytes, clock, count, linkWords, micros, rate, seconds, stateWords, UNKNOWN } from "./words.js";
+import { bytes, clock, count, linkWords, micros, rate, seconds, stateAlone, UNKNOWN } from "./words.js";
 
 let shown = ""; // what was drawn last: where nothing changes, nothing is made anew
 
@@ -42,7 +42,7 @@ function facts(now) {
     requests.held_back ? `${requests.held_back} held back` : "",
   ];
   const found = [
-    ["State", stateWords(now)],
+    ["State", stateAlone(now)],
     ["Model", now.model ?? (now.desired?.model ? `${now.desired.model} is wanted` : "none")],
     ["Epoch", String(now.epoch)],
     ["Ranks", group ? `${group.world_size}` : "none"],

@@ -3,12 +3,14 @@
 import { by, el, say } from "./dom.js";
 import * as keys from "./keys.js";
 import { administer } from "./net.js";
-import { bytes, count, seconds, stateWords, UNKNOWN } from "./words.js";
+import { bytes, count, seconds, stateAlone, UNKNOWN, why } from "./words.js";
 
+const SHARE = 0.05; // of the weights: less than that is not what was read of them
 const AGAIN_MS = 5000; // how often the disk is looked at while a model is being got
 let disk = null;
 let lookedAt = -Infinity;
 let looking = false;
+let troubled = false;
 
 export function startModels() {
   by("admin-form").addEventListener("submit", (event) => {
@@ -101,14 +103,25 @@ const problem = (words) => say(by("models-problem"), words);
 
 function served(now) {
   const wanted = now.desired?.model;
-  const lines = [stateWords(now)];
+  const lines = [stateAlone(now)]; // its reason stands above, on every view
   if (wanted) lines.push(`Wanted: ${wanted}${now.desired.nodes ? `, over ${spread(now.desired.nodes)}` : ""}`);
   if (now.model_bytes) lines.push(`Weights on disk: ${bytes(now.model_bytes)}`);
-  for (const node of now.nodes) if (node.model_problem) lines.push(`${node.name}: ${node.model_problem}`);
+  lines.push(...problems(now));
   by("served").replaceChildren(...lines.map((line) => el("p", {}, line)));
   const busy = ["starting", "forming", "loading", "restarting"].includes(now.state) && Boolean(wanted);
   by("loading").hidden = !busy;
   if (busy) progress(now);
+}
+
+/** What keeps Macs from serving it: each reason once, and none that is said above. */
+function problems(now) {
+  const macs = new Map();
+  for (const { name, model_problem: problem } of now.nodes) if (problem) macs.set(problem, [...(macs.get(problem) ?? []), name]);
+  const trouble = now.state === "failed" || macs.size > 0;
+  if (trouble && !troubled) say(by("models-said"), "");
+  troubled = trouble;
+  const unsaid = [...macs].filter(([problem]) => !why(now).includes(problem));
+  return unsaid.map(([problem, names]) => `${names.join(", ")}: ${problem}`);
 }
 
 const spread = (nodes) => (nodes === "auto" ? "as many Macs as are fastest" : nodes === "all" ? "all Macs" : count(Number(nodes), "Mac"));
@@ -117,14 +130,16 @@ const spread = (nodes) => (nodes === "auto" ? "as many Macs as are fastest" : no
 function progress(now) {
   const story = now.history[0];
   const held = now.ranks.map((each) => (each.phase === "loading" ? each.memory_bytes : null));
-  const reads = held.length > 0 && held.some((each) => each !== null) && now.model_bytes;
   const sum = held.reduce((all, each) => all + (each ?? 0), 0);
+  const reads = now.model_bytes && sum >= SHARE * now.model_bytes;
+  const stages = story && story.lasted_s === null ? story.stages : [];
+  const begun = held.some((each) => each !== null) && stages.length > 0;
   const bar = by("loaded");
   if (reads) {
     bar.max = now.model_bytes;
     bar.value = Math.min(sum, now.model_bytes);
   } else bar.removeAttribute("value");
-  say(by("loaded-label"), reads ? `Ranks hold ${bytes(sum)} of about ${bytes(now.model_bytes)}` : `How far it is, is ${UNKNOWN} yet`);
-  const stages = story && story.lasted_s === null ? story.stages : [];
+  const unread = begun ? `So far: ${stages.at(-1)[0]}` : `How far it is, is ${UNKNOWN} yet`;
+  say(by("loaded-label"), reads ? `Ranks hold ${bytes(sum)} of about ${bytes(now.model_bytes)}` : unread);
   by("stages").replaceChildren(...stages.map(([stage, took]) => el("li", {}, `${stage} after ${seconds(took)}`)));
 }

@@ -43,31 +43,35 @@ export function clock(at) {
 
 export const count = (number, one, more = `${one}s`) => `${number} ${number === 1 ? one : more}`;
 
+/** Why the cluster does not serve, as far as it says. */
+export const why = (now) => (["ready", "loading", "stopped"].includes(now.state) ? "" : now.reason || now.waiting || "");
+
 /** What the cluster is doing, as one sentence for people, whoever reads or listens. */
-export function stateWords(now) {
-  const why = now.reason || now.waiting || "";
-  const because = why ? `: ${why}` : "";
+export const stateWords = (now) => [stateAlone(now), why(now)].filter(Boolean).join(": ");
+
+/** The same without the reason. */
+export function stateAlone(now) {
   const size = now.group ? now.group.world_size : 0;
   switch (now.state) {
     case "ready":
       return `Ready: ${now.model ?? "a model"} on ${count(size, "rank")}`;
     case "starting":
     case "forming":
-      return `Forming the group of epoch ${now.epoch}${because}`;
+      return `Forming the group of epoch ${now.epoch}`;
     case "loading":
       return `Loading ${now.desired?.model || "the model"}`;
     case "restarting":
-      return `The group has ended and forms again${because}`;
+      return "The group has ended and forms again";
     case "idle":
-      return `Nothing is served${because}`;
+      return "Nothing is served";
     case "draining":
-      return `No new requests${because}`;
+      return "No new requests";
     case "failed":
-      return `Failed${because}`;
+      return "Failed";
     case "stopped":
       return "The agent has stopped";
     default:
-      return `State ${now.state}${because}`;
+      return `State ${now.state}`;
   }
 }
 

@@ -154,7 +154,7 @@ def test_wrong_tools_are_named(fields: dict[str, Any], param: str, code: Code) -
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("messages", []), ("messages", "hello"), ("messages", None), ("model", 5), ("stream", "yes"),
+        ("messages", "hello"), ("messages", None), ("model", 5), ("stream", "yes"),
         ("stream", 1), ("stream_options", []), ("max_tokens", 0), ("max_tokens", "10"), ("max_tokens", 1.5),
         ("max_tokens", True), ("max_completion_tokens", -1), ("temperature", -0.1), ("temperature", 2.1),
         ("temperature", "hot"), ("top_p", 1.1), ("top_k", -2), ("min_p", -1), ("seed", "x"), ("n", 0),

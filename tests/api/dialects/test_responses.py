@@ -23,7 +23,7 @@ from mlxtp.api.dialects.responses_request import parse
 from mlxtp.api.dialects.responses_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.api.text.tokens import Text
-from mlxtp.errors import GroupError
+from mlxtp.errors import GroupError, RequestError
 
 from ..conftest import (
     CONTEXT,
@@ -527,6 +527,37 @@ def test_a_call_that_is_cut_off_is_incomplete(thinker: Server) -> None:
     assert prompts(thinker)[1] == "<s><|user|>hello<|user|>go on<|assistant|>"
 
 
+def test_thoughts_that_lead_nowhere_and_calls_that_were_cut_off_are_not_kept(thinker: Server) -> None:
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "x"}
+    said = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    given = [
+        thought,
+        call,
+        thought,
+        result,
+        call | {"status": "incomplete"},
+        thought,
+        thought,
+        *said,
+        thought,
+    ]
+    first = post(thinker, input=given).json()["id"]
+    listed = http(thinker, "GET", f"/{first}/input_items?order=asc").json()["data"]
+    kinds = [item["type"] for item in listed]
+    assert kinds == [
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        *["reasoning"] * 2,
+        *["message"] * 2,
+    ]
+    create(thinker, input="c", previous_response_id=first)
+    before, after = prompts(thinker)
+    assert after.startswith(before)
+
+
 # --- structured output ------------------------------------------------------------------------------------
 
 
@@ -704,7 +735,7 @@ def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
     server.client.responses.input_tokens.count(model="tiny", input="hello")
     create(server)
     assert len(threads) == 2
-    assert all(name.startswith("asyncio_") for name in threads)
+    assert all(name.startswith("parsing_") for name in threads)
 
 
 @pytest.mark.parametrize(
@@ -726,6 +757,32 @@ def test_what_is_not_understood_is_not_kept(
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_has_an_end() -> None:
+    """Each of a few short requests would have all of it read again."""
+    store = ResponseStore()
+
+    def refused(**fields: Any) -> str:
+        with pytest.raises(RequestError) as told:
+            parse(json.dumps(fields).encode(), store)
+        assert (told.value.param, told.value.status) == ("input", 400)
+        return told.value.detail
+
+    user = {"role": "user", "content": "a"}
+    assert refused(input=[{"type": "reasoning"}] * 20_001) == (
+        "input has 20001 items and parts of them, and at most 20000 are taken"
+    )
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}] * 11_998}
+    kept: Any = parse(json.dumps({"input": [parts, user]}).encode(), store).dialect
+    store.put({"id": "resp_1", "output": []}, kept.input)
+    going_on: Any = {"previous_response_id": "resp_1"}
+    parse(json.dumps(going_on | {"input": [user]}).encode(), store)
+    assert refused(**going_on, input=[user, parts]) == (
+        "input has 12001 items and parts of them, after 12001 of previous_response_id, "
+        "and at most 20000 are taken"
+    )
+
 
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f"}
 CALLED: dict[str, Any] = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxtp.api import extent
+from mlxtp.api.extent import check_extent
+from mlxtp.errors import RequestError
+
+from .conftest import Server
+
+
+def test_what_is_too_much_to_parse_is_said_in_numbers() -> None:
+    for value, what in (
+        ([[]] * 100_001, r"at least 1\d{5} objects and lists; at most 100000$"),
+        ([{"a": 1, "b": 2, "c": 3}] * 90_000, r"at least 2\d{5} fields; at most 250000$"),
+        ([1] * 1_200_000, r"at least 1\d{6} values; at most 1048576$"),
+    ):
+        with pytest.raises(RequestError, match=f"^the body has {what}") as told:
+            check_extent(json.dumps(value).encode())
+        assert told.value.status == 400
+    with pytest.raises(RequestError, match=r"^input\[0\]\.arguments has at least \d+ objects") as told:
+        check_extent("[" * 60_000, "[" * 60_000, where="input[0].arguments", param="input")
+    assert told.value.param == "input"
+
+
+def test_a_million_token_ids_are_not_too_much() -> None:
+    check_extent(json.dumps({"prompt": [1] * 1_000_000, "n": 1}).encode())
+
+
+@pytest.mark.parametrize("text", ["[{:,", '\\"[', "\\\\[{", '"[\\\\"[{\\"', '\\\\\\"{'])
+def test_what_stands_in_strings_does_not_count(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the pieces are cut: through strings, escapes and runs of backslashes."""
+    monkeypatch.setattr(extent, "SHORT", 0)
+    body = json.dumps({"a": text, text: [text]}).encode()
+    for size in range(1, len(body) + 2):
+        monkeypatch.setattr(extent, "_PIECE", size)
+        for signs, exact in ((b"{[", 2), (b":", 2), (b",", 1)):
+            monkeypatch.setattr(extent, "_BOUNDS", ((signs, exact, "of them"),))
+            check_extent(body)
+            monkeypatch.setattr(extent, "_BOUNDS", ((signs, exact - 1, "of them"),))
+            with pytest.raises(RequestError, match=f"at least {exact} of them; at most {exact - 1}"):
+                check_extent(body)
+
+
+def refused(server: Server, path: str, body: bytes) -> Any:
+    response = httpx.post(f"{server.url}/v1/{path}", content=body)
+    assert response.status_code == 400
+    assert "objects and lists; at most 100000" in response.json()["error"]["message"]
+    return response.json()["error"]["param"]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_a_body_with_too_much_in_it(roomy: Server, path: str) -> None:
+    assert refused(roomy, path, b'{"messages": ' + b"[" * 120_000) is None
+
+
+def test_arguments_of_calls_count_together(roomy: Server) -> None:
+    calls = [{"id": "a", "function": {"name": "f", "arguments": "[" * 60_000}}] * 2
+    user = {"role": "user", "content": "hello"}
+    body: Any = {"messages": [user, {"role": "assistant", "tool_calls": calls}]}
+    assert refused(roomy, "chat/completions", json.dumps(body).encode()) == "messages"
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": f'{{"a": {"[" * 120_000}'}
+    body = {"input": [{"role": "user", "content": "hello"}, call]}
+    assert refused(roomy, "responses", json.dumps(body).encode()) == "input[1].arguments"

@@ -179,6 +179,7 @@ async def _among_others(
         cluster.http = endpoint.told
         supervisor.gateway.elsewhere = cluster.short
         cluster.follower.credentials = store.credentials
+        cluster.getting.credentials = store.credentials
         door = Door(control, store, entered.identity, cluster)
         settings = replace(settings, peers=(*settings.peers, *entered.peers))
         dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)

@@ -49,7 +49,11 @@ from ..wire.control import (
     FabricWanted,
     MachineReport,
     Members,
+    ModelHeld,
+    ModelLender,
+    ModelPull,
     ModelQueue,
+    ModelsHere,
     ModelStatus,
     ModelTurn,
     Prepare,
@@ -74,6 +78,7 @@ from .conductor import Conductor
 from .epoch import State as Serves
 from .fabric import Fabric
 from .follower import Follower
+from .getting import Getting
 from .guest import Guest
 from .issuing import Issuing
 from .model_here import ModelHere
@@ -140,7 +145,8 @@ class Cluster:
             self.node_id, self.boot_id, [node for node in members if node != self.node_id], now
         )
         self.neighbours = Neighbours(self.node_id, self.hello, self._judge, self)
-        self.model = ModelHere(settings.draft_model, self._model_changed)
+        self.getting = Getting(self)
+        self.model = ModelHere(settings.draft_model, self._model_changed, self.getting.get)
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.guest.last_epoch = kept.beliefs.epoch
         self.conductor = Conductor(self)
@@ -197,6 +203,10 @@ class Cluster:
     def measured(self) -> Measured:
         """What placement takes over its assumptions."""
         return self.fabric.measured()
+
+    def coming(self, model: str) -> str:
+        """How far a model is on its way to this node, for people; empty when it is not."""
+        return self.getting.said(model)
 
     # --- what people want ----------------------------------------------------------------------------
 
@@ -320,8 +330,8 @@ class Cluster:
                 link.send(serving)
             if (turn := self.switching.met()) is not None:
                 link.send(turn)
-            for measured in self.fabric.told():
-                link.send(measured)
+            for word in (*self.fabric.told(), *self.getting.met()):
+                link.send(word)
         self.changed()
         return True
 
@@ -339,6 +349,7 @@ class Cluster:
             self.on_gone(link.node_id)
             self.fabric.lost(link.node_id)
             self.records.lost(link.node_id)
+            self.getting.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -376,6 +387,8 @@ class Cluster:
                 self.switching.received(node_id, message, time.monotonic())
             case FabricWanted() | FabricReport() | FabricAnswer():
                 self.fabric.received(node_id, message)
+            case ModelHeld() | ModelLender() | ModelPull() | ModelsHere():
+                self.getting.received(node_id, message)
             case RecordsWanted() | Record() | RecordsTold():
                 self.records.received(node_id, message)
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
@@ -519,6 +532,7 @@ class Cluster:
                 report_at = now + REPORT_S
                 self._look_again()
                 self.model.look_again()
+                self.getting.look_at_disk()
             self._tick(now)
             self._save()
             self._wake.clear()
@@ -540,6 +554,7 @@ class Cluster:
             self._tell_beat()
         self._decide(now)
         self.follower.look()
+        self.getting.look()
         self.switching.look(now)
         self._announce()
 
@@ -672,6 +687,7 @@ class Cluster:
         await self.guest.close()
         await self.neighbours.close()
         await self.model.close()
+        await self.getting.close()
         self._save()
 
 

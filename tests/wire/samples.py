@@ -17,7 +17,11 @@ from mlxtp.wire.control import (
     FabricWanted,
     MachineReport,
     Members,
+    ModelHeld,
+    ModelLender,
+    ModelPull,
     ModelQueue,
+    ModelsHere,
     ModelStatus,
     ModelTurn,
     Prepare,
@@ -33,6 +37,7 @@ from mlxtp.wire.control import (
     RosterEntry,
     Serving,
     StartRank,
+    StoredModel,
     TokenIssued,
     TokenWanted,
 )
@@ -90,6 +95,7 @@ from mlxtp.wire.messages import (
     Unload,
     Welcome,
 )
+from mlxtp.wire.models import FilesHeld, FilesWanted, PieceHeld, PieceWanted
 from mlxtp.wire.table import MESSAGES
 
 NODE = "0123456789abcdef" * 2
@@ -131,6 +137,10 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     RecordsTold(b"n" * 16),
     ModelTurn(3, 2, "org/one", "org/two", "it does not fit"),
     ModelQueue(3, 2, ("org/one", "tiny"), 4),
+    ModelHeld("org/one", "ab" * 20, 3, 9, 100, True, "it is gated", 50000),
+    ModelLender("org/one", NODE),
+    ModelPull("org/one", "ab" * 20),
+    ModelsHere((StoredModel("org/one", "ab" * 20, 9, True),)),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -174,6 +184,10 @@ EXAMPLES: dict[type[Message], Message] = {
         JoinOffer(b"ca", b"n" * 32, "studio", ("10.0.0.1:52414",)),
         JoinRequest(b"t" * 8, b"i" * 16, "mini", b"\4" * 65, b"n" * 32, b"p" * 32, b"s" * 70),
         JoinGrant(b"certificate", b"p" * 32, "desk", ("10.0.0.1:52414",)),
+        FilesWanted("org/one"),
+        FilesHeld(b"{}", b"\1\0"),
+        PieceWanted(3, 4),
+        PieceHeld(1 << 24),
     )
 }
 assert set(EXAMPLES) == set(MESSAGES.values())
@@ -457,6 +471,19 @@ _STRATEGIES |= {
     RecordsTold: st.builds(RecordsTold, st.binary(min_size=16, max_size=16)),
     ModelTurn: st.builds(ModelTurn, _count, _count, _text, _text, _text),
     ModelQueue: st.builds(ModelQueue, _count, _count, _shorts, _count),
+    ModelHeld: st.builds(
+        ModelHeld, _text, _short, _count, _count, _count, st.booleans(), _text, st.integers(0, 65535)
+    ),
+    ModelLender: st.builds(ModelLender, _text, _node),
+    ModelPull: st.builds(ModelPull, _text, _short),
+    ModelsHere: st.builds(
+        ModelsHere,
+        st.lists(st.builds(StoredModel, _text, _short, _count, st.booleans()), max_size=4).map(tuple),
+    ),
+    FilesWanted: st.builds(FilesWanted, _text),
+    FilesHeld: st.builds(FilesHeld, st.binary(max_size=64), st.binary(max_size=64)),
+    PieceWanted: st.builds(PieceWanted, _u32, _u32),
+    PieceHeld: st.builds(PieceHeld, _u32),
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from . import __version__, commands, demo, key_commands, launch
+from . import __version__, commands, demo, key_commands, launch, model_commands
 from .cluster.identity import Store
 from .config import Settings, resolve_join, resolve_settings
 from .errors import GroupError, MlxtpError
@@ -159,6 +159,7 @@ def demo_command(
 commands.register(app)
 key_commands.register(app)
 launch.register(app)
+model_commands.register(app)
 
 
 @app.command()

@@ -520,6 +520,7 @@ class Cluster:
         """Beat, judge, decide, until cancelled."""
         beat_at = 0.0
         report_at = time.monotonic() + REPORT_S
+        self.getting.look_at_disk()
         while True:
             now = time.monotonic()
             if now >= beat_at:

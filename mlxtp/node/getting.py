@@ -23,11 +23,12 @@ from ..cluster.sources import Held, choose
 from ..cluster.topology import NETWORKS, Member, Topology
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError
 from ..wire.certificates import NodeIdentity
-from ..wire.control import ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
+from ..wire.control import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
 from ..wire.tls import Credentials
 from . import copying, hub
 from .fetching import Fetch
-from .hub_cache import Damaged, Repo, Stopped, free_bytes, gigabytes, hub_name, repos_here
+from .hub_cache import Damaged, Repo, Stopped, free_bytes, gigabytes, hub_name
+from .stored import revisions_here
 from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
@@ -181,13 +182,12 @@ class Getting:
             )
         return found
 
-    def said(self, model: str) -> str:
-        """How far a model is on this Mac, for people; empty when it is not on its way."""
-        job = self._jobs.get(model)
-        if job is None or not job.runs or job.mine is None or job.mine.complete:
-            return ""
-        mine = [row for row in self.progress(model) if row["node_id"] == self._cluster.node_id]
-        return f"{model} is on its way: {described(mine[0])}" if mine else ""
+    def said(self, model: str, node_id: str = "") -> str:
+        """How far a model is on its way to a node, this one unless another is named, for people; or empty."""
+        node_id = node_id or self._cluster.node_id
+        rows = [row for row in self.progress(model) if row["node_id"] == node_id]
+        coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
+        return f"{model} is on its way: {described(rows[0])}" if coming else ""
 
     def is_getting(self, name: str) -> bool:
         """Whether this Mac is getting OWNER/NAME, or lends it."""
@@ -470,7 +470,9 @@ class Getting:
         task.add_done_callback(self._tasks.discard)
 
     async def _list(self) -> None:
-        found = await asyncio.to_thread(stored_here)
+        here = await asyncio.to_thread(revisions_here)
+        largest = sorted(here, key=lambda each: -each.total)[:MAX_STORED]
+        found = tuple(StoredModel(each.name, each.revision, each.total, each.complete) for each in largest)
         if found != self._here:
             self._here = found
             self._cluster.neighbours.tell_all(ModelsHere(found))
@@ -500,18 +502,6 @@ def described(row: dict[str, Any]) -> str:
     if row["left_s"] is not None:
         words.append(f"{row['left_s'] // 60} min left" if row["left_s"] >= 90 else f"{row['left_s']} s left")
     return ", ".join([*words, *([f"from {row['lender']}"] if row["lender"] else [])])
-
-
-def stored_here() -> tuple[StoredModel, ...]:
-    """The models of this Mac's cache, the largest first. Reads the disk."""
-    found = []
-    for repo in repos_here():
-        for commit in sorted(repo.commits()):
-            manifest, folder = repo.manifest(commit), repo.snapshot(commit)
-            if manifest is not None:
-                size = manifest.size if folder is not None else repo.held(manifest)
-                found.append(StoredModel(repo.name, commit, size, folder is not None))
-    return tuple(sorted(found, key=lambda each: (-each.size, each.name, each.revision))[:64])
 
 
 def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Held]:

@@ -145,7 +145,7 @@ def _why(error: Exception) -> str:
                 "or set HF_TOKEN"
             )
         case OfflineModeIsEnabled():
-            why = "it is not complete on this machine, and HF_HUB_OFFLINE forbids to ask the Hub"
+            why = "HF_HUB_OFFLINE is set, so the Hub is not asked"
         case OSError() if is_disk_full(error):
             why = "the disk is full"
         case HfHubHTTPError() | OSError() | ValueError():

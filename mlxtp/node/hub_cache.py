@@ -272,6 +272,12 @@ class Repo:
                 path.unlink()
         return before - _disk_bytes(self.folder)
 
+    def refs(self) -> dict[str, str]:
+        """The commit of each branch and tag that is known here."""
+        folder = self.folder / "refs"
+        found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        return {name: self.commit(name) for name in sorted(found)}
+
     def commits(self) -> frozenset[str]:
         """Those of which something is here."""
         snapshots, kept = self.folder / "snapshots", self.folder / FOLDER
@@ -382,7 +388,7 @@ def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str
 
 def gigabytes(size: float) -> str:
     """For people."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def hub_name(name: str) -> tuple[Repo, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..api.backend import Stored
@@ -21,6 +22,41 @@ def hub_folder(name: str) -> Path | None:
     except ValueError:
         return None
     return Repo(repo).snapshot(revision)
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """One revision of a model in the Hub's cache: `held` of `total` bytes are here. `refs` are branches and
+    tags that name it."""
+
+    name: str
+    revision: str
+    refs: tuple[str, ...]
+    held: int
+    total: int
+    complete: bool
+
+
+def revisions_here(only: str = "") -> list[Revision]:
+    """Those in this Mac's Hub cache that are whole, or were begun by mlxtp; or those of one OWNER/NAME.
+
+    Reads the disk: call it in a thread.
+    """
+    found = []
+    for repo in repos_here():
+        if only not in ("", repo.name):
+            continue
+        refs = repo.refs()
+        for commit in sorted(repo.commits()):
+            manifest, folder = repo.manifest(commit), repo.snapshot(commit)
+            named = tuple(ref for ref, at in refs.items() if at == commit)
+            if manifest is not None:
+                held = manifest.size if folder is not None else repo.held(manifest)
+                found.append(Revision(repo.name, commit, named, held, manifest.size, folder is not None))
+            elif folder is not None:
+                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                found.append(Revision(repo.name, commit, named, size, size, complete=True))
+    return found
 
 
 def stored_models() -> tuple[Stored, ...]:

@@ -156,6 +156,10 @@ _ALL = (
             "nobody there", Goal("<", 1.1)),
     Measure("strangers turned away meanwhile", "per second",
             "Connections that were closed without a word, or with a TLS alert."),
+    # --- copying
+    Measure("a model copied from another member", "MB/s",
+            "A file of 1 GiB from one process to another, in pieces over several TLS connections, hashed and "
+            "on the disk in the end.", "plain TLS copy", Goal("≥", 0.8)),
 )  # fmt: skip
 
 MEASURES = {measure.name: measure for measure in _ALL}

@@ -1,4 +1,4 @@
-"""`benchmarks.lend HOME CACHE`: lends the model there, and sends its largest file to whoever connects plainly.
+"""`benchmarks.lend HOME CACHE`: lends the model there, and sends its largest file by a plain connection.
 
 Prints both ports, then runs until it is ended.
 """

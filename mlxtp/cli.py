@@ -49,6 +49,7 @@ from .options import (
     LogFormat,
     MaxContext,
     Model,
+    ModelFolder,
     Name,
     Nodes,
     Peer,
@@ -94,6 +95,7 @@ def node(
     home: Home = None,
     drain: Drained = None,
     load_on_request: LoadOnRequest = None,
+    model_folder: ModelFolder = None,
     log_format: LogFormat = None,
     agreement: Agreement = None,
     max_context: MaxContext = None,
@@ -117,7 +119,7 @@ def node(
     """
     flags = dict(locals())
     del flags["join"]
-    for flag in ("peer", "allowed_host", "allowed_origin"):
+    for flag in ("peer", "allowed_host", "allowed_origin", "model_folder"):
         flags[f"{flag}s"] = flags.pop(flag) or None
     settings = _settings(flags)
     join = resolve_join(join, _read_token)

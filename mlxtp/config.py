@@ -90,6 +90,7 @@ class Settings:
     rdma          RDMA devices by hand, "NODE=DEVICE" or "NODE/PEER=DEVICE" each
     drain_s       how long an agent that is told to stop goes on with what has begun
     load_on_request  whether a request that names another model on this Mac's disk has it loaded
+    model_folders where models may be that are called by a plain name; searched in this order
     log_format    how lines of the log are written: text for people, json for programs
 
     api_keys         when the endpoint asks for an API key: auto (beyond loopback, or once there is a key),
@@ -133,6 +134,7 @@ class Settings:
     rdma: tuple[str, ...] = ()
     drain_s: float = 10.0
     load_on_request: bool = False
+    model_folders: tuple[str, ...] = ()
     log_format: str = "text"
     api_keys: str = "auto"
     allowed_hosts: tuple[str, ...] = ()
@@ -246,7 +248,12 @@ def _default_home() -> Path:
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
-_FLAGS = {"peers": "--peer", "allowed_hosts": "--allowed-host", "allowed_origins": "--allowed-origin"}
+_FLAGS = {
+    "peers": "--peer",
+    "allowed_hosts": "--allowed-host",
+    "allowed_origins": "--allowed-origin",
+    "model_folders": "--model-folder",
+}
 _Chosen = dict[str, tuple[Any, str]]
 """Of each key its value, and where that stands."""
 
@@ -407,6 +414,15 @@ def _parse_peers(value: object, where: str) -> tuple[str, ...]:
     return tuple(peers)
 
 
+def _parse_folders(value: object, where: str) -> tuple[str, ...]:
+    """Folders by their whole paths: an agent may be started anywhere."""
+    folders = tuple(str(Path(folder).expanduser()) for folder in _parse_list(value))
+    for folder in folders:
+        if not Path(folder).is_absolute():
+            raise ConfigError(f"{where}: {folder!r} is no whole path, such as /Volumes/share/models")
+    return folders
+
+
 def _parse_list(value: object) -> tuple[str, ...]:
     items = value if isinstance(value, (list, tuple)) else str(value).split(",")
     return tuple(item.strip() for item in items if item.strip())
@@ -551,6 +567,7 @@ _FILE_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "keep_awake": _SWITCH,
     "drain": ((int, float), "a number of seconds"),
     "load_on_request": _SWITCH,
+    "model_folders": ((list,), 'a list of strings, such as ["/Volumes/share/models"]'),
     "log_format": _TEXT,
     "rdma": ((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings'),
     "api_keys": _TEXT,
@@ -587,6 +604,7 @@ _PARSERS: Mapping[str, Callable[[Any, str], Any]] = {
     "keep_awake": _parse_switch,
     "drain": parse_seconds,
     "load_on_request": _parse_switch,
+    "model_folders": _parse_folders,
     "log_format": _parse_log_format,
     "rdma": _parse_rdma,
     "api_keys": _parse_api_keys,

@@ -250,6 +250,13 @@ ApiKeys = Annotated[
         rich_help_panel=ENDPOINT,
     ),
 ]
+ModelFolder = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DIR",
+        help="Where models are that are called by a plain name: NAME is DIR/NAME. May be repeated.",
+    ),
+]
 AllowedHost = Annotated[
     list[str] | None,
     typer.Option(

@@ -24,7 +24,7 @@ from .cluster import Cluster
 from .drain import Drain
 from .hub_cache import Repo, hub_name
 from .key_ring import KeyRing
-from .models import check_name
+from .models import check_name, in_folders
 from .observer import Observer
 from .on_disk import models_here
 from .supervisor import Supervisor
@@ -247,7 +247,7 @@ class Member(Alone):
         """What the cluster should serve from now on."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        check_name(model)
+        check_name(in_folders(model, self._cluster.settings.model_folders))
         desired = self._cluster.want(model, parse_nodes(nodes, "--nodes") if nodes else "")
         return {"model": desired.model, "nodes": desired.nodes, "version": desired.version}
 

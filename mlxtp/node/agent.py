@@ -36,7 +36,7 @@ from .endpoint import Endpoint, open_endpoint
 from .entering import enter
 from .epoch import State
 from .metrics import observed
-from .models import find_model, is_hub_id, lasting_name, open_model
+from .models import find_model, in_folders, is_hub_id, lasting_name, open_model
 from .rank_lines import log_lines
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
@@ -109,7 +109,8 @@ async def running_agent(
                 async with _among_others(settings, endpoint, on_stage, spares) as agent:
                     yield agent
                 return
-            model = await open_model(settings.model, settings.draft_model)
+            name = in_folders(settings.model, settings.model_folders)
+            model = await open_model(name, settings.draft_model)
             async with _running(settings, endpoint, model, on_stage, spares) as agent:
                 yield agent
 
@@ -166,7 +167,9 @@ async def _among_others(
     store = Store(settings.home)
     for name in (settings.model if settings.model_given else "", settings.draft_model):
         if name and not is_hub_id(name):
-            await find_model(name)  # a folder that is not there is the typist's mistake, and said at once
+            await find_model(
+                in_folders(name, settings.model_folders)
+            )  # a folder that is not there is the typist's mistake, and said at once
     check_interface(settings.interface)
     control = bind_control(settings.control_host, settings.control_port)
     with contextlib.closing(control):

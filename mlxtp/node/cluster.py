@@ -146,7 +146,9 @@ class Cluster:
         )
         self.neighbours = Neighbours(self.node_id, self.hello, self._judge, self)
         self.getting = Getting(self)
-        self.model = ModelHere(settings.draft_model, self._model_changed, self.getting.get)
+        self.model = ModelHere(
+            settings.draft_model, self._model_changed, self.getting.get, settings.model_folders
+        )
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.guest.last_epoch = kept.beliefs.epoch
         self.conductor = Conductor(self)

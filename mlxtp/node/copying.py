@@ -15,6 +15,7 @@ import socket
 import ssl
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -40,9 +41,10 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
-CONNECTIONS = 2
-"""Of one copy: while one asks and waits, another brings. More cost more than they bring: Python decrypts
-them in turns."""
+CONNECTIONS = 1 if (os.cpu_count() or 1) < 4 else 2
+"""Of one copy. More cost more than they bring: Python decrypts them in turns."""
+PIECES_AHEAD = 2
+"""That a connection asks for, so that the next one is on its way when the last has come."""
 MAX_CONNECTIONS = 32
 """That a lender has at one time, of all members."""
 IDLE_S = 60.0
@@ -189,30 +191,38 @@ def bring(
     """Copy pieces until there are none left. Raises LinkError, RemoteProtocolError, Stopped, OSError."""
     _, here = ask(channel, model)
     block = memoryview(bytearray(_BLOCK_BYTES))
-    while not board.empty:
+    asked: deque[tuple[Part, int]] = deque()
+    while asked or not board.empty:
         if stopped():
             raise Stopped
-        taken = board.take(here)
-        if taken is None:
+        while len(asked) < PIECES_AHEAD and (taken := board.take(here)) is not None:
+            part, place, chunk = taken
+            part.open()
+            channel.send(PieceWanted(place, chunk))
+            asked.append((part, chunk))
+        if asked:
+            _receive(channel, *asked.popleft(), block, stopped)
+        elif not board.empty:
             threading.Event().wait(AGAIN_S)  # it has not come there yet either
             now, here = ask(channel, model)
             if now != manifest:
                 raise LinkError("the other Mac gets another revision by now")
-            continue
-        part, place, chunk = taken
-        part.open()
-        at, size = part.file.span(chunk)
-        channel.send(PieceWanted(place, chunk))
-        if channel.receive(PieceHeld).size != size:
-            raise LinkError(f"a piece of {part.file.path} is not there any more")
-        while size:
-            if stopped():
-                raise Stopped
-            count = min(size, _BLOCK_BYTES)
-            channel.receive_into(block[:count])
-            part.write(at, block[:count])
-            at, size = at + count, size - count
-        part.came(chunk)
+
+
+def _receive(
+    channel: Channel, part: Part, chunk: int, block: memoryview, stopped: Callable[[], bool]
+) -> None:
+    at, size = part.file.span(chunk)
+    if channel.receive(PieceHeld).size != size:
+        raise LinkError(f"a piece of {part.file.path} is not there any more")
+    while size:
+        if stopped():
+            raise Stopped
+        count = min(size, _BLOCK_BYTES)
+        channel.receive_into(block[:count])
+        part.write(at, block[:count])
+        at, size = at + count, size - count
+    part.came(chunk)
 
 
 class Lender:

@@ -39,6 +39,7 @@ from .complete import is_complete
 
 FOLDER = ".mlxtp"
 _READ_BYTES = 4 << 20
+_SAVE_BYTES = 128 << 20
 _LOOK_S = 0.5
 ROOM_BYTES = 1 << 30
 """What is left free on the disk beside a model."""
@@ -355,6 +356,7 @@ class Part:
         Raises Damaged when it has another hash, Stopped when it is not wanted any more, OSError.
         """
         self.open()
+        unsaved = 0
         digest, buffer = self.file.digest(), memoryview(bytearray(min(_READ_BYTES, self.file.size)))
         for chunk in range(self.file.chunks):
             with self._changed:
@@ -367,6 +369,10 @@ class Part:
                 count = os.preadv(self._data, [buffer[:size]], at)
                 digest.update(buffer[:count])
                 at, size = at + count, size - count
+            unsaved += self.file.span(chunk)[1]
+            if unsaved >= _SAVE_BYTES:  # while more comes, the disk has nothing else to do
+                os.fsync(self._data)
+                unsaved = 0
         if digest.hexdigest() != self.file.hash:
             self._repo.part(self.file).unlink()
             self._repo.ledger(self.file).unlink()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from ..cluster.manifests import is_commit
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.control import DesiredState, ModelStatus
 from . import golden
-from .models import find_model, is_hub_id, open_model
+from .models import find_model, in_folders, is_hub_id, open_model
 from .supervisor import ModelSource
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 class ModelHere:
     """`on_change` is called when the search for the desired model has ended, well or not.
 
-    `get` has what is on the Hub come here, if it is not here yet; raises ModelError.
+    `get` has what is on the Hub come here, if it is not here yet; raises ModelError. `folders` are searched
+    for models with plain names.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class ModelHere:
         draft: str,
         on_change: Callable[[], None],
         get: Callable[[str], Awaitable[Path]] | None = None,
+        folders: Sequence[str] = (),
     ) -> None:
         self.version = 0
         self.source: ModelSource | None = None
@@ -40,6 +42,7 @@ class ModelHere:
         self._draft = draft
         self._on_change = on_change
         self._get = get
+        self._folders = folders
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -78,6 +81,7 @@ class ModelHere:
 
     async def _find(self, model: str) -> None:
         try:
+            model = await asyncio.to_thread(in_folders, model, self._folders)
             self._path = await self._look(model)
             self.fingerprint = await asyncio.to_thread(golden.fingerprint, self._path)
             self.problem = ""

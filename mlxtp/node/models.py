@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..api.text.tokens import Text
@@ -104,6 +105,15 @@ def check_name(name: str) -> None:
     """Raises ModelError for what is neither a model folder of this machine nor an id on the Hub."""
     if not is_hub_id(name):
         _check(_find(name))
+
+
+def in_folders(name: str, folders: Sequence[str]) -> str:
+    """Where a model with a plain name is on this Mac, or the name itself. Reads the disk."""
+    if "/" not in name and name != EMBEDDED_MODEL:
+        for folder in folders:
+            if (Path(folder) / name / "config.json").is_file():
+                return str(Path(folder) / name)
+    return name
 
 
 def lasting_name(name: str) -> str:

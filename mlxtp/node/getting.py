@@ -39,6 +39,8 @@ ALL_SAY_S = 3.0
 """How long the coordinator waits for the word of everybody who is present."""
 NO_WORD_S = 15.0
 """How long a member waits for the coordinator's, and then sees for itself."""
+NO_FILES_S = 120.0
+"""How long it waits for the one that was named to know the files."""
 AGAIN_S = 1.0
 """After a copy that was cut short, until the next try."""
 TRIES = 4
@@ -236,7 +238,8 @@ class Getting:
             except ModelError as error:
                 job.mine = replace(job.mine or mine, problem=error.detail[:1000])
                 self._tell(job)
-                if error.code is not Code.MODEL_NOT_FOUND or not await self._another(job):
+                hopeless = error.code is not Code.MODEL_NOT_FOUND or tries >= TRIES
+                if hopeless or not await self._another(job):
                     raise
             except (LinkError, ProtocolError, Damaged) as error:
                 tries = TRIES if isinstance(error, Damaged) else tries + 1
@@ -271,8 +274,8 @@ class Getting:
 
     async def _named(self, job: _Job, complete: bool) -> str:
         """Whom to copy from; this node itself is to ask the Hub. Raises ModelError when nobody can get it."""
-        ends_at = time.monotonic() + NO_WORD_S
-        while time.monotonic() < ends_at:
+        began = time.monotonic()
+        while time.monotonic() - began < (NO_WORD_S if job.lender is None else NO_FILES_S):
             self._decide(job)
             match job.lender:
                 case None:
@@ -281,7 +284,7 @@ class Getting:
                     raise ModelError(job.mine.problem, Code.MODEL_NOT_FOUND)
                 case lender if lender == self._cluster.node_id or complete:
                     return lender
-                case lender if (word := job.others.get(lender)) is not None and word.port:
+                case lender if (word := job.others.get(lender)) is not None and word.port and word.total:
                     return lender
             await _pause(job)
         return self._cluster.node_id

@@ -82,6 +82,19 @@ class FakeAdmin:
         await asyncio.sleep(0)
         return self._do("progress")
 
+    async def pull(self, model: str, everywhere: str) -> Any:
+        await asyncio.sleep(0)
+        return self._do("pull", model, everywhere)
+
+    def pulling(self, model: str) -> Any:
+        return self._do("pulling", model)
+
+    def stored(self) -> Any:
+        return self._do("stored")
+
+    def removable(self, model: str) -> Any:
+        return self._do("removable", model)
+
     def remove(self, node: str) -> Any:
         return self._do("remove", node)
 

@@ -172,6 +172,7 @@ def _by_agent(
                     return rows
                 time.sleep(LOOK_S)  # nothing tells when there is more
         except KeyboardInterrupt:
+            print("mlxtp: the agent goes on; the same command shows how far it is", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -201,6 +202,7 @@ def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
     except KeyboardInterrupt:
         fetch.stop()
         worker.join()
+        print("mlxtp: what has come stays; the same command goes on", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     if failed:
         if fetch.manifest is not None or repo.snapshot(revision) is None:

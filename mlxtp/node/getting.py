@@ -358,9 +358,10 @@ class Getting:
 
     async def _look_for(self, job: _Job) -> None:
         """Somebody else wants it: perhaps it is here."""
+        wants = job.mine is not None and job.mine.wants
         _, mine = await asyncio.to_thread(_look, job.repo, job.revision, False)
-        if not job.runs:
-            job.mine = mine
+        if not job.runs and mine != job.mine:
+            job.mine = replace(mine, wants=wants and mine.complete)
             self._tell(job)
 
     def _tell(self, job: _Job) -> None:
@@ -479,6 +480,11 @@ class Getting:
         if found != self._here:
             self._here = found
             self._cluster.neighbours.tell_all(ModelsHere(found))
+            for job in list(self._jobs.values()):
+                if (
+                    job.mine is not None and job.mine.complete and not job.runs
+                ):  # what was told of it may be wrong by now
+                    await self._look_for(job)
 
     async def close(self) -> None:
         """Stop everything; what has come stays."""

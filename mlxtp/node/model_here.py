@@ -85,6 +85,8 @@ class ModelHere:
             self._path = await self._look(model)
             self.fingerprint = await asyncio.to_thread(golden.fingerprint, self._path)
             self.problem = ""
+            if self._get is not None and is_hub_id(self._draft):
+                await self._get(self._draft)
             self._on_change()  # a rank needs no more; the tokenizer takes another second
             self.source = await open_model(model, self._draft, download=self._download)
         except MlxtpError as error:
@@ -97,7 +99,7 @@ class ModelHere:
 
     async def _look(self, model: str) -> Path:
         if self._get is not None and self._download and is_hub_id(model):
-            return await self._get(model)
+            return await find_model(str(await self._get(model)), download=False)
         return await find_model(model, download=self._download)
 
     @property

@@ -23,6 +23,10 @@ ROUTES = {
     "bench/fabric": "POST",
     "serve": "POST",
     "unload": "POST",
+    "pull": "POST",
+    "pulling": "POST",
+    "stored": "GET",
+    "removable": "POST",
     "drain": "POST",
     "progress": "GET",
     "remove": "POST",
@@ -132,7 +136,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
         ("status",), ("keys",), ("plan",), ("models",), ("members",), ("token",), ("bench/fabric",),
-        ("serve", "tiny", "2"), ("unload",),
+        ("serve", "tiny", "2"), ("unload",), ("pull", "tiny", ""), ("pulling", "tiny"), ("stored",),
+        ("removable", "tiny"),
         ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from mlxtp.errors import Code, LinkError, ModelError, ProtocolError, RemoteProto
 from mlxtp.node import copying, hub_cache
 from mlxtp.node.fetching import Fetch
 from mlxtp.node.hub_cache import Damaged, Repo, Stopped
+from mlxtp.node.models import find_config
 from mlxtp.wire.frames import encode
 from mlxtp.wire.models import FilesWanted, PieceWanted
 from mlxtp.wire.tls import ALPN_JOIN, ALPN_MODELS, join_context, member_context_client
@@ -65,6 +66,15 @@ def test_it_comes_in_the_layout_that_other_programs_read(hub: Hub, tmp_path: Pat
     asked = len(hub.asked)
     assert fetch().repo.snapshot("main") == folder
     assert len(hub.asked) == asked
+
+
+def test_what_a_plan_has_fetched_is_no_model_and_not_in_the_way(hub: Hub) -> None:
+    folder = find_config(NAME)
+    assert {path.name for path in folder.iterdir()} == {"config.json"}
+    assert Repo(NAME).commit("main") == ""
+    assert Repo(NAME).snapshot(COMMIT) is None
+    assert fetch().from_hub() == folder
+    assert same(folder, dict(hub.models[NAME].files))
 
 
 def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:

@@ -87,6 +87,8 @@ class _Job:
         self.fetch: Fetch | None = None
         self.task: asyncio.Task[Path] | None = None
         self.waiting = 0
+        self.looks = False
+        """Whether the disk is looked at, because somebody else wants it."""
         self.speeds: dict[str, Speed] = {}
         self.changed = asyncio.Event()
 
@@ -235,6 +237,8 @@ class Getting:
             try:
                 here = await self._bring(job, lender if tries < TRIES else self._cluster.node_id)
                 break
+            except Stopped:
+                continue  # another one is to be copied from
             except ModelError as error:
                 job.mine = replace(job.mine or mine, problem=error.detail[:1000])
                 self._tell(job)
@@ -257,16 +261,14 @@ class Getting:
         else:
             log.info("%s is copied from %s", job.model, self._cluster.name_of(lender))
             work = asyncio.to_thread(fetch.from_member, job.model, self._connect(job, lender))
-        running = asyncio.ensure_future(work)
+        running, named = asyncio.ensure_future(work), job.lender
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=TOLD_S)
                 self._look_at(job)
-                if job.lender not in (lender, None) and lender != self._cluster.node_id:
+                if job.lender not in (named, None):
                     fetch.stop()  # another one is to be copied from
             return running.result()
-        except Stopped:
-            raise LinkError("another Mac is to be copied from") from None
         except asyncio.CancelledError:
             fetch.stop()
             await asyncio.gather(running, return_exceptions=True)
@@ -345,13 +347,15 @@ class Getting:
         first = node_id not in job.others
         job.others[node_id] = word
         job.speeds.setdefault(node_id, Speed()).add(time.monotonic(), word.held)
-        if job.mine is None and not job.runs:
-            job.mine = Held(wants=False)  # until the disk was looked at
+        if job.mine is None and not job.runs and not job.looks:
+            job.looks = True
             task = asyncio.ensure_future(self._look_for(job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif first:
             self._tell(job)
+        if first:
+            job.began = time.monotonic()
         if self._cluster.coordination.leading and job.lender is not None and word.wants:
             self._send(node_id, ModelLender(job.model, job.lender))
         self._lend()
@@ -360,6 +364,7 @@ class Getting:
         """Somebody else wants it: perhaps it is here."""
         wants = job.mine is not None and job.mine.wants
         _, mine = await asyncio.to_thread(_look, job.repo, job.revision, False)
+        job.looks = False
         if not job.runs and mine != job.mine:
             job.mine = replace(mine, wants=wants and mine.complete)
             self._tell(job)

@@ -72,10 +72,10 @@ class Speed:
 class _Job:
     """One model, as long as this agent runs. `ref` is the branch or tag that is to name what comes."""
 
-    def __init__(self, model: str, ref: str = "") -> None:
+    def __init__(self, model: str) -> None:
         self.model = model
         self.repo, self.revision = hub_name(model)
-        self.ref = ref or self.revision
+        self.ref = self.revision
         self.mine: Held | None = None
         """None until somebody here or elsewhere wanted it."""
         self.told: ModelHeld | None = None
@@ -146,7 +146,7 @@ class Getting:
         return name
 
     def _begin(self, name: str, ref: str) -> None:
-        self._job(name, ref)
+        self._job(name).ref = ref
         task = asyncio.ensure_future(self.get(name))
         self._tasks.add(task)
         task.add_done_callback(self._pulled)
@@ -202,9 +202,9 @@ class Getting:
 
     # --- one model -----------------------------------------------------------------------------------
 
-    def _job(self, model: str, ref: str = "") -> _Job:
+    def _job(self, model: str) -> _Job:
         if model not in self._jobs:
-            found = _Job(model, ref)
+            found = _Job(model)
             if len(self._jobs) >= MAX_JOBS:
                 self._jobs = {name: job for name, job in self._jobs.items() if job.runs or self._lends(job)}
             self._jobs[model] = found

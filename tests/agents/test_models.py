@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ..hub import Hub, Model, embedded, running_hub, with_weights
+from ..hub import COMMIT, TOKEN, Hub, Model, embedded, running_hub, with_weights
 from .agents import Agent, serving, wait
 from .test_one_machine import free_port
 
 NAME, LATER, SMALL = "some-body/llama", "some-body/later", "some-body/tiny"
+GATED = "some-body/gated"
 PIECE = 16 << 20
 BIG = 3 * PIECE
 
@@ -25,6 +26,7 @@ def hub() -> Iterator[Hub]:
             NAME: Model(with_weights(BIG, BIG), pace=24e6),
             LATER: Model(with_weights(BIG + 1, BIG + 1), pace=12e6),
             SMALL: Model(embedded()),
+            GATED: Model(embedded(), gated=True),
         }
         yield running
 
@@ -46,6 +48,10 @@ def three(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
         try:
             for agent in agents:
                 patch.setenv("HF_HOME", str(agent.home / "hf"))  # each its own disk
+                if agent is b:
+                    patch.setenv("HF_TOKEN", TOKEN)
+                else:
+                    patch.delenv("HF_TOKEN", raising=False)
                 if agent is a:
                     a.start()
                     first = a.first_token()
@@ -99,6 +105,22 @@ def test_one_downloads_and_the_others_copy_meanwhile(hub: Hub, three: tuple[Agen
     for agent in three:
         assert content(snapshot(agent, NAME)) == hub.models[NAME].files
     assert len({row["lender"] for row in rows(a, name).values()}) == 2
+
+
+def test_one_login_is_enough(hub: Hub, three: tuple[Agent, Agent, Agent]) -> None:
+    a = three[0]
+    name = a.post("pull", model=GATED)["model"]
+    wait(lambda: "it is gated" in rows(a, name).get("anna", {}).get("problem", ""), "it is gated", *three)
+    assert a.post("pull", model=GATED, everywhere="yes")["model"] == name
+
+    def done() -> bool:
+        now = rows(a, name)
+        return len(now) == 3 and all(row["complete"] for row in now.values())
+
+    wait(done, "all have it", *three)
+    assert hub.models[GATED].sent == {path: len(body) for path, body in hub.models[GATED].files.items()}
+    for agent in three:
+        assert (snapshot(agent, GATED).parents[1] / "refs" / "main").read_text() == COMMIT
 
 
 def test_one_that_dies_while_it_downloads_is_replaced(hub: Hub, three: tuple[Agent, Agent, Agent]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
 MAX_MANIFEST_BYTES = 1 << 20
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 """Files come in pieces of this size; a piece is here or it is not."""
 DEFAULT_REVISION = "main"
 

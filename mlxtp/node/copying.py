@@ -41,17 +41,17 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
-CONNECTIONS = 1 if (os.cpu_count() or 1) < 4 else 2
+CONNECTIONS = 2
 """Of one copy. More cost more than they bring: Python decrypts them in turns."""
-PIECES_AHEAD = 2
-"""That a connection asks for, so that the next one is on its way when the last has come."""
+PIECES_AHEAD = 4
+"""That a connection has asked for, so that the next one is on its way when one has come."""
 MAX_CONNECTIONS = 32
 """That a lender has at one time, of all members."""
-IDLE_S = 60.0
+IDLE_S = 60
 """How long the other end may be silent, or not read."""
 AGAIN_S = 0.25
 """How often a lender is asked whether the next piece has come there."""
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 18
 _LENGTH = struct.Struct(">I")
 
 Lent = Callable[[str], tuple[Repo, Manifest] | None]
@@ -73,7 +73,7 @@ class Channel:
         try:
             self._tls.sendall(data)
         except OSError as error:
-            raise LinkError(f"a copy was cut short: {error}") from None
+            raise _cut_short(error) from None
 
     def receive(self, expected: type[M]) -> M:
         """The message that is due. Raises RemoteProtocolError for another one."""
@@ -111,7 +111,7 @@ class Channel:
                     raise LinkError("a copy was cut short: the other Mac hung up")
                 view = view[count:]
         except OSError as error:
-            raise LinkError(f"a copy was cut short: {error}") from None
+            raise _cut_short(error) from None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -341,6 +341,12 @@ def _lend(channel: Channel, repo: Repo, manifest: Manifest, place: int, chunk: i
             at, size = at + count, size - count
     finally:
         os.close(descriptor)
+
+
+def _cut_short(error: OSError) -> LinkError:
+    if isinstance(error, TimeoutError):
+        return LinkError(f"a copy stood still for {IDLE_S} s", Code.LINK_TIMEOUT)
+    return LinkError(f"a copy was cut short: {error}")
 
 
 def _identity(tls: ssl.SSLSocket) -> NodeIdentity:

@@ -320,6 +320,14 @@ def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> 
         copying.ask(channel, NAME)
 
 
+def test_a_lender_that_falls_silent_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "IDLE_S", 1)
+    monkeypatch.setattr(copying, "_lend", lambda *_: threading.Event().wait(3))
+    with pytest.raises(LinkError, match="stood still for 1 s") as silent:
+        pair.copy()
+    assert silent.value.code is Code.LINK_TIMEOUT
+
+
 def test_a_link_out_of_the_cache_is_not_followed(pair: Pair, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     file = next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from mlxtp.node.agent import stopped_by_signal
 
 from . import (
     concurrency,
+    copying,
     decode,
     docs,
     frames,
@@ -50,6 +51,7 @@ CASES: Mapping[str, Callable[[Stage], Awaitable[list[Row]]]] = {
     "membership": membership.measure,
     "recovery": recovery.measure,
     "strangers": strangers.measure,
+    "copying": copying.measure,
 }
 CASE_LIMIT_S = 1800.0
 """One case that hangs must not take the others' rows with it."""

@@ -156,6 +156,10 @@ _ALL = (
             "nobody there", Goal("<", 1.1)),
     Measure("strangers turned away meanwhile", "per second",
             "Connections that were closed without a word, or with a TLS alert."),
+    # --- copying
+    Measure("a model copied from another member", "MB/s",
+            "512 MiB from one process to another, in memory, in pieces over TLS, and hashed.",
+            "plain TLS copy", Goal("≥", 0.8)),
 )  # fmt: skip
 
 MEASURES = {measure.name: measure for measure in _ALL}

@@ -21,6 +21,7 @@ from . import (
     doctor_commands,
     key_commands,
     launch,
+    model_commands,
     service_commands,
 )
 from .about import about
@@ -115,6 +116,7 @@ key_commands.register(app)
 completions.register(app)
 config_commands.register(app)
 launch.register(app)
+model_commands.register(app)
 service_commands.register(app)
 
 

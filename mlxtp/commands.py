@@ -412,6 +412,7 @@ def _show_members(answer: Mapping[str, Any]) -> list[Any]:
     lines: list[Any] = [_members_table(answer)]
     for member in answer["members"]:
         lines += _about(member["name"], filter(None, [member["model_problem"]]), "red")
+        lines += _about(member["name"], filter(None, [member.get("model_progress")]), "cyan")
     return lines
 
 

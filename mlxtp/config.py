@@ -98,6 +98,7 @@ class Settings:
     rdma: tuple[str, ...] = ()
     drain_s: float = 10.0
     load_on_request: bool = False
+    model_folders: tuple[str, ...] = ()
     log_format: str = "text"
     log_file: str = ""
     api_keys: str = "auto"

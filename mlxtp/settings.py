@@ -16,6 +16,7 @@ from .values import (
     one_of,
     parse_address,
     parse_bytes,
+    parse_folders,
     parse_host_port,
     parse_hosts,
     parse_ipv4,
@@ -142,6 +143,11 @@ SETTINGS: tuple[Setting, ...] = (
         "When told to stop, such as by Ctrl-C: how many seconds requests may take to end. A second Ctrl-C "
         "ends at once.",
         GENERAL, "SECONDS", fields=("drain_s",),
+    ),
+    Setting(
+        "model_folders", _list_of("/Volumes/share/models"), parse_folders, [],
+        "Where models are that are called by a plain name: NAME is DIR/NAME.",
+        GENERAL, "DIR", flag="model_folder",
     ),
     Setting(
         "log_format", TEXT, one_of("text", "json"), "text",

@@ -178,6 +178,15 @@ def parse_peers(value: object, where: str) -> tuple[str, ...]:
     return tuple(peers)
 
 
+def parse_folders(value: object, where: str) -> tuple[str, ...]:
+    """Folders by their whole paths: an agent may be started anywhere."""
+    folders = tuple(str(Path(folder).expanduser()) for folder in _items(value))
+    for folder in folders:
+        if not Path(folder).is_absolute():
+            raise ConfigError(f"{where}: {folder!r} is no whole path, such as /Volumes/share/models")
+    return folders
+
+
 def _items(value: object) -> tuple[str, ...]:
     items = value if isinstance(value, (list, tuple)) else str(value).split(",")
     return tuple(item.strip() for item in items if item.strip())

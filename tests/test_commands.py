@@ -89,6 +89,10 @@ BENCH = {**RESULT, "names": ["studio [left]", "mini"]}
 class Admin(FakeAdmin):
     """Says what an agent of two Macs says."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[str, dict[str, object]] = {"removable": {}, "stored": {"elsewhere": []}}
+
     def _do(self, *what: str) -> dict[str, object]:
         super()._do(*what)
         answers: dict[str, dict[str, object]] = {
@@ -111,7 +115,7 @@ class Admin(FakeAdmin):
                 ],
             },
         }
-        return answers[what[0]]
+        return (answers | self.answers)[what[0]]
 
 
 class Agent:

@@ -39,7 +39,13 @@ def test_a_shell_completes_commands_options_models_and_keys(tmp_path: Path) -> N
         "HF_HUB_CACHE": str(tmp_path / "cache"),
         "MLXTP_HOME": str(tmp_path / "home"),
     }
-    asked = ("mlxtp serve", "mlxtp serve t", "mlxtp key revoke l", "mlxtp node --kv", "mlxtp cluster remove x")
+    asked = (
+        "mlxtp serve",
+        "mlxtp serve t",
+        "mlxtp key revoke l",
+        "mlxtp node --kv",
+        "mlxtp cluster remove x",
+    )
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *asked],
         env=environment, capture_output=True, text=True, timeout=START_S, check=True,

@@ -92,6 +92,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("drain", "2.5", "60", "drain_s", (2.5, 60.0)),
         ("load_on_request", "yes", "no", "load_on_request", (True, False)),
         ("log_format", "json", "text", "log_format", ("json", "text")),
+        ("model_folders", "/a, /b c", "/d", "model_folders", (("/a", "/b c"), ("/d",))),
         ("rdma", "studio=rdma_en5", "a/b=en3,b=en4", "rdma", (("studio=rdma_en5",), ("a/b=en3", "b=en4"))),
         ("api_keys", "always", "never", "api_keys", ("always", "never")),
         ("allowed_hosts", "Studio.lan, [::1]", "*", "allowed_hosts", (("studio.lan", "::1"), ("*",))),
@@ -392,6 +393,7 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
         ("rdma", "a=b=c"),
         ("api_keys", "sometimes"),
         ("api_keys", "Always"),
+        ("model_folders", "models"),
         ("allowed_hosts", "http://studio.local"),
         ("allowed_hosts", "studio.local:52415"),
         ("allowed_hosts", "two words"),
@@ -405,7 +407,12 @@ def test_a_certificate_goes_with_its_key(tmp_path: Path, one: str, other: str) -
     ],
 )
 def test_a_setting_that_is_none(tmp_path: Path, key: str, value: str) -> None:
-    several = {"peers": "peer", "allowed_hosts": "allowed-host", "allowed_origins": "allowed-origin"}
+    several = {
+        "peers": "peer",
+        "allowed_hosts": "allowed-host",
+        "allowed_origins": "allowed-origin",
+        "model_folders": "model-folder",
+    }
     flag, variable = f"--{several.get(key, key.replace('_', '-'))}", f"MLXTP_{key.upper()}"
     for name, where in ((key, flag), (variable, variable)):
         place, _, what = refusal(tmp_path, **{name: value}).partition(": ")
@@ -438,7 +445,7 @@ SWITCHES = (
     "http_tls",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")
-LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins")
+LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins", "model_folders")
 WRONG_TYPES = [
     *(
         (key, value, "a string in quotes")
@@ -464,7 +471,7 @@ WRONG_TYPES = [
     *(("nodes", value, '"auto", "all", or a whole number') for value in ("2.0", "true", '["all"]')),
     *(
         (key, value, "a list of strings")
-        for key in ("peers", "allowed_hosts", "allowed_origins")
+        for key in ("peers", "allowed_hosts", "allowed_origins", "model_folders")
         for value in ('"a:1"', "5", '["a:1", 5]', '{a = "b"}')
     ),
     *(

@@ -201,6 +201,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     ),
     "doctor_commands": frozenset({"client", "commands", "config", "doctor", "errors", "node"}),
     "key_commands": frozenset({"client", "commands", "completions", "config", "errors", "node"}),
+    "model_commands": frozenset({"client", "cluster", "commands", "completions", "config", "errors", "node"}),
     "about": frozenset({"client", ""}),
     "completions": frozenset({"client", "cluster", "config", "errors", "node"}),
     "watch": frozenset({"client", "errors"}),
@@ -213,7 +214,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "options": frozenset({"settings", "values"}),
     "cli": frozenset(
         {
-            *("commands", "config_commands", "doctor_commands", "key_commands", "service_commands", "launch"),
+            *("commands", "config_commands", "doctor_commands", "key_commands", "model_commands"),
+            *("service_commands", "launch"),
             *("demo", "chat", "logs", "options", "about", "completions", "interrupts", "terminal", "node"),
             *("cluster", "config", "errors", "settings", ""),
         }
@@ -345,6 +347,8 @@ PURE = (
     "mlxtp.cluster.chips",
     "mlxtp.cluster.fabrics",
     "mlxtp.cluster.known",
+    "mlxtp.cluster.manifests",
+    "mlxtp.cluster.sources",
     "mlxtp.cluster.measurements",
     "mlxtp.cluster.memory",
     "mlxtp.cluster.nodes_file",

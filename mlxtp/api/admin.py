@@ -51,6 +51,14 @@ class Administration(Protocol):
 
     def unload(self) -> Json: ...
 
+    async def pull(self, model: str, everywhere: str) -> Json: ...
+
+    def pulling(self, model: str) -> Json: ...
+
+    def stored(self) -> Json: ...
+
+    def removable(self, model: str) -> Json: ...
+
     def members(self) -> Json: ...
 
     def remove(self, node: str) -> Json: ...
@@ -88,6 +96,10 @@ def routes(admin: Administration) -> list[Route]:
         route("records", "POST", lambda body: admin.records(_text(body, "epoch"), _text(body, "epoch_id"))),
         route("serve", "POST", lambda body: admin.serve(_text(body, "model"), _text(body, "nodes", ""))),
         route("unload", "POST", lambda _: admin.unload()),
+        route("pull", "POST", lambda body: admin.pull(_text(body, "model"), _text(body, "everywhere", ""))),
+        route("pulling", "POST", lambda body: admin.pulling(_text(body, "model"))),
+        route("stored", "GET", lambda _: admin.stored()),
+        route("removable", "POST", lambda body: admin.removable(_text(body, "model"))),
         route("remove", "POST", lambda body: admin.remove(_text(body, "node"))),
         route("leave", "POST", lambda body: admin.leave(_text(body, "force", ""))),
     ]

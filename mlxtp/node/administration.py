@@ -23,8 +23,9 @@ from .build import versions_here
 from .checkup import Checkup
 from .cluster import Cluster
 from .drain import Drain
+from .hub_cache import Repo, hub_name
 from .key_ring import KeyRing
-from .models import check_name
+from .models import check_name, in_folders
 from .observer import Observer
 from .stored import models_here
 from .supervisor import Supervisor
@@ -107,6 +108,30 @@ class Alone:
         """What of this machine is in the way, as this agent sees it."""
         assert self.checkup is not None
         return await self.checkup.report()
+
+    async def pull(self, model: str, everywhere: str) -> Json:
+        raise self._alone()
+
+    def pulling(self, model: str) -> Json:
+        raise self._alone()
+
+    def stored(self) -> Json:
+        """What other members have on their disks: of each model who."""
+        return {"elsewhere": []}
+
+    def removable(self, model: str) -> Json:
+        """Whether OWNER/NAME may be removed from this Mac's disk. Raises UserError while it is needed."""
+        repo, _ = hub_name(model)
+        if why := self._needed(repo):
+            raise UserError(f"{repo.name} cannot be removed: {why}")
+        return {"removable": repo.name}
+
+    def _needed(self, repo: Repo) -> str:
+        """Why this agent needs a model of the Hub; empty when it does not."""
+        source = self._supervisor.source
+        paths = (source.path, source.draft_path) if source is not None else ()
+        in_use = any(path is not None and path.is_relative_to(repo.folder.resolve()) for path in paths)
+        return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
 
     def close(self) -> None:
         """Look no more; whoever watches is let go."""
@@ -237,9 +262,38 @@ class Member(Alone):
         """What the cluster should serve from now on."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        check_name(model)
+        check_name(in_folders(model, self._cluster.settings.model_folders))
         desired = self._cluster.want(model, parse_nodes(nodes, "--nodes") if nodes else "")
         return {"model": desired.model, "nodes": desired.nodes, "version": desired.version}
+
+    async def pull(self, model: str, everywhere: str) -> Json:
+        """Begin to get a model of the Hub, here or on all members that are present."""
+        return {"model": await self._cluster.getting.pull(model, everywhere=bool(everywhere))}
+
+    def pulling(self, model: str) -> Json:
+        """How far that is, of each member that is to have it."""
+        return {"members": self._cluster.getting.progress(model)}
+
+    def stored(self) -> Json:
+        """What other members have on their disks."""
+        cluster = self._cluster
+        cluster.getting.look_at_disk()
+        return {
+            "elsewhere": [
+                {"node": cluster.name_of(node), "node_id": node, **asdict(model)}
+                for node, models in sorted(cluster.getting.stored.items())
+                for model in models
+            ]
+        }
+
+    def _needed(self, repo: Repo) -> str:
+        cluster = self._cluster
+        wanted = cluster.coordination.desired.model
+        if wanted.partition("@")[0] == repo.name:
+            return "the cluster serves it, or is to; `mlxtp unload`, or `mlxtp serve` another model, first"
+        if cluster.getting.is_getting(repo.name):
+            return "it is just being copied or downloaded; wait until that is over"
+        return super()._needed(repo)
 
     def unload(self) -> Json:
         """Serve nothing."""
@@ -318,6 +372,7 @@ class Member(Alone):
                     "memory_bytes": machine.memory_bytes if machine is not None else 0,
                     "notes": list(machine.notes) if machine is not None else [],
                     "model_problem": model.problem if model is not None else "",
+                    "model_progress": cluster.getting.said(cluster.coordination.desired.model, node_id),
                 }
             )
         return found

@@ -37,7 +37,7 @@ from .endpoint import Endpoint, open_endpoint
 from .entering import enter
 from .epoch import State
 from .metrics import observed
-from .models import find_model, is_hub_id, lasting_name, open_model
+from .models import find_model, in_folders, is_hub_id, lasting_name, open_model
 from .rank_lines import log_lines
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
@@ -110,7 +110,8 @@ async def running_agent(
                 async with _among_others(settings, endpoint, on_stage, spares) as agent:
                     yield agent
                 return
-            model = await open_model(settings.model, settings.draft_model)
+            name = in_folders(settings.model, settings.model_folders)
+            model = await open_model(name, settings.draft_model)
             async with _running(settings, endpoint, model, on_stage, spares) as agent:
                 yield agent
 
@@ -179,7 +180,7 @@ async def _among_others(
         cluster.listens_at = partial(_control_addresses, settings, port)
         cluster.http = endpoint.told
         supervisor.gateway.elsewhere = cluster.short
-        cluster.follower.credentials = store.credentials
+        cluster.follower.credentials = cluster.getting.credentials = store.credentials
         door = Door(control, store, entered.identity, cluster)
         settings = replace(settings, peers=(*settings.peers, *entered.peers))
         dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
@@ -234,7 +235,7 @@ async def _check_folders(settings: Settings) -> None:
     """One that is not there is the typist's mistake, and said at once. Raises ModelError."""
     for name in (settings.model if settings.model_given else "", settings.draft_model):
         if name and not is_hub_id(name):
-            await find_model(name)
+            await find_model(in_folders(name, settings.model_folders))
 
 
 def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint, settings: Settings) -> ASGIApp:

@@ -50,7 +50,11 @@ from ..wire.control import (
     FabricWanted,
     MachineReport,
     Members,
+    ModelHeld,
+    ModelLender,
+    ModelPull,
     ModelQueue,
+    ModelsHere,
     ModelStatus,
     ModelTurn,
     Prepare,
@@ -78,6 +82,7 @@ from .echoes import ASK_S, Echoes
 from .epoch import State as Serves
 from .fabric import Fabric
 from .follower import Follower
+from .getting import Getting
 from .guest import Guest
 from .issuing import Issuing
 from .model_here import ModelHere
@@ -105,6 +110,10 @@ class Cluster:
 
     may_leave = False
     """Whether the others can do without this node, once it is about to stop."""
+    http = ""
+    """Where this node's endpoint is."""
+    problem = ""
+    """What a person has to mend, such as a copied home folder."""
     waiting = ""
     """Why there is no group yet."""
     _unplanned = ""
@@ -131,9 +140,6 @@ class Cluster:
         self._versions, self._flags = versions_here(), flags_of(settings)
         self.knowledge = Knowledge(machines={self.node_id: machine})
         self.listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: ()
-        self.http = ""
-        self.problem = ""
-        """What a person has to mend, such as a copied home folder."""
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
         """By node id: the boot ids of two machines that had it at once, and what was said about it."""
         self.supervisor = supervisor
@@ -146,7 +152,10 @@ class Cluster:
             self.node_id, self.boot_id, [node for node in members if node != self.node_id], now
         )
         self.neighbours = Neighbours(self.node_id, self.hello, self._judge, self)
-        self.model = ModelHere(settings.draft_model, self._model_changed)
+        self.getting = Getting(self)
+        self.model = ModelHere(
+            settings.draft_model, self._model_changed, self.getting.get, settings.model_folders
+        )
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.guest.last_epoch = kept.beliefs.epoch
         self.conductor = Conductor(self)
@@ -204,6 +213,10 @@ class Cluster:
     def measured(self) -> Measured:
         """What placement takes over its assumptions."""
         return self.fabric.measured()
+
+    def coming(self, model: str) -> str:
+        """How far a model is on its way to this node, for people; empty when it is not."""
+        return self.getting.said(model)
 
     # --- what people want ----------------------------------------------------------------------------
 
@@ -327,8 +340,8 @@ class Cluster:
                 link.send(serving)
             if (turn := self.switching.met()) is not None:
                 link.send(turn)
-            for measured in self.fabric.told():
-                link.send(measured)
+            for word in (*self.fabric.told(), *self.getting.met()):
+                link.send(word)
         self.changed()
         return True
 
@@ -347,6 +360,7 @@ class Cluster:
             self.fabric.lost(link.node_id)
             self.records.lost(link.node_id)
             self.reach.lost(link.node_id)
+            self.getting.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -386,6 +400,8 @@ class Cluster:
                 self.switching.received(node_id, message, time.monotonic())
             case FabricWanted() | FabricReport() | FabricAnswer():
                 self.fabric.received(node_id, message)
+            case ModelHeld() | ModelLender() | ModelPull() | ModelsHere():
+                self.getting.received(node_id, message)
             case RecordsWanted() | Record() | RecordsTold():
                 self.records.received(node_id, message)
             case ReachWanted() | ReachTold():
@@ -519,6 +535,7 @@ class Cluster:
         """Beat, judge, decide, until cancelled."""
         beat_at = echo_at = 0.0
         report_at = time.monotonic() + REPORT_S
+        self.getting.look_at_disk()
         while True:
             now = time.monotonic()
             if now >= beat_at:
@@ -534,6 +551,7 @@ class Cluster:
                 report_at = now + REPORT_S
                 self._look_again()
                 self.model.look_again()
+                self.getting.look_at_disk()
             self._tick(now)
             self._save()
             self._wake.clear()
@@ -555,6 +573,7 @@ class Cluster:
             self._tell_beat()
         self._decide(now)
         self.follower.look()
+        self.getting.look()
         self.switching.look(now)
         self._announce()
 
@@ -689,6 +708,7 @@ class Cluster:
         await self.guest.close()
         await self.neighbours.close()
         await self.model.close()
+        await self.getting.close()
         self._save()
 
 

@@ -292,6 +292,11 @@ class Conductor:
             return False, theirs.problem
         if not theirs.fingerprint:
             return False, "it is still getting the model"
+        if ours.revision and theirs.revision and theirs.revision != ours.revision:
+            return False, (
+                f"it has the model at commit {theirs.revision[:12]}, {cluster.name} at {ours.revision[:12]}; "
+                "`mlxtp pull MODEL --everywhere` brings the newest to all"
+            )
         if ours.fingerprint and theirs.fingerprint != ours.fingerprint:
             return False, (
                 f"its files of the model differ: {theirs.fingerprint[:12]} there, {ours.fingerprint[:12]} on "
@@ -306,7 +311,8 @@ class Conductor:
         if not desired.model:
             return None, "nothing is to be served"
         if source is None:
-            return None, cluster.model.problem or f"{desired.model} is still being looked for"
+            coming = cluster.coming(desired.model)
+            return None, cluster.model.problem or coming or f"{desired.model} is still being looked for"
         leaving = cluster.coordination.draining
         members = [member for member in self.members() if member.node_id not in leaving]
         if not members:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from ..cluster.manifests import is_commit
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.control import DesiredState, ModelStatus
 from . import golden
-from .models import find_model, is_hub_id, open_model
+from .models import find_model, in_folders, is_hub_id, open_model
 from .supervisor import ModelSource
 
 log = logging.getLogger(__name__)
 
 
 class ModelHere:
-    """`on_change` is called when the search for the desired model has ended, well or not."""
+    """`on_change` is called when the search for the desired model has ended, well or not.
 
-    def __init__(self, draft: str, on_change: Callable[[], None]) -> None:
+    `get` has what is on the Hub come here, if it is not here yet; raises ModelError. `folders` are searched
+    for models with plain names.
+    """
+
+    def __init__(
+        self,
+        draft: str,
+        on_change: Callable[[], None],
+        get: Callable[[str], Awaitable[Path]] | None = None,
+        folders: Sequence[str] = (),
+    ) -> None:
         self.version = 0
         self._since = 0
         """The first version that wanted this model, and every one has since."""
@@ -32,12 +43,14 @@ class ModelHere:
         """Whether it may be fetched from the Hub: not for a request."""
         self._draft = draft
         self._on_change = on_change
+        self._get = get
+        self._folders = folders
         self._task: asyncio.Task[None] | None = None
 
     @property
     def status(self) -> ModelStatus:
         """What the other members are told."""
-        return ModelStatus(self.version, self.fingerprint, self.problem)
+        return ModelStatus(self.version, self.fingerprint, self.problem, self._revision)
 
     def want(self, desired: DesiredState) -> None:
         """From now on this model is looked for; what is known of it stays when only the version is new."""
@@ -75,9 +88,12 @@ class ModelHere:
 
     async def _find(self, model: str) -> None:
         try:
-            self._path = await find_model(model, download=self._download)
+            model = await asyncio.to_thread(in_folders, model, self._folders)
+            self._path = await self._look(model)
             self.fingerprint = await asyncio.to_thread(golden.fingerprint, self._path)
             self.problem = ""
+            if self._get is not None and is_hub_id(self._draft):
+                await self._get(self._draft)
             self._on_change()  # a rank needs no more; the tokenizer takes another second
             self.source = await open_model(model, self._draft, download=self._download)
         except MlxtpError as error:
@@ -87,6 +103,17 @@ class ModelHere:
         except OSError as error:
             self.problem = f"{model}: {error}"
         self._on_change()
+
+    async def _look(self, model: str) -> Path:
+        if self._get is not None and self._download and is_hub_id(model):
+            return await find_model(str(await self._get(model)), download=False)
+        return await find_model(model, download=self._download)
+
+    @property
+    def _revision(self) -> str:
+        """The commit, of what is in the Hub's cache and was looked for by its name."""
+        named = self.fingerprint and self._path is not None and is_hub_id(self._model)
+        return self._path.name if named and self._path is not None and is_commit(self._path.name) else ""
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """A bug must not look like a download that takes long."""

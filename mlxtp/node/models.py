@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..api.text.tokens import Text
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import Code, ModelError
 from ..wire.control import MAX_MODEL
+from . import hub
+from .complete import lacks
+from .fetching import Fetch
+from .hub_cache import hub_name
 from .servable import check_servable, read_config
-from .stored import hub_folder, lacks
+from .stored import hub_folder
 from .supervisor import ModelSource
 
-_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt")
+_CONFIG_FILES = ("config.json", "*.index.json")
 
 
 async def open_model(name: str, draft: str = "", *, download: bool = True) -> ModelSource:
-    """The model `name`: the embedded one, a folder, or an id on the Hugging Face Hub, downloaded if need be.
+    """The model `name`: the embedded one, a folder, or an id on the Hugging Face Hub (OWNER/NAME[@REVISION]),
+    downloaded if need be.
 
     `draft` names a second one that proposes tokens for it. Without `download` the model has to be on this
     machine. Raises ModelError in the words of whoever typed the name.
@@ -33,7 +38,10 @@ async def find_model(name: str, *, download: bool = True) -> Path:
 
 def find_config(name: str) -> Path:
     """A folder with its configuration and the index of its weights, not the weights. Raises ModelError."""
-    return _download(name, ("config.json", "*.index.json")) if is_hub_id(name) else _check(_find(name))
+    if not is_hub_id(name):
+        return _check(_find(name))
+    repo, revision = hub_name(name)
+    return repo.snapshot(revision) or hub.fetch_some(hub.look_up(repo.name, revision), _CONFIG_FILES)
 
 
 def stored_name(name: str) -> str | None:
@@ -106,6 +114,15 @@ def check_name(name: str) -> None:
         _check(_find(name))
 
 
+def in_folders(name: str, folders: Sequence[str]) -> str:
+    """Where a model with a plain name is on this Mac, or the name itself. Reads the disk."""
+    if "/" not in name and name != EMBEDDED_MODEL:
+        for folder in folders:
+            if (Path(folder) / name / "config.json").is_file():
+                return str(Path(folder) / name)
+    return name
+
+
 def lasting_name(name: str) -> str:
     """What a model is called wherever one stands: a folder by its whole path."""
     folder = _as_path(name)
@@ -114,7 +131,7 @@ def lasting_name(name: str) -> str:
 
 def is_hub_id(name: str) -> bool:
     """Whether this names a model on the Hub, OWNER/NAME, rather than a folder."""
-    owner, _, model = name.partition("/")
+    owner, _, model = name.partition("@")[0].partition("/")
     return (
         bool(owner and model)
         and "/" not in model
@@ -141,25 +158,7 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _download(name: str, wanted: tuple[str, ...] = _WANTED_FILES) -> Path:
-    """The newest snapshot if the Hub answers, else the one already on this machine."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(wanted)))
-    except GatedRepoError:
-        why = "it is gated; accept its terms on the Hub and set HF_TOKEN"
-    except RepositoryNotFoundError:
-        why = "the Hub knows no such model, or it is private and HF_TOKEN is missing"
-    except LocalEntryNotFoundError:
-        why = "it is not on this machine and the Hub cannot be reached; check the network or give a folder"
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
-    raise ModelError(f"cannot get {name}: {why}", Code.MODEL_NOT_FOUND)
+def _download(name: str) -> Path:
+    """What is here counts; else all of it comes from the Hub, by this process alone."""
+    repo, revision = hub_name(name)
+    return repo.snapshot(revision) or Fetch(repo, revision, revision).from_hub()

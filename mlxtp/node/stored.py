@@ -5,26 +5,23 @@ A request may name those that are complete, because nothing is downloaded for it
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..api.backend import Stored
+from ..cluster.manifests import split_name
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import ModelError
+from .complete import is_complete
+from .hub_cache import Repo, repos_here
 from .servable import check_servable, read_config
 
 MOST = 200
 """How many people are told of: a cache may hold anything."""
-
-_PART = re.compile(r"[\w.-]+")
-_SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 _DEFAULT_CONTEXT = 4096
 """What the engine takes for a model that does not say its own."""
-_READ_ERRORS = (OSError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,41 +39,12 @@ class OnDisk:
 
 
 def hub_folder(name: str) -> Path | None:
-    """The newest snapshot of OWNER/NAME in this Mac's Hub cache, if all of it is there. Reads the disk."""
-    from huggingface_hub import constants
-
-    parts = name.split("/")
-    if len(parts) != 2 or not all(_PART.fullmatch(part) for part in parts):
-        return None
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{'--'.join(parts)}"
+    """The snapshot of OWNER/NAME[@REVISION] in this Mac's Hub cache, if it is whole. Reads the disk."""
     try:
-        commit = (folder / "refs" / "main").read_text().strip()
-    except _READ_ERRORS:
+        repo, revision = split_name(name)
+    except ValueError:
         return None
-    snapshot = folder / "snapshots" / commit
-    return snapshot if _PART.fullmatch(commit) and is_complete(snapshot) else None
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether configuration, tokenizer and all weights are in this folder. Reads the disk."""
-    return not lacks(folder)
-
-
-def lacks(folder: Path) -> str:
-    """What this folder would need to be a complete model, in words; empty for nothing. Reads the disk."""
-    try:
-        missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-        weights = {path.name for path in folder.glob("model*.safetensors") if path.is_file()}
-        indices = list(folder.glob("*.safetensors.index.json"))
-        wanted = {name for index in indices for name in _table(index)["weight_map"].values()}
-    except (*_READ_ERRORS, LookupError, AttributeError):
-        return "files that can be read"
-    shards = [match for match in map(_SHARD.fullmatch, weights) if match]
-    if not weights:
-        missing.append("weights (model*.safetensors)")
-    elif not wanted <= weights or any(int(shard[2]) != len(shards) for shard in shards):
-        missing.append("some files of its weights")
-    return " and ".join(missing)
+    return Repo(repo).snapshot(revision)
 
 
 def models_here() -> tuple[OnDisk, ...]:
@@ -85,10 +53,10 @@ def models_here() -> tuple[OnDisk, ...]:
     Reads the names and sizes of every file in the cache: call it in a thread.
     """
     embedded = OnDisk(EMBEDDED_MODEL, "embedded", _size(embedded_model_path()), complete=True)
-    cached = sorted(_cached())[: MOST - 1]
+    cached = repos_here()[: MOST - 1]
     return (
         embedded,
-        *(OnDisk(name, "hub", _size(folder), hub_folder(name) is not None) for name, folder in cached),
+        *(OnDisk(repo.name, "hub", _size(repo.folder), repo.snapshot("main") is not None) for repo in cached),
     )
 
 
@@ -98,20 +66,46 @@ def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[Stored, ...
     """
     found = [
         (EMBEDDED_MODEL, embedded_model_path()),
-        *((name, hub_folder(name)) for name, _ in sorted(_cached())),
+        *((repo.name, repo.snapshot("main")) for repo in repos_here()),
         *((name, folder if is_complete(folder) else None) for name, folder in folders),
     ]
     described = (_described(name, folder) for name, folder in found if folder is not None)
     return tuple(stored for stored in described if stored is not None)
 
 
-def _cached() -> Iterator[tuple[str, Path]]:
-    """Names and folders of the models of which something was downloaded."""
-    from huggingface_hub import constants
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """One revision of a model in the Hub's cache: `held` of `total` bytes are here. `refs` are branches and
+    tags that name it."""
 
-    for folder in Path(constants.HF_HUB_CACHE).glob("models--*--*"):
-        if (folder / "snapshots").is_dir():
-            yield "/".join(folder.name.split("--", 2)[1:]), folder
+    name: str
+    revision: str
+    refs: tuple[str, ...]
+    held: int
+    total: int
+    complete: bool
+
+
+def revisions_here(only: str = "") -> list[Revision]:
+    """Those in this Mac's Hub cache that are whole, or were begun by mlxtp; or those of one OWNER/NAME.
+
+    Reads the disk: call it in a thread.
+    """
+    found = []
+    for repo in repos_here():
+        if only not in ("", repo.name):
+            continue
+        refs = repo.refs()
+        for commit in sorted(repo.commits()):
+            manifest, folder = repo.manifest(commit), repo.snapshot(commit)
+            named = tuple(ref for ref, at in refs.items() if at == commit)
+            if manifest is not None:
+                held = manifest.size if folder is not None else repo.held(manifest)
+                found.append(Revision(repo.name, commit, named, held, manifest.size, folder is not None))
+            elif folder is not None:
+                size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                found.append(Revision(repo.name, commit, named, size, size, complete=True))
+    return found
 
 
 def _size(folder: Path) -> int:
@@ -135,10 +129,3 @@ def _described(name: str, folder: Path) -> Stored | None:
     length = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
     context = length if isinstance(length, int) and length > 0 else _DEFAULT_CONTEXT
     return Stored(name, folder, context, created)
-
-
-def _table(path: Path) -> dict[str, Any]:
-    table = json.loads(path.read_text())
-    if not isinstance(table, dict):
-        raise ValueError(f"{path} holds no table")
-    return table

@@ -111,6 +111,11 @@ class Supervisor:
         self._busy = asyncio.Lock()
         self._began = time.monotonic()
 
+    @property
+    def source(self) -> ModelSource | None:
+        """The model that is served here, or is to be."""
+        return self._desired
+
     async def run(self, model: ModelSource | None, plans: Plans | None = None) -> None:
         """Keep the group up until cancelled, or until it cannot be: then `state` is FAILED and this returns.
 

@@ -67,5 +67,8 @@ class Surroundings(Protocol):
     def want(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
         """What the cluster should run from now on."""
 
+    def coming(self, model: str) -> str:
+        """How far a model is on its way to this node, for people; empty when it is not."""
+
     def changed(self) -> None:
         """Something is different: look at everything again, soon."""

@@ -36,6 +36,7 @@ MAX_RECORD = 4 << 20
 MAX_TRIP_US = 60_000_000
 MAX_TRIES = 32
 """Addresses in one question whether they are reached."""
+MAX_STORED = 64
 MAX_WAITING = 16
 """Models that one member's clients wait for at a time."""
 
@@ -144,13 +145,14 @@ class MachineReport(Machine, Message):
 class ModelStatus(Message):
     """Whether the sender has the desired model: `fingerprint` of its files, or why not (`problem`).
 
-    Both empty: it is still looking, or downloading.
+    Both empty: it is still looking, or downloading. `revision` is the commit, where that is known.
     """
 
     TYPE: ClassVar[int] = 0x33
     desired: int = _f(_count)
     fingerprint: str = _f(text(64))
     problem: str = _f(_detail)
+    revision: str = _f(text(40), default="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,11 +433,70 @@ class Echo(Message):
     trips: tuple[Trip, ...] = _f(records(Trip, 0, MAX_MEMBERS))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelHeld(Message):
+    """To all: what the sender has of a model of the Hub that somebody wants (OWNER/NAME[@REVISION]).
+
+    `held` of `total` bytes of the commit `revision`; 0 and empty while they are not known. `free` is the room
+    on its disk. `wants`: it is to have the model. `problem`: why it cannot get it from the Hub. `port`: where
+    it lends what it has, 0 for nowhere.
+    """
+
+    TYPE: ClassVar[int] = 0x60
+    model: str = _f(text(MAX_MODEL))
+    revision: str = _f(text(40))
+    held: int = _f(_count)
+    total: int = _f(_count)
+    free: int = _f(_count)
+    wants: bool = _f(boolean())
+    problem: str = _f(_detail)
+    port: int = _f(integer(0, 65535))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLender(Message):
+    """The coordinator to all: this node has the model, or gets it from the Hub; the others copy it there.
+
+    Empty when nobody can get it.
+    """
+
+    TYPE: ClassVar[int] = 0x61
+    model: str = _f(text(MAX_MODEL))
+    node_id: str = _f(_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPull(Message):
+    """To all: get this model, at this commit if it is said."""
+
+    TYPE: ClassVar[int] = 0x62
+    model: str = _f(text(MAX_MODEL))
+    commit: str = _f(text(40))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model on somebody's disk. `complete`: all of `revision` is there."""
+
+    name: str = _f(text(MAX_MODEL))
+    revision: str = _f(text(40))
+    size: int = _f(_count)
+    complete: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsHere(Message):
+    """The models of the Hub that the sender has, the largest first."""
+
+    TYPE: ClassVar[int] = 0x63
+    models: tuple[StoredModel, ...] = _f(records(StoredModel, 0, MAX_STORED))
+
+
 BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
     RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
     FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
-    ModelQueue, Echo, ReachWanted, ReachTold,
+    ModelQueue, Echo, ReachWanted, ReachTold, ModelHeld, ModelLender, ModelPull, ModelsHere,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

@@ -11,13 +11,14 @@ from .codecs import FieldCodec, Wire
 from .control import CONTROL_MESSAGES
 from .joining import JOIN_MESSAGES
 from .messages import RANK_MESSAGES
+from .models import COPY_MESSAGES
 
 M = TypeVar("M", bound=Message)
 
 MESSAGES: dict[int, type[Message]] = {
-    message.TYPE: message for message in (*RANK_MESSAGES, *CONTROL_MESSAGES, *JOIN_MESSAGES)
+    message.TYPE: message for message in (*RANK_MESSAGES, *CONTROL_MESSAGES, *JOIN_MESSAGES, *COPY_MESSAGES)
 }
-assert len(MESSAGES) == len(RANK_MESSAGES) + len(CONTROL_MESSAGES) + len(JOIN_MESSAGES), (
+assert len(MESSAGES) == sum(map(len, (RANK_MESSAGES, CONTROL_MESSAGES, JOIN_MESSAGES, COPY_MESSAGES))), (
     "two messages with one number"
 )
 

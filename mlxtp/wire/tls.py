@@ -25,6 +25,7 @@ ALPN_CONTROL = "mlxtp-control"
 ALPN_REQUESTS = "mlxtp-requests"
 ALPN_JOIN = "mlxtp-join"
 ALPN_DECODE = "mlxtp-decode"
+ALPN_MODELS = "mlxtp-models"
 AGENT_ALPNS = (ALPN_CONTROL, ALPN_REQUESTS, ALPN_JOIN)
 """What is spoken on an agent's control port."""
 

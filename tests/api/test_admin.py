@@ -25,6 +25,10 @@ ROUTES = {
     "bench/fabric": "POST",
     "serve": "POST",
     "unload": "POST",
+    "pull": "POST",
+    "pulling": "POST",
+    "stored": "GET",
+    "removable": "POST",
     "drain": "POST",
     "progress": "GET",
     "remove": "POST",
@@ -91,6 +95,19 @@ class FakeAdmin:
         await asyncio.sleep(0)
         return self._do("progress")
 
+    async def pull(self, model: str, everywhere: str) -> Any:
+        await asyncio.sleep(0)
+        return self._do("pull", model, everywhere)
+
+    def pulling(self, model: str) -> Any:
+        return self._do("pulling", model)
+
+    def stored(self) -> Any:
+        return self._do("stored")
+
+    def removable(self, model: str) -> Any:
+        return self._do("removable", model)
+
     def remove(self, node: str) -> Any:
         return self._do("remove", node)
 
@@ -129,7 +146,8 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
     assert admin.asked == [
         ("status",), ("keys",), ("settings",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
         ("bench/fabric",),
-        ("serve", "tiny", "2"), ("unload",),
+        ("serve", "tiny", "2"), ("unload",), ("pull", "tiny", ""), ("pulling", "tiny"), ("stored",),
+        ("removable", "tiny"),
         ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip
 

@@ -25,6 +25,8 @@ from mlxtp.wire.control import (
     EpochEnded,
     MachineReport,
     Members,
+    ModelHeld,
+    ModelLender,
     ModelStatus,
     Prepare,
     Prepared,
@@ -403,6 +405,11 @@ _MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(DesiredState, st.one_of(_epochs, _numbers), _ids, _texts, _nodes, _numbers),
     st.builds(Members, st.lists(_entries, max_size=4).map(tuple)),
     st.builds(ModelStatus, _numbers, st.sampled_from(("", FINGERPRINT, "other")), _texts),
+    st.builds(
+        ModelHeld, st.sampled_from(("org/one", "tiny", "x/../y")), _texts, _numbers, _numbers, _numbers,
+        st.booleans(), _texts, st.integers(0, 65535),
+    ),
+    st.builds(ModelLender, st.sampled_from(("org/one", "tiny")), _ids),
     st.builds(
         Serving, _numbers, _states, _texts, _texts, _texts, _groups, _keys, _numbers, st.just("tiny"),
         st.integers(1, 2), _u32, _u32, st.just((1,)),

@@ -96,6 +96,26 @@ def test_who_lacks_the_model_is_left_out_and_named(
     play(tmp_path, member, story, machine=machines[""])
 
 
+def test_who_has_another_revision_is_left_out_and_told_what_to_do(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, machines)
+        model = node.cluster.model
+        model._model, model._path = "org/one", tmp_path / ("c" * 40)
+        for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
+            node.hear(a, ModelStatus(1, FINGERPRINT, "", revision))
+            placement, _ = node.cluster.conductor.placement()
+            assert placement is not None
+            words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
+            assert any(note.startswith(words) for note in placement.notes) is left_out
+
+    play(tmp_path, member, story, machine=machines[""])
+
+
 def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_model(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:

@@ -13,6 +13,7 @@ from mlxtp.api.text.tokens import Text
 from mlxtp.errors import Code, ModelError
 from mlxtp.node import model_here
 from mlxtp.node.model_here import ModelHere
+from mlxtp.node.models import in_folders
 from mlxtp.node.supervisor import ModelSource
 from mlxtp.wire.control import DesiredState, ModelStatus
 
@@ -159,6 +160,35 @@ def test_why_it_is_not_there_is_told_and_it_may_come_later(
         stage.gates["one"].set()
         await stage.has("one")
         assert stage.model.status == ModelStatus(3, print_of("one"), "")
+
+    play(tmp_path, story)
+
+
+def test_a_plain_name_is_a_folder_that_each_mac_has_elsewhere(tmp_path: Path) -> None:
+    for folder in ("first", "second"):
+        (tmp_path / folder / "house").mkdir(parents=True)
+    (tmp_path / "second" / "house" / "config.json").write_text("{}")
+    folders = [str(tmp_path / name) for name in ("none", "first", "second")]
+    assert in_folders("house", folders) == str(tmp_path / "second" / "house")
+    for name in ("tiny", "flat", "org/house", "../second/house"):
+        assert in_folders(name, folders) == name
+
+
+def test_what_is_on_the_hub_comes_by_whoever_gets_it_for_all(tmp_path: Path) -> None:
+    commit = "a" * 40
+
+    async def story(stage: Stage) -> None:
+        got: list[str] = []
+
+        async def get(name: str) -> Path:
+            got.append(name)
+            return stage.home / commit
+
+        stage.model = ModelHere("org/draft", lambda: None, get)
+        stage.want("org/one", 1)
+        await stage.has("org/one")
+        assert got == ["org/one", "org/draft"]
+        assert stage.model.status == ModelStatus(1, print_of(commit), "", commit)
 
     play(tmp_path, story)
 

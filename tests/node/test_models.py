@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,70 +13,17 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, ModelError
 from mlxtp.node.models import lasting_name, open_model
 
+from ..hub import Model, embedded, running_hub
+
 REPO = "somebody/tiny-llama"
 GATED = "somebody/gated-llama"
-COMMIT = "a" * 40
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """As much of the Hub's protocol as its real client asks for: the list of files, and each file."""
-
-    folder = embedded_model_path()
-
-    def do_HEAD(self) -> None:
-        self._answer(send_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(send_body=True)
-
-    def _answer(self, *, send_body: bool) -> None:
-        path = self.path.split("?")[0]
-        if path.startswith(f"/api/models/{REPO}/tree/"):
-            tree = [
-                {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
-                for file in sorted(self.folder.iterdir())
-            ]
-            self._send(json.dumps(tree).encode(), {"Content-Type": "application/json"}, send_body)
-        elif path.startswith(f"/api/models/{REPO}"):
-            files = [{"rfilename": file.name} for file in sorted(self.folder.iterdir())]
-            listing = {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": files, "private": False}
-            self._send(json.dumps(listing).encode(), {"Content-Type": "application/json"}, send_body)
-        elif path.startswith(f"/{REPO}/resolve/"):
-            body = (self.folder / path.rsplit("/", 1)[1]).read_bytes()
-            etag = f'"{hashlib.sha256(body).hexdigest()}"'
-            self._send(body, {"ETag": etag, "X-Repo-Commit": COMMIT}, send_body)
-        elif GATED in path:
-            self._refuse(403, "GatedRepo")
-        else:
-            self._refuse(401, "RepoNotFound")
-
-    def _send(self, body: bytes, headers: dict[str, str], send_body: bool) -> None:
-        self.send_response(200)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if send_body:
-            self.wfile.write(body)
-
-    def _refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with running_hub() as running:
+        running.models = {REPO: Model(embedded()), GATED: Model(embedded(), gated=True)}
+        yield running.url
 
 
 def open_in_new_process(name: str, endpoint: str, cache: Path) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,11 @@ from mlxtp.wire.control import (
     FabricWanted,
     MachineReport,
     Members,
+    ModelHeld,
+    ModelLender,
+    ModelPull,
     ModelQueue,
+    ModelsHere,
     ModelStatus,
     ModelTurn,
     Prepare,
@@ -37,6 +41,7 @@ from mlxtp.wire.control import (
     RosterEntry,
     Serving,
     StartRank,
+    StoredModel,
     TokenIssued,
     TokenWanted,
     Tried,
@@ -96,6 +101,7 @@ from mlxtp.wire.messages import (
     Unload,
     Welcome,
 )
+from mlxtp.wire.models import FilesHeld, FilesWanted, PieceHeld, PieceWanted
 from mlxtp.wire.table import MESSAGES
 
 NODE = "0123456789abcdef" * 2
@@ -140,6 +146,10 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     Echo(4_000_000, False, (Trip(NODE, 310),)),
     ReachWanted(b"n" * 16, ("10.0.0.1:52414",)),
     ReachTold(b"n" * 16, 1 << 50, 1 << 51, (Tried("10.0.0.1:52414", 111, "Connection refused"),)),
+    ModelHeld("org/one", "ab" * 20, 3, 9, 100, True, "it is gated", 50000),
+    ModelLender("org/one", NODE),
+    ModelPull("org/one", "ab" * 20),
+    ModelsHere((StoredModel("org/one", "ab" * 20, 9, True),)),
 )  # fmt: skip
 
 EXAMPLES: dict[type[Message], Message] = {
@@ -183,6 +193,10 @@ EXAMPLES: dict[type[Message], Message] = {
         JoinOffer(b"ca", b"n" * 32, "studio", ("10.0.0.1:52414",)),
         JoinRequest(b"t" * 8, b"i" * 16, "mini", b"\4" * 65, b"n" * 32, b"p" * 32, b"s" * 70),
         JoinGrant(b"certificate", b"p" * 32, "desk", ("10.0.0.1:52414",)),
+        FilesWanted("org/one"),
+        FilesHeld(b"{}", b"\1\0"),
+        PieceWanted(3, 4),
+        PieceHeld(1 << 24),
     )
 }
 assert set(EXAMPLES) == set(MESSAGES.values())
@@ -475,6 +489,19 @@ _STRATEGIES |= {
         ReachTold, st.binary(min_size=16, max_size=16), _count, _count,
         st.lists(st.builds(Tried, _short, st.integers(0, 200), _text), max_size=4).map(tuple),
     ),
+    ModelHeld: st.builds(
+        ModelHeld, _text, _short, _count, _count, _count, st.booleans(), _text, st.integers(0, 65535)
+    ),
+    ModelLender: st.builds(ModelLender, _text, _node),
+    ModelPull: st.builds(ModelPull, _text, _short),
+    ModelsHere: st.builds(
+        ModelsHere,
+        st.lists(st.builds(StoredModel, _text, _short, _count, st.booleans()), max_size=4).map(tuple),
+    ),
+    FilesWanted: st.builds(FilesWanted, _text),
+    FilesHeld: st.builds(FilesHeld, st.binary(max_size=64), st.binary(max_size=64)),
+    PieceWanted: st.builds(PieceWanted, _u32, _u32),
+    PieceHeld: st.builds(PieceHeld, _u32),
 }  # fmt: skip
 
 MESSAGE: st.SearchStrategy[Message] = st.one_of(

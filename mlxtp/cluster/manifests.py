@@ -1,0 +1,153 @@
+"""Which files a model consists of, by size and hash. Pure.
+
+A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit. A manifest names
+the commit. The hash of a file is what the Hub calls its blob: SHA-256 of large files (64 hex digits), git's
+id of a blob for the others (40).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+MAX_FILES = 4096
+MAX_FILE_BYTES = 1 << 43
+MAX_MANIFEST_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20
+"""Files come in pieces of this size; a piece is here or it is not."""
+DEFAULT_REVISION = "main"
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
+_PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ +=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ +=-]{0,199}){0,3}")
+_WANTED = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file: its path inside the snapshot, its size in bytes, its hash."""
+
+    path: str
+    size: int
+    hash: str
+
+    @property
+    def chunks(self) -> int:
+        """In how many pieces it comes."""
+        return -(-self.size // CHUNK_BYTES)
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """Where in the file a piece begins, and how many bytes it has."""
+        at = chunk * CHUNK_BYTES
+        return at, min(CHUNK_BYTES, self.size - at)
+
+    def digest(self) -> Any:
+        """The beginning of its hash, to be updated with all of its bytes."""
+        if len(self.hash) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The wanted files of the model `name` (OWNER/NAME) at one commit."""
+
+    name: str
+    revision: str
+    files: tuple[ModelFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files; files with the same content count once, as they are stored once."""
+        return sum(file.size for file in self.blobs)
+
+    @property
+    def blobs(self) -> tuple[ModelFile, ...]:
+        """One file of each content, in their order."""
+        return tuple({file.hash: file for file in reversed(self.files)}.values())[::-1]
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """OWNER/NAME and the revision of `name`, "main" where it has none. Raises ValueError."""
+    repo, _, revision = name.partition("@")
+    owner, _, model = repo.partition("/")
+    if not (_PART.fullmatch(owner) and _PART.fullmatch(model)) or ".." in repo or "--" in owner:
+        raise ValueError(f"{name[:200]!r} is no OWNER/NAME")
+    if "@" in name and (not _REVISION.fullmatch(revision) or ".." in revision or revision.endswith("/")):
+        raise ValueError(f"{revision[:200]!r} is no revision: a branch, a tag or a commit is meant")
+    return repo, revision or DEFAULT_REVISION
+
+
+def is_commit(revision: str) -> bool:
+    """Whether this names one commit for ever, as neither a branch nor a tag does."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
+    """Those that are needed to serve the model, small ones first.
+
+    Weights are the `model*.safetensors`, or where there are none all of them, at the top: repositories often
+    have the same weights a second time, in another format or folder.
+    """
+    files = tuple(files)
+    plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
+    weights = [each for each in plain if each.path.startswith("model")] or plain
+    others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
+    return tuple(sorted({*weights, *others}, key=lambda file: (file in weights, file.path)))
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """As it is kept and told."""
+    return json.dumps(asdict(manifest), separators=(",", ":")).encode()
+
+
+def from_bytes(data: bytes) -> Manifest:
+    """What `to_bytes` made. Raises ValueError for anything that no honest manifest says."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"a manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are taken")
+    try:
+        fields = json.loads(data)
+        files = tuple(ModelFile(each["path"], each["size"], each["hash"]) for each in fields["files"])
+        return check(Manifest(fields["name"], fields["revision"], files))
+    except (KeyError, TypeError, RecursionError, AttributeError) as error:
+        raise ValueError(f"no manifest: {type(error).__name__}: {error}") from None
+
+
+def check(manifest: Manifest) -> Manifest:
+    """The same. Raises ValueError for names that lead elsewhere, sizes and hashes that are none."""
+    if split_name(manifest.name) != (manifest.name, DEFAULT_REVISION):
+        raise ValueError(f"{manifest.name!r:.200} is no OWNER/NAME")
+    if not is_commit(manifest.revision):
+        raise ValueError(f"{manifest.revision!r:.200} is no commit")
+    if not 0 < len(manifest.files) <= MAX_FILES:
+        raise ValueError(f"{len(manifest.files)} files; from 1 to {MAX_FILES} are taken")
+    for file in manifest.files:
+        if not _PATH.fullmatch(file.path) or ".." in file.path:
+            raise ValueError(f"{file.path!r:.200} is no path inside a snapshot")
+        if type(file.size) is not int or not 0 <= file.size <= MAX_FILE_BYTES:
+            raise ValueError(f"{file.path}: {file.size!r:.40} is no size")
+        if not _HASH.fullmatch(file.hash):
+            raise ValueError(f"{file.path}: {file.hash!r:.80} is no hash of the Hub")
+    paths = {file.path for file in manifest.files}
+    folders = {parent for path in paths for parent in _parents(path)}
+    if len(paths) != len(manifest.files) or folders & paths:
+        raise ValueError("two files have one path")
+    if len({(file.hash, file.size) for file in manifest.files}) != len({f.hash for f in manifest.files}):
+        raise ValueError("one hash has two sizes")
+    return manifest
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatch(path, pattern) and path.count("/") == pattern.count("/")
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]

@@ -1,0 +1,39 @@
+"""Which member the others copy a model from."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlxtp.cluster.sources import Held, choose
+
+WHOLE = Held("a" * 40, 9, 9)
+PASSING = Held("a" * 40, 9, 9, wants=False)
+"""It has all of it and does not want it."""
+HALF = Held("", 5, 0, free=100)
+EMPTY = Held(free=100)
+ROOMY = Held(free=500)
+GATED = Held(free=100, problem="it is gated")
+OTHER = Held(wants=False)
+
+
+@pytest.mark.parametrize(
+    ("members", "now", "chosen"),
+    [
+        ({"a": HALF, "b": WHOLE}, "", "b"),
+        ({"a": HALF, "b": PASSING}, "a", "b"),
+        ({"a": WHOLE, "b": WHOLE}, "b", "b"),
+        ({"a": EMPTY, "b": HALF}, "", "b"),
+        ({"a": EMPTY, "b": ROOMY}, "", "b"),
+        ({"a": EMPTY, "b": EMPTY}, "", "a"),
+        ({"a": EMPTY, "b": HALF}, "a", "a"),
+        ({"a": GATED, "b": EMPTY}, "a", "b"),
+        ({"a": GATED, "b": OTHER}, "a", ""),
+        ({"a": EMPTY, "b": OTHER}, "gone", "a"),
+        ({}, "gone", ""),
+    ],
+)
+def test_who_has_it_then_who_can_get_it_and_nobody_is_changed_in_the_middle(
+    members: dict[str, Held], now: str, chosen: str
+) -> None:
+    assert choose(members, now) == chosen
+    assert choose(dict(reversed(members.items())), now) == chosen

@@ -33,6 +33,8 @@ Home = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")]
 _BENCH_S = 60.0
 """How long measuring may take, wherever rank 0 is."""
+_HUB_S = 60.0
+"""How long an agent may take to ask the Hub what a model is."""
 _STATES = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
 
 
@@ -97,7 +99,8 @@ def serve(
     """Say which model the cluster shall serve from now on. Works on any Mac of it."""
     from .node.models import lasting_name
 
-    answer = _agent(home).post("serve", model=lasting_name(model) if model else "", nodes=nodes)
+    client = AgentClient(_home(home), _HUB_S)
+    answer = client.post("serve", model=lasting_name(model) if model else "", nodes=nodes)
     _print(answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is")
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .cluster import Cluster
 from .drain import Drain
 from .hub_cache import Repo, hub_name
 from .key_ring import KeyRing
-from .models import check_name, in_folders
+from .models import check_model, in_folders
 from .observer import Observer
 from .stored import models_here
 from .supervisor import Supervisor
@@ -161,7 +162,7 @@ class Alone:
     async def records(self, epoch: str, epoch_id: str) -> Json:
         raise self._alone()
 
-    def serve(self, model: str, nodes: str) -> Json:
+    async def serve(self, model: str, nodes: str) -> Json:
         raise self._alone()
 
     def unload(self) -> Json:
@@ -258,12 +259,20 @@ class Member(Alone):
             raise UserError(f"{epoch!r:.40} is no number of an epoch")
         return {"files": await self._cluster.records.gather(int(epoch[:19]), epoch_id)}
 
-    def serve(self, model: str, nodes: str) -> Json:
-        """What the cluster should serve from now on."""
+    async def serve(self, model: str, nodes: str) -> Json:
+        """What the cluster should serve from now on. Nothing changes if it is a model that nobody can get."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        check_name(in_folders(model, self._cluster.settings.model_folders))
-        desired = self._cluster.want(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        cluster = self._cluster
+        over = parse_nodes(nodes, "--nodes") if nodes else ""
+        present = cluster.coordination.desired
+        if model != present.model:
+            found = in_folders(model, cluster.settings.model_folders)
+            elsewhere = cluster.getting.is_elsewhere(model)
+            await asyncio.to_thread(partial(check_model, found, elsewhere=elsewhere))
+            if cluster.coordination.desired.version != present.version:
+                raise UserError(f"meanwhile somebody else said what to serve, so {model} is not")
+        desired = cluster.want(model, over)
         return {"model": desired.model, "nodes": desired.nodes, "version": desired.version}
 
     async def pull(self, model: str, everywhere: str) -> Json:

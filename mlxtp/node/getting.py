@@ -193,6 +193,16 @@ class Getting:
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
         return f"{model} is on its way: {described(rows[0])}" if coming else ""
 
+    def is_elsewhere(self, model: str) -> bool:
+        """Whether another member has OWNER/NAME[@REVISION] complete, as far as it has told."""
+        name, _, revision = model.partition("@")
+        return any(
+            each.complete and each.name == name and (revision == each.revision or not is_commit(revision))
+            for node, stored in self.stored.items()
+            if node != self._cluster.node_id
+            for each in stored
+        )
+
     def is_getting(self, name: str) -> bool:
         """Whether this Mac is getting OWNER/NAME, or lends it."""
         return any(

@@ -108,10 +108,19 @@ def _find(name: str, download: bool = True) -> Path:
     return _download(name)
 
 
-def check_name(name: str) -> None:
-    """Raises ModelError for what is neither a model folder of this machine nor an id on the Hub."""
-    if not is_hub_id(name):
-        _check(_find(name))
+def check_model(name: str, *, elsewhere: bool = False) -> None:
+    """Raises ModelError for what cannot be served at all: what is neither here nor to be had from the Hub, or
+    whose configuration tells that no group could run it. One that is `elsewhere`, complete on the disk of
+    another member, needs no Hub. Waits for disk and network: call it in a thread.
+    """
+    if elsewhere and is_hub_id(name) and hub_folder(name) is None:
+        return
+    try:
+        check_servable(read_config(find_config(name)))
+    except ModelError as error:
+        raise ModelError(
+            f"{name} cannot be served, so all stays as it is: {error.detail}", error.code
+        ) from None
 
 
 def in_folders(name: str, folders: Sequence[str]) -> str:

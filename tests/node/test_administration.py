@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from mlxtp.node.administration import Alone, Member
 from mlxtp.node.build import flags_of, versions_here
 from mlxtp.node.epoch import State
 from mlxtp.node.supervisor import ModelSource, Supervisor
-from mlxtp.wire.control import DesiredState, Members, RosterEntry
+from mlxtp.wire.control import DesiredState, Members, ModelsHere, RosterEntry, StoredModel
 
+from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
 from ..wire import members
 from .one_node import A, B, Node, play
 from .scenes import run
@@ -24,11 +28,13 @@ from .scenes import run
 def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
         admin, a = Member(node.cluster, member.store), node.meet(A)
-        assert admin.serve("tiny", "2") == {"model": "tiny", "nodes": "2", "version": 1}
-        assert admin.serve("tiny", "02")["version"] == 1
-        assert admin.serve("tiny", "")["version"] == 1
+        assert await admin.serve("tiny", "2") == {"model": "tiny", "nodes": "2", "version": 1}
+        assert (await admin.serve("tiny", "02"))["version"] == 1
+        assert (await admin.serve("tiny", ""))["version"] == 1
         node.cluster.supervisor.state = State.FAILED
-        assert admin.serve("tiny", "")["version"] == 2  # asking again is how a failed group is tried again
+        assert (await admin.serve("tiny", ""))[
+            "version"
+        ] == 2  # asking again is how a failed group is tried again
         assert admin.unload() == {"model": "", "nodes": "2", "version": 3}
         told = [(desired.version, desired.model) for desired in a.heard(DesiredState)]
         assert told == [(0, ""), (1, "tiny"), (2, "tiny"), (3, "")]
@@ -73,11 +79,67 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            Member(node.cluster, member.store).serve(model, nodes)
+            await Member(node.cluster, member.store).serve(model, nodes)
         node.tick()
         assert node.cluster.coordination.desired.version == 0
         assert node.cluster.neighbours.nodes() == {A}
         assert {desired.version for desired in a.heard(DesiredState)} == {0}
+
+    play(tmp_path, member, story)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
+    with running_hub() as running:
+        put(running.url, tmp_path / "cache", monkeypatch)
+        yield running
+
+
+def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: members.Member, hub: Hub) -> None:
+    hub.models["org/there"] = Model(embedded())
+    hub.models["org/labels"] = Model(
+        embedded() | {"config.json": b'{"model_type": "bert", "architectures": ["BertModel"]}'}
+    )
+
+    async def story(node: Node) -> None:
+        admin, a = Member(node.cluster, member.store), node.meet(A)
+        await admin.serve("tiny", "")
+        for model, why in (
+            ("org/typo", "the Hub knows no such model"),
+            ("org/there@v9", "it has no revision 'v9'"),
+            ("org/labels", "mlx-lm has no model family 'bert'"),
+            (str(tmp_path), "holds no config.json"),
+        ):
+            with pytest.raises(UserError, match=f"{model} cannot be served, so all stays as it is: .*{why}"):
+                await admin.serve(model, "")
+        hub.close()
+        with pytest.raises(UserError, match="the Hub cannot be reached"):
+            await admin.serve("org/there", "")
+        assert node.cluster.coordination.desired.model == "tiny"
+        node.hear(a, ModelsHere((StoredModel("org/there", COMMIT, 9, True),)))
+        assert (await admin.serve("org/there", ""))["version"] == 2, (
+            "another member has it, so it can be copied"
+        )
+        with pytest.raises(UserError, match="the Hub cannot be reached"):
+            await admin.serve(f"org/there@{NEWER}", "")
+
+    play(tmp_path, member, story)
+
+
+def test_what_was_said_while_the_hub_was_asked_counts(
+    tmp_path: Path, member: members.Member, hub: Hub
+) -> None:
+    hub.models["org/there"] = Model(embedded())
+
+    async def story(node: Node) -> None:
+        admin = Member(node.cluster, member.store)
+        asking = asyncio.ensure_future(admin.serve("org/there", ""))
+        await asyncio.sleep(0)
+        await admin.serve("tiny", "")
+        with pytest.raises(UserError, match="meanwhile somebody else said what to serve"):
+            await asking
+        assert node.cluster.coordination.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -188,7 +250,6 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
             admin.plan,
             admin.unload,
             admin.members,
-            lambda: admin.serve("tiny", ""),
             lambda: admin.remove("x"),
             lambda: admin.leave(""),
         ):
@@ -197,6 +258,8 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
             assert refused.value.code is Code.NOT_SUPPORTED
         with pytest.raises(UserError):
             await admin.token()
+        with pytest.raises(UserError):
+            await admin.serve("tiny", "")
 
     run(scene())
 

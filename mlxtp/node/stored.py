@@ -53,10 +53,10 @@ def models_here() -> tuple[OnDisk, ...]:
     Reads the names and sizes of every file in the cache: call it in a thread.
     """
     embedded = OnDisk(EMBEDDED_MODEL, "embedded", _size(embedded_model_path()), complete=True)
-    cached = repos_here()[: MOST - 1]
+    sizes = [(repo, _size(repo.folder)) for repo in repos_here()[: MOST - 1]]
     return (
         embedded,
-        *(OnDisk(repo.name, "hub", _size(repo.folder), repo.snapshot("main") is not None) for repo in cached),
+        *(OnDisk(repo.name, "hub", size, repo.snapshot("main") is not None) for repo, size in sizes if size),
     )
 
 

@@ -391,11 +391,12 @@ class Conductor:
         )
 
     def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:
-        """RDMA devices by hand, by node id; people name nodes by name or by the start of an id."""
+        """RDMA devices by hand, by node id; people name nodes by name, or else by the start of an id."""
         known = {self._cluster.node_id, *self._cluster.knowledge.machines}
 
         def nodes(text: str) -> list[str]:
-            return [node for node in known if text == self._cluster.name_of(node) or node.startswith(text)]
+            named = [node for node in known if text == self._cluster.name_of(node)]
+            return named or [node for node in known if node.startswith(text)]
 
         found: dict[str, dict[str, str]] = {}
         for item in settings.rdma:

@@ -250,6 +250,17 @@ def test_devices_by_hand_for_a_node_by_its_name_or_the_beginning_of_its_id(
     jaccl(tmp_path, member, story, rdma=(f"{name}=rdma_en7", f"studio/{name}=rdma_en9"))
 
 
+def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        for node_id in (A, B):
+            node.hear(node.meet(node_id), report(desk()[A]))
+        node.cluster.name = "aa"
+        found = node.cluster.conductor._overrides(node.cluster.settings)
+        assert set(found) == {node.cluster.node_id}, "and not that of the Mac whose id begins so"
+
+    jaccl(tmp_path, member, story, rdma=("aa=en3",))
+
+
 def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         for node_id in (A, B):

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from mlxtp.cluster.identity import Store
 from mlxtp.cluster.manifests import Manifest, ModelFile
-from mlxtp.node import copying
-from mlxtp.node.fetching import Fetch
-from mlxtp.node.hub_cache import Repo
+from mlxtp.node.store import copying
+from mlxtp.node.store.fetching import Fetch
+from mlxtp.node.store.hub_cache import Repo
 from mlxtp.wire.certificates import Membership
 from mlxtp.wire.tls import ALPN_MODELS, Credentials, member_context_client
 

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 
 from mlxtp.cluster.identity import Store
-from mlxtp.node.copying import Lender
-from mlxtp.node.hub_cache import Repo
+from mlxtp.node.store.copying import Lender
+from mlxtp.node.store.hub_cache import Repo
 from mlxtp.wire.tls import ALPN_MODELS, member_context_server
 
 from .copying import BLOCK_BYTES, COMMIT, NAME

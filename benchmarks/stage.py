@@ -15,8 +15,8 @@ from mlxtp.api.backend import Request, Tokens
 from mlxtp.api.text.tokens import Text
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
 from mlxtp.node.agent import Agent, running_agent
-from mlxtp.node.models import open_model
 from mlxtp.node.rank_process import WORKER
+from mlxtp.node.store.models import open_model
 
 from .bare_loop import BareGroup
 from .decoded import Decoded

@@ -12,23 +12,40 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import (
-    __version__,
+from . import __version__
+from .commands import (
     chat,
-    commands,
     completions,
-    config_commands,
-    doctor_commands,
-    key_commands,
     launch,
-    model_commands,
-    service_commands,
 )
-from .about import about
+from .commands import (
+    cluster as commands,
+)
+from .commands import (
+    config as config_commands,
+)
+from .commands import (
+    doctor as doctor_commands,
+)
+from .commands import (
+    keys as key_commands,
+)
+from .commands import (
+    models as model_commands,
+)
+from .commands import (
+    service as service_commands,
+)
+from .commands.about import about
+from .commands.options import (
+    FLAGS,
+    Home,
+    Join,
+    takes,
+)
 from .config import Settings, home_folder, resolve_join, resolve_settings
 from .errors import ConfigError, Exit, GroupError, MlxtpError
 from .interrupts import ending_at_once
-from .options import FLAGS, Home, Join, takes
 from .settings import unknown_variables
 from .terminal import Commands
 
@@ -97,7 +114,7 @@ def demo_command(
     if as_json and not once:
         raise typer.BadParameter("--json goes with --once")
     with ending_at_once():
-        from . import demo
+        from .commands import demo
     with demo.temporary_home() as folder:
         settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
         logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")

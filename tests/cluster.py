@@ -25,8 +25,8 @@ from mlxtp.config import Limits, Settings
 from mlxtp.errors import MlxtpError
 from mlxtp.node.agent import Agent, running_agent
 from mlxtp.node.epoch import State
-from mlxtp.node.models import open_model
 from mlxtp.node.rank_process import WORKER
+from mlxtp.node.store.models import open_model
 from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.messages import Pong
 

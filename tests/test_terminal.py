@@ -184,7 +184,7 @@ def interrupted(
     )
 
 
-@pytest.mark.parametrize("module", ["mlxtp.cli", "typer", "mlxtp.commands"])
+@pytest.mark.parametrize("module", ["mlxtp.cli", "typer", "mlxtp.commands.cluster"])
 @pytest.mark.parametrize(
     "start", [START, "import runpy; runpy.run_module('mlxtp', run_name='__main__', alter_sys=True)"]
 )
@@ -208,7 +208,7 @@ def test_ctrl_c_is_not_for_who_runs_in_the_background() -> None:
 
 
 def test_ctrl_c_while_a_command_runs_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtp.commands._agent", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("mlxtp.commands.cluster._agent", lambda _: signal.raise_signal(signal.SIGINT))
     for words in ("status", "status --json"):
         done = mlxtp(words)
         assert (done.exit_code, done.stdout, done.stderr) == (130, "", "")

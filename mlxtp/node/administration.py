@@ -24,11 +24,11 @@ from .build import versions_here
 from .checkup import Checkup
 from .cluster import Cluster
 from .drain import Drain
-from .hub_cache import Repo, hub_name
 from .key_ring import KeyRing
-from .models import check_model, in_folders
 from .observer import Observer
-from .stored import models_here
+from .store.hub_cache import Repo, hub_name
+from .store.models import check_model, in_folders
+from .store.stored import models_here
 from .supervisor import Supervisor
 
 FILE = "agent.json"

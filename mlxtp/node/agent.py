@@ -37,12 +37,19 @@ from .endpoint import Endpoint, open_endpoint
 from .entering import enter
 from .epoch import State
 from .metrics import observed
-from .models import find_model, in_folders, is_hub_id, lasting_name, open_model
 from .rank_lines import log_lines
 from .rank_process import WORKER
 from .sleep import KeepAwake, watch_sleep
 from .spare import Spares
-from .supervisor import ModelSource, StageListener, Supervisor
+from .store.models import (
+    ModelSource,
+    find_model,
+    in_folders,
+    is_hub_id,
+    lasting_name,
+    open_model,
+)
+from .supervisor import StageListener, Supervisor
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from ..wire.rdma import Matrix, flat
 from .epoch import State
 from .ranks import Group, Ranks, Seat
 from .remote_rank import RankWord, RemoteRank
-from .servable import read_config, shape_in
-from .supervisor import ModelSource
+from .store.models import ModelSource
+from .store.servable import read_config, shape_in
 from .supervisor import Plan as EpochPlan
 from .surroundings import Surroundings
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from ..cluster.shapes import ModelShape
 from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..wire.control import ModelTurn
-from .models import find_model
-from .servable import check_servable, read_config, shape_in
+from .store.models import find_model
+from .store.servable import check_servable, read_config, shape_in
 
 
 class Foresight:

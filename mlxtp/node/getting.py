@@ -25,10 +25,17 @@ from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError
 from ..wire.certificates import NodeIdentity
 from ..wire.control import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
 from ..wire.tls import Credentials
-from . import copying, hub
-from .fetching import Fetch
-from .hub_cache import Damaged, Repo, Stopped, free_bytes, gigabytes, hub_name
-from .stored import revisions_here
+from .store import copying, hub
+from .store.fetching import Fetch
+from .store.hub_cache import (
+    Damaged,
+    Repo,
+    Stopped,
+    free_bytes,
+    gigabytes,
+    hub_name,
+)
+from .store.stored import revisions_here
 from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,13 @@ from ..cluster.manifests import is_commit
 from ..errors import Code, MlxtpError, ModelError
 from ..wire.control import DesiredState, ModelStatus
 from . import golden
-from .models import find_model, in_folders, is_hub_id, open_model
-from .supervisor import ModelSource
+from .store.models import (
+    ModelSource,
+    find_model,
+    in_folders,
+    is_hub_id,
+    open_model,
+)
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from ..api.backend import Health, ModelInfo
 from ..api.defaults import load_defaults
-from ..api.text.tokens import Text
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
 from ..wire.messages import Abort, ClearCache, Unload
@@ -24,6 +23,7 @@ from .overload import Bounds
 from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
 from .recoveries import Recoveries
+from .store.models import ModelSource
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +39,6 @@ _DRAINABLE = frozenset((State.READY, State.IDLE))
 
 StageListener = Callable[[str, float], None]
 """Called with the name of a stage that was just reached and the seconds since its epoch began."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """A model to serve: its public name, its folder on this machine, its tokenizer, and a model to draft for
-    it."""
-
-    id: str
-    path: Path
-    text: Text
-    draft_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from ..wire.control import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
 from .epoch import State, of_the_model
 from .foresight import Foresight
-from .models import stored_name
-from .stored import stored_models
+from .store.models import stored_name
+from .store.stored import stored_models
 from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from mlxtp.commands.launch import Served, claude
 from mlxtp.config import DEFAULT_HTTP
-from mlxtp.launch import Served, claude
 
 from ..cluster import WAIT_S, Cluster
 from .test_openai import SECRET, TOOL, user

@@ -8,7 +8,7 @@ import pytest
 
 from mlxtp.api.text.tokens import Text
 from mlxtp.config import embedded_model_path
-from mlxtp.node.supervisor import ModelSource
+from mlxtp.node.store.models import ModelSource
 
 from ..wire.members import Member, founder, member_of
 

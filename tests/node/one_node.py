@@ -14,7 +14,8 @@ from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.node import cluster as cluster_module
 from mlxtp.node import model_here
 from mlxtp.node.cluster import Cluster
-from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.node.store.models import ModelSource
+from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import AgentHello, Beat, MachineReport, ModelStatus
 from mlxtp.wire.frames import encode

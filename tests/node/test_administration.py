@@ -16,7 +16,8 @@ from mlxtp.errors import Code, UserError
 from mlxtp.node.administration import Alone, Member
 from mlxtp.node.build import flags_of, versions_here
 from mlxtp.node.epoch import State
-from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.node.store.models import ModelSource
+from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.control import DesiredState, Members, ModelsHere, RosterEntry, StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub

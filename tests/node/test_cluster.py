@@ -15,7 +15,8 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.node.cluster import Cluster
 from mlxtp.node.overload import Memory
-from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.node.store.models import ModelSource
+from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.base import U63, Message
 from mlxtp.wire.control import (
     MAX_MEMBERS,

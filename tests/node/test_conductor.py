@@ -15,7 +15,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.node.conductor import TELL_S
 from mlxtp.node.ranks import Group
-from mlxtp.node.supervisor import ModelSource
+from mlxtp.node.store.models import ModelSource
 from mlxtp.wire.control import DesiredState, ModelStatus, RankTrouble, Serving
 from mlxtp.wire.machine import Machine
 

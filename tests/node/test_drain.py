@@ -15,8 +15,7 @@ from mlxtp.node.administration import Member as Administration
 from mlxtp.node.agent import Agent
 from mlxtp.node.drain import LOOK_S, Drain
 from mlxtp.node.epoch import State
-from mlxtp.node.models import open_model
-from mlxtp.node.supervisor import ModelSource
+from mlxtp.node.store.models import ModelSource, open_model
 from mlxtp.wire.control import Beat, Prepare, RankTrouble, Serving
 from mlxtp.wire.messages import Error, Generate
 

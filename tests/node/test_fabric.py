@@ -19,7 +19,7 @@ from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
 from mlxtp.node.administration import Member as Administration
 from mlxtp.node.fabric import FILE
-from mlxtp.node.supervisor import ModelSource
+from mlxtp.node.store.models import ModelSource
 from mlxtp.node.timing import measure, row_bytes
 from mlxtp.wire.control import FabricAnswer, FabricReport, FabricWanted, Serving
 from mlxtp.wire.fabric import FabricResult

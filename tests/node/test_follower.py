@@ -20,7 +20,8 @@ from mlxtp.node.follower import Follower
 from mlxtp.node.gateway import Gateway
 from mlxtp.node.overload import Bounds
 from mlxtp.node.requests_link import serve_requests
-from mlxtp.node.supervisor import ModelSource, Supervisor
+from mlxtp.node.store.models import ModelSource
+from mlxtp.node.supervisor import Supervisor
 from mlxtp.node.surroundings import Knowledge
 from mlxtp.wire.control import Serving
 from mlxtp.wire.doorman import Doorman

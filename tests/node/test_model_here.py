@@ -13,8 +13,7 @@ from mlxtp.api.text.tokens import Text
 from mlxtp.errors import Code, ModelError
 from mlxtp.node import model_here
 from mlxtp.node.model_here import ModelHere
-from mlxtp.node.models import in_folders
-from mlxtp.node.supervisor import ModelSource
+from mlxtp.node.store.models import ModelSource, in_folders
 from mlxtp.wire.control import DesiredState, ModelStatus
 
 from .scenes import run, sees, within

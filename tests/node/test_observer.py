@@ -14,14 +14,15 @@ import pytest
 from rich.console import Console
 
 from mlxtp.cluster.topology import Member, Topology
+from mlxtp.commands.watch import picture
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 from mlxtp.node.administration import Alone
 from mlxtp.node.epoch import State
 from mlxtp.node.observer import ALONE, Observer, links, pairs
 from mlxtp.node.ranks import Group
-from mlxtp.node.supervisor import ModelSource, Supervisor
-from mlxtp.watch import picture
+from mlxtp.node.store.models import ModelSource
+from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.control import Serving
 from mlxtp.wire.machine import Interface, Machine
 
@@ -88,7 +89,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    from mlxtp.node.models import open_model
+    from mlxtp.node.store.models import open_model
 
     return asyncio.run(open_model("tiny"))
 

@@ -20,9 +20,9 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.node import failures
 from mlxtp.node.epoch import RestartPolicy, State, is_legal
-from mlxtp.node.models import open_model
 from mlxtp.node.ranks import Group
-from mlxtp.node.supervisor import ModelSource, Plan, Supervisor
+from mlxtp.node.store.models import ModelSource, open_model
+from mlxtp.node.supervisor import Plan, Supervisor
 from mlxtp.wire.messages import Delta, Pong
 
 from ..cluster import LIMITS, WAIT_S, rank_processes

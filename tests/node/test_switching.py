@@ -16,7 +16,7 @@ from mlxtp.cluster.coordination import Situation
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
 from mlxtp.node.epoch import State
-from mlxtp.node.supervisor import ModelSource
+from mlxtp.node.store.models import ModelSource
 from mlxtp.wire.control import DesiredState, ModelQueue, ModelStatus, ModelTurn
 from mlxtp.wire.messages import Generate
 

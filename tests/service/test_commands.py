@@ -30,7 +30,7 @@ from mlxtp.service.systemd import Systemd
 
 from ..api.test_admin import KEY
 from ..cluster import WAIT_S
-from ..test_commands import Agent
+from ..commands.test_cluster import Agent
 
 NOT_FOUND = Outcome(113, 'Bad request.\nCould not find service "mlxtp.node" in domain for system')
 

@@ -1,0 +1,81 @@
+"""`mlxtp completion`: the script by which a shell completes what is typed, and what it offers for a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..client import AgentClient
+from ..config import home_folder
+from ..errors import UserError
+
+SHELLS = ("bash", "zsh", "fish")
+VARIABLE = "_MLXTP_COMPLETE"
+"""By which a shell asks; see typer."""
+_ASK_S = 1.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command()(completion)
+
+
+def completion(
+    shell: Annotated[
+        str,
+        typer.Argument(metavar="|".join(SHELLS), help="Which shell.", autocompletion=lambda: list(SHELLS)),
+    ],
+) -> None:
+    """Print what a shell needs to complete commands, options, models and names. It is installed nowhere.
+
+    zsh: add `eval "$(mlxtp completion zsh)"` to ~/.zshrc, after compinit; bash: the same, with bash, to
+    ~/.bashrc. fish: `mlxtp completion fish > ~/.config/fish/completions/mlxtp.fish`.
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+    if shell not in SHELLS:
+        raise UserError(f"{shell!r} is none of {', '.join(SHELLS)}; which shell it is, `echo $SHELL` says")
+    typer.echo(get_completion_script(prog_name="mlxtp", complete_var=VARIABLE, shell=shell))
+
+
+def models(incomplete: str) -> list[str]:
+    """Models on this disk, by what `mlxtp serve` takes."""
+    from ..node.store.stored import stored_models
+
+    return _beginning(incomplete, (each.id for each in stored_models()))
+
+
+def planned(incomplete: str) -> list[str]:
+    """What `mlxtp plan` knows by name, and models on this disk."""
+    from ..cluster.known import KNOWN
+
+    return [*models(incomplete), *_beginning(incomplete, KNOWN)]
+
+
+def keys(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of API keys."""
+    from ..node.api_keys import KeyFile
+
+    try:
+        return _beginning(incomplete, (key.name for key in KeyFile(_home(ctx)).load()))
+    except UserError:
+        return []
+
+
+def members(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of the Macs of the cluster, if an agent runs that knows them."""
+    try:
+        told = AgentClient(_home(ctx), _ASK_S).get("members")["members"]
+    except UserError:
+        return []
+    return _beginning(incomplete, (str(member["name"]) for member in told))
+
+
+def _home(ctx: typer.Context) -> Path:
+    return home_folder(ctx.params.get("home")).resolve()
+
+
+def _beginning(incomplete: str, names: Any) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

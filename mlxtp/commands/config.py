@@ -1,0 +1,135 @@
+"""`mlxtp config`: what this Mac's settings are, and where each was set. Reads only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..client import AgentClient
+from ..config import (
+    FILE,
+    Settings,
+    home_folder,
+    resolve_settings,
+    shown,
+)
+from ..errors import UserError
+from ..settings import JOIN, SETTINGS, Setting
+from .cluster import AsJson
+
+Home = Annotated[
+    Path | None,
+    typer.Option(help="The settings of which home, if not the user's own; also MLXTP_HOME."),
+]
+Values = Mapping[str, Any]
+DEFAULT = "default"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    config = typer.Typer(no_args_is_help=True, help="Settings: what holds, where it was set, and the file.")
+    config.command()(show)
+    config.command()(path)
+    app.add_typer(config, name="config")
+
+
+def show(
+    origin: Annotated[bool, typer.Option("--origin", help="Say of each where it was set.")] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the settings that `mlxtp node` would start with here, as the file would have them.
+
+    What a running agent uses instead stands at the end. Join tokens are not shown.
+    """
+    settings = resolve_settings({"home": home})
+    running = _running(settings)
+    if as_json:
+        print(json.dumps(_as_json(settings, running), ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    for line in _lines(settings, running, origin=origin):
+        console.print(Text(line, "dim" if line.startswith("#") else ""), soft_wrap=True)
+
+
+def path(home: Home = None, as_json: AsJson = False) -> None:
+    """Print where the file of settings is, or would be: nothing makes it but you."""
+    file = home_folder(home).resolve() / FILE
+    if as_json:
+        print(json.dumps({"path": str(file), "exists": file.is_file()}, ensure_ascii=False))
+    else:
+        print(file)
+
+
+def _running(settings: Settings) -> dict[str, tuple[Any, str]] | None:
+    """What the agent of this home has that is different, and where that was set; None when none answers."""
+    try:
+        told = AgentClient(settings.home.resolve()).get("settings")
+    except UserError:
+        return None
+    here = shown(settings)
+    return {
+        key: (value, str(told["origins"].get(key, DEFAULT)))
+        for key, value in told["settings"].items()
+        if key in here and value != here[key]
+    }
+
+
+def _as_json(settings: Settings, running: Mapping[str, tuple[Any, str]] | None) -> Values:
+    origins = dict(settings.origins)
+    return {
+        "home": str(settings.home.resolve()),
+        "file": str(settings.home.resolve() / FILE),
+        "settings": {
+            key: {"value": value, "origin": origins.get(key, DEFAULT)}
+            for key, value in shown(settings).items()
+        },
+        "not_shown": [JOIN] if os.environ.get(JOIN) else [],
+        "agent": None
+        if running is None
+        else {key: {"value": value, "origin": where} for key, (value, where) in running.items()},
+    }
+
+
+def _lines(
+    settings: Settings, running: Mapping[str, tuple[Any, str]] | None, *, origin: bool
+) -> Iterator[str]:
+    file = settings.home.resolve() / FILE
+    yield f"# {file}{'' if file.is_file() else ', which is not there'}"
+    yield "# A line that begins with # is a default."
+    origins, values = dict(settings.origins), shown(settings)
+    panel = table = ""
+    for setting in SETTINGS:
+        if setting.panel != panel:
+            panel = setting.panel
+            yield ""
+        if (before := setting.key.rpartition(".")[0]) != table:
+            table = before
+            yield f"[{table}]"
+        where = origins.get(setting.key, "")
+        said = f"   # {where or DEFAULT}" if origin else ""
+        yield f"{'' if where else '# '}{_assignment(setting, values[setting.key])}{said}"
+    if os.environ.get(JOIN):
+        yield from ("", f"# {JOIN} is set; it is not shown")
+    if running:
+        yield from ("", "# The agent that runs here has instead:")
+        for setting in SETTINGS:
+            if setting.key in running:
+                value, where = running[setting.key]
+                yield f"#   {_assignment(setting, value, setting.key)}   ({where})"
+
+
+def _assignment(setting: Setting, value: object, name: str = "") -> str:
+    name = name or setting.key.rpartition(".")[2]
+    if value is None:
+        return f"{name}: {setting.default_words}"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return f"{name} = {json.dumps(value, ensure_ascii=False)}"

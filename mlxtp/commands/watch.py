@@ -1,0 +1,174 @@
+"""`mlxtp status --watch`: what the cluster does, while it does it. `picture` is pure, `watch` looks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..client import AgentClient
+from ..errors import MlxtpError
+
+LOOK_S = 1.0
+"""How often the agent is asked."""
+_ANSWER_S = 5.0
+_COLOURS = {"alive": "green", "ready": "green", "suspect": "yellow", "dead": "red", "failed": "red"}
+_OPEN = {
+    "generating": "generating",
+    "first_token": "before the first token",
+    "group": "waiting for a group",
+    "held_back": "held back",
+}
+Moment = Mapping[str, Any]
+
+
+def watch(home: Path) -> None:
+    """Draw until Ctrl-C; the last picture stays. An agent that is not there, or goes, is waited for."""
+    console = Console(highlight=False)
+    shown: RenderableType = ""
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            last: Moment | None = None
+            for moment, away in _looks(home):
+                last = moment or last
+                shown = picture(last, time.time(), away)
+                live.update(shown, refresh=True)
+    except KeyboardInterrupt:
+        console.print(shown)
+
+
+def tell(home: Path) -> None:
+    """One JSON object a line whenever something has changed, until Ctrl-C."""
+    told = ""
+    try:
+        for moment, away in _looks(home):
+            line = json.dumps({"error": away} if moment is None else moment, ensure_ascii=False)
+            if line != told:
+                told = line
+                print(line, flush=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None]]:
+    """What the agent says, or why it says nothing."""
+    while True:
+        try:
+            yield AgentClient(home, _ANSWER_S).moment(), None
+        except MlxtpError as error:
+            yield None, {"code": error.code, "message": error.detail}
+        time.sleep(LOOK_S)
+
+
+def picture(moment: Moment | None, now: float, away: Mapping[str, str] | None = None) -> Group:
+    """One moment, as `docs/page.md` has it, for a terminal. `now` in seconds since 1970.
+
+    `away`: why there is no newer one.
+    """
+    parts: list[RenderableType] = []
+    if away is not None:
+        parts += [Text(away["message"], "red"), Text("waiting for it; Ctrl-C ends this", "dim"), ""]
+    if moment is None:
+        return Group(*parts)
+    parts += [_state(moment, now), _speed(moment)]
+    parts += [
+        Text(f"  {moment[name]}", style)
+        for name, style in (("reason", ""), ("waiting", "yellow"), ("problem", "red"))
+        if moment[name] and not (name == "reason" and moment["ready"])
+    ]
+    wanted = moment["desired"]
+    if wanted and wanted["model"] and wanted["model"] != moment["model"]:
+        parts.append(Text(f"wanted: {wanted['model']}"))
+    parts += ["", _nodes(moment)]
+    parts += [
+        Text(f"{node['name']}: {node['model_problem']}", "red")
+        for node in moment["nodes"]
+        if node["model_problem"]
+    ]
+    if (before := _ended(moment["history"])) is not None:
+        parts += ["", before]
+    return Group(*parts)
+
+
+def _state(moment: Moment, now: float) -> Text:
+    group = moment["group"]
+    line = Text.assemble((moment["state"], f"bold {_COLOURS.get(moment['state'], 'yellow')}"))
+    if moment["model"]:
+        line.append(" ").append(moment["model"], "cyan")
+    if moment["model"] and group is not None:
+        count = group["world_size"]
+        line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
+        line.append(f", {group['kind']}" if group["kind"] else "")
+    line.append(f"   epoch {moment['epoch']}")
+    running = next((each for each in moment["history"] if each["lasted_s"] is None), None)
+    if running is not None:
+        line.append(f" for {_duration(now - running['began'])}")
+    return line
+
+
+def _speed(moment: Moment) -> Text:
+    speed, requests = moment["tokens_per_second"], moment["requests"]
+    line = Text("- tokens/s" if speed["value"] is None else f"{speed['value']:.1f} tokens/s")
+    line.append(" (of what was asked here)" if speed["of"] == "here" else "")
+    parts = [f"{requests[name]} {words}" for name, words in _OPEN.items() if requests.get(name)]
+    line.append(f"   open requests: {requests['open']}{': ' if parts else ''}{', '.join(parts)}")
+    return line
+
+
+def _nodes(moment: Moment) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "state", "rank", "phase", "memory", "step", ""):
+        table.add_column(column, justify="right" if column in ("rank", "memory", "step") else "left")
+    for node in moment["nodes"]:
+        roles = {"this Mac": node["self"], "coordinator": node["coordinator"]}
+        roles["about to stop"] = node["draining"]
+        said = ", ".join(role for role, is_so in roles.items() if is_so)
+        name, state = Text(node["name"]), Text(node["state"], _COLOURS.get(node["state"], "dim"))
+        for cells in _ranks(node["node_id"], moment["ranks"]):
+            table.add_row(name, state, *cells, said)
+            name, state, said = Text(""), Text(""), ""
+    return table
+
+
+def _ranks(node: str, ranks: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each rank of a node, one for a node without any. Heartbeats reach the Mac of rank 0 only."""
+    return [
+        (
+            str(rank["rank"]),
+            rank["phase"] or "",
+            _bytes(rank["memory_bytes"]),
+            f"{rank['step_us'] / 1000:.1f} ms" if rank["step_us"] else "",
+        )
+        for rank in ranks
+        if rank["node"] == node
+    ] or [("", "", "", "")]
+
+
+def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
+    """Why the last epoch ended."""
+    story = next((each for each in history if each["lasted_s"] is not None), None)
+    if story is None:
+        return None
+    why = ": ".join(filter(None, (story["code"], story["reason"]))) or "nobody said why"
+    return Text(f"epoch {story['epoch']} ended after {_duration(story['lasted_s'])}: {why}", "dim")
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

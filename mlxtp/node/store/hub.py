@@ -1,0 +1,186 @@
+"""What the Hub is asked: which files a model has, and the files. Everything here waits: call it in threads.
+
+Files come by plain HTTP, in order, so that a break costs nothing that has come: the Hub's own client starts a
+file anew after one, and its faster protocol (Xet) fills a file in no order that others could copy meanwhile.
+Logins, addresses and errors are the client's own.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from ...cluster.manifests import (
+    CHUNK_BYTES,
+    DEFAULT_REVISION,
+    Manifest,
+    ModelFile,
+    check,
+    wanted,
+)
+from ...errors import Code, ModelError, is_disk_full
+from .hub_cache import Part, Stopped
+
+TIMEOUT_S = 15.0
+
+
+def look_up(name: str, revision: str) -> Manifest:
+    """What OWNER/NAME is at `revision` now. Raises ModelError in the words of whoever typed the name."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    _quiet()
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
+        files = [
+            ModelFile(
+                each.rfilename,
+                (each.lfs.size if each.lfs else each.size) or 0,
+                (each.lfs.sha256 if each.lfs else each.blob_id) or "",
+            )
+            for each in info.siblings or ()
+        ]
+        found = wanted(files)
+        if not any(file.path == "config.json" for file in found):
+            raise ModelError(f"cannot get {name}: it has no config.json, so it is no model that MLX can run")
+        if not any(file.path.endswith(".safetensors") for file in found):
+            raise ModelError(f"cannot get {name}: it has no weights in the safetensors format")
+        return check(Manifest(name, info.sha or "", found))
+    except RevisionNotFoundError:
+        why = f"it has no revision {revision!r}"
+    except _errors() as error:
+        why = _why(error)
+    named = name if revision == DEFAULT_REVISION else f"{name}@{revision}"
+    raise ModelError(f"cannot get {named}: {why}", Code.MODEL_NOT_FOUND)
+
+
+def fetch(manifest: Manifest, part: Part, stopped: Callable[[], bool]) -> None:
+    """Have the Hub send the rest of a file. Raises ModelError, and Stopped."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    _quiet()
+    begins = part.begins
+    if begins == part.file.size:
+        return
+    url = hf_hub_url(manifest.name, part.file.path, revision=manifest.revision)
+    # Packed by the way, it could not go on in the middle.
+    headers = build_hf_headers() | {"accept-encoding": "identity"}
+    try:
+        http_get(url, cast(BinaryIO, _Into(part, begins, stopped)), resume_size=begins, headers=headers)
+    except _errors() as error:
+        why = _why(error)
+        what = "" if isinstance(error, RepositoryNotFoundError) else f"{part.file.path}: "
+    else:
+        if not part.missing:
+            return
+        what, why = f"{part.file.path}: ", "it ends early"
+    raise ModelError(f"cannot get {manifest.name}: {what}{why}", Code.MODEL_NOT_FOUND)
+
+
+def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
+    """A folder with the files that match. It is no model, and no branch names it. Raises ModelError."""
+    from huggingface_hub import snapshot_download
+
+    _quiet()
+    try:
+        found = snapshot_download(
+            manifest.name, revision=manifest.revision, allow_patterns=list(patterns)
+        )  # a commit: its name is left to whoever brings all of it
+    except _errors() as error:
+        raise ModelError(f"cannot get {manifest.name}: {_why(error)}", Code.MODEL_NOT_FOUND) from None
+    return Path(found)
+
+
+class _Into(io.RawIOBase):
+    """The file as the Hub's client writes it: in order. Pieces count as soon as they are whole."""
+
+    def __init__(self, part: Part, at: int, stopped: Callable[[], bool]) -> None:
+        self._part = part
+        self._at = at
+        self._stopped = stopped
+        self._next = at // CHUNK_BYTES
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Only to begin anew, where the Hub does not go on in the middle."""
+        self._at, self._next = offset, offset // CHUNK_BYTES
+        return offset
+
+    def truncate(self, size: int | None = None) -> int:
+        self._part.forget()
+        return self._at
+
+    def write(self, data: object) -> int:
+        if self._stopped():
+            raise Stopped
+        view = memoryview(cast(bytes, data))
+        if self._at + len(view) > self._part.file.size:
+            raise ValueError(f"more than the {self._part.file.size} bytes came that it should have")
+        self._part.write(self._at, view)
+        self._at += len(view)
+        while self._next < self._part.file.chunks and sum(self._part.file.span(self._next)) <= self._at:
+            self._part.came(self._next)
+            self._next += 1
+        return len(view)
+
+
+def _why(error: Exception) -> str:
+    """In words, and what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    said = (_secretless(str(error).strip()) or type(error).__name__).splitlines()[0]
+    match error:
+        case GatedRepoError():
+            return "it is gated; accept its terms on the Hub, then log in (`hf auth login`) or set HF_TOKEN"
+        case RepositoryNotFoundError():
+            return (
+                "the Hub knows no such model, or it is private; for a private one log in (`hf auth login`) "
+                "or set HF_TOKEN"
+            )
+        case OfflineModeIsEnabled():
+            why = "HF_HUB_OFFLINE is set, so the Hub is not asked"
+        case OSError() if is_disk_full(error):
+            why = "the disk is full"
+        case HfHubHTTPError() | OSError() | ValueError():
+            why = said
+        case _:
+            why = (
+                "it is not on this machine and the Hub cannot be reached; check the network or give a folder "
+                f"({said})"
+            )
+    return why
+
+
+def _secretless(text: str) -> str:
+    """Addresses of files may have a signature in them."""
+    return re.sub(r"\?\S+", "?…", text)[:300]
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What the Hub's client raises, and its HTTP library: another one in each version of it."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http = [each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError"]
+    return (HfHubHTTPError, OSError, ValueError, *http)
+
+
+def _quiet() -> None:
+    """No bars and no advice in the middle of ours."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    disable_progress_bars()

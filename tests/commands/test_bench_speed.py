@@ -1,0 +1,76 @@
+"""`mlxtp bench`: the rows, the table, and a real endpoint that is measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from mlxtp.client import AgentClient
+from mlxtp.commands import bench_speed
+from mlxtp.commands.bench_speed import (
+    Answer,
+    Row,
+    measure,
+    read,
+    show,
+    wrote,
+)
+from mlxtp.commands.launch import find_served
+from mlxtp.errors import Code, UserError
+
+from ..cluster import Cluster
+
+ONE = Answer(asked_at=10.0, first_at=10.5, ended_at=12.5, prompt=400, tokens=101, drafted=20)
+
+
+def test_a_prompt_is_read_until_the_first_token_and_what_was_cached_is_not_read() -> None:
+    assert read(ONE) == Row("read", 400, 1, 0.5, 800.0)
+    assert read(replace(ONE, cached=100)).rate == 600.0
+
+
+def test_one_answer_counts_from_its_first_token_several_from_when_they_were_asked_for() -> None:
+    assert wrote([ONE]) == Row("write", 400, 101, 0.5, 50.0, 20)
+    late = replace(ONE, asked_at=10.0, first_at=11.5, ended_at=14.0)
+    both = wrote([ONE, late])
+    assert (both.what, both.tokens, both.first_s, both.drafted) == ("write, 2 at once", 202, 1.5, 40)
+    assert both.rate == pytest.approx(202 / 4.0)
+
+
+def test_the_table_can_be_pasted() -> None:
+    found: dict[str, Any] = {
+        "versions": ["mlxtp=1"], "model": "org/m", "context": 4096, "world_size": 2, "backend": "jaccl",
+        "kind": "JACCL mesh", "machines": ["Apple M3 Ultra 512 GB", "Apple M4 Max 128 GB"],
+        "rows": [asdict(read(ONE)), asdict(wrote([ONE]))],
+    }  # fmt: skip
+    assert show(found).splitlines() == [
+        "mlxtp=1",
+        "org/m, context 4096; jaccl of 2, JACCL mesh; Apple M3 Ultra 512 GB; Apple M4 Max 128 GB",
+        "",
+        "| | prompt | answer | first token | tokens/s | of these drafted |",
+        "|---|--:|--:|--:|--:|--:|",
+        "| read | 400 | 1 | 0.5 s | 800 |  |",
+        "| write | 400 | 101 | 0.5 s | 50 | 20% |",
+    ]
+
+
+def test_a_real_endpoint_is_measured_and_one_that_works_is_left_alone(
+    one_rank: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_speed, "WRITE_TOKENS", 12)
+    agent, said = AgentClient(one_rank.home), list[str]()
+    found = measure(find_served(one_rank.home, ""), agent, said.append)
+    rows = {row["what"]: row for row in found["rows"]}
+    assert set(rows) == {"read", "write", "write, 4 at once", "write, 8 at once"}
+    assert 400 < rows["read"]["prompt"] < 700
+    assert [rows[what]["tokens"] for what in list(rows)[1:]] == [12, 48, 96]
+    assert all(row["rate"] > 0 and row["first_s"] > 0 for row in rows.values())
+    assert (found["model"], found["world_size"], len(found["machines"])) == ("tiny", 1, 1)
+    assert said[0] == "warming up"
+
+    status = agent.get("status")
+    monkeypatch.setattr(AgentClient, "get", lambda *_: status | {"open_requests": 3})
+    with pytest.raises(UserError, match="3 requests are open") as refused:
+        measure(find_served(one_rank.home, ""), agent, said.append)
+    assert refused.value.code == Code.NOT_READY

@@ -1,0 +1,68 @@
+"""Completing what is typed, by the shells themselves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mlxtp.cli import app
+from mlxtp.commands.completions import SHELLS
+from mlxtp.node.api_keys import KeyFile
+
+from ..cluster import START_S
+
+BASH = """
+eval "$(mlxtp completion bash)"
+for words in "$@"; do
+  COMP_WORDS=($words) COMP_CWORD=$(( $(wc -w <<< "$words") - 1 ))
+  _mlxtp_completion mlxtp
+  echo "${COMPREPLY[*]}"
+done
+"""
+
+
+def test_a_shell_completes_commands_options_models_and_keys(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    KeyFile(tmp_path / "home").create("laptop", 0, time.time())
+    before = sorted(tmp_path.rglob("*"))
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "MLXTP_HOME": str(tmp_path / "home"),
+    }
+    asked = (
+        "mlxtp serve",
+        "mlxtp serve t",
+        "mlxtp key revoke l",
+        "mlxtp node --kv",
+        "mlxtp cluster remove x",
+    )
+    done = subprocess.run(
+        ["bash", "-c", BASH, "bash", *asked],
+        env=environment, capture_output=True, text=True, timeout=START_S, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["serve", "tiny", "laptop", "--kv-bits --kv-bytes", ""]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_a_shell_is_given_is_a_script_of_its_own(shell: str) -> None:
+    script = CliRunner().invoke(app, ["completion", shell]).stdout
+    assert f"complete_{shell}" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, timeout=START_S, check=True)
+
+
+def test_a_shell_that_is_not_known() -> None:
+    refused = CliRunner().invoke(app, ["completion", "csh"])
+    assert refused.exit_code == 1
+    assert "'csh' is none of bash, zsh, fish" in refused.stderr

@@ -1,0 +1,123 @@
+"""`mlxtp doctor`, as a user types it, with an agent and without; and its page in docs/."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from mlxtp.cli import app
+from mlxtp.cluster.identity import Store
+from mlxtp.config import Settings
+from mlxtp.doctor.report import show
+from mlxtp.doctor.rows import ROWS, as_markdown
+from mlxtp.node.agent import _own_home
+from mlxtp.node.checkup import AgentCheckup
+from mlxtp.node.endpoint import open_endpoint
+from mlxtp.node.supervisor import Supervisor
+
+PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+
+
+def type_in(home: Path, *words: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", "--home", str(home), *words])
+
+
+def rows(result: Result) -> dict[str, Any]:
+    return {row["id"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody is listened for, and nothing leaves this machine."""
+    monkeypatch.setenv("MLXTP_DISCOVERY", "false")
+    monkeypatch.setenv("MLXTP_INTERFACE", "127.0.0.1")
+    monkeypatch.setenv("MLXTP_CONTROL", "127.0.0.1:0")
+    monkeypatch.setenv("MLXTP_HTTP", "127.0.0.1:0")
+
+
+def test_without_an_agent_the_command_looks_itself_and_says_so(tmp_path: Path) -> None:
+    result = type_in(tmp_path, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["looked"] == "command"
+    found = rows(result)
+    assert "no agent runs" in found["agent"]["findings"][0]["what"]
+    assert found["packages"]["level"] == "ok"
+    assert "serving" not in found
+    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+    assert " Packages        mlx " in type_in(tmp_path).stdout
+
+
+def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store(tmp_path).found_cluster()
+    (tmp_path / "identity").chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("MLXTP_HTTP", address)
+        result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    found = rows(result)
+    assert f"endpoint {address} cannot be had" in found["ports"]["findings"][0]["what"]
+    assert "chmod 700" in found["identity"]["findings"][0]["what"]
+
+
+def test_a_home_that_an_agent_holds_without_answering_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _own_home(tmp_path), socket.create_server(("127.0.0.1", 0)) as its:
+        monkeypatch.setenv("MLXTP_HTTP", f"127.0.0.1:{its.getsockname()[1]}")
+        result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    assert "could not be asked" in rows(result)["agent"]["findings"][0]["what"]
+    assert "ports" not in rows(result)
+
+
+def test_an_agent_that_keeps_to_itself_looks_from_within(tmp_path: Path) -> None:
+    settings = Settings(tmp_path, "127.0.0.1", 0, 1, "tiny", alone=True)
+    with open_endpoint(settings) as endpoint:
+        found = asyncio.run(AgentCheckup(settings, Supervisor(settings), endpoint).report())
+    assert found["looked"] == "agent"
+    told = {row["id"]: row["findings"][0]["what"] for row in found["rows"]}
+    assert told["ports"] == f"endpoint {endpoint.url.rpartition('/')[2]} is ours"
+    assert told["serving"].startswith("starting")
+    assert told["mdns"].startswith("switched off")
+    assert told["models"].startswith("there is no other member")
+
+
+def report(level: str = "warning") -> dict[str, Any]:
+    bad = {"level": level, "what": "a [b] " * 30, "why": "it matters", "fix": "sudo " + "x" * 90}
+    good = {"level": "ok", "what": "fine", "why": "", "fix": ""}
+    return {
+        "level": level,
+        "rows": [
+            {"id": "a", "title": "Bad", "level": level, "findings": [good, bad]},
+            {"id": "b", "title": "Good", "level": "ok", "findings": [good]},
+        ],
+    }
+
+
+def test_a_report_fits_a_terminal_and_leaves_commands_whole() -> None:
+    lines = "\n".join(line.plain for line in show(report(), 80, plain=False)).splitlines()
+    assert lines[0] == f"! Bad             {'a [b] ' * 9}a ..."
+    assert lines[1] == "✓ Good            fine"
+    assert [line for line in lines if len(line) > 80] == [f"  to do: sudo {'x' * 90}"]
+    assert "  why: it matters" in lines
+    assert lines[-1] == "1 warning; mlxtp runs none of these commands itself"
+
+
+def test_a_terminal_without_unicode_gets_ascii_marks() -> None:
+    text = "\n".join(line.plain for line in show(report("error"), 80, plain=True))
+    assert text.isascii()
+    assert text.startswith("x Bad")
+
+
+def test_the_page_has_the_table_as_the_code_has_it() -> None:
+    """To renew it: python -c "from mlxtp.doctor.rows import *; print(*as_markdown(), sep='\\n')" """
+    table = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    assert table[: len(ROWS) + 2] == list(as_markdown())

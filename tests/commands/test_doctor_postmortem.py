@@ -1,0 +1,224 @@
+"""`mlxtp doctor --postmortem`, as a user types it, over files as agents write them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from mlxtp.cli import app
+from mlxtp.doctor.postmortem import postmortems
+from mlxtp.engine.recorder import STEP, Recorder
+from mlxtp.errors import Code, GroupError, exit_status
+from mlxtp.node.failures import (
+    FOLDER,
+    Failed,
+    RankEnd,
+    keep,
+    read_recording,
+    recording_file,
+)
+
+KEY = bytes(range(32))
+HOST = Failed(7, "studio", GroupError("step 14: rank 1 [mini] differs", Code.DESYNC), ("studio", "mini"))
+GUEST = Failed(7, "mini", GroupError("its host knows why"))
+
+
+def rank(number: int, digests: Sequence[int], key: bytes = KEY, **fields: Any) -> RankEnd:
+    """A rank that finished a step with each of these digests and began another."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recording"
+        descriptor, recorder = recording_file(path), Recorder.at(path)
+    try:
+        for seq, digest in enumerate(digests, 1):
+            place = recorder.started(seq, STEP, 2, monotonic())
+            recorder.queued(place, seq, 9 * seq)
+            recorder.finished(place, monotonic(), digest, 5)
+        recorder.started(len(digests) + 1, STEP, 2, monotonic())
+        memory = read_recording(descriptor)
+    finally:
+        os.close(descriptor)
+    status = exit_status(Code.DESYNC)
+    known = {"pid": 1, "status": status, "ended_at": monotonic(), "memory": memory, "key": key}
+    return RankEnd(number, **known | fields)
+
+
+OURS, THEIRS = range(1, 31), [*range(1, 14), 99, *range(15, 31)]
+
+
+def mlxtp(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, ["doctor", *map(str, args)], env={"COLUMNS": "240"})
+
+
+def shown(*args: str | Path) -> str:
+    result = mlxtp("--postmortem", *args)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refusal(*args: str | Path) -> str:
+    result = mlxtp(*args)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    return " ".join(result.stderr.split())
+
+
+def test_the_newest_failure_of_one_machine(tmp_path: Path) -> None:
+    keep(tmp_path, replace(HOST, epoch=6), [rank(0, OURS), rank(1, OURS)])
+    keep(tmp_path, HOST, [rank(0, OURS), rank(1, THEIRS, status=-9)])
+    text = shown("--home", tmp_path)
+    first, cause, difference, *rest = text.splitlines()
+    assert first.startswith("epoch 7 failed at 2")
+    assert first.endswith("step 14: rank 1 [mini] differs")
+    assert cause.startswith("likely cause: killed from outside. rank 1 was ended by signal 9")
+    assert difference.startswith("ranks differ first at step 14, in digest: rank 0 ")
+    ranks, steps = rest[0:3], [line for line in rest if "step ×2" in line]
+    assert ranks[1].split()[:2] == ["0", "studio"]
+    assert f"status {exit_status(Code.DESYNC)} (ranks_disagree)" in ranks[1]
+    assert "by signal 9" in ranks[2]
+    assert [int(line.split()[0]) for line in steps] == list(range(8, 20)), "those around the difference"
+    assert "epoch 6" not in text
+    assert "there is no file here" not in text
+
+
+def test_without_a_difference_the_last_steps_are_shown(tmp_path: Path) -> None:
+    keep(tmp_path, HOST, [rank(0, OURS), rank(1, OURS[:-1])])
+    text = shown("--home", tmp_path)
+    assert "ranks agree in every step" in text
+    assert "rank 1 is behind" in text
+    steps = [line for line in text.splitlines() if "step ×2" in line]
+    assert [int(line.split()[0]) for line in steps] == list(range(20, 32))
+    assert steps[-1].split()[1:] == ["step", "×2", "begun,", "not", "finished", "–"]
+
+
+def test_files_of_two_macs_make_one_table(tmp_path: Path) -> None:
+    here = keep(tmp_path / "a", HOST, [rank(0, OURS)])
+    alone = shown(here)
+    assert "of rank 1 there is no file here: look on mini" in alone
+    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, status=143, asked_at=monotonic())])
+    guest = shown(there)
+    assert "of rank 0 there is no file here: look on the Mac that ran it" in guest
+    assert "likely cause: peer lost" in guest
+    for folders in ([here, there], [there, here]):
+        text = shown(*folders)
+        assert text.count("epoch 7 failed") == 1
+        assert "ranks differ first at step 14" in text
+        assert "likely cause: desync" in text
+        assert "no file here" not in text
+    together = tmp_path / "together"
+    for folder in (there, here):  # the epoch.json of the host stays
+        shutil.copytree(folder, together, dirs_exist_ok=True)
+    assert "likely cause: desync" in shown(together)
+
+
+def test_a_running_agent_is_asked_for_what_others_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path / "a", HOST, [rank(0, OURS)])
+    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, status=143, asked_at=monotonic())])
+    files = [json.loads(path.read_text()) for path in there.iterdir()]
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    class Agent:
+        def __init__(self, home: Path) -> None:
+            assert home == tmp_path / "a"
+
+        def post(self, what: str, **body: str) -> dict[str, Any]:
+            asked.append((what, body))
+            return {"files": files}
+
+    monkeypatch.setattr("mlxtp.commands.doctor.AgentClient", Agent)
+    text = shown("--home", tmp_path / "a")
+    assert asked == [("records", {"epoch": "7", "epoch_id": files[0]["epoch_id"]})]
+    assert "ranks differ first at step 14" in text
+    assert "no file here" not in text
+    files[:] = [{"kind": "rank", "epoch": 7, "epoch_id": files[0]["epoch_id"]}]  # of no use
+    assert "of rank 1 there is no file here: look on mini" in shown("--home", tmp_path / "a")
+    keep(tmp_path / "a", HOST, [rank(0, OURS), rank(1, THEIRS)])
+    asked.clear()
+    shown("--home", tmp_path / "a")
+    assert asked == []
+
+
+def test_a_file_of_another_mac_that_cannot_be_read_takes_no_other_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = keep(tmp_path / "a", replace(HOST, hosts=("studio", "mini", "air")), [rank(0, OURS)])
+    there = keep(tmp_path / "b", GUEST, [rank(1, THEIRS)])
+    files = [json.loads(path.read_text()) for path in there.iterdir()]
+    same = {"epoch": 7, "epoch_id": files[0]["epoch_id"]}
+    broken = [
+        {"kind": "rank", "told_by": "air", **same},
+        {"node": "old\x1b[2J", "epoch": 7},
+        {"node": 5},
+        {"kind": "epoch", "told_by": "", "node": "", **same},
+    ]
+    [found] = postmortems([here], lambda *_: [*broken[:2], *files, *broken[2:]])
+    assert [each.rank for each in found.ranks] == [0, 1]
+    assert found.elsewhere == {2: "air"}
+    whose = [record.getMessage().partition(" is not what")[0] for record in caplog.records]
+    assert whose == [f"a file of {name}" for name in ("air", "old[2J", "another Mac", "another Mac")]
+
+
+def test_epochs_of_one_number_are_not_mixed(tmp_path: Path) -> None:
+    one = keep(tmp_path / "a", HOST, [rank(0, OURS)])
+    another = keep(tmp_path / "b", GUEST, [rank(1, THEIRS, key=b"another")])
+    assert shown(one, another).count("epoch 7 failed") == 2
+
+
+def test_a_rank_that_was_never_told_the_key_belongs_to_its_epoch(tmp_path: Path) -> None:
+    one = keep(tmp_path / "a", HOST, [rank(0, OURS)])
+    another = keep(tmp_path / "b", GUEST, [RankEnd(1)])
+    for folders in ([one, another], [another, one]):
+        text = shown(*folders)
+        assert text.count("epoch 7 failed") == 1
+        assert "never started" in text
+
+
+def test_all_of_it_as_json(tmp_path: Path) -> None:
+    keep(tmp_path, HOST, [rank(0, OURS), rank(1, THEIRS)])
+    [found] = json.loads(shown("--home", tmp_path, "--json"))["failures"]
+    assert (found["epoch"], found["cause"]["kind"], found["cause"]["rank"]) == (7, "desync", 1)
+    assert (found["difference"]["seq"], found["difference"]["what"]) == (14, "digest")
+    assert [len(each["steps"]) for each in found["ranks"]] == [31, 31]
+
+
+def test_where_a_rank_stood_is_shown(tmp_path: Path) -> None:
+    end = rank(0, OURS, status=-11)
+    keep(tmp_path, HOST, [replace(end, memory=end.memory + b'Fatal\n  File "kv.py", line 1 in [view]\n')])
+    text = shown("--home", tmp_path)
+    assert "likely cause: crash" in text
+    assert 'rank 0 stood at\nFatal\n  File "kv.py", line 1 in [view]\n' in text
+
+
+def test_no_failure_is_kept(tmp_path: Path) -> None:
+    assert f"no failure is kept in {tmp_path / FOLDER}" in refusal("--postmortem", "--home", tmp_path)
+
+
+def test_folders_are_for_failures(tmp_path: Path) -> None:
+    assert "mlxtp doctor --postmortem FOLDER" in refusal("--home", tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"kind": "rank", "epoch": 7, "epoch_id": "x"}', "\xff", '{"epoch": "x"}']
+)
+def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rank-0.json"
+    path.write_bytes(text.encode("latin-1"))
+    assert str(path) in refusal("--postmortem", tmp_path)
+    assert str(path) in refusal("--postmortem", path)
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    assert "has no files of a failure" in refusal("--postmortem", tmp_path)
+    assert "has no files of a failure" in refusal("--postmortem", tmp_path / "nowhere")

@@ -1,0 +1,287 @@
+"""`mlxtp launch`, as a user types it, with a program that says what it was given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from mlxtp.api.app import create_app
+from mlxtp.api.backend import GREEDY, ModelInfo, Stored
+from mlxtp.api.server import serve
+from mlxtp.commands.launch import (
+    APPLICATIONS,
+    Served,
+    as_shell,
+    changed,
+    claude,
+)
+from mlxtp.config import Settings
+from mlxtp.node.administration import announced
+from mlxtp.node.api_keys import KeyFile
+from mlxtp.node.endpoint import open_endpoint
+
+from ..api.test_admin import KEY, FakeAdmin
+from ..cluster import WAIT_S, until
+
+MODEL = "org/model-70b"
+STATUS = {"state": "ready", "reason": "", "model": MODEL}
+TELLS = f"""#!{sys.executable}
+import json, os, sys
+print(json.dumps({{"arguments": sys.argv, "environment": dict(os.environ)}}))
+sys.exit(7)
+"""
+
+
+class Backend:
+    """Serves one model, or none, and could load another; nobody asks it anything."""
+
+    def __init__(self) -> None:
+        self.served: tuple[ModelInfo, ...] = (
+            ModelInfo(MODEL, ("model-70b",), Path(), 65_536, 1234, (1,), 512, GREEDY),
+        )
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        return self.served
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        """Others that are listed too, and would have to be loaded first."""
+        return (Stored("org/another", Path(), 512, 1234),)
+
+
+class Admin(FakeAdmin):
+    said: Mapping[str, object] = STATUS
+
+    def status(self) -> Mapping[str, object]:
+        return self.said
+
+
+class Agent:
+    """A home whose agent answers as its settings say, and a folder of programs."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.home, self.programs = folder / "home", folder / "bin"
+        self.home.mkdir()
+        self.programs.mkdir()
+        self.backend, self.admin = Backend(), Admin()
+        self._settings = Settings(self.home, "127.0.0.1", 0, 1, "tiny", **settings)
+        self._loop, self._stop = asyncio.new_event_loop(), asyncio.Event()
+        self._open = ExitStack()
+
+    def __enter__(self) -> Agent:
+        endpoint = self._open.enter_context(open_endpoint(self._settings))
+        self.url = endpoint.url
+        app = create_app(cast(Any, self.backend), admin=self.admin, access=endpoint.access(KEY))
+        tls = endpoint.tls.context if endpoint.tls is not None else None
+        thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(
+                serve(app, endpoint.sock, self._stop, tls=tls, grace_s=0)
+            )
+        )
+        thread.start()
+        self._open.callback(thread.join, WAIT_S)
+        self._open.callback(self._loop.call_soon_threadsafe, self._stop.set)
+        self._open.enter_context(announced(self.home, endpoint.url, KEY, endpoint.certificate))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+        self._loop.close()
+
+    def install(self, name: str = "claude", folder: Path | None = None) -> Path:
+        program = (folder or self.programs) / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(TELLS)
+        program.chmod(0o755)
+        return program
+
+    def launch(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """`mlxtp launch` with only `programs` on its PATH and this home."""
+        given = {"PATH": str(self.programs), "HOME": str(self.home), "MLXTP_HOME": str(self.home)}
+        return subprocess.run(
+            [sys.executable, "-m", "mlxtp", "launch", *arguments],
+            env=given | environment,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    with Agent(tmp_path) as found:
+        yield found
+
+
+def refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """What it said, once it is clear that it refused and started nothing."""
+    assert (done.returncode, done.stdout) == (1, ""), done
+    return " ".join(done.stderr.split())
+
+
+def test_claude_gets_arguments_and_environment_and_has_the_last_word(agent: Agent) -> None:
+    agent.install()
+    done = agent.launch(
+        "claude", "--", "-p", "two words", "--print",
+        ANTHROPIC_API_KEY="sk-ant-real", CLAUDE_CODE_USE_BEDROCK="1", ANTHROPIC_MODEL="opus", KEPT="yes",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (7, "")  # the program's own status
+    told = json.loads(done.stdout)
+    assert told["arguments"][1:] == ["-p", "two words", "--print"]
+    environment = told["environment"]
+    assert environment["ANTHROPIC_BASE_URL"] == agent.url  # no /v1: Claude Code puts it there
+    assert environment["ANTHROPIC_AUTH_TOKEN"] == "none"
+    assert environment["KEPT"] == "yes"
+    models = {name for name, value in environment.items() if value == MODEL}
+    assert models == {
+        "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+    }  # fmt: skip
+    assert environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
+    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+    assert not environment.keys() & {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK"}
+
+
+def test_a_key_is_sent_as_the_endpoint_takes_it(agent: Agent) -> None:
+    agent.install()
+    by_flag = json.loads(agent.launch("claude", "--key", "flag", MLXTP_KEY="variable").stdout)
+    by_variable = json.loads(agent.launch("claude", MLXTP_KEY="variable").stdout)
+    assert by_flag["environment"]["ANTHROPIC_AUTH_TOKEN"] == "flag"
+    assert by_variable["environment"]["ANTHROPIC_AUTH_TOKEN"] == "variable"
+
+
+def test_what_is_printed_does_the_same_in_a_shell(agent: Agent) -> None:
+    """And needs no program to be installed."""
+    printed = agent.launch("claude", "--print", "--key", "it's a key")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    tells = f"{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+    shell = subprocess.run(
+        ["/bin/sh", "-c", f"{printed.stdout}{tells}"],
+        env={"ANTHROPIC_API_KEY": "sk-ant-real"}, capture_output=True, text=True, timeout=WAIT_S, check=True,
+    )  # fmt: skip
+    environment = json.loads(shell.stdout)
+    assert environment["ANTHROPIC_AUTH_TOKEN"] == "it's a key"
+    assert environment["ANTHROPIC_BASE_URL"] == agent.url
+    assert "ANTHROPIC_API_KEY" not in environment
+    as_json = json.loads(agent.launch("claude", "--print", "--json", "--key", "it's a key").stdout)
+    assert as_json["variables"]["ANTHROPIC_AUTH_TOKEN"] == "it's a key"
+    assert as_json["variables"]["ANTHROPIC_API_KEY"] is None
+
+
+@pytest.mark.parametrize("place", APPLICATIONS["claude"].elsewhere)
+def test_claude_is_found_where_its_installers_put_it(agent: Agent, place: str) -> None:
+    program = Path(place.replace("~", str(agent.home)))
+    agent.install(folder=program.parent)
+    assert json.loads(agent.launch("claude").stdout)["environment"]["ANTHROPIC_MODEL"] == MODEL
+
+
+def test_a_model_with_too_little_room_is_started_with_a_word_of_warning(agent: Agent) -> None:
+    agent.install()
+    agent.backend.served = (ModelInfo(MODEL, (), Path(), 4096, 1234, (1,), 512, GREEDY),)
+    done = agent.launch("claude")
+    assert f"{MODEL} has a context of 4096 tokens, of which claude needs 32768 or more" in done.stderr
+    assert json.loads(done.stdout)["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+
+
+# --- what does not go well --------------------------------------------------------------------------------
+
+
+def test_another_program_is_not_known(agent: Agent) -> None:
+    assert refusal(agent.launch("vi")) == "mlxtp: vi is not known here; known are: claude"
+
+
+def test_without_the_program_it_says_where_to_get_it(agent: Agent) -> None:
+    said = refusal(agent.launch("claude"))
+    assert said == (
+        "mlxtp: claude is not installed, or not on PATH; how to install it: "
+        "https://code.claude.com/docs/en/setup"
+    )
+
+
+def test_without_an_agent(agent: Agent, tmp_path: Path) -> None:
+    agent.install()
+    said = refusal(agent.launch("claude", "--home", str(tmp_path / "other")))
+    assert said.startswith(f"mlxtp: no mlxtp node runs with home {tmp_path / 'other'}; start one with")
+
+
+@pytest.mark.parametrize(
+    ("status", "why"),
+    [
+        ({"state": "idle", "reason": "", "model": ""}, "(idle)"),
+        ({"state": "failed", "reason": "rank 1 is gone", "model": ""}, "(failed: rank 1 is gone)"),
+    ],
+)
+def test_without_a_model(agent: Agent, status: dict[str, str], why: str) -> None:
+    agent.install()
+    agent.admin.said = status
+    said = refusal(agent.launch("claude"))
+    assert said.startswith(f"mlxtp: no model is loaded {why}; `mlxtp serve MODEL` loads one")
+
+
+def test_a_model_that_has_just_gone(agent: Agent) -> None:
+    agent.install()
+    agent.backend.served = ()
+    assert "just being replaced" in refusal(agent.launch("claude"))
+
+
+def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
+    with Agent(tmp_path, api_keys="always") as agent:
+        agent.install()
+        made, key = KeyFile(agent.home).create("laptop", 0, 1.0)
+        asked = refusal(agent.launch("claude"))
+        assert asked.startswith(
+            "mlxtp: the endpoint asks for an API key: give one with --key or in MLXTP_KEY"
+        )
+        wrong = refusal(agent.launch("claude", MLXTP_KEY=f"{key}x"))
+        assert wrong.startswith("mlxtp: the endpoint does not take this API key")
+        until(lambda: agent.launch("claude", MLXTP_KEY=key).returncode == 7, "the agent to see the new key")
+        told = json.loads(agent.launch("claude", MLXTP_KEY=key).stdout)
+    assert made.name == "laptop"
+    assert told["environment"]["ANTHROPIC_AUTH_TOKEN"] == key
+
+
+def test_the_certificate_that_mlxtp_made_is_trusted(tmp_path: Path) -> None:
+    """Claude Code is told where it lies; a client that trusts it and nothing else gets an answer."""
+    with Agent(tmp_path, http_tls=True) as agent:
+        agent.install()
+        environment = json.loads(agent.launch("claude").stdout)["environment"]
+        assert environment["ANTHROPIC_BASE_URL"] == agent.url
+        assert agent.url.startswith("https://127.0.0.1:")
+        trusted = ssl.create_default_context(cafile=environment["NODE_EXTRA_CA_CERTS"])
+        answer = httpx.get(f"{agent.url}/v1/models", verify=trusted, trust_env=False, timeout=WAIT_S)
+    assert answer.json()["data"][0]["id"] == MODEL
+
+
+# --- decisions --------------------------------------------------------------------------------------------
+
+
+def test_a_certificate_that_is_not_known_everywhere_is_named() -> None:
+    served = Served("https://127.0.0.1:1", "m", 9, certificate="/home/https-cert.pem")
+    assert claude(served)["NODE_EXTRA_CA_CERTS"] == "/home/https-cert.pem"
+    assert "NODE_EXTRA_CA_CERTS" not in claude(Served("http://127.0.0.1:1", "m", 9))
+
+
+def test_none_takes_a_variable_away() -> None:
+    variables = {"A": "1", "B": None, "C": None}
+    assert changed({"A": "0", "B": "0", "D": "0"}, variables) == {"A": "1", "D": "0"}
+    assert list(as_shell(variables)) == ["export A=1", "unset B", "unset C"]
+
+
+def test_every_program_is_described() -> None:
+    served = Served("http://127.0.0.1:52415", "some/model", 131_072, "a-key")
+    for application in APPLICATIONS.values():
+        assert application.install.startswith("https://")
+        values = application.variables(served).values()
+        assert {"a-key", "some/model"} <= set(values)
+        assert any(value and value.startswith(served.url) for value in values)

@@ -1,0 +1,414 @@
+"""A model on its way into the cache: from the Hub, from a lender, through breaks, lies and full disks."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, scan_cache_dir
+
+from mlxtp.cluster import manifests
+from mlxtp.errors import (
+    Code,
+    LinkError,
+    ModelError,
+    ProtocolError,
+    RemoteProtocolError,
+)
+from mlxtp.node.store import copying, hub_cache
+from mlxtp.node.store.fetching import Fetch
+from mlxtp.node.store.hub_cache import Damaged, Repo, Stopped
+from mlxtp.node.store.models import find_config
+from mlxtp.wire.frames import encode
+from mlxtp.wire.models import FilesWanted, PieceWanted
+from mlxtp.wire.tls import (
+    ALPN_JOIN,
+    ALPN_MODELS,
+    join_context,
+    member_context_client,
+)
+
+from ...hub import (
+    COMMIT,
+    NEWER,
+    TOKEN,
+    Hub,
+    Model,
+    blob_name,
+    embedded,
+    put,
+    running_hub,
+    with_weights,
+)
+from ...wire.members import founder, member_of
+
+NAME = "some-body/llama"
+CHUNK = 64 * 1024
+EXTRA = 10 * CHUNK + 5
+BIG = "model-extra-0.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(manifests, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(hub_cache, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("mlxtp.node.store.hub.CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
+    monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
+    with running_hub() as running:
+        running.models[NAME] = Model(with_weights(EXTRA))
+        put(running.url, tmp_path / "cache", monkeypatch)
+        yield running
+
+
+def fetch(cache: Path | None = None, revision: str = "main") -> Fetch:
+    return Fetch(Repo(NAME, cache), revision, revision)
+
+
+def same(folder: Path, files: dict[str, bytes]) -> bool:
+    return {path.name: path.read_bytes() for path in folder.iterdir()} == files
+
+
+def test_it_comes_in_the_layout_that_other_programs_read(hub: Hub, tmp_path: Path) -> None:
+    model = hub.models[NAME]
+    model.files = {**model.files, "original/model.safetensors": b"twice", "README.md": b"#", "a.bin": b"b"}
+    folder = fetch().from_hub()
+    assert folder == tmp_path / "cache" / "models--some-body--llama" / "snapshots" / COMMIT
+    assert same(folder, with_weights(EXTRA)), "all that serving needs, and nothing else"
+    link = folder / BIG
+    assert link.is_symlink()
+    assert link.readlink().name == blob_name(BIG, link.read_bytes())
+    found = scan_cache_dir(tmp_path / "cache")
+    assert not found.warnings
+    assert [(repo.repo_id, sorted(repo.refs)) for repo in found.repos] == [(NAME, ["main"])]
+    asked = len(hub.asked)
+    assert fetch().repo.snapshot("main") == folder
+    assert len(hub.asked) == asked
+
+
+def test_what_a_plan_has_fetched_is_no_model_and_not_in_the_way(hub: Hub) -> None:
+    folder = find_config(NAME)
+    assert {path.name for path in folder.iterdir()} == {"config.json"}
+    assert Repo(NAME).commit("main") == ""
+    assert Repo(NAME).snapshot(COMMIT) is None
+    assert fetch().from_hub() == folder
+    assert same(folder, dict(hub.models[NAME].files))
+
+
+def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
+    model = hub.models[NAME]
+    first = fetch()
+    model.pace = 2e6
+    stopped: list[Exception] = []
+
+    def get() -> None:
+        try:
+            first.from_hub()
+        except Stopped as error:
+            stopped.append(error)
+
+    worker = threading.Thread(target=get, daemon=True)
+    worker.start()
+    ends_at = time.monotonic() + 20
+    while model.sent.get(BIG, 0) < EXTRA // 2 and time.monotonic() < ends_at:
+        threading.Event().wait(0.01)
+    first.stop()
+    worker.join(20)
+    assert stopped
+    assert Repo(NAME).snapshot("main") is None, "what is half there is no model"
+    held = Repo(NAME).held(Repo(NAME).begun() or pytest.fail("nothing was kept"))
+    model.pace, model.sent = 0.0, {}
+    folder = fetch().from_hub()
+    assert same(folder, dict(model.files))
+    assert 0 < model.sent[BIG] < EXTRA * 0.7
+    assert held > EXTRA * 0.3
+
+
+def test_a_connection_that_breaks_goes_on_where_it_was(hub: Hub) -> None:
+    hub.models[NAME].cut = {BIG: 6 * CHUNK}
+    assert same(fetch().from_hub(), dict(hub.models[NAME].files))
+    assert hub.models[NAME].sent[BIG] <= EXTRA + CHUNK
+
+
+def test_what_has_another_hash_never_gets_a_name(hub: Hub) -> None:
+    model = hub.models[NAME]
+    model.lies = {BIG: bytes(EXTRA)}
+    with pytest.raises(ModelError, match=f"{BIG} does not have the hash .* twice"):
+        fetch().from_hub()
+    repo = Repo(NAME)
+    assert repo.snapshot("main") is None
+    assert not [path for path in (repo.folder / "blobs").iterdir() if path.stat().st_size == EXTRA]
+    model.lies = {}
+    assert same(fetch().from_hub(), dict(model.files))
+
+
+def test_who_may_not_have_it_is_told_what_to_do(hub: Hub, tmp_path: Path) -> None:
+    model = hub.models[NAME]
+    model.gated = True
+    with pytest.raises(ModelError, match=r"it is gated; accept its terms .*`hf auth login`"):
+        fetch().from_hub()
+    model.gated, model.private = False, True
+    with pytest.raises(ModelError, match="knows no such model, or it is private"):
+        fetch().from_hub()
+    hub.models["some-body/open"] = Model(embedded())
+    with pytest.raises(ModelError, match="it has no revision 'v9'"):
+        Fetch(Repo("some-body/open"), "v9", "v9").from_hub()
+    (tmp_path / "cache" / "no-token").write_text(TOKEN)  # where `hf auth login` leaves it
+    model.gated = True
+    assert same(fetch().from_hub(), dict(model.files))
+
+
+def test_offline_and_unreachable(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set") as refused:
+        fetch().from_hub()
+    assert refused.value.code is Code.MODEL_NOT_FOUND
+
+
+def test_a_disk_without_room_is_told_before_with_numbers(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(map(len, hub.models[NAME].files.values()))
+    monkeypatch.setattr(hub_cache, "free_bytes", lambda _: hub_cache.ROOM_BYTES + size - 1)
+    with pytest.raises(ModelError, match=r"needs [\d.]+ MB more, and .*cache has 1\.1 GB free") as refused:
+        fetch().from_hub()
+    assert refused.value.code is not Code.MODEL_NOT_FOUND, "another Mac's disk does not help this one"
+    assert not hub.models[NAME].sent
+    monkeypatch.setattr(hub_cache, "free_bytes", lambda _: hub_cache.ROOM_BYTES + size)
+    assert fetch().from_hub().is_dir()
+
+
+def test_a_newer_revision_costs_what_differs_and_removing_one_frees_that(hub: Hub) -> None:
+    fetch().from_hub()
+    model = hub.models[NAME]
+    model.files = {**model.files, "model-extra-1.safetensors": bytes(5 * CHUNK)}
+    model.commits["main"], model.sent = NEWER, {}
+    fetch().from_hub()
+    assert set(model.sent) == {"model-extra-1.safetensors"}
+    repo = Repo(NAME)
+    assert repo.commits() == {COMMIT, NEWER}
+    assert repo.commit("main") == NEWER
+    freed = repo.remove(frozenset({NEWER}))
+    assert 5 * CHUNK <= freed < 6 * CHUNK
+    older = repo.snapshot(COMMIT)
+    assert older is not None
+    assert same(older, with_weights(EXTRA))
+    assert repo.remove(frozenset({COMMIT})) > EXTRA
+    assert not repo.folder.exists()
+
+
+# --- from a lender ----------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A lender with all of the model, and a cache that has nothing."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        fetch().from_hub()
+        self.theirs = Repo(NAME)
+        self.one = founder(tmp_path)
+        self.two = member_of(self.one, tmp_path)
+        self.welcome = {self.two.identity.node_id}
+        self.cache = tmp_path / "other"
+        self.lender = copying.Lender("127.0.0.1", self.one.credentials, self._lent, self._may)
+        self.asked: list[str] = []
+
+    def _lent(self, name: str) -> tuple[Repo, manifests.Manifest] | None:
+        self.asked.append(name)
+        manifest = self.theirs.manifest(self.theirs.commit("main"))
+        return (self.theirs, manifest) if name == NAME and manifest is not None else None
+
+    def _may(self, identity: object) -> bool:
+        return getattr(identity, "node_id", "") in self.welcome
+
+    def connect(self) -> copying.Channel:
+        address = f"127.0.0.1:{self.lender.port}"
+        return copying.connect([address], self.one.identity.node_id, self.two.credentials)
+
+    def copy(self) -> Path:
+        return fetch(self.cache).from_member(NAME, self.connect)
+
+
+@pytest.fixture
+def pair(hub: Hub, tmp_path: Path) -> Iterator[Pair]:
+    found = Pair(tmp_path)
+    hub.asked.clear()
+    yield found
+    found.lender.close()
+
+
+def test_a_copy_is_the_same_and_the_hub_is_not_asked(hub: Hub, pair: Pair) -> None:
+    folder = pair.copy()
+    assert same(folder, with_weights(EXTRA))
+    assert folder.is_relative_to(pair.cache)
+    assert Repo(NAME, pair.cache).commit("main") == COMMIT
+    assert hub.asked == []
+
+
+def test_a_copy_takes_what_the_lender_itself_still_gets(pair: Pair) -> None:
+    whole = pair.theirs.blob(next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG))  # type: ignore[union-attr]
+    body, file = whole.read_bytes(), hub_cache.ModelFile(BIG, EXTRA, whole.name)
+    whole.unlink()
+    part = hub_cache.Part(pair.theirs, file, lambda: False)
+    part.open()
+    ours = fetch(pair.cache)
+    done: list[Path] = []
+    worker = threading.Thread(target=lambda: done.append(ours.from_member(NAME, pair.connect)))
+    worker.start()
+    for chunk in reversed(range(file.chunks)):  # in no order, as it comes to one who copies itself
+        at, size = file.span(chunk)
+        part.write(at, body[at : at + size])
+        part.came(chunk)
+        if chunk == file.chunks // 2:
+            ends_at = time.monotonic() + 20
+            while ours.held < 7 * CHUNK and time.monotonic() < ends_at:
+                threading.Event().wait(0.01)
+            assert ours.held > 3 * CHUNK
+            assert ours.repo.snapshot("main") is None
+    part.finish()
+    part.close()
+    worker.join(20)
+    assert same(done[0], with_weights(EXTRA))
+
+
+def test_damage_on_the_lenders_disk_is_noticed_and_stays_there(pair: Pair) -> None:
+    file = next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)  # type: ignore[union-attr]
+    with pair.theirs.blob(file).open("r+b") as blob:
+        blob.seek(3 * CHUNK)
+        blob.write(b"\0\0\0\0")
+    with pytest.raises(Damaged, match=BIG):
+        pair.copy()
+    repo = Repo(NAME, pair.cache)
+    assert repo.snapshot("main") is None
+    assert not repo.has(file)
+    assert not repo.part(file).exists()
+
+
+def test_a_lender_that_goes_leaves_what_has_come(
+    hub: Hub, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = 0
+    lend = copying._lend
+
+    def dies(*args: object) -> None:
+        nonlocal pieces
+        pieces += 1
+        if pieces == 12:
+            pair.lender.close()
+        lend(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(copying, "_lend", dies)
+    with pytest.raises(LinkError, match=r"cut short|nothing can be copied"):
+        pair.copy()
+    repo = Repo(NAME, pair.cache)
+    begun = repo.begun()
+    assert begun is not None
+    assert 0 < repo.held(begun) < begun.size
+    hub.models[NAME].sent = {}
+    assert same(fetch(pair.cache).from_hub(), with_weights(EXTRA)), "and the Hub brings the rest"
+    assert sum(hub.models[NAME].sent.values()) < begun.size
+
+
+def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> None:
+    pair.welcome.clear()
+    with pytest.raises(LinkError):
+        copying.ask(pair.connect(), NAME)
+    pair.welcome.add(pair.two.identity.node_id)
+    channel = pair.connect()
+    for name in ("../../etc/passwd", "some-body/other", f"{NAME}@../..", "/etc/passwd", ""):
+        with pytest.raises(LinkError, match="nothing of"):
+            copying.ask(channel, name)
+    manifest, _ = copying.ask(channel, NAME)
+    for place, piece in ((len(manifest.blobs), 0), (0, 1000), (2**32 - 1, 2**32 - 1)):
+        other = pair.connect()
+        copying.ask(other, NAME)
+        other.send(PieceWanted(place, piece))
+        with pytest.raises(LinkError):
+            other.next()
+    early = pair.connect()
+    early.send(PieceWanted(0, 0))
+    with pytest.raises(LinkError):
+        early.next()
+    long = pair.connect()
+    long.send_bytes((8 << 20).to_bytes(4, "big"))
+    with pytest.raises(LinkError):
+        long.next()
+    pair.welcome.clear()  # removed while it is connected
+    channel.send(FilesWanted(NAME))
+    channel.next()
+    with pytest.raises(LinkError):
+        copying.ask(channel, NAME)
+
+
+def test_a_lender_that_falls_silent_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "IDLE_S", 1)
+    monkeypatch.setattr(copying, "_lend", lambda *_: threading.Event().wait(3))
+    with pytest.raises(LinkError, match="stood still for 1 s") as silent:
+        pair.copy()
+    assert silent.value.code is Code.LINK_TIMEOUT
+
+
+def test_a_link_out_of_the_cache_is_not_followed(pair: Pair, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    file = next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)  # type: ignore[union-attr]
+    secret.write_bytes(bytes(file.size))
+    pair.theirs.blob(file).unlink()
+    pair.theirs.blob(file).symlink_to(secret)
+    with pytest.raises(LinkError, match="is not there any more"):
+        pair.copy()
+
+
+def test_strangers_and_joiners_do_not_get_in(pair: Pair, tmp_path: Path) -> None:
+    import socket
+
+    stranger = founder(tmp_path)
+    address = ("127.0.0.1", pair.lender.port)
+    for context in (
+        join_context(),
+        member_context_client(pair.two.credentials, ALPN_JOIN),
+        member_context_client(stranger.credentials, ALPN_MODELS),
+    ):
+        context.check_hostname = False
+        try:
+            with context.wrap_socket(socket.create_connection(address, 5)) as tls:
+                tls.sendall(encode(FilesWanted(NAME), 0, 0))
+                got = tls.recv(1)
+        except OSError:
+            got = b""
+        assert not got
+    with pytest.raises(ProtocolError, match="is another node"):
+        copying.connect([f"127.0.0.1:{pair.lender.port}"], "f" * 32, pair.two.credentials)
+    assert pair.asked == []
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/passwd", "a/../../x", "..", "a//b", ".hidden", "a\\b", "a\0b", "x/" * 5 + "x"]
+)
+def test_a_manifest_with_a_path_that_leads_elsewhere_is_none(path: str) -> None:
+    good = manifests.Manifest(NAME, COMMIT, (manifests.ModelFile("config.json", 1, "0" * 40),))
+    assert manifests.from_bytes(manifests.to_bytes(good)) == good
+    bad = manifests.Manifest(NAME, COMMIT, (manifests.ModelFile(path, 1, "0" * 40),))
+    with pytest.raises(ValueError, match="no path inside a snapshot"):
+        manifests.from_bytes(manifests.to_bytes(bad))
+
+
+def test_a_lender_that_lies_about_the_manifest_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "to_bytes", lambda _: b'{"name": "a/b", "revision": "x", "files": []}')
+    with pytest.raises(RemoteProtocolError, match="a manifest that makes no sense"):
+        pair.copy()
+    assert not (pair.cache / "models--some-body--llama" / "snapshots").exists()
+
+
+def test_two_programs_get_it_once(hub: Hub) -> None:
+    hub.models[NAME].pace = 4e6
+    found: list[Path] = []
+    workers = [threading.Thread(target=lambda: found.append(fetch().from_hub())) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert len(set(found)) == 1
+    assert hub.models[NAME].sent[BIG] == EXTRA
+    assert shutil.disk_usage(found[0]).free

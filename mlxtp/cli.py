@@ -14,35 +14,20 @@ import typer
 
 from . import __version__
 from .commands import (
+    bench,
     chat,
+    cluster,
     completions,
+    config,
+    doctor,
+    keys,
     launch,
-)
-from .commands import (
-    cluster as commands,
-)
-from .commands import (
-    config as config_commands,
-)
-from .commands import (
-    doctor as doctor_commands,
-)
-from .commands import (
-    keys as key_commands,
-)
-from .commands import (
-    models as model_commands,
-)
-from .commands import (
-    service as service_commands,
+    models,
+    plan,
+    service,
 )
 from .commands.about import about
-from .commands.options import (
-    FLAGS,
-    Home,
-    Join,
-    takes,
-)
+from .commands.options import FLAGS, AsJson, Home, Join, NodeHome, takes
 from .config import Settings, home_folder, resolve_join, resolve_settings
 from .errors import ConfigError, Exit, GroupError, MlxtpError
 from .interrupts import ending_at_once
@@ -67,7 +52,7 @@ app = typer.Typer(
 
 @app.command(context_settings={"ignore_unknown_options": False})
 @takes(*FLAGS)
-def node(join: Join = None, home: Home = None, **flags: object) -> None:
+def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
     """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
 
     On the first Mac `mlxtp node` founds a cluster, and prints the command for the next one.
@@ -102,7 +87,7 @@ def node(join: Join = None, home: Home = None, **flags: object) -> None:
 @app.command(name="demo")
 @takes("model", "http", "ranks")
 def demo_command(
-    home: Home = None,
+    home: NodeHome = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
     once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
     as_json: Annotated[
@@ -126,15 +111,9 @@ def demo_command(
         print(json.dumps(outcome, ensure_ascii=False))
 
 
-commands.register(app)
-chat.register(app)
-doctor_commands.register(app)
-key_commands.register(app)
-completions.register(app)
-config_commands.register(app)
-launch.register(app)
-model_commands.register(app)
-service_commands.register(app)
+_ALL = (cluster, chat, models, plan, bench, doctor, keys, launch, config, service, completions)
+for each in _ALL:
+    each.register(app)
 
 
 @app.command()
@@ -142,8 +121,8 @@ def version(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="With what else a report should say: packages, system, paths.")
     ] = False,
-    home: commands.Home = None,
-    as_json: commands.AsJson = False,
+    home: Home = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the version."""
     told = about(home_folder(home).resolve()) if verbose else {}

@@ -182,45 +182,28 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "cluster": frozenset({"wire", "errors"}),
     "engine": frozenset({"wire", "errors"}),
     "api": frozenset({"errors"}),
-    "node": frozenset({"api", "cluster", "doctor", "wire", "config", "errors"}),
-    "demo": frozenset({"node", "asking", "client", "config"}),
+    "node.store": frozenset({"api", "cluster", "wire", "config", "errors"}),
+    "node": frozenset({"node.store", "api", "cluster", "doctor", "wire", "config", "errors"}),
     "asking": frozenset({"errors"}),
-    "markdown": frozenset(),
-    "chat": frozenset({"asking", "client", "commands", "completions", "config", "errors", "markdown"}),
-    "plan": frozenset({"cluster", "config", "errors"}),
-    "bench": frozenset({"cluster"}),
-    "bench_speed": frozenset({"client", "errors", "launch"}),
     "client": frozenset({"asking", "errors"}),
     "postmortem": frozenset({"errors"}),
     "doctor": frozenset({"postmortem", "cluster", "wire", "errors"}),
+    "service": frozenset({"client", "config", "errors"}),
+    "logs": frozenset({"api", "errors", "settings"}),
     "commands": frozenset(
         {
-            *("plan", "bench", "bench_speed", "client", "completions", "launch", "node", "watch"),
-            *("cluster", "config", "errors", "wire"),
+            *("asking", "client", "cluster", "config", "doctor", "errors", "node", "node.store", "service"),
+            *("settings", "values", "wire", ""),
         }
     ),
-    "doctor_commands": frozenset({"client", "commands", "config", "doctor", "errors", "node"}),
-    "key_commands": frozenset({"client", "commands", "completions", "config", "errors", "node"}),
-    "model_commands": frozenset({"client", "cluster", "commands", "completions", "config", "errors", "node"}),
-    "about": frozenset({"client", ""}),
-    "completions": frozenset({"client", "cluster", "config", "errors", "node"}),
-    "watch": frozenset({"client", "errors"}),
-    "config_commands": frozenset({"client", "commands", "config", "errors", "settings"}),
-    "launch": frozenset({"client", "config", "errors", "node"}),
-    "service": frozenset({"client", "config", "errors"}),
-    "service_commands": frozenset({"client", "commands", "config", "errors", "options", "service", ""}),
     "terminal": frozenset({"errors"}),
-    "logs": frozenset({"api", "errors", "settings"}),
-    "options": frozenset({"settings", "values"}),
+    "interrupts": frozenset(),
     "cli": frozenset(
         {
-            *("commands", "config_commands", "doctor_commands", "key_commands", "model_commands"),
-            *("service_commands", "launch"),
-            *("demo", "chat", "logs", "options", "about", "completions", "interrupts", "terminal", "node"),
-            *("cluster", "config", "errors", "settings", ""),
+            *("cluster", "commands", "config", "errors", "interrupts", "logs", "node", "settings"),
+            *("terminal", ""),
         }
     ),
-    "interrupts": frozenset(),
     "__main__": frozenset({"cli", "interrupts"}),
     "": frozenset(),
 }
@@ -245,7 +228,10 @@ def imported_modules(source: Source) -> dict[str, set[str]]:
 
 
 def part(module: str) -> str:
-    return module.removeprefix("mlxtp").removeprefix(".").split(".")[0]
+    """The longest of the names above that the module is in."""
+    name = module.removeprefix("mlxtp").removeprefix(".")
+    inner = ".".join(name.split(".")[:2])
+    return inner if inner in MAY_IMPORT else name.split(".")[0]
 
 
 def wrong_directions(source: Source) -> list[str]:
@@ -291,6 +277,7 @@ def test_imports_follow_the_direction() -> None:
         ("mlxtp.api.backend", "from ..wire.link import Link"),
         ("mlxtp.node.agent", "from ..engine.worker import main"),
         ("mlxtp.node.agent", "from .. import cli"),
+        ("mlxtp.node.store.hub", "from ..cluster import Cluster"),
         ("mlxtp.errors", "from .wire import messages"),
         ("mlxtp.plugins", "x = 1"),
     ],
@@ -457,7 +444,7 @@ def test_mlx_elsewhere_is_found(bad: str) -> None:
 
 def test_an_agent_starts_without_mlx() -> None:
     script = (
-        "import sys, mlxtp.node.agent, mlxtp.node.models\n"
+        "import sys, mlxtp.node.agent, mlxtp.node.store.models\n"
         "from mlxtp.api.text.tokens import Text\n"
         "from mlxtp.config import embedded_model_path\n"
         "Text.load(embedded_model_path()).prompt_ids([{'role': 'user', 'content': 'x'}])\n"

@@ -208,7 +208,7 @@ def test_ctrl_c_is_not_for_who_runs_in_the_background() -> None:
 
 
 def test_ctrl_c_while_a_command_runs_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtp.commands.cluster._agent", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("mlxtp.commands.status.AgentClient", lambda _: signal.raise_signal(signal.SIGINT))
     for words in ("status", "status --json"):
         done = mlxtp(words)
         assert (done.exit_code, done.stdout, done.stderr) == (130, "", "")

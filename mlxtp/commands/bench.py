@@ -1,110 +1,51 @@
-"""`mlxtp bench --fabric`: what was measured of a fabric, as a table with a picture."""
+"""`mlxtp bench`: measures; `bench_speed` and `bench_fabric` say how, and show it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any
+import os
+from typing import Annotated
 
-from rich.markup import escape
-from rich.table import Table
+import typer
+from rich.console import Console
 
-from ..cluster.measurements import gather_share, sum_share
+from ..client import AgentClient
+from .options import AsJson, Home
+from .printing import home_of, print_answer
 
-_BAR = 12
-"""Characters of the longest bar."""
-_PARTS = " ▏▎▍▌▋▊▉█"
-_LEAST_DECADES = 1.0
+_BENCH_S = 60.0
+"""How long measuring may take, wherever rank 0 is."""
 
 
-def show(answer: Mapping[str, Any]) -> list[Any]:
-    """What the agent measured, line by line. Times are of the slowest rank."""
-    names = " + ".join(answer["names"])
-    fences = "fast fences (--fast-fences)" if answer["fast_fences"] else "default fences"
-    return [
-        f"[bold]{escape(answer['kind'])}[/], {escape(answer['backend'])}: {escape(names)}; {fences}",
-        _table(answer),
-        _collective(answer),
-        "[dim]yellow: how long, on a logarithmic scale; cyan: bytes over one link, on a linear one[/]",
-    ]
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command()(bench)
 
 
-def _table(answer: Mapping[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("bytes", "sum", "", "a link", "", "gather", "a link"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    sums, gathers = answer["sums_s"], answer["gathers_s"]
-    count = len(answer["names"])
-    summing = _speeds(answer["sizes"], sums, sum_share(count))
-    gathering = _speeds(answer["sizes"], gathers, gather_share(count))
-    columns = (
-        map(amount, answer["sizes"]),
-        map(duration, sums),
-        [f"[yellow]{bar}[/]" for bar in bars(sums, logarithmic=True)],
-        map(_rate, summing),
-        [f"[cyan]{bar}[/]" for bar in bars(summing)],
-        map(duration, gathers),
-        map(_rate, gathering),
-    )
-    for cells in zip(*columns, strict=True):
-        table.add_row(*cells)
-    return table
+def bench(
+    fabric: Annotated[
+        bool, typer.Option("--fabric", help="What sums and gathers over the group's links take, by size.")
+    ] = False,
+    key: Annotated[
+        str,
+        typer.Option(metavar="KEY", help="The API key, where the endpoint asks for one; also MLXTP_KEY."),
+    ] = "",
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast the served model reads and writes, as a table to paste, while nobody else asks.
 
-
-def _speeds(sizes: Sequence[int], times: Sequence[float], share: float) -> list[float]:
-    """Bytes/s on one link."""
-    return [size * share / seconds for size, seconds in zip(sizes, times, strict=True)]
-
-
-def _rate(speed: float) -> str:
-    return f"{speed / 1e9:.2f} GB/s" if speed >= 1e9 else f"{speed / 1e6:.0f} MB/s"
-
-
-def _collective(answer: Mapping[str, Any]) -> str:
-    each = f"a collective within a forward: [bold]{duration(answer['collective_s'])}[/]"
-    if answer["metal"]:
-        return f"{each}, its fence between GPU and CPU included; placement counts with it"
-    return f"{each}; no GPU computes here, so there are no fences: what those cost shows on Metal only"
-
-
-def summary(result: Mapping[str, Any]) -> str:
-    """One line about a measurement that is kept."""
-    day = datetime.fromtimestamp(result["at"]).astimezone().strftime("%Y-%m-%d %H:%M")
-    return f"{duration(result['collective_s'])} a collective, measured {day}"
-
-
-def bars(values: Sequence[float], *, logarithmic: bool = False) -> list[str]:
-    """A bar for each of these positive values, the largest one full, to an eighth of a character.
-
-    On the logarithmic scale the smallest value has the shortest bar.
+    With --fabric: what the links between its ranks take; plans count with it from then on.
     """
-    largest, smallest = max(values), min(values)
-    if logarithmic:
-        decades = max(math.log10(largest / smallest), _LEAST_DECADES)
-        shares = [1 + (math.log10(value / largest)) / (decades * 1.1) for value in values]
-    else:
-        shares = [value / largest for value in values]
-    return [_bar(round(share * _BAR * 8)) for share in shares]
+    if fabric:
+        from . import bench_fabric
 
+        answer = AgentClient(home_of(home), _BENCH_S).post("bench/fabric")
+        print_answer(answer, as_json, bench_fabric.show)
+        return
+    from . import bench_speed
+    from .launch import find_served
 
-def _bar(eighths: int) -> str:
-    eighths = max(eighths, 1)
-    return (_PARTS[-1] * (eighths // 8) + _PARTS[eighths % 8]).strip()
-
-
-def duration(seconds: float) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size or unit == "µs":
-            value = seconds / size
-            break
-    return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
-
-
-def amount(size: int) -> str:
-    """Bytes, in powers of 1024 where they fit."""
-    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size % factor == 0:
-            return f"{size // factor} {unit}"
-    return f"{size} B"
+    served = find_served(home_of(home), key or os.environ.get("MLXTP_KEY", ""))
+    with Console(stderr=True, highlight=False).status("") as shown:
+        found = bench_speed.measure(served, AgentClient(home_of(home)), shown.update)
+    print_answer(found, as_json, bench_speed.show)

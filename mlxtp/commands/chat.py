@@ -22,7 +22,7 @@ from ..client import AgentClient
 from ..config import home_folder
 from ..errors import MlxtpError, UserError
 from . import completions
-from .cluster import AsJson, Home
+from .options import AsJson, Home
 
 PROMPT = ">>> "
 MORE = "... "

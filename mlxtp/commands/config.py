@@ -22,7 +22,8 @@ from ..config import (
 )
 from ..errors import UserError
 from ..settings import JOIN, SETTINGS, Setting
-from .cluster import AsJson
+from .options import AsJson
+from .printing import print_json
 
 Home = Annotated[
     Path | None,
@@ -52,7 +53,7 @@ def show(
     settings = resolve_settings({"home": home})
     running = _running(settings)
     if as_json:
-        print(json.dumps(_as_json(settings, running), ensure_ascii=False))
+        print_json(_as_json(settings, running))
         return
     console = Console(highlight=False)
     for line in _lines(settings, running, origin=origin):
@@ -63,7 +64,7 @@ def path(home: Home = None, as_json: AsJson = False) -> None:
     """Print where the file of settings is, or would be: nothing makes it but you."""
     file = home_folder(home).resolve() / FILE
     if as_json:
-        print(json.dumps({"path": str(file), "exists": file.is_file()}, ensure_ascii=False))
+        print_json({"path": str(file), "exists": file.is_file()})
     else:
         print(file)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +10,10 @@ import typer
 from rich.console import Console
 
 from ..client import AgentClient, agent_runs
-from ..config import home_folder, resolve_settings
+from ..config import resolve_settings
 from ..errors import Exit, UserError
-from .cluster import AsJson, Home
+from .options import AsJson, Home
+from .printing import home_of, print_json
 
 ASK_S = 60.0
 """How long looking may take; `system_profiler` alone has 20 s."""
@@ -46,7 +46,7 @@ def doctor(
     1 when there is an error, 0 with warnings.
     """
     if postmortem:
-        _show_failures(folders, _home(home), as_json=as_json)
+        _show_failures(folders, home_of(home), as_json=as_json)
         return
     if folders:
         raise UserError("folders are read with --postmortem: `mlxtp doctor --postmortem FOLDER ...`")
@@ -54,7 +54,7 @@ def doctor(
 
     report = _report(home)
     if as_json:
-        print(json.dumps(report, ensure_ascii=False))
+        print_json(report)
     else:
         _show(report)
     if report["level"] == Level.ERROR:
@@ -63,7 +63,7 @@ def doctor(
 
 def _report(home: Path | None) -> Mapping[str, Any]:
     """The agent's, or this command's own where no agent answers."""
-    folder, problem = _home(home), ""
+    folder, problem = home_of(home), ""
     if agent_runs(folder):
         try:
             return AgentClient(folder, ASK_S).get("doctor")
@@ -98,13 +98,9 @@ def _show_failures(folders: list[Path] | None, home: Path, *, as_json: bool) -> 
 
     found = examining.postmortems(folders or [examining.newest(home)], ask)
     if as_json:
-        print(json.dumps(examining.as_json(found), ensure_ascii=False))
+        print_json(examining.as_json(found))
         return
     console = Console(highlight=False)
     for each in found:
         for line in examining.show(each):
             console.print(line)
-
-
-def _home(home: Path | None) -> Path:
-    return home_folder(home).resolve()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,9 @@ from ..client import AgentClient
 from ..config import home_folder
 from ..errors import UserError
 from ..node.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile
-from .cluster import AsJson
 from .completions import keys
+from .options import AsJson
+from .printing import print_json
 
 Home = Annotated[
     Path | None,
@@ -60,7 +60,7 @@ def create(
         raise UserError(f"--per-minute {per_minute}: a key has at least one request a minute")
     made, text = _keys(home).create(name, per_minute or 0, time.time())
     if as_json:
-        _print_json({"key": text, **_row(made, {})})
+        print_json({"key": text, **_row(made, {})})
         return
     print(text)
     print(_HOW.format(name=made.name), file=sys.stderr)
@@ -72,7 +72,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
     used = _used(file.path.parent)
     rows = [_row(key, used) for key in file.load()]
     if as_json:
-        _print_json({"keys": rows})
+        print_json({"keys": rows})
     elif rows:
         Console(highlight=False).print(_table(rows))
     else:
@@ -87,7 +87,7 @@ def revoke(
     """End an API key: within a second it opens nothing any more."""
     left = _keys(home).revoke(name)
     if as_json:
-        _print_json({"revoked": name, "left": left})
+        print_json({"revoked": name, "left": left})
         return
     print(f"the key of {name} opens nothing any more")
     if not left:
@@ -132,7 +132,3 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _when(at: int | None) -> str:
     """A time in seconds since 1970, as clocks here show it."""
     return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")
-
-
-def _print_json(answer: Mapping[str, Any]) -> None:
-    print(json.dumps(answer, ensure_ascii=False))

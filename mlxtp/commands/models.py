@@ -5,7 +5,6 @@ A running agent pulls, so that its cluster downloads once; without one this proc
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -29,7 +28,6 @@ from rich.table import Table
 
 from ..client import AgentClient
 from ..cluster.manifests import Manifest
-from ..config import home_folder
 from ..errors import (
     Code,
     Exit,
@@ -48,7 +46,8 @@ from ..node.store.hub_cache import (
 )
 from ..node.store.stored import Revision, revisions_here
 from . import completions
-from .cluster import AsJson, Home
+from .options import AsJson, Home
+from .printing import home_of, print_json
 
 LOOK_S = 0.5
 _PULL_S = 60.0
@@ -90,7 +89,7 @@ def pull(
         rows = [_by_itself(model, as_json)]
     problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
-        _print_json({"model": model, "members": rows})
+        print_json({"model": model, "members": rows})
     for problem in () if as_json else problems:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]mlxtp:[/] {escape(problem)}")
     if problems:
@@ -105,7 +104,7 @@ def list_(home: Home = None, as_json: AsJson = False) -> None:
     elsewhere = _elsewhere(home)
     rows = [_row(each, elsewhere) for each in revisions_here()]
     if as_json:
-        _print_json({"folder": str(cache_folder()), "models": rows})
+        print_json({"folder": str(cache_folder()), "models": rows})
         return
     if not rows:
         print(f"no model is in {cache_folder()}; `mlxtp pull OWNER/NAME` brings one")
@@ -127,7 +126,7 @@ def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     except OSError as error:
         raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
     if as_json:
-        _print_json({"removed": model, "revisions": sorted(chosen), "freed_bytes": freed})
+        print_json({"removed": model, "revisions": sorted(chosen), "freed_bytes": freed})
         return
     print(f"{model} is removed; {gigabytes(freed)} are free again")
 
@@ -154,7 +153,7 @@ def verify(
                 repo.blob(file).unlink(missing_ok=True)
         _by_itself(f"{repo.name}@{commit}", as_json)
     if as_json:
-        _print_json({"model": model, "revision": commit, "bytes": manifest.size, "damaged": bad})
+        print_json({"model": model, "revision": commit, "bytes": manifest.size, "damaged": bad})
     elif not bad:
         print(f"{model}: {len(manifest.files)} files, {gigabytes(manifest.size)}, all as they should be")
     else:
@@ -174,7 +173,7 @@ def _by_agent(
 ) -> list[Mapping[str, Any]] | None:
     """The agent's last word of each member; None when there is no agent that can."""
     try:
-        client = AgentClient(_home(home), _PULL_S)
+        client = AgentClient(home_of(home), _PULL_S)
         name = client.post("pull", model=model, everywhere="yes" if everywhere else "")["model"]
     except UserError as error:
         if everywhere or error.code not in (Code.NOT_READY, Code.NOT_SUPPORTED):
@@ -311,7 +310,7 @@ def _check_hub(model: str) -> tuple[Repo, str]:
 def _unless_needed(model: str, home: Path | None) -> None:
     """Raises UserError while a running agent needs it."""
     try:
-        AgentClient(_home(home)).post("removable", model=model)
+        AgentClient(home_of(home)).post("removable", model=model)
     except UserError as error:
         if error.code is not Code.NOT_READY:
             raise
@@ -319,7 +318,7 @@ def _unless_needed(model: str, home: Path | None) -> None:
 
 def _elsewhere(home: Path | None) -> list[Mapping[str, Any]]:
     try:
-        return list(AgentClient(_home(home)).get("stored")["elsewhere"])
+        return list(AgentClient(home_of(home)).get("stored")["elsewhere"])
     except UserError:
         return []
 
@@ -352,11 +351,3 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             escape(", ".join(row["elsewhere"])),
         )
     return table
-
-
-def _home(home: Path | None) -> Path:
-    return home_folder(home).resolve()
-
-
-def _print_json(answer: Mapping[str, Any]) -> None:
-    print(json.dumps(answer, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""The options of `mlxtp node` and `mlxtp demo`: the settings of the table, and two that no file has."""
+"""Options that commands share; and those of `mlxtp node` and `mlxtp demo`: the settings, and two more."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from ..settings import (
 from ..values import parse_switch
 
 Home = Annotated[
+    Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, also for an error.")]
+NodeHome = Annotated[
     Path | None,
     typer.Option(
         help="Folder for what is kept, such as who belongs to the cluster, and for config.toml; also "

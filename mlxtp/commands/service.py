@@ -33,7 +33,8 @@ from ..service.description import (
     unseen,
 )
 from ..service.shell import not_ours, wait_until
-from .cluster import AsJson, drain_agent
+from .cluster import drain_agent
+from .options import AsJson
 
 STOPPED_S = 30.0
 """How long the manager may take to notice that an agent has ended."""

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from mlxtp import doctor
 from mlxtp.api.backend import Request
 from mlxtp.config import Limits
+from mlxtp.doctor.postmortem import postmortems
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.node.epoch import State, is_legal
 from mlxtp.postmortem.examination import Postmortem
@@ -233,7 +233,7 @@ class FaultyCluster(Cluster):
         for path in folder.iterdir():
             text = path.read_text()
             assert not [word for word in ("Repeat", "FALCON", "UVWXYZ", "Count from") if word in text]
-        (postmortem,) = doctor.postmortems([folder])
+        (postmortem,) = postmortems([folder])
         return postmortem
 
     def states(self) -> list[State]:

@@ -31,7 +31,7 @@ def open_in_new_process(name: str, endpoint: str, cache: Path) -> subprocess.Com
     program = (
         "import asyncio, sys\n"
         "from mlxtp.errors import MlxtpError\n"
-        "from mlxtp.node.models import open_model\n"
+        "from mlxtp.node.store.models import open_model\n"
         "try:\n"
         "    model = asyncio.run(open_model(sys.argv[1]))\n"
         "    print(model.id, sorted(p.name for p in model.path.iterdir()))\n"

@@ -17,7 +17,7 @@ from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.placement import Options
 from mlxtp.cluster.speed import Measured
 from mlxtp.cluster.topology import Member
-from mlxtp.commands import plan
+from mlxtp.commands import planning as plan
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
 from mlxtp.node.conductor import Conductor

@@ -1,0 +1,36 @@
+"""What a command prints of an answer, for people or for programs; and whose answer it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..config import home_folder
+
+
+def home_of(home: Path | None) -> Path:
+    """The folder of the agent that a command is about."""
+    return home_folder(home).resolve()
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """One object on one line."""
+    print(json.dumps(answer, ensure_ascii=False))
+
+
+def print_answer(answer: Mapping[str, Any], as_json: bool, show: Any) -> None:
+    """As one JSON object, or as `show` makes it: a string, or what rich can draw, one or several."""
+    if as_json:
+        print_json(answer)
+        return
+    shown = show(answer)
+    if isinstance(shown, str):
+        print(shown)
+        return
+    console = Console(highlight=False)
+    for part in shown if isinstance(shown, list) else [shown]:
+        console.print(part)

@@ -65,9 +65,7 @@ def serve(
 
     client = AgentClient(home_of(home), _HUB_S)
     answer = client.post("serve", model=lasting_name(model) if model else "", nodes=nodes)
-    print_answer(
-        answer, as_json, lambda a: f"{a['model']} shall be served; `mlxtp status` shows how far it is"
-    )
+    print_answer(answer, as_json, _wished)
 
 
 def unload(home: Home = None, as_json: AsJson = False) -> None:
@@ -183,6 +181,14 @@ def leave(
         Store(folder).leave()
         answer = {"left": identity.cluster_id, "members": None}
     print_answer(answer, as_json, _farewell)
+
+
+def _wished(answer: Mapping[str, Any]) -> str:
+    looking = "`mlxtp status` shows how far it is"
+    if not answer.get("coming"):
+        return f"{answer['model']} shall be served; {looking}"
+    until = answer["until_then"]
+    return f"{answer['model']} is on its way, and served once it is here; until then {until} is. {looking}"
 
 
 def _drain_line(progress: Mapping[str, Any]) -> str:

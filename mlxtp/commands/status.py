@@ -60,6 +60,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         if wanted["model"]:
             spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
             lines.append(f"wanted: {escape(wanted['model'])}{spread}")
+        lines += [_indented(each, "cyan") for each in answer.get("coming", ())]
         if answer["world_size"] > 1 and answer["state"] == "ready":
             from . import bench_fabric
 

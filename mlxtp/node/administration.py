@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from .drain import Drain
 from .key_ring import KeyRing
 from .observer import Observer
 from .store.hub_cache import Repo, hub_name
-from .store.models import check_model, in_folders
 from .store.stored import models_here
 from .supervisor import Supervisor
 
@@ -192,6 +190,7 @@ class Member(Alone):
         super().__init__(cluster.supervisor, cluster.name)
         self.draining = Drain(cluster.supervisor, cluster)
         self.observer = Observer(cluster.supervisor, cluster.name, cluster)
+        self.wishes = cluster.wishes
         self._cluster = cluster
         self._store = store
 
@@ -214,6 +213,7 @@ class Member(Alone):
                 "version": desired.version,
                 "pinned": desired.pinned,
             },
+            "coming": self.wishes.told(),
             "fabric": self._fabric(),
             "members": self._members(),
         }
@@ -260,20 +260,18 @@ class Member(Alone):
         return {"files": await self._cluster.records.gather(int(epoch[:19]), epoch_id)}
 
     async def serve(self, model: str, nodes: str) -> Json:
-        """What the cluster should serve from now on. Nothing changes if it is a model that nobody can get."""
+        """What the cluster should serve from now on, or from when it is here."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        cluster = self._cluster
-        over = parse_nodes(nodes, "--nodes") if nodes else ""
-        present = cluster.coordination.desired
-        if model != present.model:
-            found = in_folders(model, cluster.settings.model_folders)
-            elsewhere = cluster.getting.is_elsewhere(model)
-            await asyncio.to_thread(partial(check_model, found, elsewhere=elsewhere))
-            if cluster.coordination.desired.version != present.version:
-                raise UserError(f"meanwhile somebody else said what to serve, so {model} is not")
-        desired = cluster.want(model, over)
-        return {"model": desired.model, "nodes": desired.nodes, "version": desired.version}
+        said = await self.wishes.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        desired = said.desired
+        return {
+            "model": said.model,
+            "nodes": desired.nodes,
+            "version": desired.version,
+            "coming": said.coming,
+            "until_then": desired.model if said.coming else "",
+        }
 
     async def pull(self, model: str, everywhere: str) -> Json:
         """Begin to get a model of the Hub, here or on all members that are present."""
@@ -306,6 +304,7 @@ class Member(Alone):
 
     def unload(self) -> Json:
         """Serve nothing."""
+        self.wishes.forget()
         desired = self._cluster.want("")
         return {"model": "", "nodes": desired.nodes, "version": desired.version}
 

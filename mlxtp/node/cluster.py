@@ -94,6 +94,7 @@ from .state import Kept, load, save
 from .supervisor import ABOUT_TO_STOP, Supervisor
 from .surroundings import Knowledge
 from .switching import Switching
+from .wishes import Wishes
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +166,7 @@ class Cluster:
         self.issuing = Issuing(self)
         self.follower = Follower(self)
         self.switching = Switching(self, lambda: self._unplanned, self.conductor.no_place)
+        self.wishes = Wishes(self, self.conductor.no_place)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
         self.on_gone: Callable[[str], None] = lambda _node_id: None
@@ -705,6 +707,7 @@ class Cluster:
         await self.reach.close()
         await self.follower.close()
         await self.switching.close()
+        await self.wishes.close()
         await self.guest.close()
         await self.neighbours.close()
         await self.model.close()

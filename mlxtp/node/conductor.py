@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -332,9 +333,12 @@ class Conductor:
                 self._known = (asked, None, error.detail)
         return self._known[1], self._known[2]
 
-    def no_place(self, shape: ModelShape) -> str:
+    def no_place(self, shape: ModelShape, nodes: str = "", only: Container[str] | None = None) -> str:
         """Why those who are here have no place for a model of this shape, even if each had it and nothing
-        else ran on its machine. Empty where they have, and as long as somebody may be back in a moment."""
+        else ran on its machine. Empty where they have, and as long as somebody may be back in a moment.
+
+        `nodes`: over how many Macs; empty for as many as were said last. `only` these may take part.
+        """
         cluster = self._cluster
         if any(each.state is Standing.SUSPECT for each in cluster.membership.standings().values()):
             return ""
@@ -342,9 +346,10 @@ class Conductor:
             replace(member, machine=replace(member.machine, free_bytes=0), model_ok=True, held_bytes=0)
             for member in self.members()
             if member.node_id not in cluster.coordination.draining
+            and (only is None or member.node_id in only)
         ]
         try:
-            options = self._options(cluster.coordination.desired.nodes, shape.name)
+            options = self._options(nodes or cluster.coordination.desired.nodes, shape.name)
             placement = plan(members, shape, cluster.node_id, options)
         except MlxtpError as error:
             return error.detail

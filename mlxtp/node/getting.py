@@ -181,6 +181,7 @@ class Getting:
             found.append(
                 {
                     "node_id": node,
+                    "self": node == cluster.node_id,
                     "name": cluster.name_of(node),
                     "lender": cluster.name_of(job.lender) if job.lender not in (None, "", node) else "",
                     "held_bytes": held.held,
@@ -200,15 +201,26 @@ class Getting:
         coming = rows and not rows[0]["complete"] and not rows[0]["problem"]
         return f"{model} is on its way: {described(rows[0])}" if coming else ""
 
-    def is_elsewhere(self, model: str) -> bool:
-        """Whether another member has OWNER/NAME[@REVISION] complete, as far as it has told."""
+    def has(self, node_id: str, model: str) -> bool:
+        """Whether another member has OWNER/NAME or OWNER/NAME@COMMIT complete, as far as it has told.
+
+        Branches and tags are not told.
+        """
         name, _, revision = model.partition("@")
         return any(
-            each.complete and each.name == name and (revision == each.revision or not is_commit(revision))
-            for node, stored in self.stored.items()
-            if node != self._cluster.node_id
-            for each in stored
+            each.complete and each.name == name and revision in ("", each.revision)
+            for each in self.stored.get(node_id, ())
         )
+
+    def is_elsewhere(self, model: str) -> bool:
+        """Whether any other member has it."""
+        return any(self.has(node_id, model) for node_id in self.stored)
+
+    def under_way(self) -> list[str]:
+        """The models that come to this Mac now, by the names that `progress` knows."""
+        return [
+            name for name, job in self._jobs.items() if job.runs and job.mine is not None and job.mine.wants
+        ]
 
     def is_getting(self, name: str) -> bool:
         """Whether this Mac is getting OWNER/NAME, or lends it."""

@@ -147,7 +147,7 @@ class Observer:
             "model_problem": None,
         }
         return {"cluster": None, "coordinator": None, "problem": None, "waiting": None,
-                "desired": desired, "links": [], "nodes": [node]}  # fmt: skip
+                "desired": desired, "coming": [], "links": [], "nodes": [node]}  # fmt: skip
 
     def _of(self, cluster: Cluster) -> Json:
         desired, claim = cluster.coordination.desired, cluster.coordination.claim
@@ -157,6 +157,7 @@ class Observer:
             "problem": cluster.problem or None,
             "waiting": cluster.waiting or None,
             "desired": {"model": desired.model, "nodes": desired.nodes},
+            "coming": cluster.wishes.told(),
             "nodes": [self._node(cluster, node_id) for node_id in cluster.coordination.roster.members()],
             "links": links(cluster.conductor.topology(), self._present(cluster), cluster.echoes.between),
         }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +15,8 @@ from mlxtp.node.build import flags_of, versions_here
 from mlxtp.node.epoch import State
 from mlxtp.node.store.models import ModelSource
 from mlxtp.node.supervisor import Supervisor
-from mlxtp.wire.control import DesiredState, Members, ModelsHere, RosterEntry, StoredModel
+from mlxtp.wire.control import DesiredState, Members, RosterEntry
 
-from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
 from ..wire import members
 from .one_node import A, B, Node, play
 from .scenes import run
@@ -29,7 +25,10 @@ from .scenes import run
 def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
         admin, a = Member(node.cluster, member.store), node.meet(A)
-        assert await admin.serve("tiny", "2") == {"model": "tiny", "nodes": "2", "version": 1}
+        assert await admin.serve("tiny", "2") == {
+            **{"model": "tiny", "nodes": "2", "version": 1},
+            **{"coming": False, "until_then": ""},
+        }
         assert (await admin.serve("tiny", "02"))["version"] == 1
         assert (await admin.serve("tiny", ""))["version"] == 1
         node.cluster.supervisor.state = State.FAILED
@@ -85,62 +84,6 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
         assert node.cluster.coordination.desired.version == 0
         assert node.cluster.neighbours.nodes() == {A}
         assert {desired.version for desired in a.heard(DesiredState)} == {0}
-
-    play(tmp_path, member, story)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
-    with running_hub() as running:
-        put(running.url, tmp_path / "cache", monkeypatch)
-        yield running
-
-
-def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: members.Member, hub: Hub) -> None:
-    hub.models["org/there"] = Model(embedded())
-    hub.models["org/labels"] = Model(
-        embedded() | {"config.json": b'{"model_type": "bert", "architectures": ["BertModel"]}'}
-    )
-
-    async def story(node: Node) -> None:
-        admin, a = Member(node.cluster, member.store), node.meet(A)
-        await admin.serve("tiny", "")
-        for model, why in (
-            ("org/typo", "the Hub knows no such model"),
-            ("org/there@v9", "it has no revision 'v9'"),
-            ("org/labels", "mlx-lm has no model family 'bert'"),
-            (str(tmp_path), "holds no config.json"),
-        ):
-            with pytest.raises(UserError, match=f"{model} cannot be served, so all stays as it is: .*{why}"):
-                await admin.serve(model, "")
-        hub.close()
-        with pytest.raises(UserError, match="the Hub cannot be reached"):
-            await admin.serve("org/there", "")
-        assert node.cluster.coordination.desired.model == "tiny"
-        node.hear(a, ModelsHere((StoredModel("org/there", COMMIT, 9, True),)))
-        assert (await admin.serve("org/there", ""))["version"] == 2, (
-            "another member has it, so it can be copied"
-        )
-        with pytest.raises(UserError, match="the Hub cannot be reached"):
-            await admin.serve(f"org/there@{NEWER}", "")
-
-    play(tmp_path, member, story)
-
-
-def test_what_was_said_while_the_hub_was_asked_counts(
-    tmp_path: Path, member: members.Member, hub: Hub
-) -> None:
-    hub.models["org/there"] = Model(embedded())
-
-    async def story(node: Node) -> None:
-        admin = Member(node.cluster, member.store)
-        asking = asyncio.ensure_future(admin.serve("org/there", ""))
-        await asyncio.sleep(0)
-        await admin.serve("tiny", "")
-        with pytest.raises(UserError, match="meanwhile somebody else said what to serve"):
-            await asking
-        assert node.cluster.coordination.desired.model == "tiny"
 
     play(tmp_path, member, story)
 

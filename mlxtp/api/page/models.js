@@ -76,7 +76,11 @@ function row(model) {
 
 function serve(model) {
   const nodes = by("spread").value.trim();
-  act("serve", { model, nodes }, (said) => `${said.model} shall be served.`);
+  act("serve", { model, nodes }, (said) =>
+    said.coming
+      ? `${said.model} is on its way. It is served once it is here, ${said.until_then} until then.`
+      : `${said.model} shall be served.`,
+  );
 }
 
 async function act(what, body, words) {
@@ -106,7 +110,7 @@ function served(now) {
   const lines = [stateAlone(now)]; // its reason stands above, on every view
   if (wanted) lines.push(`Wanted: ${wanted}${now.desired.nodes ? `, over ${spread(now.desired.nodes)}` : ""}`);
   if (now.model_bytes) lines.push(`Weights on disk: ${bytes(now.model_bytes)}`);
-  lines.push(...problems(now));
+  lines.push(...(now.coming ?? []), ...problems(now));
   by("served").replaceChildren(...lines.map((line) => el("p", {}, line)));
   const busy = ["starting", "forming", "loading", "restarting"].includes(now.state) && Boolean(wanted);
   by("loading").hidden = !busy;

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...api.text.tokens import Text
+from ...cluster.shapes import ModelShape, shape_of
 from ...config import EMBEDDED_MODEL, embedded_model_path
 from ...errors import Code, ModelError
 from ...wire.control import MAX_MODEL
@@ -15,7 +16,7 @@ from . import hub
 from .complete import lacks
 from .fetching import Fetch
 from .hub_cache import hub_name
-from .servable import check_servable, read_config
+from .servable import check_servable, read_config, shape_in
 from .stored import hub_folder
 
 _CONFIG_FILES = ("config.json", "*.index.json")
@@ -119,19 +120,40 @@ def _find(name: str, download: bool = True) -> Path:
     return _download(name)
 
 
-def check_model(name: str, *, elsewhere: bool = False) -> None:
-    """Raises ModelError for what cannot be served at all: what is neither here nor to be had from the Hub, or
-    whose configuration tells that no group could run it. One that is `elsewhere`, complete on the disk of
-    another member, needs no Hub. Waits for disk and network: call it in a thread.
+def look_ahead(name: str, kv_bits: int, *, elsewhere: bool = False) -> ModelShape | None:
+    """What placement has to know of a model, before anything of it is loaded or downloaded.
+
+    None for one that is not here but `elsewhere`, complete on another member's disk. Raises ModelError for
+    what cannot be served at all: what is neither here nor to be had from the Hub, lacks files, has no room on
+    this disk, or whose configuration tells that no group could run it. Waits for disk and network: call it in
+    a thread.
     """
-    if elsewhere and is_hub_id(name) and hub_folder(name) is None:
-        return
     try:
-        check_servable(read_config(find_config(name)))
+        if not is_hub_id(name):
+            folder: Path | None = _check(_find(name))
+        else:
+            folder = hub_folder(name)
+        if folder is not None:
+            if missing := lacks(folder):
+                raise ModelError(f"the folder is incomplete: it lacks {missing}", Code.MODEL_NOT_FOUND)
+            config = read_config(folder)
+            check_servable(config)
+            return shape_in(folder, config, name, kv_bits)
+        return None if elsewhere else _look_at_hub(name, kv_bits)
     except ModelError as error:
         raise ModelError(
             f"{name} cannot be served, so all stays as it is: {error.detail}", error.code
         ) from None
+
+
+def _look_at_hub(name: str, kv_bits: int) -> ModelShape:
+    repo, revision = hub_name(name)
+    manifest = hub.look_up(repo.name, revision)
+    repo.check_room(manifest)
+    config = read_config(hub.fetch_some(manifest, ("config.json",)))
+    check_servable(config)
+    weights = sum(file.size for file in manifest.files if file.path.endswith(".safetensors"))
+    return shape_of(config, name=name, weight_bytes=weights, kv_bits=kv_bits)
 
 
 def in_folders(name: str, folders: Sequence[str]) -> str:

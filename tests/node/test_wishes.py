@@ -1,0 +1,187 @@
+"""What is known to fail is refused, and what has to come comes first, while something else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.errors import UserError
+from mlxtp.node import wishes
+from mlxtp.node.administration import Member
+from mlxtp.node.epoch import State
+from mlxtp.wire.control import ModelsHere, StoredModel
+
+from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
+from ..wire import members
+from .one_node import A, Node, play
+
+MODEL = "org/there"
+COMING = {
+    "node_id": "me",
+    "held_bytes": 5,
+    "total_bytes": 10,
+    "bytes_per_s": 0,
+    "left_s": None,
+    "lender": "",
+    "problem": "",
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
+    monkeypatch.setattr(wishes, "LOOK_S", 0.02)
+    monkeypatch.setattr(wishes, "SILENT_S", 0.1)
+    with running_hub() as running:
+        put(running.url, tmp_path / "cache", monkeypatch)
+        running.models[MODEL] = Model(embedded())
+        yield running
+
+
+def served(node: Node, model: str = "tiny") -> None:
+    node.cluster.want(model)
+    node.cluster.supervisor.state = State.READY
+
+
+class Coming:
+    """A download that goes on until it is told to end."""
+
+    def __init__(self, node: Node) -> None:
+        self.rows: list[dict[str, Any]] = [{**COMING, "self": True, "complete": False}]
+        node.cluster.getting.pull = self.pull  # type: ignore[method-assign]
+        node.cluster.getting.progress = lambda name: self.rows  # type: ignore[method-assign]
+
+    async def pull(self, model: str, *, everywhere: bool) -> str:
+        assert everywhere
+        return f"{model}@{COMMIT}"
+
+    def end(self, problem: str = "") -> None:
+        self.rows = [{**COMING, "self": True, "complete": not problem, "problem": problem}]
+
+
+async def until_no_more_is_awaited(node: Node) -> None:
+    task = node.cluster.wishes._task
+    assert task is not None
+    await asyncio.wait_for(asyncio.wait({task}), 10)
+
+
+def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: members.Member, hub: Hub) -> None:
+    hub.models["org/labels"] = Model(
+        embedded() | {"config.json": b'{"model_type": "bert", "architectures": ["BertModel"]}'}
+    )
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_bytes(embedded()["config.json"])
+
+    async def story(node: Node) -> None:
+        admin, a = Member(node.cluster, member.store), node.meet(A)
+        served(node)
+        for model, why in (
+            ("org/typo", "the Hub knows no such model"),
+            (f"{MODEL}@v9", "it has no revision 'v9'"),
+            ("org/labels", "mlx-lm has no model family 'bert'"),
+            (str(tmp_path), "holds no config.json"),
+            (str(tmp_path / "half"), "lacks tokenizer.json"),
+        ):
+            with pytest.raises(UserError, match=f"{model} cannot be served, so all stays as it is: .*{why}"):
+                await admin.serve(model, "")
+        hub.close()
+        with pytest.raises(UserError, match="the Hub cannot be reached"):
+            await admin.serve(MODEL, "")
+        node.hear(a, ModelsHere((StoredModel(MODEL, COMMIT, 9, True),)))
+        for revision in ("typo", NEWER):
+            with pytest.raises(UserError, match="the Hub cannot be reached"):
+                await admin.serve(f"{MODEL}@{revision}", "")
+        assert node.cluster.coordination.desired.model == "tiny"
+
+    play(tmp_path, member, story)
+
+
+def test_what_has_no_place_leaves_what_is_served(
+    tmp_path: Path, member: members.Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(node: Node) -> None:
+        admin = Member(node.cluster, member.store)
+        served(node)
+        for model in ("tiny", MODEL):
+            with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
+                await admin.serve(model, "3")
+        monkeypatch.setattr("mlxtp.node.store.hub_cache.free_bytes", lambda folder: 7_000_000)
+        with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
+            await admin.serve(MODEL, "")
+        assert node.cluster.coordination.desired.version == 1
+        node.cluster.want("")
+        assert (await admin.serve("tiny", "3"))["nodes"] == "3", "where nothing is served, nothing is lost"
+
+    play(tmp_path, member, story)
+
+
+def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: members.Member, hub: Hub) -> None:
+    async def story(node: Node) -> None:
+        admin, coming = Member(node.cluster, member.store), Coming(node)
+        served(node)
+        said = await admin.serve(MODEL, "")
+        assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
+        await asyncio.sleep(0.2)
+        assert node.cluster.coordination.desired.model == "tiny"
+        (told,) = admin.status()["coming"]
+        assert told.startswith(f"{MODEL} is served as soon as it is here: 0.0 MB of 0.0 MB")
+        coming.end()
+        await until_no_more_is_awaited(node)
+        assert node.cluster.coordination.desired.model == MODEL
+        assert admin.status()["coming"] == []
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("later", ["serve", "unload", "elsewhere"])
+def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: Hub, later: str) -> None:
+    async def story(node: Node) -> None:
+        admin, coming = Member(node.cluster, member.store), Coming(node)
+        served(node)
+        await admin.serve(MODEL, "")
+        if later == "serve":
+            await admin.serve("tiny", "")
+        elif later == "unload":
+            admin.unload()
+        else:
+            node.cluster.want("org/other")
+        before = node.cluster.coordination.desired
+        coming.end()
+        await until_no_more_is_awaited(node)
+        assert node.cluster.coordination.desired == before
+        assert admin.status()["coming"] == []
+
+    play(tmp_path, member, story)
+
+
+def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub: Hub) -> None:
+    async def story(node: Node) -> None:
+        admin, coming = Member(node.cluster, member.store), Coming(node)
+        served(node)
+        await admin.serve(MODEL, "")
+        coming.end("it is gated")
+        await until_no_more_is_awaited(node)
+        assert admin.status()["coming"] == [f"{MODEL} was to be served, and cannot be: it is gated"]
+        assert node.cluster.coordination.desired.model == "tiny"
+
+    play(tmp_path, member, story)
+
+
+def test_what_was_said_while_the_hub_was_asked_counts(
+    tmp_path: Path, member: members.Member, hub: Hub
+) -> None:
+    async def story(node: Node) -> None:
+        admin = Member(node.cluster, member.store)
+        asking = asyncio.ensure_future(admin.serve(MODEL, ""))
+        await asyncio.sleep(0)
+        await admin.serve("tiny", "")
+        with pytest.raises(UserError, match="meanwhile somebody else said what to serve"):
+            await asking
+        assert node.cluster.coordination.desired.model == "tiny"
+
+    play(tmp_path, member, story)

@@ -22,6 +22,7 @@ from mlxtp.node.agent import Agent, running_agent
 
 from ..cluster import START_S
 from ..engine.small_models import change_weights, write_model
+from ..hub import COMMIT
 from ..reference import prompt_ids, reference, spoken
 from .scenes import sees
 from .two_agents import two_agents
@@ -35,8 +36,8 @@ def put_into_the_hub_cache(cache: Path, name: str) -> Path:
     """A complete snapshot, as `huggingface_hub` leaves it."""
     folder = cache / f"models--{name.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("c0ffee")
-    return write_model(folder / "snapshots" / "c0ffee", seed=3)
+    (folder / "refs" / "main").write_text(COMMIT)
+    return write_model(folder / "snapshots" / COMMIT, seed=3)
 
 
 def right(folder: Path | None = None, tokens: int = TOKENS) -> str:

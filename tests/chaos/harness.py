@@ -290,9 +290,13 @@ def before(cluster: FaultyCluster) -> Before:
 def descriptors(cluster: FaultyCluster) -> int:
     """Open in this process, which holds the agent; connections of its clients, which come and go, apart."""
     process, port = psutil.Process(), int(cluster.url.rpartition(":")[2])
-    connections = process.net_connections("tcp")
+    while True:
+        count = process.num_fds()
+        connections = process.net_connections("tcp")
+        if count == process.num_fds():  # none of them has ended meanwhile
+            break
     http = [c for c in connections if c.laddr.port == port or (c.raddr and c.raddr.port == port)]
-    return process.num_fds() - len(http)
+    return count - len(http)
 
 
 def what_is_open() -> Counter[str]:

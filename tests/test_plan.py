@@ -147,8 +147,8 @@ def test_the_example_is_what_the_sample_of_a_nodes_file_gives() -> None:
     example = Path(__file__).parents[1] / "examples" / "desk.toml"
     assert example.read_text() == sample
     members = list(plan.read_nodes_file(example))
-    ((command, shown),) = re.findall(r"```\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
-    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --nodes desk.toml"
+    ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
+    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --nodes examples/desk.toml"
     real = printed("qwen3-235b-a22b-8bit", members, width=129)
     said = " ".join(real.split())
     for line in shown.splitlines():

@@ -54,6 +54,14 @@ def test_links_within_the_documents_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(other.read_text()), f"{page.name} links to {target}"
 
 
+def test_every_page_is_in_the_list_of_pages() -> None:
+    listed = re.findall(
+        r"^\| \[[^]]+\]\(([\w.-]+)\)", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE
+    )
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(listed) == sorted(pages)
+
+
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)

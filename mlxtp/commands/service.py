@@ -48,7 +48,7 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only print what would be written and run; needs no sudo.")
 ]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")]
-Lines = Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")]
+Lines = Annotated[int, typer.Option("--lines", "-n", min=0, metavar="N", help="How many of the last lines.")]
 
 
 def register(app: typer.Typer) -> None:

@@ -22,6 +22,7 @@ from mlxtp.commands.launch import Served, claude
 from mlxtp.config import DEFAULT_HTTP
 
 from ..cluster import WAIT_S, Cluster
+from ..pages import ROOT, blocks
 from .test_openai import SECRET, TOOL, user
 
 CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
@@ -95,6 +96,27 @@ def test_the_endpoint_from_a_shell(two_ranks: Cluster) -> None:
     assert json.loads(function["arguments"])["city"] in ("Lisbon", "Oslo", "Rome")
     assert json.loads(json.loads(structured)["choices"][0]["message"]["content"])["wet"] in (True, False)
     assert json.loads(error)["error"]["code"] == "model_not_found"
+
+
+def test_what_the_readme_asks_is_answered(two_ranks: Cluster) -> None:
+    typed = [command for block in blocks(ROOT / "README.md") for command in block.commands]
+    (curl,) = [command for command in typed if command[0] == "curl"]
+    asked = [word.replace("http://localhost:52415", two_ranks.url) for word in curl]
+    done = subprocess.run([*asked, "--silent"], capture_output=True, timeout=WAIT_S, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"] == SECRET
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ollama.md"])
+def test_the_programs_of_the_documents_count(two_ranks: Cluster, page: str) -> None:
+    (program,) = [block.text for block in blocks(ROOT / page) if block.info == "python"]
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace(HERE, two_ranks.url)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    assert re.findall(r"\d+", done.stdout) == [str(number) for number in range(1, 21)]
 
 
 def test_a_script_says_when_nobody_answers() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.placement import Options
-from mlxtp.cluster.speed import Measured
+from mlxtp.cluster.speed import ALONE, JACCL_MESH, RING_THUNDERBOLT, Measured
 from mlxtp.cluster.topology import Member
 from mlxtp.commands import planning as plan
 from mlxtp.config import resolve_settings
@@ -153,8 +153,8 @@ def test_the_example_is_what_the_sample_of_a_nodes_file_gives() -> None:
     example = Path(__file__).parents[2] / "examples" / "desk.toml"
     assert example.read_text() == sample
     members = list(plan.read_nodes_file(example))
-    ((command, shown),) = re.findall(r"```\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
-    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --nodes desk.toml"
+    ((command, shown),) = re.findall(r"```console\n\$ (mlxtp plan .*?)\n(.*?)```", DOC, re.DOTALL)
+    assert command == "mlxtp plan --model qwen3-235b-a22b-8bit --nodes examples/desk.toml"
     real = printed("qwen3-235b-a22b-8bit", members, width=129)
     said = " ".join(real.split())
     for line in shown.splitlines():
@@ -222,3 +222,41 @@ def test_json_of_a_refusal_has_no_choice() -> None:
     made = json.loads(printed("llama-3.3-70b-8bit", desk(1), as_json=True))
     assert made["chosen"] is None
     assert made["reason"].startswith("alone: rank 0 (a) has")
+
+
+# --- what docs/performance.md shows -----------------------------------------------------------------------
+
+COMPARED = (
+    "qwen3-235b-a22b-8bit", "llama-3.3-70b-bf16", "llama-3.3-70b-8bit", "llama-3.3-70b-4bit",
+    "llama-3.1-8b-8bit", "gpt-oss-120b",
+)  # fmt: skip
+
+
+def compared(model: str) -> str:
+    """A row of the table: what two large Macs would do with a model."""
+    members = list(plan.read_nodes_file(Path(__file__).parents[1] / "examples" / "desk.toml"))
+    made, fast = (
+        json.loads(printed(model, members, as_json=True, options=Options(fast_fences=fences)))
+        for fences in (False, True)
+    )
+
+    def expected(plans: dict[str, Any], kind: str) -> str:
+        (found,) = (each for each in plans["alternatives"] if each["kind"] == kind)
+        return f"{found['speed']['tokens_per_second']:.1f}" if found["speed"] else "does not fit"
+
+    cells = (
+        f"`{model}`",
+        f"{made['model']['token_bytes'] / 1e9:.1f} GB",
+        expected(made, ALONE),
+        expected(made, JACCL_MESH),
+        expected(fast, JACCL_MESH),
+        expected(made, RING_THUNDERBOLT),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_comparison_is_what_plans_say() -> None:
+    """To renew it: python -c "from tests.test_plan import *; print(*map(compared, COMPARED), sep='\\n')" """
+    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    (table,) = re.findall(r"<!-- plans -->(.*?)<!-- end of plans -->", page, re.DOTALL)
+    assert table.strip().splitlines()[2:] == [compared(model) for model in COMPARED]

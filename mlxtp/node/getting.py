@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 TOLD_S = 1.0
 """How often the others hear how far a model is here."""
 ALL_SAY_S = 10.0
-"""How long the coordinator waits for the word of everybody who is present: a disk that sleeps takes seconds."""
+"""How long the coordinator waits for the word of everybody present: a disk that sleeps takes seconds."""
 NO_WORD_S = 15.0
 """How long a member waits for the coordinator's, and then sees for itself."""
 NO_FILES_S = 120.0

@@ -19,6 +19,7 @@ from ...cluster.manifests import (
     DEFAULT_REVISION,
     Manifest,
     ModelFile,
+    check,
     from_bytes,
     to_bytes,
     wanted,
@@ -53,7 +54,7 @@ def look_up(name: str, revision: str) -> Manifest:
             raise ModelError(f"cannot get {name}: it has no config.json, so it is no model that MLX can run")
         if not any(file.path.endswith(".safetensors") for file in found):
             raise ModelError(f"cannot get {name}: it has no weights in the safetensors format")
-        return from_bytes(to_bytes(Manifest(name, info.sha or "", found)))
+        return from_bytes(to_bytes(check(Manifest(name, info.sha or "", found))))
     except RevisionNotFoundError:
         why = f"it has no revision {revision!r}"
     except _unreached() as error:

@@ -304,17 +304,17 @@ class Repo:
                 if commit in commits:
                     (self.folder / "refs" / ref).unlink()
             for commit in commits:
-                (self.folder / FOLDER / f"{commit}.json").unlink(missing_ok=True)
-                if (self.folder / "snapshots" / commit).exists():
-                    shutil.rmtree(self.folder / "snapshots" / commit)
-            if not self.commits():
+                _remove(self.folder / "snapshots" / commit)
+            if not (others := self.commits() - commits):
                 self._remove_all()
                 return before
-            used = {name for commit in self.commits() for name in self._blobs_of(commit)}
+            used = {name for commit in others for name in self._blobs_of(commit)}
             for path in (self.folder / "blobs").glob("*"):
                 name, _, unfinished = path.name.partition(".mlxtp-")
                 if name not in used and (unfinished or name in gone):
                     path.unlink()
+            for commit in commits:  # last, so that what was cut short can be done again
+                _remove(self.folder / FOLDER / f"{commit}.json")
             return before - _disk_bytes(self.folder)
 
     def _blobs_of(self, commit: str) -> set[str]:
@@ -532,7 +532,7 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> list[Path]:

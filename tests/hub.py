@@ -24,7 +24,9 @@ _BLOCK = 64 * 1024
 @dataclass
 class Model:
     """What the Hub has under a name. `cut` ends the first answer for a path after so many bytes; `pace` is in
-    bytes per second; `lies` are sent instead of a file's bytes."""
+    bytes per second; `lies` are sent instead of a file's bytes, and `anew`, from the beginning, to whoever
+    asks for the rest of one. `answer` is what the API says instead of the truth; `stalls` is a part of the
+    addresses for which nothing comes until `goes_on` is set."""
 
     files: Mapping[str, bytes]
     commits: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
@@ -33,6 +35,10 @@ class Model:
     cut: dict[str, int] = field(default_factory=dict)
     pace: float = 0.0
     lies: dict[str, bytes] = field(default_factory=dict)
+    anew: dict[str, bytes] = field(default_factory=dict)
+    answer: bytes = b""
+    stalls: str = "\0"
+    goes_on: threading.Event = field(default_factory=threading.Event)
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of each file that went out."""
 
@@ -108,8 +114,12 @@ class _Handler(BaseHTTPRequestHandler):
             if not (path.startswith(f"/api/models/{name}") or path.startswith(f"/{name}/resolve/")):
                 continue
             knows = self.headers.get("authorization") == f"Bearer {TOKEN}"
+            if model.stalls in path:
+                model.goes_on.wait(60)
             if model.private and not knows:
                 self._refuse(401, "RepoNotFound")
+            elif path.startswith("/api/") and model.answer:
+                self._send(model.answer, {"Content-Type": "application/json"}, send_body)
             elif path.startswith("/api/"):
                 self._tell(name, model, path.removeprefix(f"/api/models/{name}"), send_body)
             elif model.gated and not knows:
@@ -146,7 +156,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = model.lies.get(path, honest)
         headers = {"ETag": f'"{blob_name(path, honest)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         begins = 0
-        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", "")):
+        match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("range", ""))
+        if match and path in model.anew:
+            body = model.anew[path]
+        elif match:
             begins = int(match[1])
             headers["Content-Range"] = f"bytes {begins}-{len(body) - 1}/{len(body)}"
         self._head(206 if begins else 200, len(body) - begins, headers)

@@ -17,6 +17,8 @@ from typing import Any
 
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
+MAX_MODEL_BYTES = 1 << 46
+"""Of all its files: far more than any model has, and few enough pieces to remember each of them."""
 MAX_MANIFEST_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 """Files come in pieces of this size; a piece is here or it is not."""
@@ -94,12 +96,14 @@ def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     """Those that are needed to serve the model, small ones first.
 
     Weights are the `model*.safetensors`, or where there are none all of them, at the top: repositories often
-    have the same weights a second time, in another format or folder.
+    have the same weights a second time, in another format or folder. Others whose names no snapshot here may
+    have, `LICENSE (1).txt` for example, are left out: serving needs none of them.
     """
     files = tuple(files)
     plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
     weights = [each for each in plain if each.path.startswith("model")] or plain
     others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
+    others = [each for each in others if _fits(each.path)]
     return tuple(sorted({*weights, *others}, key=lambda file: (file in weights, file.path)))
 
 
@@ -129,12 +133,14 @@ def check(manifest: Manifest) -> Manifest:
     if not 0 < len(manifest.files) <= MAX_FILES:
         raise ValueError(f"{len(manifest.files)} files; from 1 to {MAX_FILES} are taken")
     for file in manifest.files:
-        if not _PATH.fullmatch(file.path) or ".." in file.path:
+        if not _fits(file.path):
             raise ValueError(f"{file.path!r:.200} is no path inside a snapshot")
         if type(file.size) is not int or not 0 <= file.size <= MAX_FILE_BYTES:
             raise ValueError(f"{file.path}: {file.size!r:.40} is no size")
         if not _HASH.fullmatch(file.hash):
             raise ValueError(f"{file.path}: {file.hash!r:.80} is no hash of the Hub")
+    if (size := sum(file.size for file in manifest.files)) > MAX_MODEL_BYTES:
+        raise ValueError(f"{size} bytes in all cannot be right; at most {MAX_MODEL_BYTES} are taken")
     paths = {file.path for file in manifest.files}
     folders = {parent for path in paths for parent in _parents(path)}
     if len(paths) != len(manifest.files) or folders & paths:
@@ -142,6 +148,11 @@ def check(manifest: Manifest) -> Manifest:
     if len({(file.hash, file.size) for file in manifest.files}) != len({f.hash for f in manifest.files}):
         raise ValueError("one hash has two sizes")
     return manifest
+
+
+def _fits(path: str) -> bool:
+    """Whether it stays inside the snapshot, whatever the disk."""
+    return _PATH.fullmatch(path) is not None and ".." not in path
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
 import ssl
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
@@ -63,8 +65,13 @@ PIECES_AHEAD = 4
 """That a connection has asked for, so that the next one is on its way when one has come."""
 MAX_CONNECTIONS = 32
 """That a lender has at one time, of all members."""
+MAX_STRANGERS = 8
+"""Connections of which it is not known yet whose they are; the oldest has to go for one more."""
 IDLE_S = 60
 """How long the other end may be silent, or not read."""
+PIECE_S = 300
+"""How long a lender may take for a piece, or be without a new one. It may have it from the Hub itself, four
+files at a time: half a Mbit/s is waited for."""
 AGAIN_S = 0.25
 """How often a lender is asked whether the next piece has come there."""
 _BLOCK_BYTES = 1 << 18
@@ -81,6 +88,11 @@ class Channel:
         self._tls = tls
         self._limit = limit
         self._tls.settimeout(IDLE_S)
+        self._ends_at = math.inf
+
+    def hurry(self) -> None:
+        """From now on the other end has PIECE_S for what it is asked, until this is called again."""
+        self._ends_at = time.monotonic() + PIECE_S
 
     def send(self, message: Message) -> None:
         self.send_bytes(encode(message, 0, 0))
@@ -126,6 +138,8 @@ class Channel:
                 if not count:
                     raise LinkError("a copy was cut short: the other Mac hung up")
                 view = view[count:]
+                if time.monotonic() > self._ends_at:
+                    raise LinkError(f"no piece has come for {PIECE_S} s", Code.LINK_TIMEOUT)
         except OSError as error:
             raise _cut_short(error) from None
 
@@ -205,7 +219,8 @@ def bring(
     channel: Channel, manifest: Manifest, model: str, board: Board, stopped: Callable[[], bool]
 ) -> None:
     """Copy pieces until there are none left. Raises LinkError, RemoteProtocolError, Stopped, OSError."""
-    _, here = ask(channel, model)
+    channel.hurry()
+    here = _ask_again(channel, manifest, model)
     block = memoryview(bytearray(_BLOCK_BYTES))
     asked: deque[tuple[Part, int]] = deque()
     while asked or not board.empty:
@@ -218,11 +233,20 @@ def bring(
             asked.append((part, chunk))
         if asked:
             _receive(channel, *asked.popleft(), block, stopped)
+            channel.hurry()
         elif not board.empty:
             threading.Event().wait(AGAIN_S)  # it has not come there yet either
-            now, here = ask(channel, model)
-            if now != manifest:
-                raise LinkError("the other Mac gets another revision by now")
+            now = _ask_again(channel, manifest, model)
+            if now != here:
+                channel.hurry()
+            here = now
+
+
+def _ask_again(channel: Channel, manifest: Manifest, model: str) -> list[bytes]:
+    now, here = ask(channel, model)
+    if now != manifest:
+        raise LinkError("the other Mac gets another revision by now")
+    return here
 
 
 def _receive(
@@ -254,6 +278,8 @@ class Lender:
         self._lent = lent
         self._may_copy = may_copy
         self._open: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, None] = {}
+        """Those that have not shown a certificate yet, the oldest first."""
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         threading.Thread(target=self._accept, name="lender", daemon=True).start()
@@ -262,9 +288,8 @@ class Lender:
         """Lend no more: connections are cut."""
         self._wake.close()
         with self._lock:
-            for sock in self._open:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+            for sock in (*self._open, *self._strangers):
+                _cut(sock)
 
     def _accept(self) -> None:
         with self._sock, self._woken:
@@ -275,13 +300,12 @@ class Lender:
                     log.debug("nobody was let in to copy: %s", error)
                     continue
                 with self._lock:
-                    crowded = len(self._open) >= MAX_CONNECTIONS
-                    if not crowded:
-                        self._open.add(sock)
-                if crowded:
-                    sock.close()
-                else:
-                    threading.Thread(target=self._attend, args=(sock, str(address[0])), daemon=True).start()
+                    self._strangers[sock] = None
+                    if len(self._strangers) > MAX_STRANGERS:
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        _cut(oldest)
+                threading.Thread(target=self._attend, args=(sock, str(address[0])), daemon=True).start()
 
     def _attend(self, sock: socket.socket, address: str) -> None:
         with sock:
@@ -295,6 +319,7 @@ class Lender:
                 log.debug("a copy by %s ended: %s", address, error)
             finally:
                 with self._lock:
+                    self._strangers.pop(sock, None)
                     self._open.discard(sock)
 
     def _welcome(self, sock: socket.socket) -> tuple[Channel, NodeIdentity]:
@@ -311,6 +336,12 @@ class Lender:
         if tls.selected_alpn_protocol() != ALPN_MODELS or not self._may_copy(identity):
             tls.close()
             raise ProtocolError(f"{identity.node_id[:8]} may not copy here", Code.NOT_AUTHENTIC)
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS or sock not in self._strangers:
+                tls.close()
+                raise LinkError(f"{MAX_CONNECTIONS} connections copy from here, the most there may be")
+            del self._strangers[sock]
+            self._open.add(sock)
         return Channel(tls, MAX_OPENING_FRAME), identity
 
     def _serve(self, channel: Channel, identity: NodeIdentity) -> None:

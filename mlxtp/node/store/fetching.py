@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from ...cluster.manifests import Manifest
-from ...errors import (
-    LinkError,
-    MlxtpError,
-    ModelError,
-    why_not_written,
-)
+from ...errors import LinkError, ModelError, why_not_written
 from . import copying, hub
 from .hub_cache import (
     Damaged,
@@ -24,7 +20,14 @@ from .hub_cache import (
 
 FILES_AT_ONCE = 4
 """From the Hub."""
+LOOK_S = 0.25
+"""How often it is seen that it is not wanted any more."""
+END_S = 1.0
+"""How long threads are waited for that are to end. One that waits for the network may take much longer; it
+writes nothing any more."""
 
+T = TypeVar("T")
+Stop = Callable[[], bool]
 Connect = Callable[[], copying.Channel]
 Work = Callable[[], None]
 
@@ -41,26 +44,27 @@ class Fetch:
         self.revision = revision
         self.manifest: Manifest | None = None
         """Once it is known."""
-        self._parts: Sequence[Part] = ()
+        self._parts: Sequence[Part] | None = None
+        """Of the files that are to come, once it is known that there is room."""
         self._stop = threading.Event()
-        self._failed = threading.Event()
 
     def stop(self) -> None:
-        """It is not wanted any more: what runs raises Stopped soon, and what has come stays."""
+        """It is not wanted any more: what runs raises Stopped within two seconds, and what has come stays."""
         self._stop.set()
 
     @property
     def held(self) -> int:
         """Bytes that are here."""
-        missing = sum(part.file.size - part.held for part in self._parts)
-        return self.manifest.size - missing if self.manifest is not None else 0
+        if self.manifest is None or self._parts is None:
+            return 0
+        return self.manifest.size - sum(part.file.size - part.held for part in self._parts)
 
     def from_hub(self) -> Path:
         """Have all of it here; the folder. Raises ModelError and Stopped."""
-        manifest = hub.look_up(self.repo.name, self.revision)
+        (manifest,) = self._run([lambda: hub.look_up(self.repo.name, self.revision)], threading.Event())
         for attempt in (1, 2):
             try:
-                return self._bring(manifest, self._hub_work)
+                return self._bring(manifest, _hub_work)
             except Damaged as error:
                 if attempt == 2:
                     raise ModelError(f"cannot get {self.repo.name}: {error}, twice; try again") from None
@@ -72,46 +76,19 @@ class Fetch:
         Raises LinkError, ProtocolError and Damaged when that one is of no use, ModelError when this Mac is
         not.
         """
-        channel = connect()
-        try:
-            manifest, _ = copying.ask(channel, model)
-        finally:
-            channel.close()
+        (manifest,) = self._run([lambda: _asked(connect, model)], threading.Event())
         if manifest.name != self.repo.name:
             raise LinkError(f"{manifest.name} was offered for {self.repo.name}")
 
-        def work(parts: Sequence[Part]) -> list[Work]:
+        def work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
             board = copying.Board(manifest, parts)
-            return [lambda: self._copy(model, manifest, connect, board)] * copying.CONNECTIONS
+            return [lambda: _copy(model, manifest, connect, board, stopped)] * copying.CONNECTIONS
 
         return self._bring(manifest, work)
 
-    def _hub_work(self, parts: Sequence[Part]) -> list[Work]:
-        left, lock = list(reversed(parts)), threading.Lock()
-
-        def work() -> None:
-            while True:
-                with lock:
-                    if not left:
-                        return
-                    part = left.pop()
-                part.open()
-                assert self.manifest is not None
-                hub.fetch(self.manifest, part, self._stopped)
-
-        return [work] * FILES_AT_ONCE
-
-    def _copy(self, model: str, manifest: Manifest, connect: Connect, board: copying.Board) -> None:
-        channel = connect()
-        try:
-            copying.bring(channel, manifest, model, board, self._stopped)
-        finally:
-            channel.close()
-
-    def _stopped(self) -> bool:
-        return self._stop.is_set() or self._failed.is_set()
-
-    def _bring(self, manifest: Manifest, work: Callable[[Sequence[Part]], list[Work]]) -> Path:
+    def _bring(
+        self, manifest: Manifest, work: Callable[[Manifest, Sequence[Part], Stop], list[Work]]
+    ) -> Path:
         repo = self.repo
         try:
             if (found := repo.snapshot(manifest.revision)) is not None and repo.commit(
@@ -119,43 +96,93 @@ class Fetch:
             ) == manifest.revision:
                 self.manifest, self._parts = manifest, ()
                 return found
-            with repo.locked(self._stopped):
-                repo.keep(manifest)
-                parts = [Part(repo, file, self._stopped) for file in manifest.blobs if not repo.has(file)]
-                self._parts, self.manifest = parts, manifest
+            with repo.locked(self._stop.is_set):
+                self._parts, self.manifest = None, manifest
                 repo.check_room(manifest)
-                if parts:
-                    self._run([lambda: _finish(parts), *work(parts)], parts)
+                repo.keep(manifest)
+                ended = threading.Event()
+
+                def stopped() -> bool:
+                    return self._stop.is_set() or ended.is_set()
+
+                parts = [Part(repo, file, stopped) for file in manifest.blobs if not repo.has(file)]
+                self._parts = parts
+                try:
+                    if parts:
+                        self._run([lambda: _finish(parts), *work(manifest, parts, stopped)], ended)
+                finally:
+                    for part in parts:
+                        part.close()
                 return repo.publish(manifest, self.ref)
         except OSError as error:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
-    def _run(self, works: Sequence[Work], parts: Sequence[Part]) -> None:
-        """All at once, until all have ended. The first failure ends the others, and is raised."""
-        self._failed.clear()
-        failures: list[BaseException] = []
+    def _run(self, works: Sequence[Callable[[], T]], ended: threading.Event) -> list[T]:
+        """All at once, until all have ended. The first failure, or `stop`, ends the others, and is raised.
 
-        def run(work: Work) -> None:
-            try:
-                work()
-            except (MlxtpError, OSError, Damaged, Stopped) as error:
-                failures.append(error)
-                self._failed.set()
+        Nobody waits long for those: `ended` tells them.
+        """
+        begun = [_begin(each) for each in works]
+        while not self._stop.is_set():
+            done, running = wait(begun, LOOK_S, FIRST_EXCEPTION)
+            if not running or any(each.exception() for each in done):
+                break
+        ended.set()
+        done, running = wait(begun, END_S)
+        failures = [error for each in done if (error := each.exception()) is not None]
+        for error in sorted(failures, key=lambda error: isinstance(error, Stopped)):
+            raise error
+        if running:
+            raise Stopped
+        return [each.result() for each in begun]
 
-        try:
-            with ThreadPoolExecutor(len(works), thread_name_prefix="fetch") as pool:
-                done = [pool.submit(run, each) for each in works]
-                wait(done)
-                for each in done:
-                    each.result()
-        finally:
-            for part in parts:
-                part.close()
-        if failures:
-            raise next((each for each in failures if not isinstance(each, Stopped)), failures[0])
+
+def _hub_work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
+    left, lock = list(reversed(parts)), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                part = left.pop()
+            part.open()
+            hub.fetch(manifest, part, stopped)
+
+    return [work] * FILES_AT_ONCE
+
+
+def _asked(connect: Connect, model: str) -> Manifest:
+    channel = connect()
+    try:
+        return copying.ask(channel, model)[0]
+    finally:
+        channel.close()
+
+
+def _copy(model: str, manifest: Manifest, connect: Connect, board: copying.Board, stopped: Stop) -> None:
+    channel = connect()
+    try:
+        copying.bring(channel, manifest, model, board, stopped)
+    finally:
+        channel.close()
 
 
 def _finish(parts: Sequence[Part]) -> None:
     for part in parts:
         part.finish()
         part.close()
+
+
+def _begin(work: Callable[[], T]) -> Future[T]:
+    """In a thread of its own that the process does not wait for when it ends."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the thread's boundary: whoever waits raises it
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="fetch", daemon=True).start()
+    return result

@@ -20,6 +20,8 @@ from ...cluster.manifests import (
     Manifest,
     ModelFile,
     check,
+    from_bytes,
+    to_bytes,
     wanted,
 )
 from ...errors import Code, ModelError, is_disk_full
@@ -29,7 +31,10 @@ TIMEOUT_S = 15.0
 
 
 def look_up(name: str, revision: str) -> Manifest:
-    """What OWNER/NAME is at `revision` now. Raises ModelError in the words of whoever typed the name."""
+    """What OWNER/NAME is at `revision` now. Raises ModelError in the words of whoever typed the name.
+
+    The client takes the answer for what the Hub says; another server may say anything.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -49,11 +54,16 @@ def look_up(name: str, revision: str) -> Manifest:
             raise ModelError(f"cannot get {name}: it has no config.json, so it is no model that MLX can run")
         if not any(file.path.endswith(".safetensors") for file in found):
             raise ModelError(f"cannot get {name}: it has no weights in the safetensors format")
-        return check(Manifest(name, info.sha or "", found))
+        return from_bytes(to_bytes(check(Manifest(name, info.sha or "", found))))
     except RevisionNotFoundError:
         why = f"it has no revision {revision!r}"
-    except _errors() as error:
+    except _unreached() as error:
         why = _why(error)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ModelError(
+            f"the Hub's answer about {name} cannot be understood: {said:.300}", Code.MODEL_NOT_FOUND
+        ) from None
     named = name if revision == DEFAULT_REVISION else f"{name}@{revision}"
     raise ModelError(f"cannot get {named}: {why}", Code.MODEL_NOT_FOUND)
 
@@ -170,12 +180,16 @@ def _secretless(text: str) -> str:
     return re.sub(r"\?\S+", "?…", text)[:300]
 
 
-def _errors() -> tuple[type[Exception], ...]:
-    """What the Hub's client raises, and its HTTP library: another one in each version of it."""
+def _unreached() -> tuple[type[Exception], ...]:
+    """What the Hub's client raises without an answer, and its HTTP library: another one in each version."""
     from huggingface_hub.errors import HfHubHTTPError
 
     http = [each for each in HfHubHTTPError.__mro__ if each.__name__ == "HTTPError"]
-    return (HfHubHTTPError, OSError, ValueError, *http)
+    return (HfHubHTTPError, OSError, *http)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    return (*_unreached(), ValueError)
 
 
 def _quiet() -> None:

@@ -22,6 +22,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from ...cluster.manifests import (
     CHUNK_BYTES,
@@ -143,9 +144,7 @@ class Repo:
         return sum(self._held(file) for file in manifest.blobs)
 
     def _held(self, file: ModelFile) -> int:
-        if self.has(file):
-            return file.size
-        return sum(file.span(i)[1] for i, here in enumerate(self._ledger(file)) if here)
+        return file.size if self.has(file) else _bytes_of(file, self._ledger(file))
 
     def has(self, file: ModelFile) -> bool:
         """Whether its blob is complete."""
@@ -175,12 +174,38 @@ class Repo:
         return self.folder / "blobs" / f"{file.hash}.mlxtp-have"
 
     def readable(self, file: ModelFile) -> Path:
-        """Where its pieces can be read from now on. Raises OSError when that is outside the cache."""
+        """Where its pieces can be read from now on. Raises OSError when that is outside the cache.
+
+        All of a model may lie elsewhere: its folder may be a link, to another disk for example.
+        """
         path = self.blob(file) if self.has(file) else self.part(file)
         found = path.resolve(strict=True)
-        if not found.is_relative_to(self.cache.resolve()):
+        if not any(found.is_relative_to(each.resolve()) for each in (self.folder, self.cache)):
             raise OSError(errno.EPERM, f"{path} is a link to what lies outside the cache")
         return found
+
+    def as_here(self) -> Repo:
+        """The same model, by the name that its folder has on this disk: macOS ignores case."""
+        try:
+            names = [each.name for each in self.cache.iterdir()]
+            if self.folder.name not in names:
+                for name in names:
+                    if name.casefold() == self.folder.name.casefold() and self._is(self.cache / name):
+                        return _repo_of(name, self.cache) or self
+        except OSError:
+            pass
+        return self
+
+    def has_inside(self, path: Path) -> bool:
+        """Whether a path, however it is spelled, leads into this model's folder."""
+        path = path.resolve()
+        return any(self._is(each) for each in (path, *path.parents))
+
+    def _is(self, folder: Path) -> bool:
+        try:
+            return self.folder.samefile(folder)
+        except OSError:
+            return False
 
     # --- what comes
 
@@ -190,21 +215,32 @@ class Repo:
 
         Raises ModelError when nothing can be written here, Stopped when that is no longer wanted.
         """
+        while (lock := self._lock()) is None:
+            if stopped():
+                raise Stopped
+            threading.Event().wait(_LOOK_S)
+        with lock:
+            yield
+
+    def _lock(self) -> IO[bytes] | None:
+        """Held until it is closed; None while somebody else has it. Raises ModelError, OSError."""
+        path = self.folder / FOLDER / "lock"
         try:
-            (self.folder / FOLDER).mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / FOLDER / "lock").open("w")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("wb")
+        except FileNotFoundError:  # all of the model is just being removed
+            return None
         except OSError as error:
             raise ModelError(f"{self.name}: {why_not_written(error, self.cache)}") from None
-        with lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if stopped():
-                        raise Stopped from None
-                    threading.Event().wait(_LOOK_S)
-            yield
+        with contextlib.ExitStack() as unless_taken:
+            unless_taken.callback(lock.close)
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever removes the model removes this file, too: then it locks nothing any more.
+                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    unless_taken.pop_all()
+                    return lock
+        return None
 
     def keep(self, manifest: Manifest) -> None:
         """From now on this is to come. Raises OSError."""
@@ -252,27 +288,56 @@ class Repo:
     # --- what goes
 
     def remove(self, commits: frozenset[str]) -> int:
-        """Remove these commits, and what no other one uses. Returns how many bytes that freed.
+        """Remove these commits, and what no other one here uses. Returns how many bytes that freed.
 
-        Raises OSError.
+        Nothing outside this model's folder is touched. Raises ModelError while somebody adds to it, OSError.
         """
-        from huggingface_hub import scan_cache_dir
+        if (lock := self._lock()) is None:
+            raise ModelError(
+                f"somebody is just adding to {self.name}; end that, or wait until it is done", Code.NOT_READY
+            )
+        with lock:
+            before = _disk_bytes(self.folder)
+            commits &= self.commits()
+            gone = {name for commit in commits for name in self._blobs_of(commit)}
+            for ref, commit in self.refs().items():
+                if commit in commits:
+                    (self.folder / "refs" / ref).unlink()
+            for commit in commits:
+                _remove(self.folder / "snapshots" / commit)
+            if not (others := self.commits() - commits):
+                self._remove_all()
+                return before
+            used = {name for commit in others for name in self._blobs_of(commit)}
+            for path in (self.folder / "blobs").glob("*"):
+                name, _, unfinished = path.name.partition(".mlxtp-")
+                if name not in used and (unfinished or name in gone):
+                    path.unlink()
+            for commit in commits:  # last, so that what was cut short can be done again
+                _remove(self.folder / FOLDER / f"{commit}.json")
+            return before - _disk_bytes(self.folder)
 
-        before = _disk_bytes(self.folder)
-        for commit in commits:
-            (self.folder / FOLDER / f"{commit}.json").unlink(missing_ok=True)
-        snapshots = {path.name for path in (self.folder / "snapshots").glob("*")}
-        if snapshots & commits:  # the Hub's client knows what else its caches share
-            scan_cache_dir(self.cache).delete_revisions(*snapshots & commits).execute()
-        if not self.commits():
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return before
-        manifests = [manifest for commit in self.commits() if (manifest := self.manifest(commit))]
-        used = {file.hash for manifest in manifests for file in manifest.files}
-        for path in (self.folder / "blobs").glob("*.mlxtp-*"):
-            if path.name.partition(".")[0] not in used:
-                path.unlink()
-        return before - _disk_bytes(self.folder)
+    def _blobs_of(self, commit: str) -> set[str]:
+        """The names of the blobs that a commit's snapshot links to, or its manifest tells."""
+        links = (path for path in (self.folder / "snapshots" / commit).rglob("*") if path.is_symlink())
+        kept = self._kept(commit)
+        return {path.readlink().name for path in links} | {file.hash for file in (kept.files if kept else ())}
+
+    def _remove_all(self) -> None:
+        """The lock comes last: who takes it from now on begins with an empty folder."""
+        folder = self.folder.resolve()
+        for path in folder.iterdir():
+            if path.name != FOLDER:
+                _remove(path)
+        for path in (folder / FOLDER).iterdir():
+            if path.name != "lock":
+                _remove(path)
+        (folder / FOLDER / "lock").unlink()
+        with contextlib.suppress(OSError):  # somebody begins anew
+            (folder / FOLDER).rmdir()
+            folder.rmdir()
+            if self.folder.is_symlink():
+                self.folder.unlink()
 
     def refs(self) -> dict[str, str]:
         """The commit of each branch and tag that is known here."""
@@ -288,7 +353,10 @@ class Repo:
 
 
 class Part:
-    """A file that comes in pieces, in any order, from any thread. `close` ends what `open` began."""
+    """A file that comes in pieces, in any order, from any thread. `close` ends what `open` began.
+
+    A piece that is here is not written again, unless all of it is forgotten: then it is hashed anew, too.
+    """
 
     def __init__(self, repo: Repo, file: ModelFile, stopped: Callable[[], bool]) -> None:
         self.file = file
@@ -297,11 +365,14 @@ class Part:
         self._here = bytearray(repo.chunks(file))
         self._changed = threading.Condition()
         self._data = self._marks = -1
+        self._begun = 0
+        """How often it was begun anew."""
+        self._named = self._closed = False
 
     def open(self) -> None:
-        """Before anything is written. May be repeated. Raises OSError."""
+        """Before anything is written. May be repeated. Raises OSError, and Stopped after `close`."""
         with self._changed:
-            if self._data >= 0:
+            if self._data >= 0 or not self._is_open():
                 return
             self._data = os.open(self._repo.part(self.file), os.O_RDWR | os.O_CREAT, 0o644)
             self._marks = os.open(self._repo.ledger(self.file), os.O_RDWR | os.O_CREAT, 0o644)
@@ -310,11 +381,19 @@ class Part:
             os.pwrite(self._marks, bytes(self._here), 0)
 
     def close(self) -> None:
-        """No more is written. May be repeated."""
-        for descriptor in (self._data, self._marks):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._data = self._marks = -1
+        """No more is written, whatever a thread that nobody waits for still brings. May be repeated."""
+        with self._changed:
+            self._closed = True
+            for descriptor in (self._data, self._marks):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._data = self._marks = -1
+
+    def _is_open(self) -> bool:
+        """False when it has its name: what comes after that is left out. Raises Stopped after `close`."""
+        if self._closed and not self._named:
+            raise Stopped
+        return not self._named
 
     @property
     def missing(self) -> list[int]:
@@ -330,26 +409,33 @@ class Part:
     @property
     def held(self) -> int:
         """Bytes of all pieces that are here."""
-        return sum(self.file.span(chunk)[1] for chunk, here in enumerate(self._here) if here)
+        return _bytes_of(self.file, self._here)
 
     def write(self, at: int, data: memoryview | bytes) -> None:
-        """Raises OSError."""
+        """Raises OSError, and Stopped after `close`."""
         view = memoryview(data)
-        while view:
-            count = os.pwrite(self._data, view, at)
-            view, at = view[count:], at + count
+        with self._changed:
+            while view and self._is_open():
+                chunk = at // CHUNK_BYTES
+                part = view[: (chunk + 1) * CHUNK_BYTES - at]
+                count = len(part) if self._here[chunk] else os.pwrite(self._data, part, at)
+                view, at = view[count:], at + count
 
     def came(self, chunk: int) -> None:
         """All of a piece was written."""
         with self._changed:
-            self._here[chunk] = 1
-            os.pwrite(self._marks, b"\1", chunk)
-            self._changed.notify_all()
+            if self._is_open():
+                self._here[chunk] = 1
+                os.pwrite(self._marks, b"\1", chunk)
+                self._changed.notify_all()
 
     def forget(self) -> None:
         """Nothing of it is here any more."""
-        self._here[:] = bytes(len(self._here))
-        os.pwrite(self._marks, bytes(self._here), 0)
+        with self._changed:
+            if self._is_open():
+                self._begun += 1
+                self._here[:] = bytes(len(self._here))
+                os.pwrite(self._marks, bytes(self._here), 0)
 
     def finish(self) -> None:
         """Hash the pieces as they come; then the file gets its name.
@@ -357,30 +443,52 @@ class Part:
         Raises Damaged when it has another hash, Stopped when it is not wanted any more, OSError.
         """
         self.open()
+        # A descriptor of its own: `close` may come from another thread at any time.
+        with self._repo.part(self.file).open("rb", buffering=0) as data:
+            while not self._named:
+                begun = self._begun
+                digest = self._digest(data.fileno(), begun)
+                os.fsync(data.fileno())
+                self._name(begun, digest)
+
+    def _digest(self, data: int, begun: int) -> str:
+        """The hash of all pieces; empty when they were forgotten meanwhile. Raises Stopped, OSError."""
         unsaved = 0
         digest, buffer = self.file.digest(), memoryview(bytearray(min(_READ_BYTES, self.file.size)))
         for chunk in range(self.file.chunks):
             with self._changed:
-                while not self._here[chunk]:
-                    if self._stopped():
-                        raise Stopped
+                while not (self._here[chunk] or self._stopped()):
                     self._changed.wait(_LOOK_S)
+                if self._stopped():
+                    raise Stopped
+                if self._begun != begun:
+                    return ""
             at, size = self.file.span(chunk)
             while size:
-                count = os.preadv(self._data, [buffer[:size]], at)
+                count = os.preadv(data, [buffer[:size]], at)
+                if not count:
+                    raise OSError(errno.EIO, f"{self.file.path} is shorter than it was")
                 digest.update(buffer[:count])
                 at, size = at + count, size - count
             unsaved += self.file.span(chunk)[1]
             if unsaved >= _SAVE_BYTES:  # while more comes, the disk has nothing else to do
-                os.fsync(self._data)
+                os.fsync(data)
                 unsaved = 0
-        if digest.hexdigest() != self.file.hash:
-            self._repo.part(self.file).unlink()
+        return str(digest.hexdigest())
+
+    def _name(self, begun: int, digest: str) -> None:
+        """The file gets its name, unless it was begun anew since it was hashed. Raises Damaged, Stopped."""
+        with self._changed:
+            if self._begun != begun or not self._is_open():
+                return
+            if digest != self.file.hash:
+                self._closed = True  # what comes of it now is left out
+                self._repo.part(self.file).unlink()
+                self._repo.ledger(self.file).unlink()
+                raise Damaged(self.file)
+            self._repo.part(self.file).replace(self._repo.blob(self.file))
             self._repo.ledger(self.file).unlink()
-            raise Damaged(self.file)
-        os.fsync(self._data)
-        self._repo.part(self.file).replace(self._repo.blob(self.file))
-        self._repo.ledger(self.file).unlink()
+            self._named = True
 
 
 def hash_of(path: Path, file: ModelFile, on_bytes: Callable[[int], None]) -> str:
@@ -407,11 +515,24 @@ def hub_name(name: str) -> tuple[Repo, str]:
     return Repo(repo), revision
 
 
+def _bytes_of(file: ModelFile, here: bytes | bytearray) -> int:
+    """Of the pieces that are here; only the last one is shorter than the others."""
+    lacking = file.chunks * CHUNK_BYTES - file.size if here[-1:] == b"\1" else 0
+    return here.count(1) * CHUNK_BYTES - lacking
+
+
 def _has_size(path: Path, size: int) -> bool:
     try:
         return path.stat().st_size == size
     except OSError:
         return False
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -436,9 +557,12 @@ _REPO_FOLDER = re.compile(r"models--(.+?)--(.+)")
 def repos_here(cache: Path | None = None) -> list[Repo]:
     """Every model of the cache, by name."""
     cache = cache or cache_folder()
-    found = []
-    for folder in sorted(cache.glob("models--*--*")):
-        if match := _REPO_FOLDER.fullmatch(folder.name):
-            with contextlib.suppress(ValueError):
-                found.append(Repo(f"{match[1]}/{match[2]}", cache))
-    return found
+    found = (_repo_of(folder.name, cache) for folder in sorted(cache.glob("models--*--*")))
+    return [repo for repo in found if repo is not None]
+
+
+def _repo_of(folder: str, cache: Path) -> Repo | None:
+    if match := _REPO_FOLDER.fullmatch(folder):
+        with contextlib.suppress(ValueError):
+            return Repo(f"{match[1]}/{match[2]}", cache)
+    return None

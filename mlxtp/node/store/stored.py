@@ -87,7 +87,8 @@ class Revision:
 
 
 def revisions_here(only: str = "") -> list[Revision]:
-    """Those in this Mac's Hub cache that are whole, or were begun by mlxtp; or those of one OWNER/NAME.
+    """Those in this Mac's Hub cache that are whole, or of which mlxtp has brought something; or those of one
+    OWNER/NAME.
 
     Reads the disk: call it in a thread.
     """
@@ -101,6 +102,8 @@ def revisions_here(only: str = "") -> list[Revision]:
             named = tuple(ref for ref, at in refs.items() if at == commit)
             if manifest is not None:
                 held = manifest.size if folder is not None else repo.held(manifest)
+                if folder is None and not held:
+                    continue
                 found.append(Revision(repo.name, commit, named, held, manifest.size, folder is not None))
             elif folder is not None:
                 size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,12 @@ from mlxtp.errors import (
 )
 from mlxtp.node.store import copying, hub_cache
 from mlxtp.node.store.fetching import Fetch
+from mlxtp.node.store.hub import look_up
 from mlxtp.node.store.hub_cache import Damaged, Repo, Stopped
 from mlxtp.node.store.models import find_config
+from mlxtp.node.store.stored import revisions_here
 from mlxtp.wire.frames import encode
-from mlxtp.wire.models import FilesWanted, PieceWanted
+from mlxtp.wire.models import FilesWanted, PieceHeld, PieceWanted
 from mlxtp.wire.tls import (
     ALPN_JOIN,
     ALPN_MODELS,
@@ -76,6 +80,7 @@ def same(folder: Path, files: dict[str, bytes]) -> bool:
 def test_it_comes_in_the_layout_that_other_programs_read(hub: Hub, tmp_path: Path) -> None:
     model = hub.models[NAME]
     model.files = {**model.files, "original/model.safetensors": b"twice", "README.md": b"#", "a.bin": b"b"}
+    model.files = {**model.files, "LICENSE (1).txt": b"odd", "\u8bf4\u660e.txt": b"odd", ".x.json": b"{}"}
     folder = fetch().from_hub()
     assert folder == tmp_path / "cache" / "models--some-body--llama" / "snapshots" / COMMIT
     assert same(folder, with_weights(EXTRA)), "all that serving needs, and nothing else"
@@ -144,6 +149,115 @@ def test_what_has_another_hash_never_gets_a_name(hub: Hub) -> None:
     assert not [path for path in (repo.folder / "blobs").iterdir() if path.stat().st_size == EXTRA]
     model.lies = {}
     assert same(fetch().from_hub(), dict(model.files))
+
+
+def test_a_hub_that_begins_anew_and_sends_something_else_is_found_out(hub: Hub) -> None:
+    model = hub.models[NAME]
+    honest = model.files[BIG]
+    model.cut = {BIG: 6 * CHUNK}
+    model.anew = {BIG: bytes(5 * CHUNK) + honest[5 * CHUNK :]}
+    assert same(fetch().from_hub(), dict(model.files))
+
+
+def test_what_is_here_behind_a_gap_is_left_as_it_is(hub: Hub) -> None:
+    model = hub.models[NAME]
+    honest, repo = model.files[BIG], Repo(NAME)
+    manifest = look_up(NAME, "main")
+    repo.keep(manifest)
+    part = hub_cache.Part(repo, next(f for f in manifest.files if f.path == BIG), lambda: False)
+    part.open()
+    part.write(3 * CHUNK, honest[3 * CHUNK : 5 * CHUNK])
+    part.came(3)
+    part.came(4)
+    part.close()
+    model.lies = {BIG: honest[: 3 * CHUNK] + bytes(2 * CHUNK) + honest[5 * CHUNK :]}
+    assert same(fetch().from_hub(), dict(model.files))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"[]",
+        b"null",
+        b"<html>log in</html>",
+        b"[" * 100_000,
+        b'{"siblings": [{}]}',
+        b'{"sha": 5, "siblings": [%s, %s]}',
+        b'{"sha": "%s", "siblings": [%%s, {"rfilename": "model.safetensors", "size": 8, "blobId": 5}]}'
+        % (b"a" * 40),
+    ],
+)
+def test_an_answer_of_the_hub_that_makes_no_sense_is_said_to_make_none(hub: Hub, answer: bytes) -> None:
+    config = b'{"rfilename": "config.json", "size": 8, "blobId": "%s"}' % (b"0" * 40)
+    hub.models[NAME].answer = answer.replace(b"%s", config)
+    with pytest.raises(ModelError, match=f"the Hub's answer about {NAME} cannot be understood: .") as refused:
+        fetch().from_hub()
+    assert refused.value.code is Code.MODEL_NOT_FOUND, "another Mac may ask another Hub"
+
+
+def test_sizes_that_no_disk_has_are_refused_before_anything_is_kept(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claimed(size: int, count: int) -> bytes:
+        weights = [
+            {"rfilename": f"model-{i}.safetensors", "size": size, "blobId": f"{i:040x}"} for i in range(count)
+        ]
+        config = {"rfilename": "config.json", "size": 8, "blobId": "f" * 40}
+        return json.dumps({"id": NAME, "sha": COMMIT, "siblings": [config, *weights]}).encode()
+
+    monkeypatch.setattr("mlxtp.node.store.fetching.Part", lambda *_: pytest.fail("pieces are counted"))
+    hub.models[NAME].answer = claimed(1 << 43, 4000)
+    with pytest.raises(ModelError, match="bytes in all cannot be right"):
+        fetch().from_hub()
+    monkeypatch.setattr(hub_cache, "free_bytes", lambda _: 1 << 40)
+    hub.models[NAME].answer = claimed(1 << 40, 1)
+    with pytest.raises(ModelError, match=r"needs 1099\.5 GB more"):
+        fetch().from_hub()
+    assert Repo(NAME).commits() == frozenset()
+
+
+@pytest.mark.parametrize("stalls", ["/api/", "/resolve/"])
+def test_to_end_does_not_wait_for_a_hub_that_stalls_and_nothing_comes_afterwards(
+    hub: Hub, stalls: str
+) -> None:
+    model, ours = hub.models[NAME], fetch()
+    model.stalls = stalls
+    ended: list[Exception] = []
+
+    def get() -> None:
+        try:
+            ours.from_hub()
+        except Stopped as error:
+            ended.append(error)
+
+    worker = threading.Thread(target=get, daemon=True)
+    worker.start()
+    until(lambda: any(stalls in each for each in hub.asked))
+    ours.stop()
+    worker.join(2)
+    assert ended
+    model.goes_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "fetch":
+            thread.join(10)
+    assert not any(any(path.read_bytes()) for path in ours.repo.folder.glob("blobs/*"))
+
+
+def until(true: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 20
+    while not true() and time.monotonic() < ends_at:
+        threading.Event().wait(0.01)
+    assert true()
+
+
+def test_a_failed_pull_of_which_nothing_came_is_not_listed(hub: Hub) -> None:
+    hub.models[NAME].gated = True
+    with pytest.raises(ModelError, match="gated"):
+        fetch().from_hub()
+    assert revisions_here() == []
+    hub.models[NAME].gated = False
+    fetch().from_hub()
+    assert [each.complete for each in revisions_here()] == [True]
 
 
 def test_who_may_not_have_it_is_told_what_to_do(hub: Hub, tmp_path: Path) -> None:
@@ -340,6 +454,58 @@ def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> 
     channel.next()
     with pytest.raises(LinkError):
         copying.ask(channel, NAME)
+
+
+def test_a_lender_that_gets_another_revision_meanwhile_is_left(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = pair.theirs.manifest(COMMIT)
+    assert first is not None
+    told = iter([first])
+    less = manifests.Manifest(NAME, NEWER, first.files[:1])
+    monkeypatch.setattr(pair, "_lent", lambda _: (pair.theirs, next(told, less)))
+    pair.lender._lent = pair._lent
+    with pytest.raises(LinkError, match="another revision by now"):
+        pair.copy()
+
+
+def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing: dict[str, object] = {}
+    monkeypatch.setattr(copying.Board, "take", lambda *_: nothing["a bug"])
+    with pytest.raises(KeyError, match="a bug"):
+        pair.copy()
+
+
+def test_a_lender_without_a_piece_is_not_waited_for_all_day(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "PIECE_S", 0.5)
+    pair.theirs.blob(next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)).unlink()  # type: ignore[union-attr]
+    with pytest.raises(LinkError, match=r"no piece has come for 0\.5 s") as late:
+        pair.copy()
+    assert late.value.code is Code.LINK_TIMEOUT
+
+
+def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drip(channel: copying.Channel, repo: Repo, manifest: manifests.Manifest, file: int, _: int) -> None:
+        channel.send(PieceHeld(min(CHUNK, manifest.blobs[file].size)))
+        while True:
+            channel.send_bytes(b"\0")
+            threading.Event().wait(0.1)
+
+    monkeypatch.setattr(copying, "PIECE_S", 0.5)
+    monkeypatch.setattr(copying, "_lend", drip)
+    with pytest.raises(LinkError, match=r"no piece has come for 0\.5 s"):
+        pair.copy()
+
+
+def test_strangers_who_only_connect_keep_nobody_out(pair: Pair) -> None:
+    import socket
+
+    with contextlib.ExitStack() as crowd:
+        for _ in range(copying.MAX_CONNECTIONS + copying.MAX_STRANGERS):
+            crowd.enter_context(socket.create_connection(("127.0.0.1", pair.lender.port), 5))
+        assert same(pair.copy(), with_weights(EXTRA))
 
 
 def test_a_lender_that_falls_silent_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

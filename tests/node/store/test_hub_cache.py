@@ -1,0 +1,149 @@
+"""One model's folder in the Hub's cache: what is removed, read and locked there, and nothing beside it."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from pathlib import Path
+
+import pytest
+
+from mlxtp.cluster.manifests import Manifest, ModelFile, wanted
+from mlxtp.errors import ModelError
+from mlxtp.node.store.hub_cache import Part, Repo, Stopped, hash_of
+
+from ...hub import COMMIT, NEWER, blob_name, embedded
+
+NAME = "some-body/llama"
+NOTE = ModelFile("note.json", 4, blob_name("note.json", b"note"))
+
+
+def put(cache: Path, name: str = NAME, commit: str = COMMIT, *more: ModelFile) -> Manifest:
+    """A model that is complete, and `more` files with the content "note"."""
+    repo, files = Repo(name, cache), [*more]
+    files += [ModelFile(path, len(body), blob_name(path, body)) for path, body in embedded().items()]
+    manifest = Manifest(name, commit, wanted(files))
+    repo.keep(manifest)
+    for path, body in embedded().items():
+        (repo.folder / "blobs" / blob_name(path, body)).write_bytes(body)
+    for file in more:
+        repo.blob(file).write_bytes(b"note")
+    repo.publish(manifest, "main")
+    return manifest
+
+
+def test_removing_a_model_leaves_another_one_with_the_same_commit(tmp_path: Path) -> None:
+    for name in ("old/name", "new/name"):
+        put(tmp_path, name)
+    old, new = Repo("old/name", tmp_path), Repo("new/name", tmp_path)
+    assert old.remove(frozenset({COMMIT})) > 0
+    assert not old.folder.exists()
+    assert new.snapshot("main") is not None
+    assert Repo("none/such", tmp_path).remove(frozenset({COMMIT, ""})) == 0
+    assert new.snapshot("main") is not None
+
+
+def test_of_two_revisions_the_one_that_stays_loses_nothing(tmp_path: Path) -> None:
+    put(tmp_path)
+    put(tmp_path, NAME, NEWER, NOTE)
+    repo = Repo(NAME, tmp_path)
+    foreign = repo.folder / "blobs" / f"{'1' * 40}.incomplete"
+    foreign.write_bytes(b"another program's")
+    assert 0 < repo.remove(frozenset({NEWER})) < 1 << 16
+    assert repo.snapshot(COMMIT) is not None
+    assert repo.commits() == {COMMIT}
+    assert repo.refs() == {}
+    assert not repo.blob(NOTE).exists()
+    assert foreign.exists()
+
+
+def test_a_model_that_somebody_adds_to_is_not_removed(tmp_path: Path) -> None:
+    put(tmp_path)
+    repo, other = Repo(NAME, tmp_path), Repo(NAME, tmp_path)
+    with (
+        other.locked(lambda: False),
+        pytest.raises(ModelError, match=f"somebody is just adding to {NAME}; end that, or wait"),
+    ):
+        repo.remove(frozenset({COMMIT}))
+    assert repo.snapshot(COMMIT) is not None
+    assert repo.remove(frozenset({COMMIT})) > 0
+
+
+def test_who_waited_for_a_model_that_is_removed_locks_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path)
+    repo, flock = Repo(NAME, tmp_path), fcntl.flock
+
+    def flock_after_remove(*args: object) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        Repo(NAME, tmp_path).remove(frozenset({COMMIT}))
+        flock(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_remove)
+    with (
+        repo.locked(lambda: False),
+        pytest.raises(ModelError, match="somebody is just adding"),
+    ):
+        Repo(NAME, tmp_path).remove(frozenset({COMMIT}))
+
+
+def test_a_model_whose_folder_is_elsewhere_is_read_and_removed_there(tmp_path: Path) -> None:
+    cache, disk = tmp_path / "cache", tmp_path / "disk"
+    manifest = put(disk)
+    repo = Repo(NAME, cache)
+    cache.mkdir()
+    repo.folder.symlink_to(disk / repo.folder.name)
+    for file in manifest.files:
+        assert hash_of(repo.readable(file), file, lambda _: None) == file.hash
+    secret, file = tmp_path / "secret", manifest.files[0]
+    secret.write_bytes(bytes(file.size))
+    repo.blob(file).unlink()
+    repo.blob(file).symlink_to(secret)
+    with pytest.raises(OSError, match="outside the cache"):
+        repo.readable(file)
+    assert repo.remove(frozenset({COMMIT})) > 0
+    assert secret.exists()
+    assert list(cache.iterdir()) == list(disk.iterdir()) == []
+
+
+def test_a_name_in_other_letters_is_the_model_where_the_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path)
+    typed, stored = Repo("Some-Body/LLAMA", tmp_path), Repo(NAME, tmp_path)
+    snapshot = stored.snapshot("main")
+    assert snapshot is not None
+    assert typed.as_here().name == typed.name
+    assert not typed.has_inside(snapshot)
+    samefile = Path.samefile  # of a disk that ignores case
+    monkeypatch.setattr(Path, "samefile", lambda a, b: samefile(Path(str(a).lower()), Path(str(b).lower())))
+    assert typed.as_here().name == NAME
+    assert typed.has_inside(snapshot)
+    assert not typed.has_inside(tmp_path)
+    assert not Repo("some-body/other", tmp_path).has_inside(snapshot)
+
+
+def test_pieces_that_come_when_nobody_wants_them_any_more_are_left_out(tmp_path: Path) -> None:
+    repo = Repo(NAME, tmp_path)
+    repo.keep(Manifest(NAME, COMMIT, (NOTE,)))
+    part = Part(repo, NOTE, lambda: False)
+    part.open()
+    part.close()
+    for late in (part.open, lambda: part.write(0, b"late"), lambda: part.came(0), part.forget):
+        with pytest.raises(Stopped):
+            late()
+    assert repo.part(NOTE).read_bytes() == bytes(4)
+    done = Part(repo, NOTE, lambda: False)
+    done.open()
+    worker = threading.Thread(target=done.finish)
+    worker.start()
+    done.write(0, b"note")
+    done.came(0)
+    worker.join(10)
+    done.write(0, b"late")
+    done.forget()
+    done.close()
+    done.open()
+    assert repo.blob(NOTE).read_bytes() == b"note"
+    assert not repo.part(NOTE).exists()

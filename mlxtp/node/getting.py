@@ -197,7 +197,8 @@ class Getting:
         if job is None:
             return []
         cluster = self._cluster
-        rows = [(cluster.node_id, job.mine)] if job.mine is not None else []
+        mine = job.mine or (Held() if job.runs else None)
+        rows = [(cluster.node_id, mine)] if mine is not None else []
         rows += [(node, _held(word)) for node, word in sorted(job.others.items())]
         found = []
         for node, held in rows:

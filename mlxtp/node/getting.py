@@ -143,6 +143,7 @@ class Getting:
         """
         job = self._job(model)
         if not job.runs:
+            job.mine = None
             job.task = asyncio.ensure_future(self._get(job))
             job.task.add_done_callback(_ended)
         assert job.task is not None
@@ -275,7 +276,7 @@ class Getting:
             self._tell(job)
 
     async def _get(self, job: _Job) -> Path:
-        job.mine, job.lender, job.began = None, None, time.monotonic()
+        job.lender, job.began = None, time.monotonic()
         here, mine = await asyncio.to_thread(_look, job.repo, job.revision, True)
         job.mine = mine
         if here is not None and not mine.total:

@@ -180,6 +180,24 @@ def test_who_asked_for_it_here_alone_is_not_surprised_by_it_later(tmp_path: Path
     play(tmp_path, there.second, story)
 
 
+def test_what_was_complete_counts_only_when_it_was_looked_at_again(
+    tmp_path: Path, member: Member, hub: Hub
+) -> None:
+    hub.models = {NAME: Model(embedded())}
+
+    async def story(node: Node) -> None:
+        getting, me = leads(node), node.cluster.node_id
+        name = await getting.pull(NAME, everywhere=False)
+        await sees(lambda: row(getting, name, me).get("complete") and not getting._jobs[name].runs)
+        await asyncio.to_thread((Repo(NAME).folder / "snapshots" / COMMIT / "config.json").unlink)
+        await getting.pull(NAME, everywhere=False)
+        await asyncio.sleep(0)
+        assert row(getting, name, me)["complete"] is False
+        await sees(lambda: row(getting, name, me)["complete"])
+
+    play(tmp_path, member, story)
+
+
 def test_the_end_does_not_wait_for_a_hub_that_is_silent(
     tmp_path: Path, member: Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

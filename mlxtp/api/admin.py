@@ -59,6 +59,10 @@ class Administration(Protocol):
 
     def removable(self, model: str) -> Json: ...
 
+    async def repairable(self, model: str) -> Json: ...
+
+    def removed(self, model: str) -> Json: ...
+
     def members(self) -> Json: ...
 
     def remove(self, node: str) -> Json: ...
@@ -100,6 +104,8 @@ def routes(admin: Administration) -> list[Route]:
         route("pulling", "POST", lambda body: admin.pulling(_text(body, "model"))),
         route("stored", "GET", lambda _: admin.stored()),
         route("removable", "POST", lambda body: admin.removable(_text(body, "model"))),
+        route("repairable", "POST", lambda body: admin.repairable(_text(body, "model"))),
+        route("removed", "POST", lambda body: admin.removed(_text(body, "model"))),
         route("remove", "POST", lambda body: admin.remove(_text(body, "node"))),
         route("leave", "POST", lambda body: admin.leave(_text(body, "force", ""))),
     ]

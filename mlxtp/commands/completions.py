@@ -47,6 +47,19 @@ def models(incomplete: str) -> list[str]:
     return _beginning(incomplete, (each.id for each in stored_models()))
 
 
+def hub_models(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Models of the Hub of which something is on this disk, where the agent has them."""
+    from ..node.store.hub_cache import cache_folder, repos_here
+
+    try:
+        folder = AgentClient(_home(ctx), _ASK_S).get("stored").get("folder")
+    except UserError:
+        folder = None
+    return _beginning(
+        incomplete, (each.name for each in repos_here(Path(folder or cache_folder())) if each.commits())
+    )
+
+
 def planned(incomplete: str) -> list[str]:
     """What `mlxtp plan` knows by name, and models on this disk."""
     from ..cluster.known import KNOWN

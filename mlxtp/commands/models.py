@@ -5,10 +5,11 @@ A running agent pulls, so that its cluster downloads once; without one this proc
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,6 @@ from ..errors import (
 )
 from ..node.store.hub_cache import (
     Repo,
-    Stopped,
     cache_folder,
     gigabytes,
     hash_of,
@@ -50,6 +50,8 @@ from .options import AsJson, Home
 from .printing import home_of, print_json
 
 LOOK_S = 0.5
+END_S = 2.0
+"""How long Ctrl-C waits for threads that wait for the network."""
 _PULL_S = 60.0
 """How long the agent may take to ask the Hub what a model consists of."""
 
@@ -58,7 +60,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="OWNER/NAME on the Hub; OWNER/NAME@REVISION for a certain one.",
-        autocompletion=completions.models,
+        autocompletion=completions.hub_models,
     ),
 ]
 
@@ -83,10 +85,11 @@ def pull(
 
     Cut short, it goes on where it was when it is said again.
     """
-    _check_hub(model)
+    repo, revision = _check_hub(model)
     rows = _by_agent(model, everywhere, home, as_json)
     if rows is None:
-        rows = [_by_itself(model, as_json)]
+        rows = [_by_itself(repo, revision, as_json)]
+        _tell_removed(model, home)
     problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
         print_json({"model": model, "members": rows})
@@ -101,34 +104,37 @@ def pull(
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:
     """List the models of the Hub on this Mac: size, how much of each is here, which other Macs have it."""
-    elsewhere = _elsewhere(home)
-    rows = [_row(each, elsewhere) for each in revisions_here()]
+    cache, elsewhere = _stored(home)
+    rows = [_row(each, elsewhere) for each in revisions_here(cache=cache)]
     if as_json:
-        print_json({"folder": str(cache_folder()), "models": rows})
+        print_json({"folder": str(cache), "models": rows})
         return
     if not rows:
-        print(f"no model is in {cache_folder()}; `mlxtp pull OWNER/NAME` brings one")
+        print(f"no model is in {cache}; `mlxtp pull OWNER/NAME` brings one")
         return
     Console(highlight=False).print(_table(rows))
-    print(f"in {cache_folder()}")
+    print(f"in {cache}")
 
 
 def remove(model: Model, home: Home = None, as_json: AsJson = False) -> None:
     """Remove a model from this Mac's disk, all revisions unless one is named. What others share stays."""
-    repo, revision = _check_hub(model)
-    _unless_needed(model, home)
+    repo, revision = _here(model, home)
+    _allowed("removable", model, home)
     here = repo.commits()
     chosen = frozenset({repo.commit(revision)}) if "@" in model else here
     if not chosen & here and not (repo.folder.exists() and "@" not in model):
-        raise ModelError(f"{model} is not on this Mac; `mlxtp list` shows what is", Code.MODEL_NOT_FOUND)
+        raise ModelError(
+            f"{model} is not on this Mac, in {repo.cache}; `mlxtp list` shows what is", Code.MODEL_NOT_FOUND
+        )
     try:
         freed = repo.remove(chosen)
     except OSError as error:
         raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
+    _tell_removed(model, home)
     if as_json:
         print_json({"removed": model, "revisions": sorted(chosen), "freed_bytes": freed})
         return
-    print(f"{model} is removed; {gigabytes(freed)} are free again")
+    print(f"{model} is removed from {repo.cache}; {gigabytes(freed)} are free again")
 
 
 def verify(
@@ -138,30 +144,31 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read a model's files on this Mac and compare each with its hash."""
-    repo, revision = _check_hub(model)
+    repo, revision = _here(model, home)
     commit = repo.commit(revision)
     manifest = repo.manifest(commit)
     if manifest is None:
         raise ModelError(
-            f"nothing is known of {model} on this Mac; `mlxtp list` shows what is here", Code.MODEL_NOT_FOUND
+            f"nothing is known of {model} on this Mac, in {repo.cache}; `mlxtp list` shows what is here",
+            Code.MODEL_NOT_FOUND,
         )
-    bad = _damaged(repo, manifest, quiet=as_json)
+    bad, unread = _damaged(repo, manifest, quiet=as_json)
     if bad and repair:
-        _unless_needed(model, home)
-        for file in manifest.files:
-            if file.path in bad:
-                repo.blob(file).unlink(missing_ok=True)
-        _by_itself(f"{repo.name}@{commit}", as_json)
+        _repair(repo, manifest, bad, home, as_json)
+    found = bad | unread
     if as_json:
-        print_json({"model": model, "revision": commit, "bytes": manifest.size, "damaged": bad})
-    elif not bad:
+        print_json({"model": model, "revision": commit, "bytes": manifest.size, "damaged": found})
+    elif not found:
         print(f"{model}: {len(manifest.files)} files, {gigabytes(manifest.size)}, all as they should be")
     else:
-        for path, why in bad.items():
+        for path, why in found.items():
             print(f"{path}: {why}")
-        again = "what was bad was got anew" if repair else f"`mlxtp verify {model} --repair` gets them anew"
-        print(f"bad files: {len(bad)} of {len(manifest.files)}; {again}")
-    if bad and not repair:
+        again = "they were got anew" if repair else f"`mlxtp verify {model} --repair` gets them anew"
+        if bad:
+            print(f"bad files: {len(bad)} of {len(manifest.files)}; {again}")
+        if unread:
+            print(f"files that cannot be read: {len(unread)}; they are left as they are")
+    if unread or (bad and not repair):
         raise typer.Exit(Exit.REFUSED)
 
 
@@ -183,7 +190,10 @@ def _by_agent(
         try:
             while True:
                 rows: list[Mapping[str, Any]] = client.post("pulling", model=name)["members"]
-                bars.show((row["name"], row["held_bytes"], row["total_bytes"]) for row in rows)
+                bars.show(
+                    (row["name"], row["held_bytes"], row["total_bytes"], bool(row.get("waits")))
+                    for row in rows
+                )
                 if rows and all(row["complete"] or row["problem"] for row in rows):
                     return rows
                 time.sleep(LOOK_S)  # nothing tells when there is more
@@ -192,41 +202,37 @@ def _by_agent(
             raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
+def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
     """This process gets it. Raises ModelError."""
+    from ..node.store.apart import begin
     from ..node.store.fetching import Fetch
 
-    repo, revision = hub_name(model)
     refs = [ref for ref, commit in repo.refs().items() if commit == revision]
     fetch = Fetch(repo, refs[0] if refs else revision, revision)
-    failed: list[MlxtpError] = []
-
-    def work() -> None:
-        try:
-            fetch.from_hub()
-        except MlxtpError as error:
-            failed.append(error)
-        except Stopped:
-            pass
-
-    worker = threading.Thread(target=work)
-    worker.start()
+    work = begin(fetch.from_hub)
     try:
         with _Bars(quiet=as_json) as bars:
-            while worker.is_alive():
-                worker.join(LOOK_S)
+            while not work.done():
+                wait([work], LOOK_S)
                 if fetch.manifest is not None:
-                    bars.show([(repo.name, fetch.held, fetch.manifest.size)])
+                    bars.show([(repo.name, fetch.held, fetch.manifest.size, False)])
     except KeyboardInterrupt:
+        print("mlxtp: it ends; what has come stays, and the same command goes on", file=sys.stderr)
         fetch.stop()
-        worker.join()
-        print("mlxtp: what has come stays; the same command goes on", file=sys.stderr)
+        with contextlib.suppress(KeyboardInterrupt):
+            wait([work], END_S)
         raise typer.Exit(Exit.INTERRUPTED) from None
-    if failed:
-        if fetch.manifest is not None or repo.snapshot(revision) is None:
-            raise failed[0]
-        print(f"mlxtp: {failed[0].detail}. What is here is left as it is", file=sys.stderr)
-    manifest = fetch.manifest or repo.manifest(repo.commit(revision))
+    error = work.exception()
+    if error is not None and not isinstance(error, MlxtpError):
+        raise ModelError(f"cannot get {repo.name}: {type(error).__name__}: {error}") from error
+    here = repo.snapshot(revision)
+    if error is not None:
+        if fetch.manifest is not None or here is None:
+            raise error
+        print(f"mlxtp: {error.detail}. What is here is left as it is", file=sys.stderr)
+    if here is None:
+        raise ModelError(f"{repo.name} came, and is not complete in {repo.cache}; `mlxtp list` shows what is")
+    manifest = fetch.manifest or repo.manifest(here.name)
     size = manifest.size if manifest is not None else 0
     return {
         "name": "this Mac",
@@ -234,7 +240,7 @@ def _by_itself(model: str, as_json: bool) -> Mapping[str, Any]:
         "total_bytes": size,
         "complete": True,
         "problem": "",
-        "revision": repo.commit(revision),
+        "revision": here.name,
     }
 
 
@@ -260,41 +266,70 @@ class _Bars:
         if self._tasks:
             self._progress.stop()
 
-    def show(self, rows: Iterable[tuple[str, int, int]]) -> None:
-        """Names, bytes that are there, bytes in all (0: not known yet)."""
-        for name, held, total in rows:
+    def show(self, rows: Iterable[tuple[str, int, int, bool]]) -> None:
+        """Names, bytes that are there, bytes in all (0: not known yet), whether others come first."""
+        for name, held, total, waits in rows:
             self._progress.start()
             if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task(name, completed=held, total=total or None)
-            self._progress.update(self._tasks[name], completed=held, total=total or None)
+                self._tasks[name] = self._progress.add_task(name)
+            said = f"{name} (waits for others to come first)" if waits else name
+            self._progress.update(self._tasks[name], description=said, completed=held, total=total or None)
 
 
 # --- the disk -----------------------------------------------------------------------------------------
 
 
-def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> dict[str, str]:
-    """What is wrong, by path."""
-    bad, done = {}, 0
-    lock = threading.Lock()
+def _damaged(repo: Repo, manifest: Manifest, *, quiet: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """What is wrong, by path: with files that have other bytes than they should, and with unreadable ones."""
+    bad: dict[str, str] = {}
+    unread: dict[str, str] = {}
+    done = 0
     with _Bars(quiet=quiet) as bars:
 
         def read(count: int) -> None:
             nonlocal done
-            with lock:
-                done += count
-            bars.show([(manifest.name, done, manifest.size)])
+            done += count
+            bars.show([(manifest.name, done, manifest.size, False)])
 
         for file in manifest.files:
             try:
                 found = hash_of(repo.readable(file), file, read) if repo.has(file) else None
             except OSError as error:
-                bad[file.path] = f"it cannot be read: {error.strerror}"
+                unread[file.path] = f"it cannot be read: {error.strerror}"
                 continue
             if found is None:
                 bad[file.path] = "it is not here, or has another size"
             elif found != file.hash:
                 bad[file.path] = f"its hash is {found[:12]}…, not {file.hash[:12]}…"
-    return bad
+    return bad, unread
+
+
+def _repair(repo: Repo, manifest: Manifest, bad: Collection[str], home: Path | None, as_json: bool) -> None:
+    """Get bad files anew. Nothing goes before it is known that somebody can give them. Raises UserError."""
+    from ..node.store import hub
+    from ..node.store.hub_cache import Stopped
+
+    model = f"{repo.name}@{manifest.revision}"
+    if not _allowed("repairable", model, home):
+        hub.look_up(repo.name, manifest.revision)
+    try:
+        with repo.locked(lambda: True):
+            for file in manifest.files:
+                if file.path in bad:
+                    repo.blob(file).unlink(missing_ok=True)
+    except Stopped:
+        raise UserError(
+            f"somebody is just adding to {repo.name}; end that, or wait until it is over"
+        ) from None
+    except OSError as error:
+        raise ModelError(f"{model}: {why_not_written(error, repo.cache)}") from None
+    rows = _by_agent(model, False, home, as_json)
+    if rows is None:
+        _by_itself(repo, manifest.revision, as_json)
+        _tell_removed(model, home)
+    elif repo.snapshot(manifest.revision) is None:
+        problems = [row["problem"] for row in rows if row["problem"]]
+        raise ModelError(f"{model} is not whole again: {'; '.join(problems) or 'it came not'}")
 
 
 def _check_hub(model: str) -> tuple[Repo, str]:
@@ -307,20 +342,36 @@ def _check_hub(model: str) -> tuple[Repo, str]:
     return hub_name(model)
 
 
-def _unless_needed(model: str, home: Path | None) -> None:
-    """Raises UserError while a running agent needs it."""
+def _here(model: str, home: Path | None) -> tuple[Repo, str]:
+    """Where the agent of this home has it, or would have it; where this user has it, if there is no agent."""
+    repo, revision = _check_hub(model)
+    return Repo(repo.name, _stored(home)[0]).as_here(), revision
+
+
+def _allowed(what: str, model: str, home: Path | None) -> bool:
+    """Whether there is an agent that was asked. Raises UserError when it says no."""
     try:
-        AgentClient(home_of(home)).post("removable", model=model)
+        AgentClient(home_of(home), _PULL_S).post(what, model=model)
     except UserError as error:
         if error.code is not Code.NOT_READY:
             raise
+        return False
+    return True
 
 
-def _elsewhere(home: Path | None) -> list[Mapping[str, Any]]:
+def _tell_removed(model: str, home: Path | None) -> None:
+    """The agent, if there is one, has not seen what was just done."""
+    with contextlib.suppress(UserError):
+        AgentClient(home_of(home)).post("removed", model=model)
+
+
+def _stored(home: Path | None) -> tuple[Path, list[Mapping[str, Any]]]:
+    """The cache folder of the agent of this home, this user's if there is none; and what others have."""
     try:
-        return list(AgentClient(home_of(home)).get("stored")["elsewhere"])
+        told = AgentClient(home_of(home)).get("stored")
     except UserError:
-        return []
+        return cache_folder(), []
+    return Path(told.get("folder") or cache_folder()), list(told["elsewhere"])
 
 
 def _row(here: Revision, elsewhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

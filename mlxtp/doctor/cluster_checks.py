@@ -10,6 +10,8 @@ from .finding import Finding, error, info, ok, warning
 
 SOON = timedelta(days=14)
 """A certificate that ends within this time, and that nobody renews, is worth a word."""
+MAKE_ROOM = "make room"
+"""How what is to be done begins, in the words of whoever found no room for a model."""
 SHOWN = 8
 """Digits of a hash: enough to tell two apart."""
 
@@ -112,6 +114,14 @@ def _of_certificate(certificate: Certificate, facts: Facts) -> Finding:
     )
 
 
+def _of_lacking(problem: str) -> tuple[str, str, str]:
+    """Why a machine has not got the model: what is wrong, what to do, why it matters."""
+    what, room, todo = problem.partition(f": {MAKE_ROOM}")
+    if room:
+        return what, f"{MAKE_ROOM}{todo}", "a model comes only where all of it has room, and 1 GB more"
+    return problem, "as it says", "a Mac that has not got the model takes no part in its group"
+
+
 def of_models(facts: Facts) -> Iterator[Finding]:
     """Whether all members have the same files of the model."""
     model = facts.model
@@ -122,12 +132,12 @@ def of_models(facts: Facts) -> Iterator[Finding]:
         yield info("no model is wanted" if facts.agent.runs_here else "not known: only an agent knows")
         return
     if model.problem:
-        yield error(f"{model.wanted}: {model.problem}", "as it says")
+        what, todo, why = _of_lacking(model.problem)
+        yield error(f"{model.wanted}: {what}", todo, why)
     for member in facts.members:
         if member.model_problem:
-            yield warning(
-                f"{member.name} lacks {model.wanted}: {member.model_problem}", f"as it says, on {member.name}"
-            )
+            what, todo, why = _of_lacking(member.model_problem)
+            yield warning(f"{member.name} lacks {model.wanted}: {what}", f"{todo}, on {member.name}", why)
     told = {"this machine": model.fingerprint} | {
         each.name: each.fingerprint for each in facts.members if each.linked
     }
@@ -135,10 +145,12 @@ def of_models(facts: Facts) -> Iterator[Finding]:
     found = {name: fingerprint for name, fingerprint in told.items() if fingerprint}
     if len(set(found.values())) > 1:
         shown = ", ".join(f"{name} {fingerprint[:SHOWN]}" for name, fingerprint in found.items())
+        of_hub = "/" in model.wanted and not model.wanted.startswith("/")
         yield error(
             f"the files of {model.wanted} differ: {shown}",
-            "bring the same files to all: copy the folder from one, or remove it on the others and "
-            "`mlxtp serve` it again, which downloads it",
+            f"`mlxtp verify {model.wanted} --repair` on each of them: it gets what is damaged anew"
+            if of_hub
+            else "bring the same files to all: copy the folder from one",
         )
     elif found:
         (fingerprint,) = set(found.values())

@@ -134,9 +134,11 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "models", "Model files",
-        "the hash of the wanted model's files on each member",
+        "the fingerprint of the wanted model on each member: a hash of `config.json` and, of each file of "
+        "weights, of its name, its size and 1 MiB at its beginning, middle and end. Not of all bytes, nor of "
+        "the tokenizer: `mlxtp verify` reads all of a model of the Hub",
         "ranks with different files compute different tokens, so no group is formed of them",
-        "the same files on all: copy the folder, or download it anew where it differs",
+        "`mlxtp verify MODEL --repair` on each for a model of the Hub; for a folder, the same files on all",
         cluster.of_models,
     ),
     Row(

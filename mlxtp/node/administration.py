@@ -7,9 +7,10 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,17 @@ from .cluster import Cluster
 from .drain import Drain
 from .key_ring import KeyRing
 from .observer import Observer
-from .store.hub_cache import Repo, hub_name
+from .store import hub
+from .store.apart import apart
+from .store.hub_cache import Repo, cache_folder, hub_name
+from .store.models import is_hub_id
 from .store.stored import models_here
 from .supervisor import Supervisor
 
 FILE = "agent.json"
 """In the home, for this user's eyes: where the agent answers, and with which key."""
+
+COMING = "it is just being copied or downloaded; wait until that is over"
 
 Json = Mapping[str, Any]
 
@@ -115,21 +121,47 @@ class Alone:
         raise self._alone()
 
     def stored(self) -> Json:
-        """What other members have on their disks: of each model who."""
-        return {"elsewhere": []}
+        """Where this agent's models are, and what other members have on their disks: of each model who."""
+        return {"folder": str(cache_folder()), "elsewhere": []}
 
     def removable(self, model: str) -> Json:
         """Whether OWNER/NAME may be removed from this Mac's disk. Raises UserError while it is needed."""
-        repo, _ = hub_name(model)
+        repo = hub_name(model)[0].as_here()
         if why := self._needed(repo):
             raise UserError(f"{repo.name} cannot be removed: {why}")
         return {"removable": repo.name}
+
+    async def repairable(self, model: str) -> Json:
+        """Whether damaged files of OWNER/NAME@COMMIT may go from this Mac's disk, and would come again.
+
+        Raises UserError while a rank of this Mac has them open, and when nobody can give them.
+        """
+        repo, commit = hub_name(model)
+        repo = repo.as_here()
+        if why := self._in_use(repo):
+            raise UserError(f"{repo.name} cannot be repaired now: {why}")
+        if not self._is_elsewhere(model):
+            await apart(partial(hub.look_up, repo.name, commit))
+        return {"repairable": repo.name}
+
+    def _is_elsewhere(self, model: str) -> bool:
+        return False
+
+    def _in_use(self, repo: Repo) -> str:
+        """Why files of it must stay as they are now; empty when none does."""
+        source = self._supervisor.source if self._supervisor.in_epoch else None
+        paths = (source.path, source.draft_path) if source is not None else ()
+        return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
+
+    def removed(self, model: str) -> Json:
+        """A command has removed or got files of OWNER/NAME on this Mac by itself: look again."""
+        return {"model": model}
 
     def _needed(self, repo: Repo) -> str:
         """Why this agent needs a model of the Hub; empty when it does not."""
         source = self._supervisor.source
         paths = (source.path, source.draft_path) if source is not None else ()
-        in_use = any(path is not None and path.is_relative_to(repo.folder.resolve()) for path in paths)
+        in_use = _has_one(repo, paths)
         return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
 
     def close(self) -> None:
@@ -282,25 +314,42 @@ class Member(Alone):
         return {"members": self._cluster.getting.progress(model)}
 
     def stored(self) -> Json:
-        """What other members have on their disks."""
+        """Where models are here, and what other members have on their disks."""
         cluster = self._cluster
         cluster.getting.look_at_disk()
         return {
+            **super().stored(),
             "elsewhere": [
                 {"node": cluster.name_of(node), "node_id": node, **asdict(model)}
                 for node, models in sorted(cluster.getting.stored.items())
                 for model in models
-            ]
+            ],
         }
 
     def _needed(self, repo: Repo) -> str:
         cluster = self._cluster
         wanted = cluster.coordination.desired.model
-        if wanted.partition("@")[0] == repo.name:
+        if is_hub_id(wanted) and hub_name(wanted)[0].as_here().name == repo.name:
             return "the cluster serves it, or is to; `mlxtp unload`, or `mlxtp serve` another model, first"
         if cluster.getting.is_getting(repo.name):
-            return "it is just being copied or downloaded; wait until that is over"
+            return COMING
         return super()._needed(repo)
+
+    def _in_use(self, repo: Repo) -> str:
+        cluster = self._cluster
+        if cluster.getting.is_getting(repo.name):
+            return COMING
+        if cluster.guest.epoch and _has_one(repo, (cluster.guest.model,)):
+            return "a rank of this Mac has it open; `mlxtp unload` first"
+        return super()._in_use(repo)
+
+    def _is_elsewhere(self, model: str) -> bool:
+        return self._cluster.getting.is_elsewhere(model)
+
+    def removed(self, model: str) -> Json:
+        """A command has removed or got files of OWNER/NAME by itself: look again, and tell the others."""
+        self._cluster.getting.changed(hub_name(model)[0].name)
+        return super().removed(model)
 
     def unload(self) -> Json:
         """Serve nothing."""
@@ -384,6 +433,10 @@ class Member(Alone):
                 }
             )
         return found
+
+
+def _has_one(repo: Repo, paths: Iterable[Path | None]) -> bool:
+    return any(path is not None and repo.has_inside(path) for path in paths)
 
 
 @contextmanager

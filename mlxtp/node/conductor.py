@@ -25,7 +25,7 @@ from ..wire.rdma import Matrix, flat
 from .epoch import State
 from .ranks import Group, Ranks, Seat
 from .remote_rank import RankWord, RemoteRank
-from .store.models import ModelSource
+from .store.models import ModelSource, is_hub_id
 from .store.servable import read_config, shape_in
 from .supervisor import Plan as EpochPlan
 from .surroundings import Surroundings
@@ -301,9 +301,16 @@ class Conductor:
         if ours.fingerprint and theirs.fingerprint != ours.fingerprint:
             return False, (
                 f"its files of the model differ: {theirs.fingerprint[:12]} there, {ours.fingerprint[:12]} on "
-                f"{cluster.name}"
+                f"{cluster.name}; {self._mending(cluster.name_of(node_id))}"
             )
         return True, ""
+
+    def _mending(self, other: str) -> str:
+        """What is to be done where files differ between this Mac and another one."""
+        model, here = self._cluster.coordination.desired.model, self._cluster.name
+        if is_hub_id(model):
+            return f"`mlxtp verify {model} --repair` on {other}, then on {here}, gets what is damaged anew"
+        return f"bring the same files to {other} and {here}"
 
     def placement(self) -> tuple[Placement | None, str]:
         """The best plan for those who are present, and why there is none. Kept until something changes."""

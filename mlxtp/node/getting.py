@@ -12,9 +12,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..wire.certificates import NodeIdentity
 from ..wire.control import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
 from ..wire.tls import Credentials
 from .store import copying, hub
+from .store.apart import apart
 from .store.fetching import Fetch
 from .store.hub_cache import (
     Damaged,
@@ -52,7 +54,14 @@ AGAIN_S = 1.0
 """After a copy that was cut short, until the next try."""
 TRIES = 4
 """How often a lender is tried in vain before this Mac asks the Hub itself."""
+AT_ONCE = 4
+"""Models that come to this Mac at one time; the next ones wait for their turn."""
 MAX_JOBS = 256
+"""Of which anything is kept."""
+MAX_ASKED = 8
+"""Models that come to this Mac at one time by the word of one other member."""
+CLOSE_S = 2.0
+"""How long this agent's end waits for threads that wait for the network."""
 RATE_S = 10.0
 """Over how long speeds are told."""
 
@@ -96,6 +105,8 @@ class _Job:
         self.waiting = 0
         self.looks = False
         """Whether the disk is looked at, because somebody else wants it."""
+        self.everywhere = False
+        """Whether it was asked for on all Macs, and so goes on when somebody has it later."""
         self.speeds: dict[str, Speed] = {}
         self.changed = asyncio.Event()
 
@@ -116,6 +127,12 @@ class Getting:
         self._lender: copying.Lender | None = None
         self._here: tuple[StoredModel, ...] = ()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._line: list[_Job] = []
+        """What comes now (the first AT_ONCE), and what waits for its turn."""
+        self._asked: Counter[str] = Counter()
+        """How many models come by the word of each other member."""
+        self._blamed: set[str] = set()
+        """Whose words were refused, so that the log says it once."""
 
     # --- what is asked -------------------------------------------------------------------------------
 
@@ -126,6 +143,7 @@ class Getting:
         """
         job = self._job(model)
         if not job.runs:
+            job.mine = None
             job.task = asyncio.ensure_future(self._get(job))
             job.task.add_done_callback(_ended)
         assert job.task is not None
@@ -145,24 +163,34 @@ class Getting:
         repo, revision = hub_name(model)
         commit = ""
         with contextlib.suppress(ModelError):
-            commit = (await asyncio.to_thread(hub.look_up, repo.name, revision)).revision
+            commit = (await apart(partial(hub.look_up, repo.name, revision))).revision
         name = f"{repo.name}@{commit}" if commit else model
+        self._begin(name, revision, everywhere=everywhere)
         if everywhere:
             self._cluster.neighbours.tell_all(ModelPull(model, commit))
-        self._begin(name, revision)
         return name
 
-    def _begin(self, name: str, ref: str) -> None:
-        self._job(name).ref = ref
+    def _begin(self, name: str, ref: str, *, everywhere: bool) -> asyncio.Task[Path]:
+        """Raises ModelError when too much is under way."""
+        job = self._job(name)
+        job.ref, job.everywhere = ref, everywhere or job.everywhere
         task = asyncio.ensure_future(self.get(name))
         self._tasks.add(task)
-        task.add_done_callback(self._pulled)
+        task.add_done_callback(partial(self._pulled, job.repo.name))
+        return task
 
-    def _pulled(self, task: asyncio.Task[Path]) -> None:
+    def _pulled(self, name: str, task: asyncio.Task[Path]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
             log.warning("%s", error.detail if isinstance(error, MlxtpError) else error)
+        self.changed(name)
+
+    def changed(self, name: str) -> None:
+        """Files of OWNER/NAME on this disk are others than before."""
         self.look_at_disk()
+        self._cluster.model.came(name)
 
     def progress(self, model: str) -> list[dict[str, Any]]:
         """How far each member that wants a model is: bytes, bytes per second, seconds left."""
@@ -170,7 +198,8 @@ class Getting:
         if job is None:
             return []
         cluster = self._cluster
-        rows = [(cluster.node_id, job.mine)] if job.mine is not None else []
+        mine = job.mine or (Held() if job.runs else None)
+        rows = [(cluster.node_id, mine)] if mine is not None else []
         rows += [(node, _held(word)) for node, word in sorted(job.others.items())]
         found = []
         for node, held in rows:
@@ -188,6 +217,7 @@ class Getting:
                     "total_bytes": held.total,
                     "bytes_per_s": round(speed),
                     "left_s": left_s if left_s is None else round(left_s),
+                    "waits": node == cluster.node_id and job in self._line[AT_ONCE:],
                     "complete": held.complete,
                     "problem": held.problem,
                 }
@@ -223,21 +253,30 @@ class Getting:
         ]
 
     def is_getting(self, name: str) -> bool:
-        """Whether this Mac is getting OWNER/NAME, or lends it."""
+        """Whether this Mac is getting OWNER/NAME, as its disk spells that, or lends it."""
         return any(
-            job.repo.name == name and (job.runs or (self._lender is not None and self._needed(job)))
+            job.repo.as_here().name == name and (job.runs or (self._lender is not None and self._needed(job)))
             for job in self._jobs.values()
         )
 
     # --- one model -----------------------------------------------------------------------------------
 
     def _job(self, model: str) -> _Job:
+        """Raises ModelError for what is no name, and when too much is under way."""
         if model not in self._jobs:
             found = _Job(model)
             if len(self._jobs) >= MAX_JOBS:
-                self._jobs = {name: job for name, job in self._jobs.items() if job.runs or self._lends(job)}
+                self._jobs = {name: job for name, job in self._jobs.items() if self._is_busy(job)}
+            if len(self._jobs) >= MAX_JOBS:
+                raise ModelError(
+                    f"{MAX_JOBS} models are under way here; ask for {model} when some have come",
+                    Code.NOT_READY,
+                )
             self._jobs[model] = found
         return self._jobs[model]
+
+    def _is_busy(self, job: _Job) -> bool:
+        return job.runs or job.looks or self._lends(job)
 
     def _stop(self, job: _Job) -> None:
         if job.fetch is not None:
@@ -255,9 +294,10 @@ class Getting:
         if here is not None and not mine.total:
             return here
         self._tell(job)
-        tries = 0
+        tries, copied = 0, False
         while True:
             lender = await self._named(job, here is not None)
+            copied = copied or lender != self._cluster.node_id
             if lender == self._cluster.node_id and here is not None:
                 break
             other = job.others.get(lender)
@@ -272,7 +312,7 @@ class Getting:
                 job.mine = replace(job.mine or mine, problem=error.detail[:1000])
                 self._tell(job)
                 hopeless = error.code is not Code.MODEL_NOT_FOUND or tries >= TRIES
-                if hopeless or not await self._another(job):
+                if hopeless or not await self._another(job, patient=copied):
                     raise
             except (LinkError, ProtocolError, Damaged) as error:
                 tries = TRIES if isinstance(error, Damaged) else tries + 1
@@ -283,14 +323,31 @@ class Getting:
         return here
 
     async def _bring(self, job: _Job, lender: str) -> Path:
+        named = job.lender
+        self._line.append(job)
+        try:
+            while job in self._line[AT_ONCE:]:
+                if job.lender not in (named, None):
+                    raise Stopped
+                if time.monotonic() - job.told_at >= TOLD_S:
+                    self._tell(job)  # whoever waits for it here hears that it will come
+                await _pause(job)
+            return await self._brought(job, lender, named)
+        finally:
+            self._line.remove(job)
+            for waiting in self._line:
+                waiting.changed.set()
+
+    async def _brought(self, job: _Job, lender: str, named: str | None) -> Path:
         fetch = job.fetch = Fetch(job.repo, job.ref, job.revision)
         if lender == self._cluster.node_id:
             log.info("%s comes from the Hub", job.model)
-            work = asyncio.to_thread(fetch.from_hub)
+            work: Callable[[], Path] = fetch.from_hub
         else:
             log.info("%s is copied from %s", job.model, self._cluster.name_of(lender))
-            work = asyncio.to_thread(fetch.from_member, job.model, self._connect(job, lender))
-        running, named = asyncio.ensure_future(work), job.lender
+            work = partial(fetch.from_member, job.model, self._connect(job, lender))
+        running = asyncio.ensure_future(apart(work))
+        running.add_done_callback(_ended)
         try:
             while not running.done():
                 await asyncio.wait({running}, timeout=TOLD_S)
@@ -300,13 +357,15 @@ class Getting:
             return running.result()
         except asyncio.CancelledError:
             fetch.stop()
-            await asyncio.gather(running, return_exceptions=True)
+            await asyncio.wait({running}, timeout=CLOSE_S)
             raise
 
     async def _named(self, job: _Job, complete: bool) -> str:
         """Whom to copy from; this node itself is to ask the Hub. Raises ModelError when nobody can get it."""
         began = time.monotonic()
-        while time.monotonic() - began < (NO_WORD_S if job.lender is None else NO_FILES_S):
+        while time.monotonic() - max(began, _heard_at(job)) < (
+            NO_WORD_S if job.lender is None else NO_FILES_S
+        ):
             self._decide(job)
             match job.lender:
                 case None:
@@ -320,13 +379,18 @@ class Getting:
             await _pause(job)
         return self._cluster.node_id
 
-    async def _another(self, job: _Job) -> bool:
-        """This Mac cannot get it from the Hub: whether another one can, or has it."""
+    async def _another(self, job: _Job, *, patient: bool) -> bool:
+        """This Mac cannot get it from the Hub: whether another one can, or has it.
+
+        Patient: one that had it has gone, and may be back in a moment.
+        """
         ends_at, me = time.monotonic() + NO_WORD_S, self._cluster.node_id
         while time.monotonic() < ends_at:
             self._decide(job)
-            if job.lender not in (None, me):
-                return bool(job.lender)
+            if job.lender not in (None, me, ""):
+                return True
+            if job.lender == "" and not patient:
+                return False
             await _pause(job)
         return False
 
@@ -360,11 +424,11 @@ class Getting:
             if isinstance(message, ModelPull):
                 repo, revision = hub_name(message.model)
                 commit = message.commit if is_commit(message.commit) else ""
-                self._begin(f"{repo.name}@{commit}" if commit else message.model, revision)
+                self._pull_for(node_id, f"{repo.name}@{commit}" if commit else message.model, revision)
                 return
             job = self._job(message.model)
         except ModelError as error:
-            log.warning("%s speaks of no model: %s", self._cluster.name_of(node_id), error.detail)
+            self._blame(node_id, error.detail)
             return
         if isinstance(message, ModelHeld):
             self._hears(job, node_id, message)
@@ -372,8 +436,25 @@ class Getting:
             job.lender = message.node_id
         job.changed.set()
 
+    def _pull_for(self, node_id: str, name: str, ref: str) -> None:
+        """By the word of another member. Raises ModelError."""
+        if self._asked[node_id] >= MAX_ASKED:
+            why = f"{MAX_ASKED} models come here by your word already; ask for {name} when some have come"
+            self._send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
+            self._blame(node_id, f"no more than {MAX_ASKED} models come here at one time by its word")
+            return
+        task = self._begin(name, ref, everywhere=True)
+        self._asked[node_id] += 1
+        task.add_done_callback(lambda _: self._asked.subtract((node_id,)))
+
+    def _blame(self, node_id: str, why: str) -> None:
+        if node_id not in self._blamed:
+            self._blamed.add(node_id)
+            log.warning("%s asks for what cannot be: %s", self._cluster.name_of(node_id), why)
+
     def _hears(self, job: _Job, node_id: str, word: ModelHeld) -> None:
         first = node_id not in job.others
+        had_it = not first and _held(job.others[node_id]).complete
         job.others[node_id] = word
         job.speeds.setdefault(node_id, Speed()).add(time.monotonic(), word.held)
         if job.mine is None and not job.runs and not job.looks:
@@ -387,7 +468,14 @@ class Getting:
             job.began = time.monotonic()
         if self._cluster.coordination.leading and job.lender is not None and word.wants:
             self._send(node_id, ModelLender(job.model, job.lender))
+        if _held(word).complete and not had_it and self._is_left(job):
+            self._begin(job.model, job.ref, everywhere=job.everywhere)
         self._lend()
+
+    def _is_left(self, job: _Job) -> bool:
+        """Whether it could not be had, and is to come all the same when it can."""
+        wanted = job.everywhere or job.model == self._cluster.coordination.desired.model
+        return wanted and not job.runs and job.mine is not None and bool(job.mine.wants and job.mine.problem)
 
     async def _look_for(self, job: _Job) -> None:
         """Somebody else wants it: perhaps it is here."""
@@ -419,6 +507,7 @@ class Getting:
     def lost(self, node_id: str) -> None:
         """The last link to an agent has ended."""
         self.stored.pop(node_id, None)
+        self._blamed.discard(node_id)
         for job in self._jobs.values():
             job.others.pop(node_id, None)
             job.speeds.pop(node_id, None)
@@ -528,15 +617,18 @@ class Getting:
                 job.fetch.stop()
         for task in (*works, *self._tasks):
             task.cancel()
-        await asyncio.gather(*works, *self._tasks, return_exceptions=True)
         if self._lender is not None:
             self._lender.close()
+        if left := {*works, *self._tasks}:
+            await asyncio.wait(left, timeout=CLOSE_S)
 
 
 def described(row: dict[str, Any]) -> str:
     """How far it is, for people: `12.3 GB of 40.1 GB, 110 MB/s, 4 min left`."""
     if row["problem"]:
         return str(row["problem"])
+    if row["waits"]:
+        return "waits for others to come first"
     if not row["total_bytes"]:
         return "its files are looked up"
     words = [f"{gigabytes(row['held_bytes'])} of {gigabytes(row['total_bytes'])}"]
@@ -565,6 +657,12 @@ def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Held]:
 
 def _held(word: ModelHeld) -> Held:
     return Held(word.revision, word.held, word.total, word.free, word.wants, word.problem)
+
+
+def _heard_at(job: _Job) -> float:
+    """When the lender last spoke of it."""
+    speed = job.speeds.get(job.lender or "")
+    return speed.seen[-1][0] if speed is not None and speed.seen else 0.0
 
 
 async def _pause(job: _Job) -> None:

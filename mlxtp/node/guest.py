@@ -56,6 +56,8 @@ class _Stay:
     host: str
     process: RankProcess | None = None
     folder: Path | None = None
+    model: Path | None = None
+    """What it loads, or has loaded."""
     heart: asyncio.Task[None] | None = None
     silenced: bool = False
     failure: str = ""
@@ -95,6 +97,11 @@ class Guest:
     def host(self) -> str:
         """The node id of the coordinator whose rank runs here; empty for none."""
         return self._stay.host if self._stay is not None else ""
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the model that the rank here has open, or is about to."""
+        return self._stay.model if self._stay is not None else None
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
         """An order of coordinator `host`. Carried out in turn, in the background; which epoch counts is
@@ -150,7 +157,7 @@ class Guest:
             if self._stay is not stay:
                 return
             try:
-                path = self._model(order.desired)
+                path = stay.model = self._model(order.desired)
                 async with asyncio.timeout(self._settings.limits.spawn_s):
                     await self._spawn(stay)
                 ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -80,6 +81,13 @@ class ModelHere:
             self._task = asyncio.ensure_future(self._find(self._model))
             self._task.add_done_callback(self._ended)
 
+    def came(self, name: str) -> None:
+        """Files of OWNER/NAME have come, or differ: perhaps what is wanted is there now, or another one."""
+        looks = self._task is not None and not self._task.done()
+        if not looks and is_hub_id(self._model) and self._model.partition("@")[0] == name:
+            self._task = asyncio.ensure_future(self._compare(self._model))
+            self._task.add_done_callback(self._ended)
+
     def folder(self, version: int) -> Path:
         """Where it is. Raises ModelError when it is not, or not yet, or not of this version.
 
@@ -90,6 +98,14 @@ class ModelHere:
         if self._path is None or not self.fingerprint:
             raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)
         return self._path
+
+    async def _compare(self, model: str) -> None:
+        same = False
+        if self._path is not None and not self.problem:
+            with contextlib.suppress(OSError):
+                same = await asyncio.to_thread(golden.fingerprint, self._path) == self.fingerprint
+        if not same:
+            await self._find(model)
 
     async def _find(self, model: str) -> None:
         try:

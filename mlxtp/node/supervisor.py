@@ -14,11 +14,12 @@ from ..api.backend import Health, ModelInfo
 from ..api.defaults import load_defaults
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
-from ..wire.messages import Abort, ClearCache, Unload
+from ..wire.messages import Abort, ClearCache, Loaded, Unload
 from . import golden, timing
 from .epoch import RestartPolicy, State, is_legal
 from .gateway import Gateway
 from .history import History, Now
+from .load_words import refusal
 from .overload import Bounds
 from .rank_process import WORKER, Worker
 from .ranks import Group, Ranks
@@ -214,7 +215,7 @@ class Supervisor:
         self._weight_bytes = await asyncio.to_thread(_weight_bytes, model.path)
         self._enter(State.LOADING)
         try:
-            loaded = await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
+            loaded = await self._loaded(ranks, model)
             self._reached("loaded")
             self.kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
             with ranks.warming_up():
@@ -243,6 +244,13 @@ class Supervisor:
         self._enter(State.READY)
         self.recoveries.serving(time.monotonic())
         self.history.ready(_now())
+
+    @staticmethod
+    async def _loaded(ranks: Ranks, model: ModelSource) -> Loaded:
+        try:
+            return await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
+        except ModelError as error:
+            raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
 
     async def _warmed_up(
         self, ranks: Ranks, warm_up: Coroutine[Any, Any, tuple[int, ...]]

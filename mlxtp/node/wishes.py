@@ -18,6 +18,7 @@ from ..errors import MlxtpError, UserError
 from ..wire.control import DesiredState
 from .epoch import State
 from .getting import Getting, described
+from .store.apart import apart
 from .store.models import in_folders, is_hub_id, look_ahead
 from .store.stored import hub_folder
 from .surroundings import Surroundings
@@ -107,9 +108,7 @@ class Wishes:
     async def _look(self, model: str) -> ModelShape | None:
         cluster = self._cluster
         elsewhere = cluster.getting.is_elsewhere(model)
-        return await asyncio.to_thread(
-            partial(look_ahead, model, cluster.settings.kv_bits, elsewhere=elsewhere)
-        )
+        return await apart(partial(look_ahead, model, cluster.settings.kv_bits, elsewhere=elsewhere))
 
     def _check_place(self, model: str, shape: ModelShape | None, nodes: str) -> None:
         why = self._no_place(shape, nodes, None) if shape is not None else ""

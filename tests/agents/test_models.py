@@ -144,7 +144,7 @@ def test_one_that_dies_while_it_downloads_is_replaced(hub: Hub, three: tuple[Age
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", str(gone.home / "hf"))
         gone.start()
-    wait(gone.status, "it is back", *three)
+    wait(lambda: all(map(all_alive, three)), "it is back", *three)
 
 
 def test_what_one_has_is_served_by_all(hub: Hub, three: tuple[Agent, Agent, Agent]) -> None:

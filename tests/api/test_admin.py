@@ -29,6 +29,8 @@ ROUTES = {
     "pulling": "POST",
     "stored": "GET",
     "removable": "POST",
+    "repairable": "POST",
+    "removed": "POST",
     "drain": "POST",
     "progress": "GET",
     "remove": "POST",
@@ -108,6 +110,13 @@ class FakeAdmin:
     def removable(self, model: str) -> Any:
         return self._do("removable", model)
 
+    async def repairable(self, model: str) -> Any:
+        await asyncio.sleep(0)
+        return self._do("repairable", model)
+
+    def removed(self, model: str) -> Any:
+        return self._do("removed", model)
+
     def remove(self, node: str) -> Any:
         return self._do("remove", node)
 
@@ -147,7 +156,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         ("status",), ("keys",), ("settings",), ("plan",), ("models",), ("doctor",), ("members",), ("token",),
         ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",), ("pull", "tiny", ""), ("pulling", "tiny"), ("stored",),
-        ("removable", "tiny"),
+        ("removable", "tiny"), ("repairable", "tiny"), ("removed", "tiny"),
         ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
     ]  # fmt: skip
 

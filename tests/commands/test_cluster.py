@@ -91,7 +91,12 @@ class Admin(FakeAdmin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers: dict[str, dict[str, object]] = {"removable": {}, "stored": {"elsewhere": []}}
+        self.answers: dict[str, dict[str, object]] = {
+            "removable": {},
+            "repairable": {},
+            "removed": {},
+            "stored": {"elsewhere": []},
+        }
 
     def _do(self, *what: str) -> dict[str, object]:
         super()._do(*what)

@@ -31,6 +31,10 @@ done
 def test_a_shell_completes_commands_options_models_and_keys(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     KeyFile(tmp_path / "home").create("laptop", 0, time.time())
+    for begun in ("one/half", "one/whole"):
+        folder = tmp_path / "cache" / f"models--{begun.replace('/', '--')}" / ".mlxtp"
+        folder.mkdir(parents=True)
+        (folder / f"{'a' * 40}.json").touch()
     before = sorted(tmp_path.rglob("*"))
     environment = {
         **os.environ,
@@ -45,12 +49,23 @@ def test_a_shell_completes_commands_options_models_and_keys(tmp_path: Path) -> N
         "mlxtp key revoke l",
         "mlxtp node --kv",
         "mlxtp cluster remove x",
+        "mlxtp remove t",
+        "mlxtp remove o",
+        "mlxtp pull o",
     )
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *asked],
         env=environment, capture_output=True, text=True, timeout=START_S, check=True,
     )  # fmt: skip
-    assert done.stdout.splitlines() == ["serve", "tiny", "laptop", "--kv-bits --kv-bytes", ""]
+    assert done.stdout.splitlines() == [
+        "serve",
+        "tiny",
+        "laptop",
+        "--kv-bits --kv-bytes",
+        "",
+        "",
+        *["one/half one/whole"] * 2,
+    ]
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +16,10 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import Code, UserError
+from mlxtp.node.store.fetching import Fetch
+from mlxtp.node.store.hub_cache import Repo
 
+from ..cluster import START_S
 from ..hub import (
     COMMIT,
     Hub,
@@ -121,6 +130,88 @@ def test_what_an_agent_needs_is_not_removed(agent: Agent, hub: Hub, tmp_path: Pa
     assert "it is served here" in refusal(agent.home, "remove", NAME)
     agent.admin.error = None
     assert told(agent.home, "list")["models"]
+
+
+def test_no_success_is_claimed_after_an_error_of_any_kind(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(Fetch, "from_hub", fails)
+    home = tmp_path / "home"
+    assert refusal(home, "pull", NAME) == f"mlxtp: cannot get {NAME}: RecursionError: too deep"
+    monkeypatch.setattr(Fetch, "from_hub", lambda _: tmp_path)
+    assert "is not complete in" in refusal(home, "pull", NAME)
+
+
+def test_ctrl_c_ends_it_at_once_though_the_hub_is_silent(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = "http://{}:{}".format(*silent.getsockname())
+        environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "mlxtp", "pull", NAME, "--home", str(tmp_path / "home")]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        silent.settimeout(START_S)
+        with silent.accept()[0]:
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=START_S)
+    assert (process.returncode, time.monotonic() - began < 5) == (130, True)
+    assert said == "mlxtp: it ends; what has come stays, and the same command goes on\n"
+
+
+def test_models_are_looked_for_where_the_agent_has_them(agent: Agent, hub: Hub, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    Fetch(Repo(NAME, theirs), "main", "main").from_hub()
+    agent.admin.answers["stored"] = {"folder": str(theirs), "elsewhere": []}
+    assert told(agent.home, "list")["folder"] == str(theirs)
+    assert mlxtp(agent.home, "verify", NAME).stdout.endswith("all as they should be\n")
+    assert f"from {theirs}" in mlxtp(agent.home, "remove", NAME).stdout
+    assert agent.admin.asked[-1] == ("removed", NAME), "so that others hear of it"
+    assert f"is not on this Mac, in {theirs}" in refusal(agent.home, "remove", NAME)
+
+
+def damage(tmp_path: Path) -> Path:
+    """A file of NAME with other bytes."""
+    folder = tmp_path / "cache" / f"models--{NAME.replace('/', '--')}" / "snapshots" / COMMIT
+    bad = (folder / "model-extra-0.safetensors").resolve()
+    with bad.open("r+b") as file:
+        file.write(b"\0\0\0\0")
+    return bad
+
+
+def test_nothing_is_deleted_that_nobody_could_give_again(agent: Agent, hub: Hub, tmp_path: Path) -> None:
+    alone = tmp_path / "none"
+    mlxtp(alone, "pull", NAME)
+    bad = damage(tmp_path)
+    agent.admin.answers["stored"] = {"elsewhere": []}
+    agent.admin.error = UserError(f"{NAME} cannot be repaired now: a rank of this Mac has it open")
+    assert "has it open" in refusal(agent.home, "verify", NAME, "--repair")
+    model, hub.models = hub.models, {}
+    assert "knows no such model" in refusal(alone, "verify", NAME, "--repair")
+    assert bad.exists()
+    hub.models = model
+    link = next(path for path in bad.parent.iterdir() if len(path.name) == 40)
+    link.rename(tmp_path / "outside")
+    link.symlink_to(tmp_path / "outside")
+    done = mlxtp(alone, "verify", NAME, "--repair")
+    assert done.exit_code == 1
+    assert "files that cannot be read: 1; they are left as they are" in done.stdout
+    assert "bad files: 1 of" in done.stdout
+    assert link.is_symlink()
+
+
+def test_an_agent_repairs_with_what_others_have(agent: Agent, hub: Hub, tmp_path: Path) -> None:
+    mlxtp(tmp_path / "none", "pull", NAME)
+    bad = damage(tmp_path)
+    name = f"{NAME}@{COMMIT}"
+    agent.admin.answers |= {
+        "pull": {"model": name},
+        "pulling": {"members": [{**ROW, "problem": "it is gone"}]},
+    }
+    assert f"{name} is not whole again: it is gone" in refusal(agent.home, "verify", NAME, "--repair")
+    assert not bad.exists()
+    assert agent.admin.asked[-3:] == [("repairable", name), ("pull", name, ""), ("pulling", name)]
 
 
 @pytest.mark.parametrize("command", ["pull", "remove", "verify"])

@@ -234,7 +234,7 @@ COMPARED = (
 
 def compared(model: str) -> str:
     """A row of the table: what two large Macs would do with a model."""
-    members = list(plan.read_nodes_file(Path(__file__).parents[1] / "examples" / "desk.toml"))
+    members = list(plan.read_nodes_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
     made, fast = (
         json.loads(printed(model, members, as_json=True, options=Options(fast_fences=fences)))
         for fences in (False, True)
@@ -257,6 +257,6 @@ def compared(model: str) -> str:
 
 def test_the_comparison_is_what_plans_say() -> None:
     """To renew it: python -c "from tests.test_plan import *; print(*map(compared, COMPARED), sep='\\n')" """
-    page = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     (table,) = re.findall(r"<!-- plans -->(.*?)<!-- end of plans -->", page, re.DOTALL)
     assert table.strip().splitlines()[2:] == [compared(model) for model in COMPARED]

@@ -216,6 +216,10 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "on mini"),
     ("models", _of("model", fingerprint="", problem="the disk is full"), Level.ERROR, "the disk is full",
      "as it"),
+    ("models", _of("model", fingerprint="", problem="it needs 40 GB more: make room (`mlxtp list`)"),
+     Level.ERROR, "it needs 40 GB more", "make room (`mlxtp list`)"),
+    ("models", lambda facts: _of("model", wanted="org/m")(_mini(fingerprint="cd" * 32)(facts)), Level.ERROR,
+     "the files of org/m differ", "`mlxtp verify org/m --repair` on each"),
     ("models", _mini(fingerprint=""), Level.INFO, "on mini", ""),
     ("gpu-memory", _of("machine", memory_bytes=SIZE, gpu_bytes=SIZE - 2 * GB), Level.WARNING,
      "leaves macOS 2.0 GB", "sudo sysctl iogpu.wired_limit_mb=114440"),
@@ -246,6 +250,19 @@ def test_what_is_wrong_is_said(name: str, change: Change, level: Level, what: st
     found = [each for each in examined.findings if each.level == level and what in each.what]
     assert [fix in each.fix for each in found] == [True]
     assert found[0].fix or level in (Level.OK, Level.INFO), "what is wrong can be mended"
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [("it needs 40 GB more: make room", "all of it has room"), ("it is gated", "takes no part in its group")],
+)
+def test_why_a_model_that_is_not_here_matters(problem: str, why: str) -> None:
+    facts = _of("model", fingerprint="", problem=problem)(
+        _mini(fingerprint="", model_problem=problem)(well())
+    )
+    found = [each for each in row(facts, "models").findings if each.fix]
+    assert len(found) == 2
+    assert all(why in each.why for each in found)
 
 
 def test_every_row_has_a_case_that_is_not_well() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -10,6 +13,7 @@ from mlxtp.api.text.tokens import Text
 from mlxtp.config import embedded_model_path
 from mlxtp.node.store.models import ModelSource
 
+from ..hub import Hub, put, running_hub
 from ..wire.members import Member, founder, member_of
 
 
@@ -23,3 +27,12 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Member:
 def weights() -> ModelSource:
     """The embedded model without its tokenizer, which takes a second to open."""
     return ModelSource("tiny", embedded_model_path(), cast(Text, None))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Whose client does not wait long before it tries again, and has a cache of its own."""
+    monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
+    with running_hub() as running:
+        put(running.url, tmp_path / "cache", monkeypatch)
+        yield running

@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from mlxtp.api.text.tokens import Text
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError
 from mlxtp.node.administration import Alone, Member
 from mlxtp.node.build import flags_of, versions_here
 from mlxtp.node.epoch import State
+from mlxtp.node.store.hub_cache import Repo
 from mlxtp.node.store.models import ModelSource
 from mlxtp.node.supervisor import Supervisor
-from mlxtp.wire.control import DesiredState, Members, RosterEntry
+from mlxtp.wire.control import DesiredState, Members, ModelsHere, RosterEntry, StoredModel
 
+from ..hub import COMMIT, Hub, Model, embedded
 from ..wire import members
 from .one_node import A, B, Node, play
 from .scenes import run
+
+NAME = "some-body/tiny"
 
 
 def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
@@ -217,3 +223,39 @@ def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Pat
     assert flags_of(replace(plain, kv_bits=8, compiled=False)) == ("compiled=False", "kv_bits=8")
     assert [each.partition("=")[0] for each in versions_here()] == ["mlxtp", "mlx", "mlx-lm"]
     assert "none" not in " ".join(versions_here())
+
+
+def test_files_are_repaired_while_no_rank_here_has_them_open_and_somebody_can_give_them(
+    tmp_path: Path, member: members.Member, hub: Hub
+) -> None:
+    name = f"{NAME}@{COMMIT}"
+
+    async def story(node: Node) -> None:
+        cluster, admin, a = node.cluster, Member(node.cluster, member.store), node.meet(A)
+        hub.models = {NAME: Model(embedded())}
+        cluster.model.want = lambda _: None  # type: ignore[method-assign]
+        cluster.want(NAME)
+        with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is to"):
+            admin.removable(NAME)
+        assert await admin.repairable(name) == {"repairable": NAME}
+        hub.models = {}
+        with pytest.raises(UserError, match="the Hub knows no such model"):
+            await admin.repairable(name)
+        node.hear(a, ModelsHere((StoredModel(NAME, COMMIT, 9, complete=True),)))
+        assert await admin.repairable(name) == {"repairable": NAME}
+        snapshot = Repo(NAME).folder / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(cluster.guest), "epoch", 5)
+            patch.setattr(type(cluster.guest), "model", snapshot)
+            with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
+                await admin.repairable(name)
+        source = ModelSource(NAME, snapshot, cast(Text, None))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(cluster.supervisor), "source", source)
+            assert await admin.repairable(name) == {"repairable": NAME}, "it is no longer open"
+            patch.setattr(type(cluster.supervisor), "in_epoch", True)
+            with pytest.raises(UserError, match="a rank of this Mac has it open"):
+                await admin.repairable(name)
+
+    play(tmp_path, member, story)

@@ -73,7 +73,8 @@ def test_a_group_of_two_and_where_its_ranks_find_each_other(
         (ModelStatus(1, "", "/models/x is not here"), "/models/x is not here"),
         (
             ModelStatus(1, "6" * 64, ""),
-            "its files of the model differ: 666666666666 there, 555555555555 on studio",
+            "its files of the model differ: 666666666666 there, 555555555555 on studio; bring the same files "
+            "to mac-a and studio",
         ),
         (ModelStatus(1, "", ""), "it is still getting the model"),
         (ModelStatus(7, FINGERPRINT, ""), "it has not said yet whether it has the model"),
@@ -152,6 +153,21 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
         assert node.cluster.waiting == why
 
     play(tmp_path / "home", member, story)
+
+
+def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, desk())
+        node.cluster.want("org/model")
+        node.hear(a, ModelStatus(node.cluster.model.version, "6" * 64, ""))
+        placement, _ = node.cluster.conductor.placement()
+        assert placement is not None
+        assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
+
+    play(tmp_path, member, story, machine=desk()[""])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"num_hidden_layers": "many"}', "\0"])

@@ -33,7 +33,8 @@ class Stage:
         self.model = ModelHere("draft", lambda: self.changes.append(self.model.status))
         patch.setattr(model_here, "find_model", self._find)
         patch.setattr(model_here, "open_model", self._open)
-        patch.setattr(model_here.golden, "fingerprint", lambda path: f"{path.name:0>64}")
+        self.print = ""
+        patch.setattr(model_here.golden, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
     async def _find(self, name: str, *, download: bool) -> Path:
         self.downloads.append(download)
@@ -203,5 +204,27 @@ def test_nobody_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -> N
         before: Any = stage.model._task
         stage.model.look_again()
         assert stage.model._task is before
+
+    play(tmp_path, story)
+
+
+def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.errors["org/two"] = ModelError("the Hub knows no such model")
+        stage.want("org/two", 2)
+        await sees(lambda: stage.model.problem)
+        stage.model.came("org/other")
+        assert stage.model.problem
+        del stage.errors["org/two"]
+        stage.model.came("org/two")
+        await stage.has("org/two")
+        await sees(lambda: stage.model.fingerprint == print_of("two"))
+        opened = len(stage.opened)
+        stage.model.came("org/two")
+        await sees(lambda: stage.model._task is not None and stage.model._task.done())
+        assert len(stage.opened) == opened, "nothing is different"
+        stage.print = "6" * 64
+        stage.model.came("org/two")
+        await sees(lambda: stage.changes[-1] == ModelStatus(2, "6" * 64, ""))
 
     play(tmp_path, story)

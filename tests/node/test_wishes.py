@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,14 @@ from mlxtp.node.administration import Member
 from mlxtp.node.epoch import State
 from mlxtp.wire.control import ModelsHere, StoredModel
 
-from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
+from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
 from .one_node import A, Node, play
 
 MODEL = "org/there"
 COMING = {
     "node_id": "me",
+    "waits": False,
     "held_bytes": 5,
     "total_bytes": 10,
     "bytes_per_s": 0,
@@ -32,15 +31,11 @@ COMING = {
 }
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
+@pytest.fixture(autouse=True)
+def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wishes, "LOOK_S", 0.02)
     monkeypatch.setattr(wishes, "SILENT_S", 0.1)
-    with running_hub() as running:
-        put(running.url, tmp_path / "cache", monkeypatch)
-        running.models[MODEL] = Model(embedded())
-        yield running
+    hub.models[MODEL] = Model(embedded())
 
 
 def served(node: Node, model: str = "tiny") -> None:

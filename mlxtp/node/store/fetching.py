@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
 from typing import TypeVar
 
 from ...cluster.manifests import Manifest
 from ...errors import LinkError, ModelError, why_not_written
 from . import copying, hub
+from .apart import begin
 from .hub_cache import (
     Damaged,
     Part,
@@ -122,7 +123,7 @@ class Fetch:
 
         Nobody waits long for those: `ended` tells them.
         """
-        begun = [_begin(each) for each in works]
+        begun = [begin(each) for each in works]
         while not self._stop.is_set():
             done, running = wait(begun, LOOK_S, FIRST_EXCEPTION)
             if not running or any(each.exception() for each in done):
@@ -172,17 +173,3 @@ def _finish(parts: Sequence[Part]) -> None:
     for part in parts:
         part.finish()
         part.close()
-
-
-def _begin(work: Callable[[], T]) -> Future[T]:
-    """In a thread of its own that the process does not wait for when it ends."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the thread's boundary: whoever waits raises it
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="fetch", daemon=True).start()
-    return result

@@ -168,10 +168,7 @@ def _why(error: Exception) -> str:
         case HfHubHTTPError() | OSError() | ValueError():
             why = said
         case _:
-            why = (
-                "it is not on this machine and the Hub cannot be reached; check the network or give a folder "
-                f"({said})"
-            )
+            why = f"it is not on this machine and the Hub cannot be reached; check the network ({said})"
     return why
 
 

@@ -86,14 +86,14 @@ class Revision:
     complete: bool
 
 
-def revisions_here(only: str = "") -> list[Revision]:
+def revisions_here(only: str = "", cache: Path | None = None) -> list[Revision]:
     """Those in this Mac's Hub cache that are whole, or of which mlxtp has brought something; or those of one
     OWNER/NAME.
 
     Reads the disk: call it in a thread.
     """
     found = []
-    for repo in repos_here():
+    for repo in repos_here(cache):
         if only not in ("", repo.name):
             continue
         refs = repo.refs()

@@ -1,0 +1,230 @@
+"""Models on their way to one member: in turn, bounded, and on again when somebody who has one comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtp.errors import ModelError
+from mlxtp.node import getting as getting_module
+from mlxtp.node.getting import AT_ONCE, MAX_ASKED, MAX_JOBS, Getting, described
+from mlxtp.node.store import copying
+from mlxtp.node.store.fetching import Fetch
+from mlxtp.node.store.hub_cache import Repo
+from mlxtp.wire.control import ModelHeld, ModelPull, ModelsHere
+
+from ..hub import COMMIT, Hub, Model, embedded, put, running_hub
+from ..wire.members import Member, founder, member_of
+from .one_node import CLOCK, A, B, FakeLink, Node, play
+from .scenes import sees
+
+NAME = "some-body/tiny"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with running_hub() as running:
+        put(running.url, tmp_path / "cache", monkeypatch)
+        yield running
+
+
+def leads(node: Node) -> Getting:
+    node.cluster.coordination.hand_over(node.cluster.node_id, CLOCK.now)
+    node.tick()
+    return node.cluster.getting
+
+
+def row(getting: Getting, name: str, node_id: str) -> dict[str, Any]:
+    return next((each for each in getting.progress(name) if each["node_id"] == node_id), {})
+
+
+def test_slow_downloads_wait_for_their_turn_and_nothing_else_waits_for_them(
+    tmp_path: Path, member: Member, hub: Hub
+) -> None:
+    names = [f"some-body/slow-{i}" for i in range(AT_ONCE + 2)]
+    hub.models = {name: Model(embedded(), pace=4e4) for name in names}
+
+    async def story(node: Node) -> None:
+        getting, me = leads(node), node.cluster.node_id
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        pulled = [await getting.pull(name, everywhere=False) for name in names]
+        await sees(lambda: sum(bool(model.sent) for model in hub.models.values()) == AT_ONCE)
+        await sees(lambda: row(getting, pulled[-1], me).get("waits") and row(getting, pulled[-2], me))
+        assert described(row(getting, pulled[-1], me)) == "waits for others to come first"
+        assert [row(getting, name, me)["waits"] for name in pulled] == [False] * AT_ONCE + [True, True]
+        async with asyncio.timeout(1.0):
+            assert await asyncio.to_thread(lambda: "quick") == "quick"
+        for model in hub.models.values():
+            model.pace = 0.0
+        await sees(lambda: all(row(getting, name, me).get("complete") for name in pulled))
+
+    play(tmp_path, member, story)
+
+
+def test_one_member_cannot_have_everything_looked_for(
+    tmp_path: Path, member: Member, hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(node: Node) -> None:
+        getting, a = leads(node), node.meet(A)
+        for i in range(2 * MAX_JOBS):
+            node.hear(a, ModelHeld(f"o/m{i}", "", 0, 0, 0, wants=True, problem="", port=0))
+        assert len(getting._jobs) <= MAX_JOBS
+        assert len(getting._tasks) <= MAX_JOBS + 1, "nor is the disk looked at for more"
+        await sees(lambda: not getting._tasks)
+        for i in range(100):
+            node.hear(a, ModelPull(f"o/p{i}", COMMIT))
+        await asyncio.sleep(0)
+        assert sum(job.runs for job in getting._jobs.values()) == MAX_ASKED
+        (why,) = {word.problem for word in a.heard(ModelHeld) if word.model == f"o/p99@{COMMIT}"}
+        assert why.startswith(f"{MAX_ASKED} models come here by your word already")
+        node.hear(node.meet(B), ModelPull("o/other", COMMIT))
+        await asyncio.sleep(0)
+        assert getting._jobs[f"o/other@{COMMIT}"].runs, "another member has turns of its own"
+        assert len([line for line in caplog.messages if "asks for what cannot be" in line]) == 1
+
+    play(tmp_path, member, story)
+
+
+def test_too_much_is_refused_in_words(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(getting_module, "MAX_JOBS", 0)
+
+    async def story(node: Node) -> None:
+        with pytest.raises(ModelError, match="0 models are under way here; ask for o/m when some have come"):
+            await node.cluster.getting.get("o/m")
+
+    play(tmp_path, member, story)
+
+
+class Lending:
+    """Another Mac that has all of NAME, which the Hub knows no more."""
+
+    def __init__(self, tmp_path: Path, hub: Hub) -> None:
+        hub.models = {NAME: Model(embedded())}
+        self.first = founder(tmp_path)
+        self.second = member_of(self.first, tmp_path)
+        self.repo = Repo(NAME, tmp_path / "theirs")
+        Fetch(self.repo, "main", "main").from_hub()
+        hub.models = {}
+        self.node_id = self.first.identity.node_id
+        self.lender: copying.Lender | None = None
+
+    def opens(self) -> None:
+        manifest = self.repo.manifest(COMMIT)
+        assert manifest is not None
+        lent = (self.repo, manifest)
+        self.lender = copying.Lender("127.0.0.1", self.first.credentials, lambda _: lent, lambda _: True)
+
+    def joins(self, node: Node) -> FakeLink:
+        link = node.meet(self.node_id)
+        node.hear(link, self.word())
+        return link
+
+    def word(self) -> ModelHeld:
+        manifest = self.repo.manifest(COMMIT)
+        assert manifest is not None
+        port = self.lender.port if self.lender is not None else 1
+        return ModelHeld(NAME, COMMIT, manifest.size, manifest.size, 0, wants=False, problem="", port=port)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["in a moment", "after it was given up"])
+def test_a_lender_that_comes_back_is_copied_from(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    there = Lending(tmp_path, hub)
+    monkeypatch.setattr(getting_module, "AGAIN_S", 0.05)
+    if later:
+        monkeypatch.setattr(getting_module, "NO_WORD_S", 0.3)
+
+    async def story(node: Node) -> None:
+        getting, me = leads(node), node.cluster.node_id
+        getting.credentials = there.second.credentials
+        link = there.joins(node)
+        node.hear(link, ModelPull(NAME, ""))  # everywhere
+        await sees(lambda: getting._jobs[NAME].lender == there.node_id)
+        link.close()
+        await sees(lambda: "the Hub knows no such model" in row(getting, NAME, me).get("problem", ""))
+        if later:
+            await sees(lambda: not getting._jobs[NAME].runs)
+        else:
+            await asyncio.sleep(0.5)
+        there.opens()
+        there.joins(node)
+        await sees(lambda: row(getting, NAME, me).get("complete"))
+
+    try:
+        play(tmp_path, there.second, story)
+    finally:
+        if there.lender is not None:
+            there.lender.close()
+
+
+def test_who_asked_for_it_here_alone_is_not_surprised_by_it_later(tmp_path: Path, hub: Hub) -> None:
+    there = Lending(tmp_path, hub)
+
+    async def story(node: Node) -> None:
+        getting = leads(node)
+        await getting.pull(NAME, everywhere=False)
+        await sees(lambda: getting._jobs[NAME].task is not None and not getting._jobs[NAME].runs)
+        there.joins(node)
+        await asyncio.sleep(0)
+        assert not getting._jobs[NAME].runs
+
+    play(tmp_path, there.second, story)
+
+
+def test_what_was_complete_counts_only_when_it_was_looked_at_again(
+    tmp_path: Path, member: Member, hub: Hub
+) -> None:
+    hub.models = {NAME: Model(embedded())}
+
+    async def story(node: Node) -> None:
+        getting, me = leads(node), node.cluster.node_id
+        name = await getting.pull(NAME, everywhere=False)
+        await sees(lambda: row(getting, name, me).get("complete") and not getting._jobs[name].runs)
+        await asyncio.to_thread((Repo(NAME).folder / "snapshots" / COMMIT / "config.json").unlink)
+        await getting.pull(NAME, everywhere=False)
+        await asyncio.sleep(0)
+        assert row(getting, name, me)["complete"] is False
+        await sees(lambda: row(getting, name, me)["complete"])
+
+    play(tmp_path, member, story)
+
+
+def test_the_end_does_not_wait_for_a_hub_that_is_silent(
+    tmp_path: Path, member: Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.models = {NAME: Model(embedded())}
+    monkeypatch.setattr(Fetch, "from_hub", lambda _: time.sleep(8))
+
+    async def story(node: Node) -> None:
+        getting = leads(node)
+        name = await getting.pull(NAME, everywhere=False)
+        await sees(lambda: getting._jobs[name].fetch is not None)
+
+    began = time.monotonic()
+    play(tmp_path, member, story)
+    assert time.monotonic() - began < 7
+
+
+def test_what_a_command_did_by_itself_is_told_at_once(tmp_path: Path, member: Member, hub: Hub) -> None:
+    hub.models = {NAME: Model(embedded())}
+
+    async def story(node: Node) -> None:
+        getting, a = leads(node), node.meet(A)
+        repo = Repo(NAME)
+        await asyncio.to_thread(Fetch(repo, "main", "main").from_hub)
+        getting.changed(NAME)
+        await sees(lambda: a.heard(ModelsHere) and a.heard(ModelsHere)[-1].models)
+        await asyncio.to_thread(repo.remove, repo.commits())
+        getting.changed(NAME)
+        await sees(lambda: a.heard(ModelsHere)[-1].models == ())
+
+    play(tmp_path, member, story)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -256,9 +257,40 @@ def _log(log_format: str, log_file: str = "") -> None:
 
 def main() -> None:
     """Entry of the `mlxtp` command."""
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8
-    app(args=_with_join_value(sys.argv[1:]))
+    try:
+        try:
+            app(args=_with_join_value(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()  # when Python ends, nobody could say any more what is wrong
+    except OSError as error:
+        if (problem := _problem_of_stdout(error)) is None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if problem:
+            print(f"mlxtp: standard output cannot be written: {problem}", file=sys.stderr)
+        sys.exit(Exit.REFUSED)
+
+
+def _open_streams() -> None:
+    """What the shell has closed goes nowhere; else the next file that is opened would be in its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - as long as we run
+            setattr(sys, name, stream)
+
+
+def _problem_of_stdout(error: OSError) -> str | None:
+    """Why nothing can be written there, empty if its reader has left; None if it was not that."""
+    try:
+        print(flush=True)  # what failed once fails again
+    except BrokenPipeError:
+        return ""
+    except OSError as again:
+        return again.strerror or str(again)
+    return "" if isinstance(error, BrokenPipeError) else None
 
 
 def _with_join_value(arguments: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from ..cluster.placement import Options, Plan, plan
 from ..cluster.shapes import ModelShape, shape_of
 from ..cluster.speed import Speed
 from ..cluster.topology import Member
-from ..config import EMBEDDED_MODEL, embedded_model_path
+from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError
 
 GB = 1e9
@@ -82,7 +82,7 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
     name = str(model)
     if name in KNOWN:
         return shape_of(KNOWN[name], name=name, kv_bits=kv_bits)
-    path = embedded_model_path() if name == EMBEDDED_MODEL else Path(model).expanduser()
+    path = embedded_model_path() if name == EMBEDDED_MODEL else expanded(name, "--model")
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise ModelError(

@@ -14,7 +14,7 @@ import typer
 
 from .. import __version__
 from ..client import agent_runs
-from ..config import resolve_settings
+from ..config import home_folder, resolve_settings
 from ..errors import UserError
 from ..service import here
 from ..service.description import (
@@ -283,7 +283,7 @@ def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str
         *(("env", *variables) if variables else ()),
         *(sys.executable, "-m", "mlxtp", "service", "install"),
         *(("--user",) if user else ()),
-        *(("--home", str(Path(given).expanduser().resolve())) if given else ()),
+        *(("--home", str(home_folder(given).resolve())) if given else ()),
         *(("--", *arguments) if arguments else ()),
     )
 

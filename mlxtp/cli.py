@@ -211,7 +211,8 @@ def _read_token() -> str:
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
     settings = resolve_settings(flags, defaults=defaults)
-    return replace(settings, home=settings.home.resolve())
+    log = str(Path(settings.log_file).absolute()) if settings.log_file else ""  # commands ask where it is
+    return replace(settings, home=settings.home.resolve(), log_file=log)
 
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:

@@ -34,12 +34,14 @@ from ..service.description import (
     without_secret,
 )
 from ..service.shell import not_ours, wait_until
+from . import completions
 from .cluster import drain_agent
 from .options import AsJson, Home
 from .printing import home_of, print_answer, print_json
 
 STOPPED_S = 30.0
 """How long the manager may take to notice that an agent has ended."""
+SYSTEMS = "macos|linux"
 NONE = "no service is installed here; `mlxtp service install` installs one"
 _JOIN_FIRST = (
     "--join: a token is a secret and works once, so it does not belong into a service. Join first, by `mlxtp "
@@ -92,7 +94,9 @@ def install(
     system: Annotated[
         str,
         typer.Option(
-            metavar="macos|linux", help="With --dry-run: as for that system. Default: the one that runs here."
+            metavar=SYSTEMS,
+            help="With --dry-run: as for that system. Default: the one that runs here.",
+            autocompletion=completions.words(SYSTEMS),
         ),
     ] = "",
     dry_run: DryRun = False,

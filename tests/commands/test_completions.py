@@ -45,12 +45,18 @@ def test_a_shell_completes_commands_options_models_and_keys(tmp_path: Path) -> N
         "mlxtp key revoke l",
         "mlxtp node --kv",
         "mlxtp cluster remove x",
+        "mlxtp node --backend j",
+        "mlxtp node --api-keys a",
+        "mlxtp plan --spread a",
     )
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *asked],
         env=environment, capture_output=True, text=True, timeout=START_S, check=True,
     )  # fmt: skip
-    assert done.stdout.splitlines() == ["serve", "tiny", "laptop", "--kv-bits --kv-bytes", ""]
+    assert done.stdout.splitlines() == [
+        *("serve", "tiny", "laptop", "--kv-bits --kv-bytes", ""),
+        *("jaccl", "auto always", "auto all"),
+    ]
     assert sorted(tmp_path.rglob("*")) == before
 
 

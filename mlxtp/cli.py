@@ -135,6 +135,20 @@ def version(
         print(__version__)
 
 
+_PANELS = {
+    "Serve": ("node", "demo", "serve", "unload", "status", "drain"),
+    "Cluster": ("token", "cluster"),
+    "Use": ("chat", "launch", "page", "key", "bench"),
+    "Models": ("pull", "list", "remove", "verify", "plan"),
+    "This Mac": ("doctor", "config", "service", "logs", "restart", "completion", "version"),
+}
+"""How `mlxtp --help` groups the commands."""
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
+_registered: tuple[Any, ...] = (*app.registered_commands, *app.registered_groups)
+for info in _registered:
+    info.rich_help_panel = _PANEL_OF[info.name or info.callback.__name__]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         version()

@@ -141,6 +141,12 @@ def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None
     assert names[:5] == ["node", "demo", "serve", "unload", "status"]
 
 
+def test_help_groups_the_commands() -> None:
+    lines = mlxtp("--help").stdout.splitlines()
+    panels = [line.split()[1] for line in lines if line.startswith("╭─")]
+    assert panels == ["Options", "Serve", "Cluster", "Use", "Models", "This"]
+
+
 def test_what_a_plan_counts_with_is_in_its_help() -> None:
     assert str(DEFAULT_CONTEXT) in mlxtp("plan --help").stdout
 

@@ -377,7 +377,8 @@ def _step(step: Step) -> Mapping[str, Any]:
         case Remove():
             return {"do": "remove", "path": step.path}
         case Command():
-            return {"do": "run", "argv": list(step.argv), "user": step.user, "fine": list(step.fine)}
+            statuses = {"fine": list(step.fine), "again": list(step.again)}
+            return {"do": "run", "argv": list(step.argv), "user": step.user, **statuses}
 
 
 def _doubts(manager: Manager, service: Service, owner: Owner) -> list[str]:

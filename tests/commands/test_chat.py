@@ -286,7 +286,6 @@ def test_a_file_that_cannot_be_ends_no_conversation(tmp_path: Path) -> None:
         screen.see(">>> ")
         screen.type("/save ~nosuch/x.md\n")
         screen.see("~nosuch is nobody's folder")
-        screen.type("/hlp\n")
-        screen.see("/help")
-        screen.type(CTRL_D)
+        screen.see(">>> ")
+        screen.type("/quit\n")
         assert screen.end() == 0

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Coroutine, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -134,6 +135,20 @@ def version(
         print(__version__)
 
 
+_PANELS = {
+    "Serve": ("node", "demo", "serve", "unload", "status", "drain"),
+    "Cluster": ("token", "cluster"),
+    "Use": ("chat", "launch", "page", "key", "bench"),
+    "Models": ("pull", "list", "remove", "verify", "plan"),
+    "This Mac": ("doctor", "config", "service", "logs", "restart", "completion", "version"),
+}
+"""How `mlxtp --help` groups the commands."""
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
+_registered: tuple[Any, ...] = (*app.registered_commands, *app.registered_groups)
+for info in _registered:
+    info.rich_help_panel = _PANEL_OF[info.name or info.callback.__name__]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         version()
@@ -210,7 +225,8 @@ def _read_token() -> str:
 
 def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
     settings = resolve_settings(flags, defaults=defaults)
-    return replace(settings, home=settings.home.resolve())
+    log = str(Path(settings.log_file).absolute()) if settings.log_file else ""  # commands ask where it is
+    return replace(settings, home=settings.home.resolve(), log_file=log)
 
 
 def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
@@ -256,9 +272,40 @@ def _log(log_format: str, log_file: str = "") -> None:
 
 def main() -> None:
     """Entry of the `mlxtp` command."""
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8
-    app(args=_with_join_value(sys.argv[1:]))
+    try:
+        try:
+            app(args=_with_join_value(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()  # when Python ends, nobody could say any more what is wrong
+    except OSError as error:
+        if (problem := _problem_of_stdout(error)) is None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if problem:
+            print(f"mlxtp: standard output cannot be written: {problem}", file=sys.stderr)
+        sys.exit(Exit.REFUSED)
+
+
+def _open_streams() -> None:
+    """What the shell has closed goes nowhere; else the next file that is opened would be in its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - as long as we run
+            setattr(sys, name, stream)
+
+
+def _problem_of_stdout(error: OSError) -> str | None:
+    """Why nothing can be written there, empty if its reader has left; None if it was not that."""
+    try:
+        print(flush=True)  # what failed once fails again
+    except BrokenPipeError:
+        return ""
+    except OSError as again:
+        return again.strerror or str(again)
+    return "" if isinstance(error, BrokenPipeError) else None
 
 
 def _with_join_value(arguments: list[str]) -> list[str]:

@@ -24,14 +24,17 @@ _CODES = frozenset(map(str, Code))
 
 
 class AgentClient:
-    """The agent whose home this is. Raises UserError when none runs there."""
+    """The agent whose home this is. Raises UserError when none runs there.
+
+    `key` is the agent's own: only this user can read it, and the endpoint takes it as any API key.
+    """
 
     def __init__(self, home: Path, timeout_s: float = TIMEOUT_S) -> None:
         self._home = home
         self._timeout_s = timeout_s
         try:
             found = json.loads((home / FILE).read_text())
-            self.url, self._key = str(found["url"]), str(found["key"])
+            self.url, self.key = str(found["url"]), str(found["key"])
             self.certificate = str(found.get("certificate", ""))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
@@ -42,7 +45,7 @@ class AgentClient:
     @property
     def page(self) -> str:
         """The address of the agent's page, with the key. Browsers keep what is behind # to themselves."""
-        return f"{self.url}/#key={quote(self._key, safe='')}"
+        return f"{self.url}/#key={quote(self.key, safe='')}"
 
     def get(self, what: str) -> dict[str, Any]:
         """Ask. Raises UserError with the agent's words when it refuses."""
@@ -54,7 +57,7 @@ class AgentClient:
 
     def moment(self) -> dict[str, Any]:
         """What runs now, as `docs/page.md` has it. Raises as `get` does."""
-        status, answer = self._request("GET", "/cluster", None, self._key)
+        status, answer = self._request("GET", "/cluster", None, self.key)
         if status != http.client.OK:
             raise self._silent(f"status {status}")
         return answer
@@ -65,7 +68,7 @@ class AgentClient:
             connection = connection_to(self.url, self.certificate, ANSWER_TIMEOUT_S)
         except ValueError as error:
             raise self._silent(error) from None
-        return ask(connection, self._key, body)
+        return ask(connection, self.key, body)
 
     def models(self, key: str) -> list[dict[str, Any]]:
         """What a program that shows the API key `key` finds at /v1/models; none is shown if it is empty.
@@ -83,7 +86,7 @@ class AgentClient:
         return list(answer.get("data", ()))
 
     def _ask(self, method: str, what: str, body: dict[str, str] | None) -> dict[str, Any]:
-        status, answer = self._request(method, f"/admin/{what}", body, self._key)
+        status, answer = self._request(method, f"/admin/{what}", body, self.key)
         if status == http.client.UNAUTHORIZED:
             raise self._silent("somebody else answers there")
         if status != http.client.OK:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from .settings import BY_KEY, JOIN, SETTINGS, nearest
 from .settings import EMBEDDED_MODEL as EMBEDDED_MODEL
 from .values import DEFAULT_CONTROL_PORT as DEFAULT_CONTROL_PORT
 from .values import DEFAULT_HTTP as DEFAULT_HTTP
+from .values import expanded as expanded
 from .values import is_host_name as is_host_name
 from .values import is_loopback as is_loopback
 from .values import parse_nodes as parse_nodes
@@ -131,6 +133,13 @@ class Given:
 _Chosen = Mapping[str, Given]
 
 
+Refuse = Callable[[ConfigError], None]
+
+
+def _raise(error: ConfigError) -> None:
+    raise error
+
+
 def embedded_model_path() -> Path:
     """The folder of the tiny model that comes with the package."""
     return Path(__file__).parent / "models" / EMBEDDED_MODEL
@@ -140,10 +149,12 @@ def resolve_settings(
     flags: Mapping[str, object | None],
     environment: Mapping[str, str] | None = None,
     defaults: Mapping[str, object] | None = None,
+    refuse: Refuse = _raise,
 ) -> Settings:
     """Settings from `flags` (None = not given), `MLXTP_*` variables, `config.toml` in the home, `defaults`.
 
-    An empty variable counts as not set. Raises ConfigError naming where the wrong value stands.
+    An empty variable counts as not set. Raises ConfigError naming where the wrong value stands; or `refuse`
+    gets it, and what is wrong counts as not set.
     """
     environment = os.environ if environment is None else environment
     flags = {key: value for key, value in flags.items() if value is not None}
@@ -151,7 +162,7 @@ def resolve_settings(
     chosen = (
         {setting.key: Given(setting.default) for setting in SETTINGS if setting.default is not None}
         | {key: Given(value) for key, value in (defaults or {}).items()}
-        | dict(_read_file(home / FILE))
+        | dict(_read_file(home / FILE, refuse))
         | {
             setting.key: Given(value, setting.variable)
             for setting in SETTINGS
@@ -163,12 +174,24 @@ def resolve_settings(
     limits: dict[str, Any] = {}
     for setting in SETTINGS:
         if (given := chosen.get(setting.key)) is not None:
-            parsed = setting.parse(given.value, given.where)
+            try:
+                parsed = setting.parse(given.value, given.where)
+            except ConfigError as error:
+                refuse(error)
+                chosen.pop(setting.key)
+                if setting.default is None:
+                    continue
+                parsed = setting.parse(setting.default, "")
+                chosen[setting.key] = Given(setting.default)
             found = parsed if len(setting.names) > 1 else (parsed,)
             (limits if "." in setting.key else values).update(zip(setting.names, found, strict=True))
     if values.get("interface"):
         values.setdefault("control_host", values["interface"])
-    _check_pair(values, chosen)
+    try:
+        _check_pair(values, chosen)
+    except ConfigError as error:
+        refuse(error)
+        values |= {"http_cert": "", "http_key": ""}
     return Settings(
         home=home,
         model_given=bool(chosen["model"].where),
@@ -218,9 +241,14 @@ def resolve_join(
 def home_folder(
     flag: object = None, environment: Mapping[str, str] | None = None, default: object = None
 ) -> Path:
-    """The home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file."""
+    """The home that --home or MLXTP_HOME names, else `default`, else the user's own. Reads no file.
+
+    Raises ConfigError for one that begins with the ~ of a user who is none.
+    """
     environment = os.environ if environment is None else environment
-    return Path(str(flag or environment.get("MLXTP_HOME") or default or default_home())).expanduser()
+    named = environment.get("MLXTP_HOME")
+    where = "--home" if flag else "MLXTP_HOME" if named else "the home"
+    return expanded(flag or named or default or default_home(), where)
 
 
 def default_home() -> Path:
@@ -244,24 +272,30 @@ def _origin(given: Given) -> str:
     return f"{FILE}, line {given.line}" if given.line else given.where
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, Given]]:
+def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
     try:
         content = path.read_text()
-        table = tomllib.loads(content)
+        table = _with_fabric(tomllib.loads(content), path)
     except (FileNotFoundError, NotADirectoryError):
         return
+    except ConfigError as error:
+        return refuse(error)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+        return refuse(ConfigError(f"{path}: {error}"))
     except RecursionError:
-        raise ConfigError(f"{path}: it is nested too deeply") from None
+        return refuse(ConfigError(f"{path}: it is nested too deeply"))
     lines = lines_of(content)
-    for key, value in _flat(_with_fabric(table, path)):
+    for key, value in _flat(table):
         line = next((at for name, at in lines if f"{name}.".startswith((f"{key}.", f"fabric.{key}."))), 0)
-        if key not in BY_KEY:
-            raise ConfigError(f"{path}, line {line}: {_unknown(key)}")
         where = f"{key} in {path}, line {line}"
-        _check_type(key, value, where)
-        yield key, Given(value, where, line)
+        try:
+            if key not in BY_KEY:
+                raise ConfigError(f"{path}, line {line}: {_unknown(key)}")
+            _check_type(key, value, where)
+        except ConfigError as error:
+            refuse(error)
+        else:
+            yield key, Given(value, where, line)
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -287,24 +321,40 @@ def _unknown(key: str) -> str:
     return f"unknown key {key!r}; `mlxtp config show` lists all there are"
 
 
+_TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}|"(?:\\.|[^"\\])*"|' + r"'''.*?'{3,5}|'[^']*'|#[^\n]*|[\[\]{}\n]", re.DOTALL
+)
+"""What matters to where a statement of TOML ends: strings, comments, brackets and ends of lines."""
+
+
 def lines_of(content: str) -> list[tuple[str, int]]:
-    """Where each key and table of a TOML text begins, by its dotted name, in order; lines count from 1."""
+    """Where each key and table of a valid TOML text begins, by its dotted name, in order; lines count from 1.
+
+    Takes a time that grows with the text, and no faster.
+    """
     found = []
-    table, begin, lines = "", 0, content.split("\n")
-    for end in range(1, len(lines) + 1):
-        try:
-            statement = tomllib.loads("\n".join(lines[begin:end]))
-        except tomllib.TOMLDecodeError:  # it goes on in the next line
-            continue
-        if statement:
+    table, line = "", 1
+    for text in _statements(content):
+        if statement := tomllib.loads(text):
             name = _dotted(statement)
-            if lines[begin].lstrip().startswith("["):
+            if text.lstrip().startswith("["):
                 table = f"{name}."
             else:
                 name = f"{table}{name}"
-            found.append((name, begin + 1))
-        begin = end
+            found.append((name, line))
+        line += text.count("\n")
     return found
+
+
+def _statements(content: str) -> Iterator[str]:
+    """Each with the line end that ends it; an empty line and one with a comment count as one."""
+    begin = depth = 0
+    for token in _TOKEN.finditer(content):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        if token[0] == "\n" and not depth:
+            yield content[begin : token.end()]
+            begin = token.end()
+    yield content[begin:]
 
 
 def _dotted(statement: Mapping[str, Any]) -> str:

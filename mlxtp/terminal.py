@@ -14,7 +14,10 @@ from rich.markup import escape
 from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
-from .errors import Code, MlxtpError
+from .errors import Code, Exit, MlxtpError
+
+MAX_NAME = 400
+"""Characters of a file's name that an error shows."""
 
 VARIABLE = "_MLXTP_COMPLETE"
 
@@ -50,20 +53,26 @@ class Commands(TyperGroup):
                 **extra,
             )
         except MlxtpError as error:
-            if as_json:
-                _print_json(error.code, error.detail)
-            else:
-                _print_red(error.detail)
+            _refuse(error.code, error.detail, as_json=as_json)
             sys.exit(error.exit_status)
+        except OSError as error:
+            if not error.filename:  # it is no file's, so standard output may be at fault; or we are
+                raise
+            _refuse(Code.CONFIG, f"{_short(str(error.filename))}: {error.strerror}", as_json=as_json)
+            sys.exit(Exit.REFUSED)
         except typer.TyperException as mistyped:
-            _print_json(Code.CONFIG, mistyped.format_message())
+            _refuse(Code.CONFIG, mistyped.format_message(), as_json=True)
             sys.exit(mistyped.exit_code)
         sys.exit(status)
 
 
-def _print_json(code: Code, message: str) -> None:
-    typer.echo(json.dumps({"error": {"code": code, "message": message}}, ensure_ascii=False))
+def _refuse(code: Code, message: str, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"error": {"code": code, "message": message}}, ensure_ascii=False))
+    else:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"[bold red]mlxtp:[/] {escape(message)}")
 
 
-def _print_red(message: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]mlxtp:[/] {escape(message)}")
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}…"

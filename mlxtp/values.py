@@ -51,7 +51,7 @@ def parse_ranks(value: object, where: str) -> int:
     except ValueError:
         ranks = 0
     if ranks not in RANK_COUNTS:
-        raise ConfigError(f"{where} {value}: one machine runs 1, 2 or 4 ranks")
+        raise ConfigError(f"{where}: one machine runs 1, 2 or 4 ranks, not {value}")
     return ranks
 
 
@@ -93,8 +93,23 @@ def count_to(most: int) -> Parser:
     return parse
 
 
+def expanded(path: object, where: str) -> Path:
+    """A path with ~ as the folder that it stands for. Raises ConfigError for what no file can be called."""
+    text = str(path)
+    if "\0" in text:
+        raise ConfigError(f"{where}: {text!r} has a zero character, which no path can have")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        user = text.partition("/")[0]
+        raise ConfigError(
+            f"{where}: {text!r}: {user} is nobody's folder, for this machine has no such user; write the "
+            "whole path"
+        ) from None
+
+
 def parse_path(value: object, where: str) -> str:
-    return str(Path(str(value)).expanduser()) if str(value) else ""
+    return str(expanded(value, where)) if str(value) else ""
 
 
 _ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s]+)/?")
@@ -180,7 +195,7 @@ def parse_peers(value: object, where: str) -> tuple[str, ...]:
 
 def parse_folders(value: object, where: str) -> tuple[str, ...]:
     """Folders by their whole paths: an agent may be started anywhere."""
-    folders = tuple(str(Path(folder).expanduser()) for folder in _items(value))
+    folders = tuple(str(expanded(folder, where)) for folder in _items(value))
     for folder in folders:
         if not Path(folder).is_absolute():
             raise ConfigError(f"{where}: {folder!r} is no whole path, such as /Volumes/share/models")

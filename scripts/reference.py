@@ -187,7 +187,7 @@ def _argument(argument: Any) -> str:
 
 def _named(option: Any) -> str:
     metavar = "" if option.is_flag else option.metavar or ("DIR" if option.name == "home" else "TEXT")
-    return f"{', '.join(option.opts)} {metavar}".strip()
+    return f"{', '.join(sorted(option.opts, key=len))} {metavar}".strip()
 
 
 def _cell(text: str) -> str:

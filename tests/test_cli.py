@@ -100,7 +100,7 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("demo", "--ranks", "3"), "--ranks 3: one machine runs 1, 2 or 4 ranks"),
+        (("demo", "--ranks", "3"), "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
         (("node", "--http", "52415"), "--http: '52415' is not HOST:PORT"),
         (("node", "--http", "192.0.2.1:0"), "192.0.2.1 is not an address of this Mac"),
         (("node", "--api-keys", "some"), "--api-keys: 'some' is none of auto, always, never"),

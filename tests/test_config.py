@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
@@ -261,10 +263,36 @@ def test_whether_a_model_was_asked_for(tmp_path: Path, given: dict[str, str], ex
 
 
 def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
-    wrong = "3: one machine runs 1, 2 or 4 ranks"
-    assert refusal(tmp_path, ranks="3") == f"--ranks {wrong}"
-    assert refusal(tmp_path, MLXTP_RANKS="3") == f"MLXTP_RANKS {wrong}"
-    assert refusal(tmp_path, "ranks = 3") == f"ranks in {tmp_path / 'config.toml'}, line 1 {wrong}"
+    wrong = "one machine runs 1, 2 or 4 ranks, not 3"
+    assert refusal(tmp_path, ranks="3") == f"--ranks: {wrong}"
+    assert refusal(tmp_path, MLXTP_RANKS="3") == f"MLXTP_RANKS: {wrong}"
+    assert refusal(tmp_path, "ranks = 3") == f"ranks in {tmp_path / 'config.toml'}, line 1: {wrong}"
+
+
+@pytest.mark.parametrize(("key", "path"), [("log_file", "~nosuch/x"), ("http_cert", "a\0b")])
+def test_what_no_file_can_be_called(tmp_path: Path, key: str, path: str) -> None:
+    where = f"{key} in {tmp_path / 'config.toml'}, line 1: {path!r}"
+    assert refusal(tmp_path, f"{key} = {json.dumps(path)}").startswith(where)
+    assert refusal(tmp_path, model_folders="~nosuch").startswith("--model-folder: '~nosuch'")
+
+
+def test_all_that_is_wrong_can_be_had_at_once_with_defaults_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('ranks = 3\nmodle = "x"\nname = 7\nhttp_cert = "a"\ndrain = 3')
+    wrong: list[str] = []
+    settings = resolve_settings(
+        {"home": tmp_path}, {"MLXTP_KV_BITS": "5"}, refuse=lambda error: wrong.append(error.detail)
+    )
+    assert [each.partition(" ")[0] for each in wrong] == [
+        f"{tmp_path / 'config.toml'},", "name", "ranks", "MLXTP_KV_BITS:", "http_cert",
+    ]  # fmt: skip
+    assert settings == replace(resolve(tmp_path / "other", drain="3"), home=tmp_path)
+
+
+def test_a_file_is_read_in_a_time_that_grows_with_it(tmp_path: Path) -> None:
+    peers = "".join(f'  "10.0.{number >> 8}.{number & 255}:1", # ]\n' for number in range(3000))
+    began = time.process_time()
+    assert len(resolve(tmp_path, f"peers = [\n{peers}]").peers) == 3000
+    assert time.process_time() - began < 2.0  # it took 14
 
 
 @pytest.mark.parametrize(
@@ -290,7 +318,7 @@ def test_a_file_that_is_nested_without_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "8", "two", "2.0"])
 def test_ranks_that_cannot_be(tmp_path: Path, value: str) -> None:
-    assert refusal(tmp_path, MLXTP_RANKS=value).startswith(f"MLXTP_RANKS {value}: ")
+    assert refusal(tmp_path, MLXTP_RANKS=value).endswith(f"ranks, not {value}")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def mlxtp(words: str, home: Path | None = None) -> Result:
         ("cluster leave", 1, "config_invalid", "belongs to no cluster"),
         ("plan --model no-such-model", 1, "model_not_found", "no-such-model is no model folder"),
         ("plan --model tiny --spread 9", 1, "config_invalid", "--spread: '9' is none of auto, all"),
-        ("demo --once --ranks 3", 1, "config_invalid", "--ranks 3: one machine runs 1, 2 or 4 ranks"),
+        ("demo --once --ranks 3", 1, "config_invalid", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
         ("demo --once --model /no/such", 1, "model_not_found", "neither a folder nor an id on the Hub"),
         ("demo", 2, "config_invalid", "--json goes with --once"),
         ("serve", 2, "config_invalid", "Missing argument"),
@@ -69,10 +69,49 @@ def test_with_json_an_error_is_json_where_the_answer_would_stand(
     assert in_words.exit_code == status
 
 
+@pytest.mark.parametrize(
+    "words", ["config show", "status", "chat hi", "service install --dry-run", "plan --model ~nosuch/x"]
+)
+def test_the_home_of_a_user_who_is_none(words: str) -> None:
+    refused = mlxtp(words, None if words.startswith("plan") else Path("~nosuch/x"))
+    assert (refused.exit_code, type(refused.exception)) == (1, SystemExit)
+    assert "'~nosuch/x': ~nosuch is nobody's folder" in refused.stderr
+
+
 def test_without_json_an_error_is_words_on_stderr(tmp_path: Path) -> None:
     refused = mlxtp("status", tmp_path)
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert refused.stderr.startswith("mlxtp: no mlxtp node runs with home")
+
+
+# --- where it cannot be written --------------------------------------------------------------------------
+
+
+def shell(line: str, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command as a shell starts it; `mlxtp` is the command."""
+    command = f'mlxtp() {{ {sys.executable} -m mlxtp "$@"; }}; {line}'
+    environment = {**os.environ, "MLXTP_HOME": str(home), **variables}
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        env=environment, capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+
+
+def test_standard_output_that_is_closed_full_or_left(tmp_path: Path) -> None:
+    closed = shell("mlxtp config path >&-", tmp_path)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    full = shell("mlxtp config path >/dev/full", tmp_path)
+    assert (full.returncode, full.stderr) == (
+        1, "mlxtp: standard output cannot be written: No space left on device\n",
+    )  # fmt: skip
+    left = shell("mlxtp status --json | (exec <&-; sleep 1)", tmp_path)
+    assert (left.returncode, left.stderr) == (1, "")
+
+
+def test_a_file_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    refused = shell("mlxtp list --json", tmp_path, HF_HUB_CACHE=f"/{'x' * 300}")
+    assert (refused.returncode, refused.stderr) == (1, "")
+    assert "xxx: File name too long" in json.loads(refused.stdout)["error"]["message"]
 
 
 # --- help -------------------------------------------------------------------------------------------------
@@ -100,6 +139,12 @@ def test_help_explains_every_word_that_can_be_typed(words: str) -> None:
 def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None:
     names = [words for words in COMMANDS if words and " " not in words]
     assert names[:5] == ["node", "demo", "serve", "unload", "status"]
+
+
+def test_help_groups_the_commands() -> None:
+    lines = mlxtp("--help").stdout.splitlines()
+    panels = [line.split()[1] for line in lines if line.startswith("╭─")]
+    assert panels == ["Options", "Serve", "Cluster", "Use", "Models", "This"]
 
 
 def test_what_a_plan_counts_with_is_in_its_help() -> None:

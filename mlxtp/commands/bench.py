@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from typing import Annotated
 
 import typer
@@ -25,27 +25,25 @@ def bench(
     fabric: Annotated[
         bool, typer.Option("--fabric", help="What sums and gathers over the group's links take, by size.")
     ] = False,
-    key: Annotated[
-        str,
-        typer.Option(metavar="KEY", help="The API key, where the endpoint asks for one; also MLXTP_KEY."),
-    ] = "",
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast the served model reads and writes, as a table to paste, while nobody else asks.
 
-    With --fabric: what the links between its ranks take; plans count with it from then on.
+    With --fabric: what the links between its ranks take; plans count with it from then on. Needs no API key.
     """
     if fabric:
         from . import bench_fabric
 
         answer = AgentClient(home_of(home), _BENCH_S).post("bench/fabric")
-        print_answer(answer, as_json, bench_fabric.show)
+        drawn = bench_fabric.show if sys.stdout.isatty() else bench_fabric.markdown
+        print_answer(answer, as_json, drawn)
         return
     from . import bench_speed
     from .launch import find_served
 
-    served = find_served(home_of(home), key or os.environ.get("MLXTP_KEY", ""))
+    agent = AgentClient(home_of(home))
+    served = find_served(home_of(home), agent.key)
     with Console(stderr=True, highlight=False).status("") as shown:
-        found = bench_speed.measure(served, AgentClient(home_of(home)), shown.update)
+        found = bench_speed.measure(served, agent, shown.update)
     print_answer(found, as_json, bench_speed.show)

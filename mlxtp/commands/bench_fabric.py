@@ -1,4 +1,4 @@
-"""`mlxtp bench --fabric`: what was measured of a fabric, as a table with a picture."""
+"""`mlxtp bench --fabric`: what was measured of a fabric, as a table with a picture, or as one to paste."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..cluster.measurements import gather_share, sum_share
 
@@ -28,6 +29,31 @@ def show(answer: Mapping[str, Any]) -> list[Any]:
         _collective(answer),
         "[dim]yellow: how long, on a logarithmic scale; cyan: bytes over one link, on a linear one[/]",
     ]
+
+
+def markdown(answer: Mapping[str, Any]) -> str:
+    """The same without the picture, to be pasted."""
+    first, _, collective, _ = show(answer)
+    count, sizes = len(answer["names"]), answer["sizes"]
+    sums, gathers = answer["sums_s"], answer["gathers_s"]
+    columns = (
+        map(amount, sizes),
+        map(duration, sums),
+        map(_rate, _speeds(sizes, sums, sum_share(count))),
+        map(duration, gathers),
+        map(_rate, _speeds(sizes, gathers, gather_share(count))),
+    )
+    return "\n".join(
+        (
+            Text.from_markup(first).plain,
+            "",
+            "| bytes | sum | a link | gather | a link |",
+            "|--:|--:|--:|--:|--:|",
+            *(f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)),
+            "",
+            Text.from_markup(collective).plain,
+        )
+    )
 
 
 def _table(answer: Mapping[str, Any]) -> Table:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..asking import Answer, Piece
 from ..client import AgentClient
-from ..config import home_folder
+from ..config import expanded, home_folder
 from ..errors import MlxtpError, UserError
 from . import completions
 from .options import AsJson, Home
@@ -126,7 +126,7 @@ class Talk:
         else:
             content = "".join(f"## {m['role'].capitalize()}\n\n{m['content']}\n\n" for m in self.all())
         try:
-            with path.expanduser().open("x") as file:
+            with expanded(path, "/save").open("x") as file:
                 file.write(content)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; give another name") from None
@@ -230,7 +230,7 @@ class Screen:
             self._say(f"{QUOTES} begins and ends a text of several lines")
         else:
             near = get_close_matches(command, COMMANDS, n=1)
-            meant = f"did you mean {near[0]}?" if near else "/help lists what there is"
+            meant = f"did you mean {near[0]}?" if near else "/help lists what there is."
             self._complain(f"{command} is not known; {meant} A space before it sends it as it stands.")
         return True
 

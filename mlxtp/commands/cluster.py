@@ -5,7 +5,7 @@ from __future__ import annotations
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,13 +13,11 @@ from rich.console import Console
 from ..client import AgentClient, agent_runs, wait_for_end
 from ..config import parse_seconds
 from ..errors import Code, UserError
+from ..settings import BY_KEY
 from . import completions
 from .options import AsJson, Home
 from .printing import home_of, print_answer
 from .status import members_shown, status
-
-if TYPE_CHECKING:
-    pass
 
 _HUB_S = 60.0
 """How long an agent may take to ask the Hub what a model is."""
@@ -53,8 +51,9 @@ def serve(
     nodes: Annotated[
         str,
         typer.Option(
-            metavar="auto|all|N",
+            metavar=BY_KEY["nodes"].metavar,
             help="How many Macs to spread it over; auto: as many as are fastest. Default: as said last.",
+            autocompletion=completions.words(BY_KEY["nodes"].metavar),
         ),
     ] = "",
     home: Home = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,12 @@ def completion(
     if shell not in SHELLS:
         raise UserError(f"{shell!r} is none of {', '.join(SHELLS)}; which shell it is, `echo $SHELL` says")
     typer.echo(get_completion_script(prog_name="mlxtp", complete_var=VARIABLE, shell=shell))
+
+
+def words(metavar: str) -> Callable[[str], list[str]] | None:
+    """The words of a choice such as auto|all|N, without what stands for others; None where there is none."""
+    choices = [each for each in metavar.split("|") if not each.isupper()] if "|" in metavar else []
+    return (lambda incomplete: _beginning(incomplete, choices)) if choices else None
 
 
 def models(incomplete: str) -> list[str]:

@@ -73,7 +73,8 @@ def _report(home: Path | None) -> Mapping[str, Any]:
 
     from ..node.checkup import Checkup
 
-    return asyncio.run(Checkup(resolve_settings({"home": folder}), problem).report())
+    settings = resolve_settings({"home": folder}, refuse=lambda _: None)  # the report says what is wrong
+    return asyncio.run(Checkup(settings, problem).report())
 
 
 def _show(report: Mapping[str, Any]) -> None:

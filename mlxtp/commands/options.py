@@ -17,6 +17,7 @@ from ..settings import (
     Setting,
 )
 from ..values import parse_switch
+from .completions import words
 
 Home = Annotated[
     Path | None, typer.Option(help="Which agent to ask, if it was started with a --home; also MLXTP_HOME.")
@@ -84,6 +85,7 @@ def _option(setting: Setting) -> Any:
     return typer.Option(
         f"{name}/--no-{name.removeprefix('--')}" if switch else name,
         metavar=setting.metavar or None,
+        autocompletion=words(setting.metavar),
         help=f"{setting.help}{often} Default: {setting.default_words}.",
         rich_help_panel=None if setting.panel == GENERAL else setting.panel,
     )

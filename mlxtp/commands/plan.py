@@ -11,6 +11,7 @@ import typer
 from ..client import AgentClient
 from ..config import parse_nodes
 from ..errors import Exit, UserError
+from ..settings import BY_KEY
 from . import completions
 from .options import AsJson, Home
 from .printing import home_of
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from ..cluster.topology import Member
     from ..wire.fabric import FabricResult
     from ..wire.machine import Machine
+
+
+NODES = BY_KEY["nodes"].metavar
 
 
 def register(app: typer.Typer) -> None:
@@ -45,11 +49,18 @@ def plan(
     spread: Annotated[
         str,
         typer.Option(
-            metavar="auto|all|N", help="How many Macs to spread it over; auto: as many as are fastest."
+            metavar=NODES,
+            help="How many Macs to spread it over; auto: as many as are fastest.",
+            autocompletion=completions.words(NODES),
         ),
     ] = "auto",
     backend: Annotated[
-        str, typer.Option(metavar="auto|jaccl|ring", help="How ranks of several Macs talk: RDMA or TCP.")
+        str,
+        typer.Option(
+            metavar=BY_KEY["backend"].metavar,
+            help="How ranks of several Macs talk: RDMA or TCP.",
+            autocompletion=completions.words(BY_KEY["backend"].metavar),
+        ),
     ] = "auto",
     max_context: Annotated[
         int,

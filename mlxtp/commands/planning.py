@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..cluster.placement import Options, Plan, plan
 from ..cluster.shapes import ModelShape, shape_of
 from ..cluster.speed import Speed
 from ..cluster.topology import Member
-from ..config import EMBEDDED_MODEL, embedded_model_path
+from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError
 
 GB = 1e9
@@ -48,7 +49,7 @@ def run(
     """
     shape = read_shape(model, kv_bits)
     made = _plan(str(model), members, shape, coordinator, options or Options())
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if as_json:
         console.print(json.dumps(to_json(made, shape), ensure_ascii=False), soft_wrap=True, markup=False)
     else:
@@ -82,7 +83,7 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
     name = str(model)
     if name in KNOWN:
         return shape_of(KNOWN[name], name=name, kv_bits=kv_bits)
-    path = embedded_model_path() if name == EMBEDDED_MODEL else Path(model).expanduser()
+    path = embedded_model_path() if name == EMBEDDED_MODEL else expanded(name, "--model")
     config = path / "config.json" if path.is_dir() else path
     if not config.is_file():
         raise ModelError(
@@ -98,7 +99,11 @@ def read_nodes_file(path: Path) -> tuple[Member, ...]:
     try:
         return read_nodes(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--nodes: {path} cannot be read: {why}. It is a TOML file of Macs, such as "
+            "examples/desk.toml; docs/placement.md explains it"
+        ) from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..client import agent_runs
-from ..config import resolve_settings
+from ..client import AgentClient, agent_runs
+from ..config import home_folder, resolve_settings
 from ..errors import UserError
 from ..service import here
 from ..service.description import (
@@ -31,13 +31,17 @@ from ..service.description import (
     is_ours,
     log_of,
     unseen,
+    without_secret,
 )
 from ..service.shell import not_ours, wait_until
+from . import completions
 from .cluster import drain_agent
-from .options import AsJson
+from .options import AsJson, Home
+from .printing import home_of, print_answer, print_json
 
 STOPPED_S = 30.0
 """How long the manager may take to notice that an agent has ended."""
+SYSTEMS = "macos|linux"
 NONE = "no service is installed here; `mlxtp service install` installs one"
 _JOIN_FIRST = (
     "--join: a token is a secret and works once, so it does not belong into a service. Join first, by `mlxtp "
@@ -87,7 +91,16 @@ def install(
     home: Annotated[
         Path | None, typer.Option(help="The agent's folder; also MLXTP_HOME. Default: as for `mlxtp node`.")
     ] = None,
+    system: Annotated[
+        str,
+        typer.Option(
+            metavar=SYSTEMS,
+            help="With --dry-run: as for that system. Default: the one that runs here.",
+            autocompletion=completions.words(SYSTEMS),
+        ),
+    ] = "",
     dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
     """Install the service and start it: from then on it runs whenever this machine does.
 
@@ -96,6 +109,13 @@ def install(
     arguments = ["--join" if each == "--join=" else each for each in arguments or ()]
     owner = here.owner()
     folder = here.home_of(owner, home)
+    if system:
+        if not dry_run:
+            raise typer.BadParameter("--system goes with --dry-run: a service is installed where it runs")
+        manager = here.manager_elsewhere(owner, system, login=user)
+        service = _described(context, owner, folder, arguments, path=manager.search_path, login=user)
+        _print_steps(manager.install(service, State()), _doubts(manager, service, owner), as_json=as_json)
+        return
     shell, other = (here.shell_of(owner, login=login) for login in (user, not user))
     path = shell.manager.search_path
     service = _described(context, owner, folder, arguments, path=path, login=user)
@@ -104,9 +124,9 @@ def install(
     before, wanted = shell.installed, shell.manager.render(service)
     if before and not is_ours(before):
         raise not_ours(shell.manager.path)
+    doubts = _doubts(shell.manager, service, owner)
     if dry_run:
-        _show_steps(shell.manager.install(service, here.state_if_any(shell)))
-        _doubt(shell.manager, service, owner)
+        _print_steps(shell.manager.install(service, here.state_if_any(shell)), doubts, as_json=as_json)
         return
     here.allow(owner, _typed(user, home, arguments), login=user)
     state = shell.state()
@@ -115,46 +135,54 @@ def install(
             f"an agent runs with home {folder} that is no service; stop it first: `mlxtp drain`, or Ctrl-C "
             "in its terminal"
         )
+    found = here.Installed(shell, owner, user, wanted)
+    about = {"kind": shell.manager.kind, "file": shell.manager.path, "home": str(folder), "mind": doubts}
     if before == wanted and state.pid is not None:
-        print(f"{shell.manager.path} is installed like this already, and runs as process {state.pid}")
+        if as_json:
+            print_json({**about, "changed": False, "pid": state.pid, "agent": found.agent})
+        else:
+            print(f"{shell.manager.path} is installed like this already, and runs as process {state.pid}")
         return
     shell.take(shell.manager.install(service, state))
-    print(f"{shell.manager.kind} installed: {shell.manager.path}")
-    _doubt(shell.manager, service, owner)
-    _wait(here.Installed(shell, owner, user, wanted))
+    if not as_json:
+        print(f"{shell.manager.kind} installed: {shell.manager.path}")
+        _mind(doubts)
+    _wait(found, {**about, "changed": True}, as_json=as_json)
 
 
-def uninstall(dry_run: DryRun = False) -> None:
+def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Stop the service and remove it. The agent's folder stays: who it is, its settings and its logs."""
     if (found := here.find()) is None:
         for login in (False, True):
             shell = here.shell_of(here.owner(), login=login)
             if shell.installed:
                 raise not_ours(shell.manager.path)
-        print("no service is installed here")
+        _print({"removed": None, "home": None}, "no service is installed here", as_json=as_json)
         return
     if dry_run:
-        _show_steps(found.manager.uninstall(here.state_if_any(found.shell)))
+        _print_steps(found.manager.uninstall(here.state_if_any(found.shell)), (), as_json=as_json)
         return
     found.allow("service", "uninstall")
     found.shell.take(found.manager.uninstall(found.shell.state()))
-    print(f"{found.manager.kind} removed; {found.home} stays")
+    words = f"{found.manager.kind} removed; {found.home} stays"
+    _print({"removed": found.manager.path, "home": str(found.home)}, words, as_json=as_json)
 
 
-def start(dry_run: DryRun = False) -> None:
+def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Start the installed service."""
     found, state = _installed(dry_run)
     if dry_run:
-        _show_steps(found.manager.start(state))
+        _print_steps(found.manager.start(state), (), as_json=as_json)
     elif state.pid is not None:
-        print(f"it runs already, as process {state.pid}")
+        words = f"it runs already, as process {state.pid}"
+        _print({"changed": False, "pid": state.pid, "agent": found.agent}, words, as_json=as_json)
     else:
         found.allow("service", "start")
         found.shell.take(found.manager.start(state))
-        _wait(found)
+        _wait(found, {"changed": True}, as_json=as_json)
 
 
-def stop(dry_run: DryRun = False) -> None:
+def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Stop the service, until `mlxtp service start` or the next start of this machine.
 
     Open requests have as long as `drain` in config.toml says, 10 s by default; `mlxtp drain` gives them all
@@ -162,12 +190,12 @@ def stop(dry_run: DryRun = False) -> None:
     """
     found, state = _installed(dry_run)
     if dry_run:
-        _show_steps(found.manager.stop(state))
+        _print_steps(found.manager.stop(state), (), as_json=as_json)
         return
     if state.loaded:
         found.allow("service", "stop")
         found.shell.take(found.manager.stop(state))
-    print("the service is stopped")
+    _print({"changed": state.loaded, "pid": None}, "the service is stopped", as_json=as_json)
 
 
 def status(as_json: AsJson = False) -> None:
@@ -188,24 +216,51 @@ def status(as_json: AsJson = False) -> None:
             "agent": found.agent,
             "problem": found.problem,
         }
-    print(json.dumps(answer, ensure_ascii=False) if as_json else "\n".join(_status_lines(answer)))
+    _print(answer, "\n".join(_status_lines(answer)), as_json=as_json)
 
 
-def logs(follow: Follow = False, lines: Lines = 50) -> None:
-    """Show the service's log; without a service, that of an agent whose config.toml has a log_file."""
-    found = here.find()
-    log = found.log if found is not None else Path(resolve_settings({}).log_file)
-    if log == Path():
-        raise UserError(
-            "no service is installed here, and config.toml has no log_file: an agent writes its log to "
-            "standard error, which is the terminal that it runs in, or to the FILE of `mlxtp node --log-file`"
+def logs(follow: Follow = False, lines: Lines = 50, home: Home = None, as_json: AsJson = False) -> None:
+    """Show the log of the service; without one, or with --home, that of the agent with that home."""
+    if follow and as_json:
+        raise typer.BadParameter(
+            "--json prints the last lines, and --follow goes on without an end: choose one"
         )
-    if found is not None and (aside := found.aside()):
-        print(aside, file=sys.stderr, flush=True)
+    found = _service_with(home)
+    log = found.log if found is not None else _log_of_agent(home_of(home))
+    aside = found.aside() if found is not None else ""
     if not follow and not log.exists():
         raise UserError(f"there is no log yet; it will be {log}")
     tail = ("tail", "-n", str(lines), *(("-F",) if follow else ()), str(log))  # -F goes on in the next file
+    if as_json:
+        text = subprocess.run(tail, stdout=subprocess.PIPE, check=True).stdout.decode(errors="replace")
+        print_json({"log": str(log), "lines": text.splitlines(), "aside": aside})
+        return
+    if aside:
+        print(aside, file=sys.stderr, flush=True)
     os.execvp(tail[0], tail)
+
+
+def _service_with(home: Path | None) -> here.Installed | None:
+    """The service, unless another agent is named."""
+    found = here.find()
+    if found is None or not (home or os.environ.get("MLXTP_HOME")):
+        return found
+    return found if found.home == home_of(home) else None
+
+
+def _log_of_agent(home: Path) -> Path:
+    """What the agent that runs there says, or one that would start. Raises UserError when that is no file."""
+    try:
+        log = str(AgentClient(home).get("settings")["settings"]["log_file"] or "")
+    except UserError:
+        log = resolve_settings({"home": home}).log_file
+    if not log:
+        raise UserError(
+            f"no service with home {home} is installed here, and neither its config.toml nor its agent has a "
+            "log_file: an agent writes its log to standard error, which is the terminal that it runs in, or "
+            "to the FILE of `mlxtp node --log-file`"
+        )
+    return Path(log)
 
 
 def restart(
@@ -213,6 +268,7 @@ def restart(
         str | None,
         typer.Option(metavar="SECONDS", help="End then, whatever is open. Default: as long as it takes."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Stop the service once its requests are done, and start it again, such as with new settings."""
     if (found := here.find()) is None:
@@ -223,10 +279,10 @@ def restart(
     if found.shell.state().pid is None:
         raise UserError("the service does not run; `mlxtp service start` starts it")
     found.allow("restart", *(("--within", within) if within else ()))
-    drain_agent(found.home, within)
+    cut = drain_agent(found.home, within)
     wait_until(lambda: found.shell.state().pid is None, STOPPED_S)
     found.shell.take(found.manager.start(found.shell.state()))
-    _wait(found)
+    _wait(found, {"cut": cut}, as_json=as_json)
 
 
 def _installed(dry_run: bool) -> tuple[here.Installed, State]:
@@ -272,7 +328,8 @@ def _flags(given: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _passed_on() -> dict[str, str]:
-    return {name: os.environ[name] for name in PASSED_ON if os.environ.get(name)}
+    """Its file is readable for all, and so is a list of processes: neither has a password."""
+    return {name: without_secret(os.environ[name]) for name in PASSED_ON if os.environ.get(name)}
 
 
 def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -283,7 +340,7 @@ def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str
         *(("env", *variables) if variables else ()),
         *(sys.executable, "-m", "mlxtp", "service", "install"),
         *(("--user",) if user else ()),
-        *(("--home", str(Path(given).expanduser().resolve())) if given else ()),
+        *(("--home", str(home_folder(given).resolve())) if given else ()),
         *(("--", *arguments) if arguments else ()),
     )
 
@@ -291,7 +348,15 @@ def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str
 # --- printing ---------------------------------------------------------------------------------------
 
 
-def _show_steps(steps: Sequence[Step]) -> None:
+def _print(answer: Mapping[str, Any], words: str, *, as_json: bool) -> None:
+    print_answer(answer, as_json, lambda _: words)
+
+
+def _print_steps(steps: Sequence[Step], doubts: Sequence[str], *, as_json: bool) -> None:
+    """What would be done, and what to mind."""
+    if as_json:
+        print_json({"steps": list(map(_step, steps)), "mind": list(doubts)})
+        return
     for step in steps:
         match step:
             case Write():
@@ -302,22 +367,47 @@ def _show_steps(steps: Sequence[Step]) -> None:
                 whom = f" as {step.user}" if step.user else ""
                 until = f", again and again until it ends with {step.fine[0]}" if 0 in step.again else ""
                 print(f"run{whom}: {shlex.join(step.argv)}{until}")
+    _mind(doubts)
 
 
-def _doubt(manager: Manager, service: Service, owner: Owner) -> None:
+def _step(step: Step) -> Mapping[str, Any]:
+    match step:
+        case Write():
+            return {"do": "write", "path": step.path, "text": step.text}
+        case Remove():
+            return {"do": "remove", "path": step.path}
+        case Command():
+            statuses = {"fine": list(step.fine), "again": list(step.again)}
+            return {"do": "run", "argv": list(step.argv), "user": step.user, **statuses}
+
+
+def _doubts(manager: Manager, service: Service, owner: Owner) -> list[str]:
+    """What to mind, in sentences."""
     others = sorted(
         name for name in os.environ if name.startswith("MLXTP_") and name not in ("MLXTP_HOME", "MLXTP_JOIN")
     )
-    for sentence in filter(None, (*manager.doubts(service, owner), unseen(others))):
+    secrets = [
+        f"{name} has a user or a password, which the service does not get: everybody here can read its file"
+        for name, value in _passed_on().items()
+        if value != os.environ[name]
+    ]
+    return [*secrets, *filter(None, (*manager.doubts(service, owner), unseen(others)))]
+
+
+def _mind(doubts: Sequence[str]) -> None:
+    for sentence in doubts:
         print(f"mind: {sentence}", file=sys.stderr)
 
 
-def _wait(found: here.Installed) -> None:
-    state = found.wait()
-    if found.agent:
-        print(f"it runs as process {state.pid}; `mlxtp status` shows what it does, `mlxtp logs -f` its log")
+def _wait(found: here.Installed, about: Mapping[str, Any], *, as_json: bool) -> None:
+    """Until it runs. `about`: what was done, for programs."""
+    state, agent = found.wait(), found.agent
+    if agent:
+        how = "; `mlxtp status` shows what it does, `mlxtp logs -f` its log"
     else:
-        print(f"it runs as process {state.pid}, and does not answer yet; `mlxtp logs -f` shows how far it is")
+        how = ", and does not answer yet; `mlxtp logs -f` shows how far it is"
+    answer = {**about, "pid": state.pid, "agent": agent}
+    _print(answer, f"it runs as process {state.pid}{how}", as_json=as_json)
 
 
 def _status_lines(answer: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,11 @@ def status(
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what runs now: the model, on which Macs, and every member of the cluster."""
+    """Show what runs now: the model, on which Macs, and every member of the cluster.
+
+    With --json it is one answer with fields of its own; with --watch --json each line is what the page of the
+    agent gets, with the fields that docs/page.md names.
+    """
     if watch:
         from . import watch as watching
 
@@ -47,7 +51,8 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
     model = f" [cyan]{escape(answer['model'])}[/]" if answer["model"] else ""
     how = _where(answer) if model else ""
     kind = f", {escape(answer['kind'])}" if answer["kind"] and model else ""
-    lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}   epoch {answer['epoch']}"]
+    epoch = f"   epoch {answer['epoch']}" if answer["epoch"] else ""
+    lines: list[Any] = [f"[bold {colour}]{state}[/]{model}{how}{kind}{epoch}"]
     if answer["reason"] and state != "ready":
         lines.append(_indented(answer["reason"]))
     if answer.get("problem"):

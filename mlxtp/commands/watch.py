@@ -78,19 +78,21 @@ def picture(moment: Moment | None, now: float, away: Mapping[str, str] | None = 
     if moment is None:
         return Group(*parts)
     parts += [_state(moment, now), _speed(moment)]
-    parts += [
-        Text(f"  {moment[name]}", style)
-        for name, style in (("reason", ""), ("waiting", "yellow"), ("problem", "red"))
-        if moment[name] and not (name == "reason" and moment["ready"])
-    ]
+    nodes = moment["nodes"]
+    told = {node.get(name) for node in nodes for name in ("model_problem", "model_progress")}  # with its name
+    for name, style in (("reason", ""), ("waiting", "yellow"), ("problem", "red")):
+        if (words := moment[name]) and words not in told and not (name == "reason" and moment["ready"]):
+            parts.append(Text(f"  {words}", style))
+            told.add(words)
     wanted = moment["desired"]
     if wanted and wanted["model"] and wanted["model"] != moment["model"]:
         parts.append(Text(f"wanted: {wanted['model']}"))
     parts += ["", _nodes(moment)]
     parts += [
-        Text(f"{node['name']}: {node['model_problem']}", "red")
-        for node in moment["nodes"]
-        if node["model_problem"]
+        Text(f"{node['name']}: {node[name]}", style)
+        for node in nodes
+        for name, style in (("model_problem", "red"), ("model_progress", "cyan"))
+        if node.get(name)
     ]
     if (before := _ended(moment["history"])) is not None:
         parts += ["", before]
@@ -106,7 +108,7 @@ def _state(moment: Moment, now: float) -> Text:
         count = group["world_size"]
         line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
         line.append(f", {group['kind']}" if group["kind"] else "")
-    line.append(f"   epoch {moment['epoch']}")
+    line.append(f"   epoch {moment['epoch']}" if moment["epoch"] else "")
     running = next((each for each in moment["history"] if each["lasted_s"] is None), None)
     if running is not None:
         line.append(f" for {_duration(now - running['began'])}")
@@ -156,7 +158,7 @@ def _ended(history: Sequence[Mapping[str, Any]]) -> Text | None:
     story = next((each for each in history if each["lasted_s"] is not None), None)
     if story is None:
         return None
-    why = ": ".join(filter(None, (story["code"], story["reason"]))) or "nobody said why"
+    why = story["reason"] or story["code"] or "nobody said why"
     return Text(f"epoch {story['epoch']} ended after {_duration(story['lasted_s'])}: {why}", "dim")
 
 

@@ -213,7 +213,10 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything. `members` are the others of the cluster; `now` has a time zone."""
+    """Everything. `members` are the others of the cluster; `now` has a time zone.
+
+    `wrong_settings` keep an agent from starting with this home; `crashed`: the errors of looks that failed.
+    """
 
     name: str
     now: datetime
@@ -231,6 +234,8 @@ class Facts:
     discovery: bool = True
     alone: bool = False
     """Whether the settings keep it to itself."""
+    wrong_settings: tuple[str, ...] = ()
+    crashed: tuple[str, ...] = ()
 
     @property
     def among_others(self) -> bool:

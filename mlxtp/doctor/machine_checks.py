@@ -23,6 +23,25 @@ FILES = 1024
 _RESTART = "restart this machine"
 
 
+def of_settings(facts: Facts) -> Iterator[Finding]:
+    """Whether an agent would start with them."""
+    for problem in facts.wrong_settings:
+        yield error(problem, "mend it there; `mlxtp config show --origin` shows where each setting is from")
+    if not facts.wrong_settings:
+        yield ok("nothing is wrong in config.toml or in variables")
+
+
+def of_checks(facts: Facts) -> Iterator[Finding]:
+    """Whether what is not said below is well, or only not known."""
+    for problem in facts.crashed:
+        yield warning(
+            f"a look failed: {problem}",
+            "mend what it names; if that is nothing of yours, report it with `mlxtp version --verbose`",
+        )
+    if not facts.crashed:
+        yield ok("all looks could be made")
+
+
 def of_python(facts: Facts) -> Iterator[Finding]:
     """Whether this is a Python that MLX runs in."""
     software, machine = facts.software, facts.machine
@@ -204,7 +223,10 @@ def of_disk(facts: Facts) -> Iterator[Finding]:
     """Whether there is room for models, and for what the agent keeps."""
     for disk in facts.room.disks:
         if disk.free_bytes is None:
-            yield info(f"not known: room for {disk.purpose} in {disk.folder} ({disk.problem})")
+            yield warning(
+                f"not known: room for {disk.purpose} in {disk.folder} ({disk.problem})",
+                "another folder: --home for mlxtp's own files, HF_HUB_CACHE for models",
+            )
             continue
         what = f"{gb(disk.free_bytes)} free for {disk.purpose} in {disk.folder}"
         room = f"make room; see what is large with: du -sh '{disk.folder}'/*"

@@ -28,6 +28,20 @@ ROWS: tuple[Row, ...] = (
         cluster.of_serving,
     ),
     Row(
+        "settings", "Settings",
+        "config.toml, and variables that begin with `MLXTP_`, as they are now",
+        "an agent does not start with a setting that is wrong",
+        "the file and line that the finding names; `mlxtp config show --origin`",
+        machine.of_settings,
+    ),
+    Row(
+        "checks", "Checks",
+        "whether the doctor itself could look at everything",
+        "what a look that failed would have found is not known",
+        "what the error names; else report it, with `mlxtp version --verbose`",
+        machine.of_checks,
+    ),
+    Row(
         "python", "Python",
         "its version, and on a Mac whether it is made for Apple silicon",
         "mlxtp and MLX run in no other",

@@ -11,10 +11,10 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zeroconf import Error as ZeroconfError
 
@@ -62,6 +62,7 @@ LISTEN_S = 1.5
 _MANY = 1 << 20
 
 Json = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Checkup:
@@ -81,6 +82,7 @@ class Checkup:
         self._run = run
         self._run_as_self = run_as_self
         self._system = system
+        self._crashed: list[str] = []
 
     async def report(self) -> Json:
         """What is found, by rows; `docs/doctor.md` names the fields."""
@@ -90,12 +92,14 @@ class Checkup:
     async def facts(self) -> Facts:
         """Everything, in some seconds: the slowest part of it is `system_profiler`."""
         settings = self._settings
-        (machine, identity, software, network), (room, firewall, power, clock) = await asyncio.gather(
+        self._crashed = []
+        (machine, identity, software, network, wrong), (room, firewall, power, clock) = await asyncio.gather(
             asyncio.gather(
                 hardware.probe(system=self._system, run=self._run),
                 self._identity(),
-                in_time(looks.software_here, Software("", "", "", "", ())),
+                self._in_time(looks.software_here, Software("", "", "", "", ())),
                 self._network(),
+                self._wrong_settings(),
             ),
             asyncio.gather(self._room(), self._firewall(), self._power(), self._clock()),
         )
@@ -117,6 +121,8 @@ class Checkup:
             members=members,
             discovery=settings.discovery and not _alone(settings),
             alone=_alone(settings),
+            wrong_settings=wrong,
+            crashed=tuple(self._crashed),
         )
 
     # --- what an agent knows better -----------------------------------------------------------------------
@@ -130,8 +136,8 @@ class Checkup:
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
         """Those that the home remembers, tried from here."""
         kept, identity = await asyncio.gather(
-            in_time(lambda: looks.kept_at(self._settings.home), Kept()),
-            in_time(lambda: looks.stored(self._settings.home)[0], None),
+            self._in_time(lambda: looks.kept_at(self._settings.home), Kept()),
+            self._in_time(lambda: looks.stored(self._settings.home)[0], None),
         )
         if identity is None or identity.membership is None:
             return ()
@@ -191,16 +197,19 @@ class Checkup:
         )
 
     async def _identity(self) -> IdentityFacts:
-        return await in_time(
+        return await self._in_time(
             lambda: looks.identity_here(self._settings), IdentityFacts(problem=slow("the home"))
         )
+
+    async def _wrong_settings(self) -> tuple[str, ...]:
+        return await self._in_time(lambda: looks.wrong_settings(self._settings.home), ())
 
     async def _room(self) -> Room:
         settings = self._settings
         memory = await asyncio.to_thread(look_at_memory)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = soft if self._agent().runs_here else hard  # an agent raises its own
-        models = await in_time(looks.models_folder, settings.home)
+        models = await self._in_time(looks.models_folder, settings.home)
         folders = {"mlxtp's own files": settings.home, "models": models}
         disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
         return Room(
@@ -210,9 +219,8 @@ class Checkup:
             _MANY if files == resource.RLIM_INFINITY else files,
         )
 
-    @staticmethod
-    async def _disk(purpose: str, folder: Path) -> Disk:
-        return await in_time(
+    async def _disk(self, purpose: str, folder: Path) -> Disk:
+        return await self._in_time(
             lambda: looks.disk(purpose, folder), Disk(purpose, str(folder), None, slow("it"))
         )
 
@@ -240,12 +248,15 @@ class Checkup:
             said = await self._ask("timedatectl", "show", "--property=NTPSynchronized")
             reading = probes.parse_timedatectl(said.text)
             return ClockFacts(synchronised=reading.value, problem=problem_of("timedatectl", said, reading))
-        text = await in_time(lambda: looks.text_of(Path(probes.NTP_CONF)), "")
+        text = await self._in_time(lambda: looks.text_of(Path(probes.NTP_CONF)), "")
         server = probes.parse_ntp_conf(text) or "time.apple.com"
         answer = await self._ask("sntp", server)
         offset = probes.parse_sntp(answer.text)
         ahead_s = None if offset.value is None else -offset.value
         return ClockFacts(ahead_s, server, problem=problem_of(f"sntp {server}", answer, offset))
+
+    async def _in_time(self, look: Callable[[], T], otherwise: T) -> T:
+        return await in_time(look, otherwise, self._crashed.append)
 
     async def _ask(self, program: str, *arguments: str) -> Output:
         return await self._run(program, arguments, probes.ASK_S)

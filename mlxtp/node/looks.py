@@ -25,7 +25,7 @@ from ..cluster.multicast import addresses_up, send_something
 from ..cluster.probes import settings as probes
 from ..cluster.probes.links import ipv4, self_assigned
 from ..cluster.probes.reading import NOT_INSTALLED, Output, Reading
-from ..config import Settings, is_loopback
+from ..config import Settings, is_loopback, resolve_settings
 from ..doctor.facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, Port, Software
 from ..errors import ConfigError, MlxtpError
 from ..wire.certificates import Membership
@@ -47,19 +47,28 @@ _DISCARD = 9
 # --- time limits ------------------------------------------------------------------------------------------
 
 
-async def in_time(look: Callable[[], T], otherwise: T) -> T:
-    """What `look` returns, or `otherwise` after a while: its thread is left behind then."""
+async def in_time(look: Callable[[], T], otherwise: T, crashed: Callable[[str], None]) -> T:
+    """What `look` returns, or `otherwise` after a while: its thread is left behind then.
+
+    One that fails is told to `crashed`, and gives `otherwise` too.
+    """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[T] = loop.create_future()
 
-    def tell(value: T) -> None:
+    def tell(value: T, problem: str = "") -> None:
         if not found.done():
+            if problem:
+                crashed(problem)
             found.set_result(value)
 
     def run() -> None:
-        value = look()
+        value, problem = otherwise, ""
+        try:
+            value = look()
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: silence would pass for health
+            problem = f"{type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # nobody waits any more
-            loop.call_soon_threadsafe(tell, value)
+            loop.call_soon_threadsafe(tell, value, problem)
 
     threading.Thread(target=run, daemon=True, name="checkup").start()
     try:
@@ -132,11 +141,18 @@ def models_folder() -> Path:
 
 def disk(purpose: str, folder: Path) -> Disk:
     """Free room there, or where it would be made."""
-    there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
     try:
+        there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
         return Disk(purpose, str(folder), psutil.disk_usage(str(there)).free)
     except OSError as error:
         return Disk(purpose, str(folder), None, error.strerror or str(error))
+
+
+def wrong_settings(home: Path) -> tuple[str, ...]:
+    """What keeps an agent with this home from starting: its file, and variables."""
+    found: list[str] = []
+    resolve_settings({"home": home}, refuse=lambda error: found.append(error.detail))
+    return tuple(found)
 
 
 def identity_here(settings: Settings) -> IdentityFacts:

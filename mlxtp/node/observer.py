@@ -145,6 +145,7 @@ class Observer:
             "memory_bytes": int(memory.total),
             "notes": [],
             "model_problem": None,
+            "model_progress": None,
         }
         return {"cluster": None, "coordinator": None, "problem": None, "waiting": None,
                 "desired": desired, "coming": [], "links": [], "nodes": [node]}  # fmt: skip
@@ -182,6 +183,7 @@ class Observer:
             "memory_bytes": machine.memory_bytes or None if machine is not None else None,
             "notes": list(machine.notes) if machine is not None else [],
             "model_problem": model.problem or None if model is not None else None,
+            "model_progress": cluster.getting.said(cluster.coordination.desired.model, node_id) or None,
         }
 
 

@@ -54,6 +54,9 @@ CAUSE_GRACE_S = 0.1
 MAX_REPORTS = 8
 """Of each rank: its agent may go on talking, and the first ones say why."""
 
+_WISHED = (Code.REPLANNED, Code.SHUTTING_DOWN)
+"""Codes of an end that is nobody's failure."""
+
 Stage = Callable[[str], None]
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -406,15 +409,21 @@ class Ranks:
             log.debug("epoch %d did not end in order: %s", self.epoch, error)
         ends, self._over = await self._end(), True
         if wedged := [end.rank for end in ends if end.deaf]:
-            self._refusal = GroupError(f"ranks {wedged} did not end, not even at SIGTERM", Code.RANK_STALLED)
-            await self._keep(ends)
+            cause = GroupError(f"ranks {wedged} did not end, not even at SIGTERM", Code.RANK_STALLED)
+            if self._watch is not None:  # while MLX forms a group, no rank hears anything
+                await self._keep(ends, cause)
 
     async def kill(self) -> None:
-        """End what is left, here and elsewhere, because the epoch failed; what is known of it is kept."""
+        """End what is left, here and elsewhere, because the epoch failed; what is known of it is kept.
+
+        Of one that somebody wished to end nothing is: whoever looks for failures would be led astray.
+        """
         ends = await self._end()
         if not self._over:
             self._over = True
-            await self._keep(ends)
+            cause = self.failed.result() if self.failed.done() else self._refusal
+            if cause is None or cause.code not in _WISHED:
+                await self._keep(ends, cause or GroupError("the agent ended it", Code.INTERNAL))
 
     async def _end(self) -> list[failures.RankEnd]:
         """End what is left and reap every process."""
@@ -429,13 +438,12 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
         return ends
 
-    async def _keep(self, ends: list[failures.RankEnd]) -> None:
-        cause = self.failed.result() if self.failed.done() else self._refusal
+    async def _keep(self, ends: list[failures.RankEnd], cause: MlxtpError) -> None:
         here = self._settings.name or "here"
         failed = failures.Failed(
             self.epoch,
             here,
-            cause or GroupError("the agent ended it", Code.INTERNAL),
+            cause,
             (*(here for _ in self.processes), *(seat.name for seat in self.seats)),
             tuple(self._reports),
             self.pongs,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from ..errors import UserError
 
@@ -110,6 +111,14 @@ def option(program: Sequence[str], name: str) -> str:
 def is_ours(text: str) -> bool:
     """Whether mlxtp wrote the file."""
     return MARK in text
+
+
+def without_secret(value: str) -> str:
+    """A variable's value, without the user and password that a URL may have."""
+    parts = urlsplit(value)
+    if not parts.scheme or "@" not in parts.netloc:
+        return value
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def unseen(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..client import AgentClient
-from ..config import default_home, resolve_settings
+from ..config import default_home, home_folder
 from ..errors import UserError
 from .description import Manager, Owner, State, crash_log, is_ours, option
 from .launchd import Launchd
@@ -106,6 +106,14 @@ def manager_of(owner: Owner, *, login: bool) -> Manager:
     raise UserError(f"mlxtp knows the services of macOS and of Linux, not those of {sys.platform}")
 
 
+def manager_elsewhere(owner: Owner, system: str, *, login: bool) -> Manager:
+    """That of another system, of which only words are wanted. Raises UserError for one that is not known."""
+    managers: dict[str, type[Launchd | Systemd]] = {"macos": Launchd, "linux": Systemd}
+    if system not in managers:
+        raise UserError(f"--system: {system!r} is none of {', '.join(managers)}")
+    return managers[system](owner, login=login)
+
+
 def shell_of(owner: Owner, *, login: bool) -> Shell:
     """What changes the service of the system, or with `login` of the owner's session."""
     return Shell(manager_of(owner, login=login), run)
@@ -130,10 +138,12 @@ def find() -> Installed | None:
 
 
 def home_of(whose: Owner, given: Path | None) -> Path:
-    """The agent's folder: the owner's usual one, also when root installs it for them."""
+    """The agent's folder: that of its owner's other commands, also when root installs it for them."""
     if given is not None or os.environ.get("MLXTP_HOME"):
-        return resolve_settings({"home": given}).home.resolve()
+        return home_folder(given).resolve()
     usual, here = default_home(), Path.home()
+    if whose.uid == os.getuid():
+        return usual.resolve()
     return Path(whose.home) / usual.relative_to(here) if usual.is_relative_to(here) else usual
 
 

@@ -279,3 +279,13 @@ def test_a_conversation_is_saved_as_it_would_be_asked(tmp_path: Path) -> None:
     assert [each["role"] for each in saved["messages"]] == ["system", "user", "assistant"]
     with pytest.raises(UserError, match="No such file or directory; give another name"):
         talk.save(tmp_path / "none" / "talk.md")
+
+
+def test_a_file_that_cannot_be_ends_no_conversation(tmp_path: Path) -> None:
+    with slow(tmp_path), terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see(">>> ")
+        screen.type("/save ~nosuch/x.md\n")
+        screen.see("~nosuch is nobody's folder")
+        screen.see(">>> ")
+        screen.type("/quit\n")
+        assert screen.end() == 0

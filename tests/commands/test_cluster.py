@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mlxtp.api.app import create_app
@@ -22,6 +23,7 @@ from mlxtp.api.server import bind, serve
 from mlxtp.cli import _with_join_value, app
 from mlxtp.client import agent_runs
 from mlxtp.cluster.identity import Store
+from mlxtp.commands import bench_fabric
 from mlxtp.errors import Code, UserError
 from mlxtp.node.administration import FILE, announced
 from mlxtp.node.agent import _own_home
@@ -331,7 +333,11 @@ def test_a_plan_for_the_members_that_are_there(agent: Agent) -> None:
 
 
 def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
-    shown = mlxtp(agent.home, "bench", "--fabric").output.splitlines()
+    console = Console(width=200, highlight=False)
+    with console.capture() as drawn:
+        for part in bench_fabric.show(BENCH):
+            console.print(part)
+    shown = drawn.get().splitlines()
     rows = [line.split() for line in shown[2:5]]
     assert [" ".join(row[:2]) for row in rows] == ["1 KiB", "1 MiB", "16 MiB"]
     assert "8.39 GB/s" in shown[4]  # a sum of two ranks crosses each link once
@@ -342,6 +348,14 @@ def test_a_fabric_as_a_table_with_a_picture(agent: Agent) -> None:
         "a collective within a forward: 195 µs, its fence between GPU and CPU included"
     )
     assert max(map(len, shown[1:5])) <= 80
+
+
+def test_a_fabric_in_a_pipe_can_be_pasted(agent: Agent) -> None:
+    shown = mlxtp(agent.home, "bench", "--fabric", width=40).output.splitlines()
+    assert shown[1:4] == ["", "| bytes | sum | a link | gather | a link |", "|--:|--:|--:|--:|--:|"]
+    assert shown[6] == "| 16 MiB | 2 ms | 8.39 GB/s | 2.5 ms | 6.71 GB/s |"
+    assert shown[8].startswith("a collective within a forward: 195 µs")
+    assert len(shown) == 9
 
 
 def test_a_fabric_that_was_measured_is_in_the_status(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

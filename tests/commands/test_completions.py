@@ -52,19 +52,18 @@ def test_a_shell_completes_commands_options_models_and_keys(tmp_path: Path) -> N
         "mlxtp remove t",
         "mlxtp remove o",
         "mlxtp pull o",
+        "mlxtp node --backend j",
+        "mlxtp node --api-keys a",
+        "mlxtp plan --spread a",
     )
     done = subprocess.run(
         ["bash", "-c", BASH, "bash", *asked],
         env=environment, capture_output=True, text=True, timeout=START_S, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines() == [
-        "serve",
-        "tiny",
-        "laptop",
-        "--kv-bits --kv-bytes",
-        "",
-        "",
-        *["one/half one/whole"] * 2,
+        *("serve", "tiny", "laptop", "--kv-bits --kv-bytes", ""),
+        *("", "one/half one/whole", "one/half one/whole"),
+        *("jaccl", "auto always", "auto all"),
     ]
     assert sorted(tmp_path.rglob("*")) == before
 

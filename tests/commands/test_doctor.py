@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from mlxtp.cli import app
@@ -17,6 +18,7 @@ from mlxtp.cluster.identity import Store
 from mlxtp.config import Settings
 from mlxtp.doctor.report import show
 from mlxtp.doctor.rows import ROWS, as_markdown
+from mlxtp.node import looks
 from mlxtp.node.agent import _own_home
 from mlxtp.node.checkup import AgentCheckup
 from mlxtp.node.endpoint import open_endpoint
@@ -65,6 +67,29 @@ def test_an_error_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = rows(result)
     assert f"endpoint {address} cannot be had" in found["ports"]["findings"][0]["what"]
     assert "chmod 700" in found["identity"]["findings"][0]["what"]
+
+
+def test_with_a_wrong_setting_it_says_so_and_looks_at_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("rank = 1\nkv_bits = 5")
+    result = type_in(tmp_path, "--json")
+    assert result.exit_code == 1
+    found = rows(result)
+    unknown, wrong = found["settings"]["findings"]
+    assert (unknown["level"], unknown["what"]) == (
+        "error", f"{tmp_path / 'config.toml'}, line 1: unknown key 'rank'; did you mean ranks?",
+    )  # fmt: skip
+    assert wrong["what"].startswith("kv_bits in ")
+    assert found["packages"]["level"] == "ok"
+
+
+def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", f"/{'x' * 300}")
+    monkeypatch.setattr(looks, "software_here", lambda: 1 // 0)
+    found = rows(type_in(tmp_path, "--json"))
+    assert found["disk"]["level"] == "warning"
+    assert "File name too long" in found["disk"]["findings"][1]["what"]
+    assert found["checks"]["level"] == "warning"
+    assert "a look failed: ZeroDivisionError" in found["checks"]["findings"][0]["what"]
 
 
 def test_a_home_that_an_agent_holds_without_answering_is_an_error(

@@ -15,10 +15,13 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import GREEDY, ModelInfo, Stored
 from mlxtp.api.server import serve
+from mlxtp.cli import app
+from mlxtp.commands import bench_speed
 from mlxtp.commands.launch import (
     APPLICATIONS,
     Served,
@@ -249,6 +252,13 @@ def test_where_a_key_is_asked_for(tmp_path: Path) -> None:
         told = json.loads(agent.launch("claude", MLXTP_KEY=key).stdout)
     assert made.name == "laptop"
     assert told["environment"]["ANTHROPIC_AUTH_TOKEN"] == key
+
+
+def test_measuring_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_speed, "measure", lambda served, *_: {"model": served.model})
+    with Agent(tmp_path, api_keys="always") as agent:
+        done = CliRunner().invoke(app, ["bench", "--json", "--home", str(agent.home)])
+    assert json.loads(done.stdout) == {"model": MODEL}
 
 
 def test_the_certificate_that_mlxtp_made_is_trusted(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from typing import Any, cast
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from mlxtp.cli import app
 from mlxtp.cluster.known import KNOWN
 from mlxtp.cluster.placement import Options
 from mlxtp.cluster.speed import ALONE, JACCL_MESH, RING_THUNDERBOLT, Measured
@@ -224,6 +226,22 @@ def test_json_of_a_refusal_has_no_choice() -> None:
     assert made["reason"].startswith("alone: rank 0 (a) has")
 
 
+def test_a_plan_in_a_pipe_has_whole_sentences_and_a_missing_file_is_named_once(tmp_path: Path) -> None:
+    words = [
+        "plan",
+        "--model",
+        "qwen3-235b-a22b-8bit",
+        "--nodes",
+        str(Path(__file__).parents[2] / "examples" / "desk.toml"),
+    ]
+    lines = CliRunner().invoke(app, words, env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, lines)) > 80
+    assert lines[-1].startswith(("Note:", "These Macs")) or " ms a token: " in lines[-1]
+    missing = CliRunner().invoke(app, [*words[:-1], "/nonexistent.toml"]).stderr
+    assert missing.count("/nonexistent.toml") == 1
+    assert "No such file or directory. It is a TOML file of Macs" in missing
+
+
 # --- what docs/performance.md shows -----------------------------------------------------------------------
 
 COMPARED = (
@@ -256,7 +274,7 @@ def compared(model: str) -> str:
 
 
 def test_the_comparison_is_what_plans_say() -> None:
-    """To renew it: python -c "from tests.test_plan import *; print(*map(compared, COMPARED), sep='\\n')" """
+    # To renew it: python -c "from tests.commands.test_planning import *; print(*map(compared, COMPARED))"
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
     (table,) = re.findall(r"<!-- plans -->(.*?)<!-- end of plans -->", page, re.DOTALL)
     assert table.strip().splitlines()[2:] == [compared(model) for model in COMPARED]

@@ -72,7 +72,7 @@ def test_the_picture_of_a_moment() -> None:
     ]
     assert second.split() == ["mini", "suspect", "1"]
     assert problem == "mini: half of it is missing"
-    assert before == "epoch 6 ended after 1 h 1 min: rank_lost: rank 1 [x] fell silent"
+    assert before == "epoch 6 ended after 1 h 1 min: rank 1 [x] fell silent"
 
 
 def test_the_picture_of_a_cluster_without_a_group() -> None:
@@ -94,6 +94,24 @@ def test_the_picture_of_a_cluster_without_a_group() -> None:
         "waiting for it; Ctrl-C ends this",
         "",
     ]
+
+
+def test_a_model_that_comes_stands_once_with_the_mac_that_it_comes_to() -> None:
+    coming = "org/next is on its way: 40 % of 9 GB"
+    nothing = {
+        "state": "idle",
+        "ready": False,
+        "reason": coming,
+        "waiting": coming,
+        "model": None,
+        "epoch": 0,
+    }
+    lines = drawn(MOMENT | nothing | {"nodes": [NODE | {"model_progress": coming}]})
+    assert [line for line in lines if "on its way" in line] == [f"studio [left]: {coming}"]
+    assert lines[0] == "idle for 1 min 5 s"
+    apart = {**nothing, "history": [], "reason": "who leads?", "waiting": "who leads?"}
+    assert drawn(MOMENT | apart)[:3:2] == ["idle", "  who leads?"]
+    assert [line.strip() for line in drawn(MOMENT | apart)].count("who leads?") == 1
 
 
 class Observed:

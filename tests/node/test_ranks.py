@@ -333,6 +333,55 @@ def test_a_command_that_is_refused_is_the_cause(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+WISHED = GroupError("another is wanted now", Code.REPLANNED)
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_of_an_end_that_was_wished_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Also while ranks wait for each other in MLX and do not hear SIGTERM."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, deaf=True)
+        starting = asyncio.ensure_future(stage.ranks.start())
+        await sees(lambda: bool(stage.orders.notes("bootstrap")))
+        stage.ranks.give_up(WISHED)
+        with pytest.raises(GroupError, match="wanted now"):
+            await starting
+        never_hearing(stage, monkeypatch)
+        await getattr(stage.ranks, end)()
+        assert not (stage.home / failures.FOLDER).exists()
+
+    play(tmp_path, story)
+
+
+def test_a_rank_that_serves_and_does_not_end_when_it_should_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        stage.ranks.give_up(WISHED)
+        await asyncio.shield(stage.ranks.failed)
+        never_hearing(stage, monkeypatch)
+        await stage.ranks.stop()
+        told, _ = kept(stage.home)
+        assert told["cause"]["code"] == "rank_stalled"
+
+    play(tmp_path, story)
+
+
+def never_hearing(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the agent had to end rank 0 by SIGKILL."""
+    process = stage.ranks.processes[0]
+    kill = process.kill
+
+    async def killed() -> failures.RankEnd:
+        return replace(await kill(), deaf=True)
+
+    monkeypatch.setattr(process, "kill", killed)
+
+
 def test_a_failure_that_cannot_be_kept_keeps_nobody_from_going_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 from mlxtp.cli import app
 from mlxtp.client import agent_runs
+from mlxtp.config import default_home, resolve_settings, told
 from mlxtp.errors import UserError
 from mlxtp.node.administration import announced
 from mlxtp.service import here
@@ -178,6 +180,57 @@ def test_a_dry_run_shows_all_and_does_nothing(mac: Mac) -> None:
     assert mac.launchd.asked == []
     assert not mac.folder.exists()
     assert not mac.home.exists()
+
+
+def test_what_a_service_command_says_to_programs(mac: Mac, agent: Agent) -> None:
+    def told(*words: str) -> dict[str, Any]:
+        return dict(json.loads(mac.types(*words, "--json").stdout))
+
+    steps = told("service", "install", "--dry-run")["steps"]
+    assert [step["path"] for step in steps if step["do"] == "write"] == [str(mac.plist)]
+    assert plistlib.loads(next(step["text"] for step in steps if step["do"] == "write").encode())
+    assert {"/bin/launchctl"} == {step["argv"][0] for step in steps[1:] if step["do"] == "run"}
+    installed = told("service", "install")
+    assert (installed["changed"], installed["pid"], installed["agent"]) == (True, 4711, "ready")
+    assert not told("service", "install")["changed"]
+    assert not told("service", "start")["changed"]
+    log = mac.home / "logs" / "agent.log"
+    log.write_text("one\ntwo\nthree\n")
+    assert told("logs", "-n", "2") == {"log": str(log), "lines": ["two", "three"], "aside": ""}
+    assert told("service", "stop") == {"changed": True, "pid": None}
+    assert told("service", "uninstall") == {"removed": str(mac.plist), "home": str(mac.home)}
+    assert told("service", "uninstall")["removed"] is None
+
+
+@pytest.mark.parametrize("system", ["macos", "linux"])
+def test_a_password_stands_in_no_file_that_all_can_read(
+    mac: Mac, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:secret@hub.example:8080/path")
+    shown = mac.types("service", "install", "--dry-run", "--system", system)
+    assert ("plist" if system == "macos" else "[Service]") in shown.stdout
+    assert "https://hub.example:8080/path" in shown.stdout
+    assert "secret" not in shown.output
+    assert "mind: HF_ENDPOINT has a user or a password, which the service does not get" in shown.stderr
+    assert mac.types("service", "install", "--system", system).exit_code == 2
+
+
+def test_the_log_of_an_agent_is_where_that_says(
+    mac: Mac, agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "mine.log"
+    log.write_text("one\n")
+    monkeypatch.delenv("MLXTP_HOME")
+    started = resolve_settings({"home": mac.home, "log_file": str(log)}, {})
+    monkeypatch.setattr(agent.admin, "settings", lambda: told(started))
+    answer = json.loads(mac.types("logs", "--home", str(mac.home), "--json").stdout)
+    assert (answer["log"], answer["lines"]) == (str(log), ["one"])
+
+
+def test_the_home_of_a_service_is_that_of_other_commands(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLXTP_HOME")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    assert here.home_of(mac.owner, None) == default_home()
 
 
 def test_without_root_the_command_is_said(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from mlxtp import cli
 from mlxtp.cluster.identity import Store
@@ -97,31 +98,43 @@ def test_the_demo_shows_its_stages_and_takes_a_prompt(tmp_path: Path) -> None:
         assert words in done.stdout
 
 
+MISTYPED = (
+    ("demo --ranks 3", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
+    ("node --http 52415", "--http: '52415' is not HOST:PORT"),
+    ("node --api-keys some", "--api-keys: 'some' is none of auto, always, never"),
+    ("node --allowed-host http://x", "--allowed-host: 'http://x' is no name or address"),
+    ("node --allowed-origin x", "--allowed-origin: 'x' is no origin, such as http://localhost:3000"),
+    ("node --http-cert x.pem", "name the other file by --http-key"),
+    ("node --agreement perhaps", "--agreement: 'perhaps' is none of auto, broadcast, verify"),
+    ("node --max-context many", "--max-context: 'many' is no number of tokens"),
+    ("node --kv-bits 5", "--kv-bits: '5' is none of 0, 4, 8"),
+    ("node --kv-bytes lots", "--kv-bytes: 'lots' is no amount of memory, such as 500MB"),
+    ("node --speculation --no-speculation=x", "--no-speculation"),
+)
+"""What is refused before anything starts."""
+
+
+@pytest.mark.parametrize(("typed", "words"), MISTYPED)
+def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
+    tmp_path: Path, typed: str, words: str
+) -> None:
+    refused = CliRunner().invoke(cli.app, [*typed.split(), "--home", str(tmp_path)], env=alone())
+    assert isinstance(refused.exception, SystemExit)
+    assert refused.exit_code != 0
+    assert words in " ".join(refused.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("demo", "--ranks", "3"), "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
-        (("node", "--http", "52415"), "--http: '52415' is not HOST:PORT"),
         (("node", "--http", "192.0.2.1:0"), "192.0.2.1 is not an address of this Mac"),
-        (("node", "--api-keys", "some"), "--api-keys: 'some' is none of auto, always, never"),
-        (("node", "--allowed-host", "http://x"), "--allowed-host: 'http://x' is no name or address"),
-        (
-            ("node", "--allowed-origin", "x"),
-            "--allowed-origin: 'x' is no origin, such as http://localhost:3000",
-        ),
-        (("node", "--http-cert", "x.pem"), "name the other file by --http-key"),
         (("node", "--http-cert", "x.pem", "--http-key", "y.pem"), "--http-cert x.pem: No such file"),
         (("node", "--model", "/no/such/folder"), "neither a folder nor an id on the Hub"),
         (("demo", "--model", "[/no]/such"), "[/no]/such is neither a folder"),
-        (("node", "--agreement", "perhaps"), "--agreement: 'perhaps' is none of auto, broadcast, verify"),
-        (("node", "--max-context", "many"), "--max-context: 'many' is no number of tokens"),
-        (("node", "--kv-bits", "5"), "--kv-bits: '5' is none of 0, 4, 8"),
-        (("node", "--kv-bytes", "lots"), "--kv-bytes: 'lots' is no amount of memory, such as 500MB"),
         (("node", "--draft-model", "/no/such/draft"), "/no/such/draft is neither a folder nor an id"),
-        (("node", "--speculation", "--no-speculation=x"), "--no-speculation"),
     ],
 )
-def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
+def test_what_cannot_be_is_told_before_anything_is_served(
     tmp_path: Path, args: tuple[str, ...], words: str
 ) -> None:
     where = () if "--http" in args else ANY_PORT

@@ -124,6 +124,7 @@ def test_one_login_is_enough(hub: Hub, three: tuple[Agent, Agent, Agent]) -> Non
         assert (snapshot(agent, GATED).parents[1] / "refs" / "main").read_text() == COMMIT
 
 
+@pytest.mark.chaos
 def test_one_that_dies_while_it_downloads_is_replaced(hub: Hub, three: tuple[Agent, Agent, Agent]) -> None:
     a = three[0]
     name = a.post("pull", model=LATER, everywhere="yes")["model"]

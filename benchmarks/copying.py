@@ -60,7 +60,7 @@ async def measure(stage: Stage) -> list[Row]:
             address = f"127.0.0.1:{ports['lender']}"
             return copying.connect([address], identity.node_id, second.credentials)
 
-        for number in stage.rounds("copying", full=7, quick=3):
+        for number in stage.rounds("copying", full=15, quick=3):
             for as_members in in_turn(number, True, False):
                 began = time.perf_counter()
                 if as_members:

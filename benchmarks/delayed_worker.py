@@ -1,8 +1,8 @@
 """`python -m benchmarks.delayed_worker FLAG <arguments of mlxtp.engine.worker>`: a rank behind a slow link.
 
 While the file FLAG exists, what this end of a decode link sends is delivered `DELAY_S` later, in order, and
-whoever sends does not wait for it. Every decode link's socket passes `worker.secure`, where it is wrapped.
-Create and remove FLAG only while nothing is sent.
+whoever sends does not wait for it. Every decode link is made in `engine/decode_links.py`, as `Link`, and gets
+such a socket there. Create and remove FLAG only while nothing is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from mlxtp.engine import worker
+from mlxtp.engine import decode_links, worker
+from mlxtp.wire.link import Link
+from mlxtp.wire.protocol import Protocol
 
 DELAY_S = 0.001
 
@@ -49,14 +51,19 @@ class DelayedSocket:
                 return  # whoever reads this link hears of its end
 
 
+def delay_links(flag: Path) -> None:
+    """From now on, for every decode link of this process."""
+
+    class DelayedLink(Link):
+        def __init__(self, sock: Any, protocol: Protocol, send_timeout_s: float) -> None:
+            super().__init__(cast(socket.socket, DelayedSocket(sock, flag)), protocol, send_timeout_s)
+
+    assert decode_links.Link is Link
+    vars(decode_links)["Link"] = DelayedLink
+
+
 def main() -> None:
-    flag = Path(sys.argv[1])
-    original = vars(worker)["secure"]
-
-    def delayed(sock: socket.socket) -> socket.socket:
-        return cast(socket.socket, DelayedSocket(original(sock), flag))
-
-    vars(worker)["secure"] = delayed
+    delay_links(Path(sys.argv[1]))
     worker.main(sys.argv[2:])
 
 

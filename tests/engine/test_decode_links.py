@@ -7,6 +7,7 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import delayed_worker
 from mlxtp.engine import decode_links
 from mlxtp.engine.decode_links import MAX_STRANGERS, open_links
 from mlxtp.errors import Code, LinkError, ProtocolError
@@ -128,6 +130,20 @@ def test_ranks_of_several_macs_find_each_other(tmp_path: Path) -> None:
 def test_ranks_of_one_agent_need_no_certificates(tmp_path: Path) -> None:
     with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
         joined(group.rank(0), group.rank(1))
+
+
+def test_the_benchmark_delays_both_ends_of_every_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_links, "Link", Link)  # is put back afterwards
+    monkeypatch.setattr(delayed_worker, "DELAY_S", 0.1)
+    flag = tmp_path / "late"
+    flag.touch()
+    delayed_worker.delay_links(flag)
+    began = time.monotonic()
+    with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
+        joined(group.rank(0), group.rank(1))
+    assert time.monotonic() - began > 4 * 0.1  # Hello, Welcome, Init, InitDone
 
 
 def test_what_passes_between_macs_cannot_be_read(group: Group) -> None:

@@ -99,7 +99,8 @@ def pull(
         raise typer.Exit(Exit.REFUSED)
     if not as_json:
         where = " and ".join(row["name"] for row in rows)
-        print(f"{model} is on {where}: {gigabytes(max(row['total_bytes'] for row in rows))}")
+        size = max(row["total_bytes"] for row in rows)  # none of what another program put there
+        print(f"{model} is on {where}" + (f": {gigabytes(size)}" if size else ""))
 
 
 def list_(home: Home = None, as_json: AsJson = False) -> None:

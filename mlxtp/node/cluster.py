@@ -225,7 +225,8 @@ class Cluster:
     def want(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
         """What the cluster should run from now on; `by_person`: whatever requests name, unless it is nothing.
 
-        What is wanted already stays as it is, unless its group has failed: asking again tries it again.
+        What is wanted already stays as it is, unless its group has failed or a member has not got it: asking
+        again tries it again.
         Raises UserError for what no member could say.
         """
         if len(model) > MAX_MODEL or not model.isprintable():
@@ -236,7 +237,10 @@ class Cluster:
         nodes = nodes or present.nodes
         wanted = (model, nodes, by_person and bool(model))
         there = (present.model, present.nodes, present.pinned)
-        if wanted == there and self.supervisor.state is not Serves.FAILED:
+        lacking = self.model.problem or any(
+            told.desired == present.version and told.problem for told in self.knowledge.models.values()
+        )
+        if wanted == there and self.supervisor.state is not Serves.FAILED and not lacking:
             return present
         desired = self.coordination.want(model, nodes, by_person=by_person)
         self._desire(present, desired)

@@ -22,7 +22,7 @@ from typing import Any
 from ..cluster.manifests import Manifest, is_commit
 from ..cluster.sources import Held, choose
 from ..cluster.topology import NETWORKS, Member, Topology
-from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError
+from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
 from ..wire.certificates import NodeIdentity
 from ..wire.control import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
 from ..wire.tls import Credentials
@@ -86,12 +86,12 @@ class Speed:
 
 
 class _Job:
-    """One model, as long as this agent runs. `ref` is the branch or tag that is to name what comes."""
+    """One model, as long as this agent runs. `refs` are the branches and tags that are to name what comes."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.repo, self.revision = hub_name(model)
-        self.ref = self.revision
+        self.refs: set[str] = set()
         self.mine: Held | None = None
         """None until somebody here or elsewhere wanted it."""
         self.told: ModelHeld | None = None
@@ -113,6 +113,17 @@ class _Job:
     @property
     def runs(self) -> bool:
         return self.task is not None and not self.task.done()
+
+    @property
+    def came(self) -> bool:
+        """Whether all of it was here when it was last asked for."""
+        task = self.task
+        return task is not None and task.done() and not task.cancelled() and task.exception() is None
+
+    @property
+    def ends(self) -> bool:
+        """Whether it was told to stop, and has not yet."""
+        return self.task is not None and not self.task.done() and bool(self.task.cancelling())
 
 
 class Getting:
@@ -141,19 +152,27 @@ class Getting:
 
         Raises ModelError when it cannot be had. Whoever is cancelled here ends the work if nobody else waits.
         """
-        job = self._job(model)
-        if not job.runs:
-            job.mine = None
-            job.task = asyncio.ensure_future(self._get(job))
-            job.task.add_done_callback(_ended)
-        assert job.task is not None
+        return await self._had(self._job(model))
+
+    async def _had(self, job: _Job, *refs: str) -> Path:
         job.waiting += 1
         try:
-            return await asyncio.shield(job.task)
+            while job.task is not None and job.ends:
+                await asyncio.wait({job.task})
+            return await asyncio.shield(self._run(job, *refs))
         finally:
             job.waiting -= 1
-            if not job.waiting and job.runs:
+            if not job.waiting and job.runs and not job.ends:
                 self._stop(job)
+
+    def _run(self, job: _Job, *refs: str) -> asyncio.Task[Path]:
+        """Begin, unless it runs."""
+        if job.task is None or job.task.done():
+            job.mine, job.refs = None, set()
+            job.task = asyncio.ensure_future(self._get(job))
+            job.task.add_done_callback(_ended)
+        job.refs |= {ref for ref in (job.revision, *refs) if not is_commit(ref)}
+        return job.task
 
     async def pull(self, model: str, *, everywhere: bool) -> str:
         """Begin to get what the Hub has under this name now; returns the name by which `progress` knows it.
@@ -170,11 +189,17 @@ class Getting:
             self._cluster.neighbours.tell_all(ModelPull(model, commit))
         return name
 
-    def _begin(self, name: str, ref: str, *, everywhere: bool) -> asyncio.Task[Path]:
-        """Raises ModelError when too much is under way."""
+    def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
+        """What was told of it before counts no more. Raises ModelError when too much is under way."""
         job = self._job(name)
-        job.ref, job.everywhere = ref, everywhere or job.everywhere
-        task = asyncio.ensure_future(self.get(name))
+        job.everywhere = everywhere or job.everywhere
+        if job.ends:
+            job.mine = None
+        else:
+            self._run(job, *refs)
+        if everywhere:  # the others try it again as well
+            job.others = {node: replace(word, problem="") for node, word in job.others.items()}
+        task = asyncio.ensure_future(self._had(job, *refs))
         self._tasks.add(task)
         task.add_done_callback(partial(self._pulled, job.repo.name))
         return task
@@ -203,7 +228,10 @@ class Getting:
         rows += [(node, _held(word)) for node, word in sorted(job.others.items())]
         found = []
         for node, held in rows:
-            if not held.wants:
+            came = held.complete or (
+                node == cluster.node_id and job.came and held.revision and not held.total
+            )
+            if not (held.wants or (came and not held.total)):
                 continue
             speed = job.speeds[node].bytes_per_s if node in job.speeds else 0.0
             left_s = (held.total - held.held) / speed if speed and held.total else None
@@ -218,7 +246,7 @@ class Getting:
                     "bytes_per_s": round(speed),
                     "left_s": left_s if left_s is None else round(left_s),
                     "waits": node == cluster.node_id and job in self._line[AT_ONCE:],
-                    "complete": held.complete,
+                    "complete": bool(came),
                     "problem": held.problem,
                 }
             )
@@ -292,6 +320,7 @@ class Getting:
         here, mine = await asyncio.to_thread(_look, job.repo, job.revision, True)
         job.mine = mine
         if here is not None and not mine.total:
+            await self._refer(job, here)
             return here
         self._tell(job)
         tries, copied = 0, False
@@ -318,9 +347,20 @@ class Getting:
                 tries = TRIES if isinstance(error, Damaged) else tries + 1
                 log.warning("%s from %s: %s", job.model, self._cluster.name_of(lender), error)
                 await asyncio.sleep(AGAIN_S)
+        await self._refer(job, here)
         _, job.mine = await asyncio.to_thread(_look, job.repo, here.name, True)
         self._tell(job)
         return here
+
+    async def _refer(self, job: _Job, here: Path) -> None:
+        """Whoever names a branch or tag by which it was asked for gets this commit. Raises ModelError."""
+        repo, seen = job.repo, set[str]()
+        while wrong := {ref for ref in job.refs - seen if repo.commit(ref) != here.name}:
+            seen |= wrong
+            try:
+                await asyncio.to_thread(repo.refer, wrong, here.name, lambda: not job.runs or job.ends)
+            except OSError as error:
+                raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
     async def _bring(self, job: _Job, lender: str) -> Path:
         named = job.lender
@@ -339,7 +379,7 @@ class Getting:
                 waiting.changed.set()
 
     async def _brought(self, job: _Job, lender: str, named: str | None) -> Path:
-        fetch = job.fetch = Fetch(job.repo, job.ref, job.revision)
+        fetch = job.fetch = Fetch(job.repo, job.revision, job.revision)
         if lender == self._cluster.node_id:
             log.info("%s comes from the Hub", job.model)
             work: Callable[[], Path] = fetch.from_hub
@@ -469,7 +509,7 @@ class Getting:
         if self._cluster.coordination.leading and job.lender is not None and word.wants:
             self._send(node_id, ModelLender(job.model, job.lender))
         if _held(word).complete and not had_it and self._is_left(job):
-            self._begin(job.model, job.ref, everywhere=job.everywhere)
+            self._begin(job.model, *job.refs, everywhere=job.everywhere)
         self._lend()
 
     def _is_left(self, job: _Job) -> bool:

@@ -92,7 +92,7 @@ class Wishes:
             self._check_place(model, shape, over)
             if is_hub_id(found) and not await self._can_begin(found, shape, over):
                 self._next = (model, model)
-                self._task = asyncio.ensure_future(self._bring(model, nodes, present.version))
+                self._task = asyncio.ensure_future(self._bring(model, over, present.version))
                 self._task.add_done_callback(_ended)
                 return Answer(model, present, coming=True)
         return Answer(model, cluster.want(model, nodes))
@@ -117,11 +117,13 @@ class Wishes:
 
     async def _can_begin(self, model: str, shape: ModelShape | None, nodes: str) -> bool:
         """Whether those who have all of it already can serve it."""
-        cluster = self._cluster
         if shape is None or await asyncio.to_thread(hub_folder, model) is None:
             return False
-        have = [node_id for node_id in cluster.neighbours.nodes() if cluster.getting.has(node_id, model)]
-        return not self._no_place(shape, nodes, {cluster.node_id, *have})
+        return not self._no_place(shape, nodes, {self._cluster.node_id, *self._who_have(model)})
+
+    def _who_have(self, model: str) -> list[str]:
+        cluster = self._cluster
+        return [node_id for node_id in cluster.neighbours.nodes() if cluster.getting.has(node_id, model)]
 
     async def _bring(self, model: str, nodes: str, version: int) -> None:
         cluster, loop = self._cluster, asyncio.get_running_loop()
@@ -129,6 +131,7 @@ class Wishes:
             name = await cluster.getting.pull(model, everywhere=True)
             self._next, began = (model, name), loop.time()
             while True:
+                await asyncio.sleep(LOOK_S)  # at first for the others to say what they have
                 rows = cluster.getting.progress(name)
                 silent = not rows or (len(rows) == 1 and cluster.neighbours.nodes())
                 over = all(row["complete"] or row["problem"] for row in rows)
@@ -136,14 +139,17 @@ class Wishes:
                     break
                 if cluster.coordination.desired.version != version:
                     return
-                await asyncio.sleep(LOOK_S)
-            if rows and not any(row["complete"] for row in rows):
-                self._problem = f"{model} was to be served, and cannot be: {rows[0]['problem']}"
+            have = {row["node_id"] for row in rows if row["complete"]}
+            problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
+            shape = await self._look(model) if have else None
+            if cluster.coordination.desired.version != version:
                 return
-            shape = await self._look(model)
-            if cluster.coordination.desired.version == version:
-                self._check_place(model, shape, nodes)
+            why = self._no_place(shape, nodes, have | {*self._who_have(name)}) if shape is not None else ""
+            if have and not why:
                 cluster.want(model, nodes)
+            else:
+                reasons = "; ".join(filter(None, [why, *problems])) or "nobody has said how far it is"
+                self._problem = f"{model} was to be served, and cannot be: {reasons}"
         except MlxtpError as error:
             self._problem = error.detail
         finally:

@@ -18,7 +18,7 @@ from mlxtp.node.epoch import State
 from mlxtp.node.store.hub_cache import Repo
 from mlxtp.node.store.models import ModelSource
 from mlxtp.node.supervisor import Supervisor
-from mlxtp.wire.control import DesiredState, Members, ModelsHere, RosterEntry, StoredModel
+from mlxtp.wire.control import DesiredState, Members, ModelsHere, ModelStatus, RosterEntry, StoredModel
 
 from ..hub import COMMIT, Hub, Model, embedded
 from ..wire import members
@@ -61,6 +61,22 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
         assert cluster.want("org/model", "auto").version == 8
         cluster.supervisor.state = State.FAILED
         assert cluster.want("org/model", "auto").version == 9
+
+    play(tmp_path, member, story)
+
+
+def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
+    tmp_path: Path, member: members.Member
+) -> None:
+    async def story(node: Node) -> None:
+        cluster, a = node.cluster, node.meet(A)
+        node.hear(a, DesiredState(7, A, "org/model", "2", 7))
+        cluster.supervisor.state = State.READY
+        node.hear(a, ModelStatus(6, "", "no room for what was wanted before"), ModelStatus(7, "f", ""))
+        assert cluster.want("org/model", "2").version == 7
+        node.hear(a, ModelStatus(7, "", "no room"))
+        assert cluster.want("org/model", "2").version == 8
+        assert cluster.want("org/model", "2").version == 8, "it has not said yet what came of that"
 
     play(tmp_path, member, story)
 

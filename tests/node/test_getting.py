@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from mlxtp.node.store.fetching import Fetch
 from mlxtp.node.store.hub_cache import Repo
 from mlxtp.wire.control import ModelHeld, ModelPull, ModelsHere
 
-from ..hub import COMMIT, Hub, Model, embedded, put, running_hub
+from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
 from ..wire.members import Member, founder, member_of
 from .one_node import CLOCK, A, B, FakeLink, Node, play
 from .scenes import sees
@@ -194,6 +195,85 @@ def test_what_was_complete_counts_only_when_it_was_looked_at_again(
         await asyncio.sleep(0)
         assert row(getting, name, me)["complete"] is False
         await sees(lambda: row(getting, name, me)["complete"])
+
+    play(tmp_path, member, story)
+
+
+def test_what_is_wanted_again_before_its_download_has_stopped_comes(
+    tmp_path: Path, member: Member, hub: Hub
+) -> None:
+    hub.models = {NAME: Model(embedded(), stalls="/resolve/")}
+
+    async def story(node: Node) -> None:
+        getting = leads(node)
+        job = getting._job(NAME)
+        for _ in range(2):  # whoever has waited for the end of one may go, too
+            first = asyncio.ensure_future(getting.get(NAME))
+            await sees(lambda: job.fetch is not None and job.fetch.manifest is not None)
+            first.cancel()
+            await asyncio.sleep(0)
+            assert job.ends
+        second = asyncio.ensure_future(getting.get(NAME))
+        third = getting._begin(NAME, "main", everywhere=False)
+        assert row(getting, NAME, node.cluster.node_id)["complete"] is False
+        hub.models[NAME].stalls = "\0"
+        hub.models[NAME].goes_on.set()
+        assert await asyncio.wait_for(second, 30) == await third
+
+    play(tmp_path, member, story)
+
+
+def test_a_branch_is_the_commit_that_was_asked_for_last(tmp_path: Path, member: Member, hub: Hub) -> None:
+    hub.models = {NAME: Model(embedded(), commits={"main": COMMIT, "v1": COMMIT})}
+    repo = Repo(NAME)
+
+    async def story(node: Node) -> None:
+        getting = leads(node)
+        await getting.get(f"{NAME}@{COMMIT}")
+        assert repo.refs() == {}
+        for commit in (COMMIT, NEWER, COMMIT):
+            hub.models[NAME].commits["main"] = commit
+            name = await getting.pull(NAME, everywhere=False)
+            await asyncio.wait_for(getting.get(name), 30)
+            assert repo.refs() == {"main": commit}
+        await getting.pull(f"{NAME}@v1", everywhere=False)
+        await sees(lambda: repo.commit("v1") == COMMIT)
+        await getting.get(f"{NAME}@{NEWER}")
+        assert repo.refs() == {"main": COMMIT, "v1": COMMIT}, "a commit moves nothing"
+
+    play(tmp_path, member, story)
+
+
+def test_a_model_that_another_program_put_there_is_here(tmp_path: Path, member: Member, hub: Hub) -> None:
+    hub.models = {NAME: Model(embedded())}
+    folder = Repo(NAME).folder / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    for path, data in embedded().items():
+        (folder / path).write_bytes(data)
+
+    async def story(node: Node) -> None:
+        getting, me = leads(node), node.cluster.node_id
+        name = await getting.pull(NAME, everywhere=False)
+        await sees(lambda: row(getting, name, me).get("complete"))
+        assert not Repo(NAME).manifest(COMMIT)
+
+    play(tmp_path, member, story)
+
+
+def test_what_was_told_before_counts_no_more_when_it_is_pulled_again(
+    tmp_path: Path, member: Member, hub: Hub
+) -> None:
+    hub.models = {NAME: Model(embedded())}
+
+    async def story(node: Node) -> None:
+        getting, me, a = leads(node), node.cluster.node_id, node.meet(A)
+        name = await getting.pull(NAME, everywhere=True)
+        node.hear(a, ModelHeld(name, "", 0, 0, 0, wants=True, problem="no room", port=0))
+        await sees(lambda: row(getting, name, me).get("complete") and not getting._jobs[name].runs)
+        await asyncio.to_thread(shutil.rmtree, Repo(NAME).folder)
+        await getting.pull(NAME, everywhere=True)
+        assert row(getting, name, me)["complete"] is False
+        assert row(getting, name, A)["problem"] == ""
 
     play(tmp_path, member, story)
 

@@ -16,11 +16,12 @@ from mlxtp.wire.control import ModelsHere, StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
-from .one_node import A, Node, play
+from .one_node import MACHINE, A, Node, play, report
 
 MODEL = "org/there"
 COMING = {
     "node_id": "me",
+    "name": "studio",
     "waits": False,
     "held_bytes": 5,
     "total_bytes": 10,
@@ -47,7 +48,8 @@ class Coming:
     """A download that goes on until it is told to end."""
 
     def __init__(self, node: Node) -> None:
-        self.rows: list[dict[str, Any]] = [{**COMING, "self": True, "complete": False}]
+        self.node_id = node.cluster.node_id
+        self.rows: list[dict[str, Any]] = [self.row(complete=False)]
         node.cluster.getting.pull = self.pull  # type: ignore[method-assign]
         node.cluster.getting.progress = lambda name: self.rows  # type: ignore[method-assign]
 
@@ -55,8 +57,14 @@ class Coming:
         assert everywhere
         return f"{model}@{COMMIT}"
 
-    def end(self, problem: str = "") -> None:
-        self.rows = [{**COMING, "self": True, "complete": not problem, "problem": problem}]
+    def row(self, **changes: Any) -> dict[str, Any]:
+        return COMING | {"node_id": self.node_id, "self": True} | changes
+
+    def end(self, problem: str = "", other: str = "") -> None:
+        """Here, and at another member."""
+        other = other or problem
+        there = {"node_id": A, "name": "mac-a", "self": False, "complete": not other, "problem": other}
+        self.rows = [self.row(complete=not problem, problem=problem), COMING | there]
 
 
 async def until_no_more_is_awaited(node: Node) -> None:
@@ -161,8 +169,32 @@ def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub:
         await admin.serve(MODEL, "")
         coming.end("it is gated")
         await until_no_more_is_awaited(node)
-        assert admin.status()["coming"] == [f"{MODEL} was to be served, and cannot be: it is gated"]
+        (told,) = admin.status()["coming"]
+        assert told == f"{MODEL} was to be served, and cannot be: studio: it is gated; mac-a: it is gated"
         assert node.cluster.coordination.desired.model == "tiny"
+
+    play(tmp_path, member, story)
+
+
+def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
+    tmp_path: Path, member: members.Member, hub: Hub
+) -> None:
+    async def story(node: Node) -> None:
+        admin, coming, a = Member(node.cluster, member.store), Coming(node), node.meet(A)
+        node.hear(a, report(MACHINE))
+        served(node)
+        await admin.serve(MODEL, "2")
+        coming.end(other="no room")
+        await until_no_more_is_awaited(node)
+        (told,) = admin.status()["coming"]
+        assert told.startswith(f"{MODEL} was to be served, and cannot be: ")
+        assert "needs 2 nodes" in told
+        assert told.endswith("; mac-a: no room")
+        assert node.cluster.coordination.desired.model == "tiny"
+        await admin.serve(MODEL, "2")
+        coming.end()
+        await until_no_more_is_awaited(node)
+        assert node.cluster.coordination.desired.model == MODEL
 
     play(tmp_path, member, story)
 

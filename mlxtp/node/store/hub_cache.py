@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -284,6 +284,15 @@ class Repo:
         if not is_commit(revision):
             _write(self.folder / "refs" / revision, manifest.revision.encode())
         return folder
+
+    def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool]) -> None:
+        """From now on these branches and tags are that commit.
+
+        Raises ModelError, OSError, and Stopped as `locked` does.
+        """
+        with self.locked(stopped):
+            for ref in refs:
+                _write(self.folder / "refs" / ref, commit.encode())
 
     # --- what goes
 

@@ -110,7 +110,7 @@ def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
 
 
 def _check_hashes(manifest: Manifest, folder: Path, patterns: tuple[str, ...]) -> None:
-    """The Hub's client compares sizes, no more. What is wrong is gone afterwards. Raises ModelError, OSError."""
+    """The Hub's client compares sizes, no more. What is wrong is gone then. Raises ModelError, OSError."""
     repo = Repo(manifest.name)
     for file in manifest.files:
         if any(fnmatch(file.path, pattern) for pattern in patterns):

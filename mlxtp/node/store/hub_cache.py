@@ -44,7 +44,7 @@ _READ_BYTES = 1 << 18
 _SAVE_BYTES = 128 << 20
 _LOOK_S = 0.5
 SMALL_BYTES = 64 << 20
-"""Files up to this size are hashed again before they are used: it takes no time, and configurations are such."""
+"""Blobs up to this size are hashed before they become part of a model: that takes no time."""
 ROOM_BYTES = 1 << 30
 """What is left free on the disk beside a model."""
 

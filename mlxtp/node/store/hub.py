@@ -97,30 +97,33 @@ def fetch(manifest: Manifest, part: Part, stopped: Callable[[], bool]) -> None:
 
 
 def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
-    """A folder with the files that match. It is no model, and no branch names it. Raises ModelError."""
-    from huggingface_hub import snapshot_download
+    """A folder with the files that match. It is no model, and no branch names it. Raises ModelError.
+
+    The client asks about each file, not for the list of all that it would keep, whatever that says. It
+    compares sizes, no more: what is wrong is gone afterwards.
+    """
+    from huggingface_hub import hf_hub_download
 
     _quiet()
-    with _understood(manifest.name, manifest.name):
-        found = snapshot_download(
-            manifest.name, revision=manifest.revision, allow_patterns=list(patterns)
-        )  # a commit: its name is left to whoever brings all of it
-        _check_hashes(manifest, Path(found), patterns)
-    return Path(found)
-
-
-def _check_hashes(manifest: Manifest, folder: Path, patterns: tuple[str, ...]) -> None:
-    """The Hub's client compares sizes, no more. What is wrong is gone then. Raises ModelError, OSError."""
     repo = Repo(manifest.name)
-    for file in manifest.files:
-        if any(fnmatch(file.path, pattern) for pattern in patterns):
-            path = folder / file.path
-            try:
-                repo.check(file, path)
-            except Damaged as error:
-                raise ModelError(
-                    f"cannot get {manifest.name}: {error}; try again", Code.MODEL_NOT_FOUND
-                ) from None
+    folder = repo.folder / "snapshots" / manifest.revision
+    with _understood(manifest.name, manifest.name):
+        for file in manifest.files:
+            if any(fnmatch(file.path, pattern) for pattern in patterns):
+                # By its commit: the name of that is left to whoever brings all of it.
+                path = Path(hf_hub_download(manifest.name, file.path, revision=manifest.revision))
+                if path.resolve() != (folder / file.path).resolve():
+                    raise ValueError(f"{file.path} is of another commit")
+                _check_hash(repo, file, path)
+    return folder
+
+
+def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
+    """Raises ModelError, OSError."""
+    try:
+        repo.check(file, path)
+    except Damaged as error:
+        raise ModelError(f"cannot get {repo.name}: {error}; try again", Code.MODEL_NOT_FOUND) from None
 
 
 class _Into(io.RawIOBase):

@@ -241,16 +241,32 @@ def test_an_answer_of_the_hub_that_makes_no_sense_is_said_to_make_none(hub: Hub,
     assert refused.value.code is Code.MODEL_NOT_FOUND, "another Mac may ask another Hub"
 
 
-@pytest.mark.parametrize("answer", [b'{"error": "x"}', b"null", b"[5]", b"[{}]", b"<html>log in</html>"])
-def test_nor_does_a_list_of_files_that_makes_no_sense(hub: Hub, answer: bytes) -> None:
-    model = hub.models[NAME]
-    manifest = look_up(NAME, "main")
+@pytest.mark.parametrize("answer", [b'{"error": "x"}', b"null", b"[]", b"[{}]", b"<html>log in</html>"])
+def test_a_list_of_files_that_makes_no_sense_is_not_asked_for(hub: Hub, answer: bytes) -> None:
+    """The Hub's client would keep it."""
+    model, manifest = hub.models[NAME], look_up(NAME, "main")
     model.answer = answer
-    with pytest.raises(ModelError, match=f"the Hub's answer about {NAME} cannot be understood: .") as refused:
-        fetch_some(manifest, ("config.json",))
-    assert refused.value.code is Code.MODEL_NOT_FOUND
-    model.answer = b""
     assert (fetch_some(manifest, ("config.json",)) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, AttributeError, RecursionError])
+def test_what_the_hubs_client_does_not_expect_of_a_file_is_said(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def surprised(*_: object, **__: object) -> str:
+        raise error("a surprise")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", surprised)
+    said = f"the Hub's answer about {NAME} cannot be understood: {error.__name__}: .*a surprise"
+    with pytest.raises(ModelError, match=said) as refused:
+        find_config(NAME)
+    assert refused.value.code is Code.MODEL_NOT_FOUND
+
+
+def test_a_file_of_another_commit_is_none_of_this_one(hub: Hub) -> None:
+    hub.models[NAME].commits["main"] = NEWER  # while the answers for files name COMMIT
+    with pytest.raises(ModelError, match=r"cannot be understood: config\.json is of another commit"):
+        find_config(NAME)
 
 
 def test_a_commit_is_no_other_one(hub: Hub) -> None:

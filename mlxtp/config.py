@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
-from .settings import BY_KEY, JOIN, SETTINGS, nearest
+from .settings import BY_KEY, JOIN, SETTINGS, Setting, nearest
 from .settings import EMBEDDED_MODEL as EMBEDDED_MODEL
 from .values import DEFAULT_CONTROL_PORT as DEFAULT_CONTROL_PORT
 from .values import DEFAULT_HTTP as DEFAULT_HTTP
@@ -22,6 +23,7 @@ from .values import parse_nodes as parse_nodes
 from .values import parse_seconds as parse_seconds
 
 FILE = "config.toml"
+_MODELS = ("model", "draft_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ def resolve_settings(
     for setting in SETTINGS:
         if (given := chosen.get(setting.key)) is not None:
             try:
-                parsed = setting.parse(given.value, given.where)
+                parsed = _parsed(setting, given)
             except ConfigError as error:
                 refuse(error)
                 chosen.pop(setting.key)
@@ -258,6 +260,16 @@ def default_home() -> Path:
     return Path(platformdirs.user_data_dir("mlxtp", appauthor=False))
 
 
+def _parsed(setting: Setting, given: Given) -> Any:
+    """Raises ConfigError naming where it stands."""
+    if setting.key in _MODELS and not str(given.value).isprintable():
+        raise ConfigError(
+            f"{given.where}: {given.value!r} has characters that cannot be printed, which no model is called "
+            "by; write a folder or OWNER/NAME"
+        )
+    return setting.parse(given.value, given.where)
+
+
 def _check_pair(values: Mapping[str, Any], chosen: _Chosen) -> None:
     """A certificate is of no use without its key. Raises ConfigError naming where the one stands."""
     for one, other in (("http_cert", "http_key"), ("http_key", "http_cert")):
@@ -274,6 +286,8 @@ def _origin(given: Given) -> str:
 
 def _read_file(path: Path, refuse: Refuse) -> Iterator[tuple[str, Given]]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise ConfigError(f"{path}: it is no regular file; put one there, or nothing")
         content = path.read_text()
         table = _with_fabric(tomllib.loads(content), path)
     except (FileNotFoundError, NotADirectoryError):

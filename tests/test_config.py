@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 import tomllib
 from dataclasses import replace
@@ -274,6 +276,15 @@ def test_what_no_file_can_be_called(tmp_path: Path, key: str, path: str) -> None
     where = f"{key} in {tmp_path / 'config.toml'}, line 1: {path!r}"
     assert refusal(tmp_path, f"{key} = {json.dumps(path)}").startswith(where)
     assert refusal(tmp_path, model_folders="~nosuch").startswith("--model-folder: '~nosuch'")
+
+
+@pytest.mark.parametrize("key", ["model", "draft_model"])
+@pytest.mark.parametrize("name", ["a\nb", "\0", "a\x1b[2J", "\u202e", "\u2028"])
+def test_what_no_model_is_called_is_said_as_it_can_be_printed(tmp_path: Path, key: str, name: str) -> None:
+    refused = refusal(tmp_path, f"{key} = {json.dumps(name)}")
+    assert refused.startswith(f"{key} in {tmp_path / 'config.toml'}, line 1: {name!r} has characters")
+    assert refused.isprintable()
+    assert refusal(tmp_path / "other", **{key: name}).startswith(f"--{key.replace('_', '-')}: {name!r} has")
 
 
 def test_all_that_is_wrong_can_be_had_at_once_with_defaults_in_its_place(tmp_path: Path) -> None:
@@ -622,8 +633,26 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").mkdir()
+    (tmp_path / "config.toml").symlink_to("config.toml")
     assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: ")
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "device", "socket"])
+def test_what_is_no_file_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    """A pipe would be waited for, and /dev/zero has no end."""
+    monkeypatch.setattr(Path, "read_text", lambda _: pytest.fail("it is read"))
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as listening:
+        match what:
+            case "folder":
+                Path("config.toml").mkdir()
+            case "pipe":
+                os.mkfifo("config.toml")
+            case "device":
+                Path("config.toml").symlink_to("/dev/zero")
+            case _:
+                listening.bind("config.toml")
+        assert refusal(tmp_path).startswith(f"{tmp_path / 'config.toml'}: it is no regular file; ")
 
 
 def test_a_home_that_is_a_file_has_no_configuration(tmp_path: Path) -> None:

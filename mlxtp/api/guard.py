@@ -147,7 +147,7 @@ def misdirected(access: Access, scope: Scope) -> Refusal | None:
     for origin in headers.getlist("origin"):
         listed = ANY in pages or origin in pages
         name = host_name(origin)
-        own = name in known or (ANY in access.hosts and name is not None and name in named)
+        own = name in known or (ANY in access.hosts and name is not None and {name} == {*named})
         if not listed and (is_preflight(scope["method"], headers) or not own):
             return Refusal(403, Code.ORIGIN_NOT_ALLOWED, _unknown_page(origin))
     return None

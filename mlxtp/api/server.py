@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,6 +22,7 @@ from .handshake import HANDSHAKE_S, Secured
 
 _BACKLOG = 1024
 _IDLE_CONNECTION_S = 75
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -63,7 +66,7 @@ async def serve(
     """
     connection = connection_class(stall_s, request_s)
     config = uvicorn.Config(
-        _cut_off_quietly(app),
+        _cut_off_quietly(_in_origin_form(app)),
         http=connection,
         ws="none",
         lifespan="off",
@@ -100,6 +103,22 @@ def _secured(
     **of_uvicorn: Any,
 ) -> Secured:
     return Secured(connection(**of_uvicorn), context, handshake_s, all_)
+
+
+def _in_origin_form(app: ASGIApp) -> ASGIApp:
+    """Whoever takes this server for a proxy sends a whole URL, which a server has to take (RFC 9112, 3.2.2).
+
+    The host in it comes on top of Host: the guard wants both to be this Mac.
+    """
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        if match := _ABSOLUTE.fullmatch(scope["raw_path"]):
+            authority, path = match[1], match[2] or b"/"
+            headers = [*scope["headers"], (b"host", authority)]
+            scope = {**scope, "raw_path": path, "path": unquote(path.decode("ascii")), "headers": headers}
+        await app(scope, receive, send)
+
+    return wrapped
 
 
 def _cut_off_quietly(app: ASGIApp) -> ASGIApp:

@@ -106,6 +106,46 @@ def backend(loaded: dict[str, Loaded]) -> FakeBackend:
     return FakeBackend(loaded[BYTE_LEVEL].text, says([60, 61, 62]))
 
 
+# --- what is asked for ------------------------------------------------------------------------------------
+
+
+def status(server: Door, target: str, host: str = "localhost", key: str = "") -> int:
+    """What a request of one line, with this target, is answered with."""
+    with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as sock:
+        shown = f"x-api-key: {key}\r\n" if key else ""
+        head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{shown}\r\n"
+        sock.sendall(head.encode())
+        return int(sock.makefile("rb").readline().split()[1])
+
+
+def test_a_whole_url_is_its_path_with_the_same_guards(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        key, there = server.key(), f"http://127.0.0.1:{server.port}"
+        assert status(server, f"{there}/v1/models") == status(server, "/v1/models") == 401
+        assert status(server, f"{there}/v1/models", key=key) == 200
+        assert status(server, "HTTPS://localhost/v1/models?limit=1", key=key) == 200
+        assert status(server, "http://LOCALHOST/v1/%6dodels", key=key) == 200
+        assert status(server, f"{there}/admin/status") == status(server, "/admin/status") == 401
+        assert status(server, f"{there}/admin/status", key=key) == 401
+        for path in ("", "?x=1", "/", "/none"):
+            assert status(server, f"{there}{path}", key=key) == 404
+        assert status(server, "ftp://127.0.0.1/health", key=key) == 404
+        assert status(server, "/http://127.0.0.1/health", key=key) == 404
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["evil.example", "", "localhost@evil.example", "localhost\\@evil", "127.0.0.1%2f", "localhost:x", "a#@b"],
+)
+def test_the_host_of_a_whole_url_has_to_be_this_mac_as_well_as_host(
+    backend: FakeBackend, tmp_path: Path, place: str
+) -> None:
+    with door(backend, tmp_path) as server:
+        assert status(server, "http://localhost/health") == 200
+        assert status(server, f"http://{place}/health") == 421
+        assert status(server, "http://localhost/health", host="evil.example") == 421
+
+
 # --- keys -------------------------------------------------------------------------------------------------
 
 

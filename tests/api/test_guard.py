@@ -71,6 +71,14 @@ def test_with_any_host_pages_have_to_be_of_the_same_one() -> None:
     assert judged(access, host="whatever.example", origin="null") is Code.ORIGIN_NOT_ALLOWED
 
 
+def test_with_any_host_a_page_is_of_the_one_that_the_request_names_everywhere() -> None:
+    headers = [(b"host", b"one.example"), (b"host", b"two.example"), (b"origin", b"http://two.example")]
+    asked = {"path": "/", "method": "GET", "server": HERE, "client": THERE, "headers": headers}
+    refusal = misdirected(Access(hosts=("*",)), {"type": "http", **asked})
+    assert refusal is not None
+    assert refusal.code is Code.ORIGIN_NOT_ALLOWED
+
+
 @pytest.mark.parametrize(
     ("end", "address"),
     [

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
 from typing import TypeVar
 
-from ...cluster.manifests import Manifest
+from ...cluster.manifests import Manifest, is_commit
 from ...errors import LinkError, ModelError, why_not_written
 from . import copying, hub
 from .apart import begin
@@ -80,6 +80,8 @@ class Fetch:
         (manifest,) = self._run([lambda: _asked(connect, model)], threading.Event())
         if manifest.name != self.repo.name:
             raise LinkError(f"{manifest.name} was offered for {self.repo.name}")
+        if is_commit(self.revision) and manifest.revision != self.revision:
+            raise LinkError(f"{manifest.revision} of {self.repo.name} was offered for {self.revision}")
 
         def work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
             board = copying.Board(manifest, parts)
@@ -99,6 +101,10 @@ class Fetch:
                 return found
             with repo.locked(self._stop.is_set):
                 self._parts, self.manifest = None, manifest
+                for file in manifest.blobs:
+                    if self._stop.is_set():
+                        raise Stopped
+                    repo.drop_if_wrong(file)
                 repo.check_room(manifest)
                 repo.keep(manifest)
                 ended = threading.Event()

@@ -7,10 +7,12 @@ Logins, addresses and errors are the client's own.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -21,26 +23,30 @@ from ...cluster.manifests import (
     ModelFile,
     check,
     from_bytes,
+    is_commit,
     to_bytes,
     wanted,
 )
 from ...errors import Code, ModelError, is_disk_full
-from .hub_cache import Part, Stopped
+from .hub_cache import Damaged, Part, Repo, Stopped
 
 TIMEOUT_S = 15.0
 
 
 def look_up(name: str, revision: str) -> Manifest:
-    """What OWNER/NAME is at `revision` now. Raises ModelError in the words of whoever typed the name.
-
-    The client takes the answer for what the Hub says; another server may say anything.
-    """
+    """What OWNER/NAME is at `revision` now. Raises ModelError in the words of whoever typed the name."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
     _quiet()
-    try:
-        info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
+    named = name if revision == DEFAULT_REVISION else f"{name}@{revision}"
+    with _understood(name, named):
+        try:
+            info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
+        except RevisionNotFoundError:
+            raise ModelError(
+                f"cannot get {named}: it has no revision {revision!r}", Code.MODEL_NOT_FOUND
+            ) from None
         files = [
             ModelFile(
                 each.rfilename,
@@ -54,18 +60,14 @@ def look_up(name: str, revision: str) -> Manifest:
             raise ModelError(f"cannot get {name}: it has no config.json, so it is no model that MLX can run")
         if not any(file.path.endswith(".safetensors") for file in found):
             raise ModelError(f"cannot get {name}: it has no weights in the safetensors format")
-        return from_bytes(to_bytes(check(Manifest(name, info.sha or "", found))))
-    except RevisionNotFoundError:
-        why = f"it has no revision {revision!r}"
-    except _unreached() as error:
-        why = _why(error)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        manifest = from_bytes(to_bytes(check(Manifest(name, info.sha or "", found))))
+    if is_commit(revision) and manifest.revision != revision:
         raise ModelError(
-            f"the Hub's answer about {name} cannot be understood: {said:.300}", Code.MODEL_NOT_FOUND
-        ) from None
-    named = name if revision == DEFAULT_REVISION else f"{name}@{revision}"
-    raise ModelError(f"cannot get {named}: {why}", Code.MODEL_NOT_FOUND)
+            f"cannot get {named}: the Hub answered with another commit, {manifest.revision}; try again, or "
+            "see which server HF_ENDPOINT names",
+            Code.MODEL_NOT_FOUND,
+        )
+    return manifest
 
 
 def fetch(manifest: Manifest, part: Part, stopped: Callable[[], bool]) -> None:
@@ -95,17 +97,33 @@ def fetch(manifest: Manifest, part: Part, stopped: Callable[[], bool]) -> None:
 
 
 def fetch_some(manifest: Manifest, patterns: tuple[str, ...]) -> Path:
-    """A folder with the files that match. It is no model, and no branch names it. Raises ModelError."""
-    from huggingface_hub import snapshot_download
+    """A folder with the files that match. It is no model, and no branch names it. Raises ModelError.
+
+    The client asks about each file, not for the list of all that it would keep, whatever that says. It
+    compares sizes, no more: what is wrong is gone afterwards.
+    """
+    from huggingface_hub import hf_hub_download
 
     _quiet()
+    repo = Repo(manifest.name)
+    folder = repo.folder / "snapshots" / manifest.revision
+    with _understood(manifest.name, manifest.name):
+        for file in manifest.files:
+            if any(fnmatch(file.path, pattern) for pattern in patterns):
+                # By its commit: the name of that is left to whoever brings all of it.
+                path = Path(hf_hub_download(manifest.name, file.path, revision=manifest.revision))
+                if path.resolve() != (folder / file.path).resolve():
+                    raise ValueError(f"{file.path} is of another commit")
+                _check_hash(repo, file, path)
+    return folder
+
+
+def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
+    """Raises ModelError, OSError."""
     try:
-        found = snapshot_download(
-            manifest.name, revision=manifest.revision, allow_patterns=list(patterns)
-        )  # a commit: its name is left to whoever brings all of it
-    except _errors() as error:
-        raise ModelError(f"cannot get {manifest.name}: {_why(error)}", Code.MODEL_NOT_FOUND) from None
-    return Path(found)
+        repo.check(file, path)
+    except Damaged as error:
+        raise ModelError(f"cannot get {repo.name}: {error}; try again", Code.MODEL_NOT_FOUND) from None
 
 
 class _Into(io.RawIOBase):
@@ -141,6 +159,23 @@ class _Into(io.RawIOBase):
             self._part.came(self._next)
             self._next += 1
         return len(view)
+
+
+@contextlib.contextmanager
+def _understood(name: str, named: str) -> Iterator[None]:
+    """Raises ModelError for whatever goes wrong meanwhile.
+
+    The client takes the answer for what the Hub says; another server may say anything.
+    """
+    try:
+        yield
+    except _unreached() as error:
+        raise ModelError(f"cannot get {named}: {_why(error)}", Code.MODEL_NOT_FOUND) from None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ModelError(
+            f"the Hub's answer about {name} cannot be understood: {said:.300}", Code.MODEL_NOT_FOUND
+        ) from None
 
 
 def _why(error: Exception) -> str:

@@ -43,6 +43,8 @@ _READ_BYTES = 1 << 18
 """What is hashed at a time: little enough to stay in a processor's cache between the two."""
 _SAVE_BYTES = 128 << 20
 _LOOK_S = 0.5
+SMALL_BYTES = 64 << 20
+"""Blobs up to this size are hashed before they become part of a model: that takes no time."""
 ROOM_BYTES = 1 << 30
 """What is left free on the disk beside a model."""
 
@@ -206,6 +208,24 @@ class Repo:
             return self.folder.samefile(folder)
         except OSError:
             return False
+
+    def check(self, file: ModelFile, path: Path) -> None:
+        """That it stands at `path`, a link to its blob, with its hash.
+
+        Raises Damaged when it is something else, which is gone then, and OSError.
+        """
+        if hash_of(path, file, lambda _: None) != file.hash:
+            path.unlink(missing_ok=True)
+            self.blob(file).unlink(missing_ok=True)
+            raise Damaged(file)
+
+    def drop_if_wrong(self, file: ModelFile) -> None:
+        """A small blob without its hash is gone afterwards: others bring blobs, too, and hash none. Raises
+        OSError.
+        """
+        if file.size <= SMALL_BYTES and self.has(file):
+            with contextlib.suppress(Damaged):
+                self.check(file, self.blob(file))
 
     # --- what comes
 

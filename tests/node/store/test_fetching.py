@@ -23,7 +23,7 @@ from mlxtp.errors import (
 )
 from mlxtp.node.store import copying, hub_cache
 from mlxtp.node.store.fetching import Fetch
-from mlxtp.node.store.hub import look_up
+from mlxtp.node.store.hub import fetch_some, look_up
 from mlxtp.node.store.hub_cache import Damaged, Repo, Stopped
 from mlxtp.node.store.models import find_config
 from mlxtp.node.store.stored import revisions_here
@@ -102,6 +102,52 @@ def test_what_a_plan_has_fetched_is_no_model_and_not_in_the_way(hub: Hub) -> Non
     assert Repo(NAME).snapshot(COMMIT) is None
     assert fetch().from_hub() == folder
     assert same(folder, dict(hub.models[NAME].files))
+
+
+def changed(config: bytes) -> bytes:
+    """Of the same size, and it can be read, too."""
+    other = config.replace(b"0", b"1", 1)
+    assert json.loads(other) != json.loads(config)
+    return other
+
+
+def test_a_plan_does_not_trust_what_has_another_hash(hub: Hub) -> None:
+    model, repo = hub.models[NAME], Repo(NAME)
+    model.lies = {"config.json": changed(model.files["config.json"])}
+    with pytest.raises(ModelError, match=r"config\.json does not have the hash .*; try again") as refused:
+        find_config(NAME)
+    assert refused.value.code is Code.MODEL_NOT_FOUND
+    assert not [path for path in repo.folder.rglob("*") if path.is_file() and "blobs" in path.parts]
+    model.lies = {}
+    folder = find_config(NAME)
+    assert (folder / "config.json").read_bytes() == model.files["config.json"]
+
+
+def test_a_small_file_that_others_left_wrong_is_not_published(hub: Hub) -> None:
+    model, repo = hub.models[NAME], Repo(NAME)
+    config = next(file for file in look_up(NAME, "main").files if file.path == "config.json")
+    find_config(NAME)
+    repo.blob(config).write_bytes(changed(model.files["config.json"]))
+    assert repo.has(config)
+    folder = fetch().from_hub()
+    assert same(folder, dict(model.files))
+
+
+def test_large_files_that_are_here_are_not_read_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch().from_hub()
+    hub.models[NAME].commits["main"] = NEWER
+    hashed: list[str] = []
+    honest = hub_cache.hash_of
+
+    def counted(path: Path, file: manifests.ModelFile, on_bytes: Callable[[int], None]) -> str:
+        hashed.append(file.path)
+        return honest(path, file, on_bytes)
+
+    monkeypatch.setattr(hub_cache, "hash_of", counted)
+    monkeypatch.setattr(hub_cache, "SMALL_BYTES", EXTRA - 1)
+    fetch().from_hub()
+    assert "config.json" in hashed
+    assert BIG not in hashed
 
 
 def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
@@ -193,6 +239,42 @@ def test_an_answer_of_the_hub_that_makes_no_sense_is_said_to_make_none(hub: Hub,
     with pytest.raises(ModelError, match=f"the Hub's answer about {NAME} cannot be understood: .") as refused:
         fetch().from_hub()
     assert refused.value.code is Code.MODEL_NOT_FOUND, "another Mac may ask another Hub"
+
+
+@pytest.mark.parametrize("answer", [b'{"error": "x"}', b"null", b"[]", b"[{}]", b"<html>log in</html>"])
+def test_a_list_of_files_that_makes_no_sense_is_not_asked_for(hub: Hub, answer: bytes) -> None:
+    """The Hub's client would keep it."""
+    model, manifest = hub.models[NAME], look_up(NAME, "main")
+    model.answer = answer
+    assert (fetch_some(manifest, ("config.json",)) / "config.json").is_file()
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, AttributeError, RecursionError])
+def test_what_the_hubs_client_does_not_expect_of_a_file_is_said(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def surprised(*_: object, **__: object) -> str:
+        raise error("a surprise")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", surprised)
+    said = f"the Hub's answer about {NAME} cannot be understood: {error.__name__}: .*a surprise"
+    with pytest.raises(ModelError, match=said) as refused:
+        find_config(NAME)
+    assert refused.value.code is Code.MODEL_NOT_FOUND
+
+
+def test_a_file_of_another_commit_is_none_of_this_one(hub: Hub) -> None:
+    hub.models[NAME].commits["main"] = NEWER  # while the answers for files name COMMIT
+    with pytest.raises(ModelError, match=r"cannot be understood: config\.json is of another commit"):
+        find_config(NAME)
+
+
+def test_a_commit_is_no_other_one(hub: Hub) -> None:
+    hub.models[NAME].commits = {"main": COMMIT, COMMIT: NEWER}
+    with pytest.raises(ModelError, match=f"the Hub answered with another commit, {NEWER}; .") as refused:
+        fetch(revision=COMMIT).from_hub()
+    assert refused.value.code is Code.MODEL_NOT_FOUND
+    assert Repo(NAME).commits() == frozenset()
 
 
 def test_sizes_that_no_disk_has_are_refused_before_anything_is_kept(
@@ -359,6 +441,14 @@ def test_a_copy_is_the_same_and_the_hub_is_not_asked(hub: Hub, pair: Pair) -> No
     assert folder.is_relative_to(pair.cache)
     assert Repo(NAME, pair.cache).commit("main") == COMMIT
     assert hub.asked == []
+
+
+def test_a_copy_of_a_commit_is_of_no_other_one(pair: Pair) -> None:
+    ours = fetch(pair.cache, NEWER)
+    with pytest.raises(LinkError, match=f"{COMMIT} of {NAME} was offered for {NEWER}"):
+        ours.from_member(NAME, pair.connect)
+    assert ours.repo.commits() == frozenset()
+    assert same(fetch(pair.cache, COMMIT).from_member(NAME, pair.connect), with_weights(EXTRA))
 
 
 def test_a_copy_takes_what_the_lender_itself_still_gets(pair: Pair) -> None:

@@ -33,7 +33,7 @@ from .config import Settings, home_folder, resolve_join, resolve_settings
 from .errors import ConfigError, Exit, GroupError, MlxtpError
 from .interrupts import ending_at_once
 from .settings import unknown_variables
-from .terminal import Commands
+from .terminal import Commands, TerminalLog
 
 if TYPE_CHECKING:
     from .node.agent import Agent
@@ -103,7 +103,7 @@ def demo_command(
         from .commands import demo
     with demo.temporary_home() as folder:
         settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
-        logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
+        logging.basicConfig(level=logging.WARNING, handlers=[TerminalLog()], format="%(message)s")
         view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
         outcome = _run(
             demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
@@ -245,13 +245,6 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     return outcome
 
 
-def _log_handler() -> logging.Handler:
-    from rich.console import Console
-    from rich.logging import RichHandler
-
-    return RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
-
-
 def _log(log_format: str, log_file: str = "") -> None:
     """To a file, or to standard error. Raises ConfigError when the file cannot be written."""
     from .logs import RotatingLog, log_formatter
@@ -261,7 +254,7 @@ def _log(log_format: str, log_file: str = "") -> None:
     if log_file:
         handler = RotatingLog(log_file)
     elif log_format == "text" and sys.stderr.isatty():
-        handler, formatter = _log_handler(), logging.Formatter("%(message)s")
+        handler, formatter = TerminalLog(), logging.Formatter("%(message)s")
     else:
         handler = logging.StreamHandler()
     handler.setFormatter(formatter)

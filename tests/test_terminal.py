@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from typer.testing import CliRunner
 
 from mlxtp.cli import app
 from mlxtp.cluster.placement import DEFAULT_CONTEXT
+from mlxtp.terminal import TerminalLog
 
 from .cluster import START_S
 
@@ -263,3 +266,21 @@ def test_the_installed_command_starts_there_too() -> None:
     """What it imports first is the only part of the package that Ctrl-C may not meet."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"mlxtp": "mlxtp.__main__:main"}
+
+
+# --- the log in a terminal --------------------------------------------------------------------------------
+
+
+def test_a_long_line_of_the_log_is_one_line_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is copied from a narrow terminal is the whole command."""
+    monkeypatch.setenv("COLUMNS", "40")
+    log = logging.Logger("mlxtp.test")
+    log.addHandler(TerminalLog())
+    join = f"another Mac joins with: mlxtp node --join {'x' * 72}"
+    log.info(join)
+    log.warning("[bold]%s", "two")
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"\[[^]]+\] INFO     {join}", first)
+    assert re.fullmatch(r"(\[[^]]+\]| +) WARNING  \[bold\]two", second)

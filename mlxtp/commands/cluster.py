@@ -155,13 +155,17 @@ def remove(
 def leave(
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also if this Mac founded the cluster: nobody can join it afterwards."),
+        typer.Option(
+            "--force",
+            help="Also if this Mac founded a cluster of several: nobody can join it afterwards.",
+        ),
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
     """Take this Mac out of its cluster. A running agent tells the others, and ends."""
     from ..cluster.identity import Store
+    from ..node import state
 
     folder = home_of(home)
     try:
@@ -172,13 +176,14 @@ def leave(
         identity = Store(folder).load() if Store(folder).folder.exists() else None
         if identity is None or identity.membership is None:
             raise UserError(f"{folder} belongs to no cluster") from None
-        if identity.authority is not None and not force:
+        alone = set(state.load(folder)[0].beliefs.roster.members()) == {identity.node_id}
+        if identity.authority is not None and not alone and not force:
             raise UserError(
                 "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "
                 "leaves all the same"
             ) from None
         Store(folder).leave()
-        answer = {"left": identity.cluster_id, "members": None}
+        answer = {"left": identity.cluster_id, "members": 0 if alone else None}
     print_answer(answer, as_json, _farewell)
 
 

@@ -22,11 +22,14 @@ from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
 from mlxtp.cli import _with_join_value, app
 from mlxtp.client import agent_runs
+from mlxtp.cluster.beliefs import Beliefs, Roster
 from mlxtp.cluster.identity import Store
 from mlxtp.commands import bench_fabric
 from mlxtp.errors import Code, UserError
 from mlxtp.node.administration import FILE, announced
 from mlxtp.node.agent import _own_home
+from mlxtp.node.state import Kept, save
+from mlxtp.wire.control import RosterEntry
 from mlxtp.wire.machine import Interface, Machine
 
 from ..api.test_admin import KEY, FakeAdmin
@@ -501,6 +504,26 @@ def test_leaving_while_no_agent_runs(tmp_path: Path) -> None:
     assert "run `mlxtp cluster remove`" in " ".join(left.output.split())
     assert store.load().membership is None
     assert "belongs to no cluster" in refusal(tmp_path / "home", "cluster", "leave")
+
+
+def test_the_founder_leaves_a_cluster_of_one_without_force(tmp_path: Path) -> None:
+    """Nobody else belongs to it, so nobody has to be told."""
+    home = tmp_path / "home"
+    store = Store(home)
+
+    def remember(*others: str) -> None:
+        entries = [RosterEntry(each, "mini", each, False, 1) for each in (store.load().node_id, *others)]
+        save(home, Kept(Beliefs(roster=Roster().merged(entries))))
+
+    store.found_cluster()
+    remember("ab" * 16)
+    assert "alone can let others in" in refusal(home, "cluster", "leave")
+    remember()
+    left = mlxtp(home, "cluster", "leave")
+    assert (left.exit_code, left.stderr) == (0, "")
+    assert left.output.startswith("this Mac left cluster ")
+    assert "cluster remove" not in left.output
+    assert store.load().membership is None
 
 
 def test_a_home_that_was_none_is_none_afterwards(tmp_path: Path) -> None:

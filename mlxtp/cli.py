@@ -48,6 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -77,6 +78,9 @@ def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
     _log(settings.log_format, settings.log_file)
     for warning in unknown_variables(tuple(os.environ)):
         logging.getLogger("mlxtp").warning("%s", warning)
+    for folder in settings.model_folders:
+        if not Path(folder).is_dir():
+            logging.getLogger("mlxtp").warning("--model-folder %s: there is no such folder", folder)
     try:
         _run(_node(settings))
     except MlxtpError as error:
@@ -253,6 +257,8 @@ def _log(log_format: str, log_file: str = "") -> None:
     formatter = log_formatter(log_format)
     if log_file:
         handler = RotatingLog(log_file)
+        if sys.stderr.isatty():
+            print(f"mlxtp: the log goes to {handler.baseFilename}", file=sys.stderr)
     elif log_format == "text" and sys.stderr.isatty():
         handler, formatter = TerminalLog(), logging.Formatter("%(message)s")
     else:

@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from ..client import AgentClient, agent_runs, wait_for_end
-from ..config import parse_seconds
+from ..config import parse_nodes, parse_seconds
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import completions
 from .options import AsJson, Home
-from .printing import home_of, print_answer
+from .printing import home_of, print_answer, typed
 from .status import members_shown, status
 
 _HUB_S = 60.0
@@ -44,7 +44,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model folder that every Mac has, or an id on the Hugging Face Hub (OWNER/NAME).",
+            help="A model folder that every Mac has, a plain name for one that is in a --model-folder of "
+            "each, or an id on the Hugging Face Hub (OWNER/NAME).",
             autocompletion=completions.models,
         ),
     ],
@@ -62,6 +63,9 @@ def serve(
     """Say which model the cluster shall serve from now on. Works on any Mac of it."""
     from ..node.store.models import lasting_name
 
+    if nodes:
+        with typed():
+            parse_nodes(nodes, "--nodes")
     client = AgentClient(home_of(home), _HUB_S)
     answer = client.post("serve", model=lasting_name(model) if model else "", nodes=nodes)
     print_answer(answer, as_json, _wished)
@@ -91,7 +95,8 @@ def drain_agent(folder: Path, within: str | None) -> int:
     Raises UserError when none runs there, ConfigError when `within` is no number of seconds.
     """
     if within is not None:
-        parse_seconds(within, "--within")
+        with typed():
+            parse_seconds(within, "--within")
     client = AgentClient(folder)
     progress = client.post("drain", within=within or "")
     with Console(stderr=True, highlight=False).status(_drain_line(progress)) as shown:

@@ -33,7 +33,7 @@ from .config import Settings, home_folder, resolve_join, resolve_settings
 from .errors import ConfigError, Exit, GroupError, MlxtpError
 from .interrupts import ending_at_once
 from .settings import unknown_variables
-from .terminal import Commands
+from .terminal import Commands, TerminalLog
 
 if TYPE_CHECKING:
     from .node.agent import Agent
@@ -48,6 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -77,6 +78,9 @@ def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
     _log(settings.log_format, settings.log_file)
     for warning in unknown_variables(tuple(os.environ)):
         logging.getLogger("mlxtp").warning("%s", warning)
+    for folder in settings.model_folders:
+        if not Path(folder).is_dir():
+            logging.getLogger("mlxtp").warning("--model-folder %s: there is no such folder", folder)
     try:
         _run(_node(settings))
     except MlxtpError as error:
@@ -103,7 +107,7 @@ def demo_command(
         from .commands import demo
     with demo.temporary_home() as folder:
         settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
-        logging.basicConfig(level=logging.WARNING, handlers=[_log_handler()], format="%(message)s")
+        logging.basicConfig(level=logging.WARNING, handlers=[TerminalLog()], format="%(message)s")
         view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
         outcome = _run(
             demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
@@ -245,13 +249,6 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
     return outcome
 
 
-def _log_handler() -> logging.Handler:
-    from rich.console import Console
-    from rich.logging import RichHandler
-
-    return RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False)
-
-
 def _log(log_format: str, log_file: str = "") -> None:
     """To a file, or to standard error. Raises ConfigError when the file cannot be written."""
     from .logs import RotatingLog, log_formatter
@@ -260,8 +257,10 @@ def _log(log_format: str, log_file: str = "") -> None:
     formatter = log_formatter(log_format)
     if log_file:
         handler = RotatingLog(log_file)
+        if sys.stderr.isatty():
+            print(f"mlxtp: the log goes to {handler.baseFilename}", file=sys.stderr)
     elif log_format == "text" and sys.stderr.isatty():
-        handler, formatter = _log_handler(), logging.Formatter("%(message)s")
+        handler, formatter = TerminalLog(), logging.Formatter("%(message)s")
     else:
         handler = logging.StreamHandler()
     handler.setFormatter(formatter)

@@ -12,6 +12,7 @@ import os
 import stat
 import sys
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -42,6 +43,13 @@ class RotatingLog(RotatingFileHandler):
         except OSError as error:
             raise ConfigError(f"--log-file {path}: {error.strerror or error}") from None
         self._failed = self._fails = False
+
+    def _open(self) -> TextIOWrapper:
+        """A new file is for its user alone, as the agent's folder is; one that is there stays as it is."""
+        return open(
+            self.baseFilename, "a", encoding=self.encoding, errors=self.errors,
+            opener=lambda path, flags: os.open(path, flags, 0o600),
+        )  # fmt: skip
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write it, if that can be done."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.highlighter import ReprHighlighter
 from rich.markup import escape
+from rich.text import Text
 from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperGroup
 
@@ -64,6 +68,32 @@ class Commands(TyperGroup):
             _refuse(Code.CONFIG, mistyped.format_message(), as_json=True)
             sys.exit(mistyped.exit_code)
         sys.exit(status)
+
+
+class TerminalLog(logging.Handler):
+    """Log lines on standard error with time, level and colours.
+
+    A line is one line of the terminal, however long: what is copied from it has no line breaks, so that a
+    command in it is still that command.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._colour = ReprHighlighter()
+        self._last = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it; the time only where it is another one than that of the line before."""
+        try:
+            now = datetime.fromtimestamp(record.created).strftime("[%x %X]")
+            shown = " " * len(now) if now == self._last else now
+            self._last = now
+            level = (record.levelname.ljust(8), f"logging.level.{record.levelname.lower()}")
+            begin = Text.assemble((shown, "log.time"), " ", level, " ")
+            self._console.print(begin + self._colour(Text(self.format(record))))
+        except Exception:  # noqa: BLE001 - as every handler of `logging`: what cannot be written ends nothing
+            self.handleError(record)
 
 
 def _refuse(code: Code, message: str, *, as_json: bool) -> None:

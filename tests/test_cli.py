@@ -319,6 +319,19 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
     assert "belongs to no cluster any more" in caplog.text
 
 
+def test_a_folder_of_models_that_is_not_there_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def nothing(_: object) -> None:
+        pass
+
+    monkeypatch.setattr(cli, "_node", nothing)
+    folders = ("--model-folder", f"{tmp_path}/nowhere", "--model-folder", str(tmp_path))
+    assert CliRunner().invoke(cli.app, ["node", "--home", str(tmp_path), *folders]).exit_code == 0
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == [f"--model-folder {tmp_path}/nowhere: there is no such folder"]
+
+
 def test_a_node_logs_json_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*COMMAND, "node", "--home", str(tmp_path), *ANY_PORT, "--log-format", "json"],

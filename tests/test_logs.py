@@ -153,6 +153,27 @@ def test_a_log_file_begins_anew_and_keeps_some(tmp_path: Path, monkeypatch: pyte
     assert all(path.stat().st_size <= 1000 for path in (tmp_path / "logs").iterdir())
 
 
+def test_a_log_file_is_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlxtp.logs.MAX_LOG_BYTES", 100)
+    handler = RotatingLog(str(tmp_path / "log"))
+    for _ in range(3):
+        handler.emit(logging.makeLogRecord({"msg": "x" * 90}))
+    handler.close()
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    (tmp_path / "own").touch(0o640)
+    RotatingLog(str(tmp_path / "own")).close()
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o640  # which somebody has chosen
+
+
+def test_a_terminal_is_told_where_the_log_goes(
+    root: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root.handlers[:] = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    begin_log("text", str(tmp_path / "log"))
+    assert capsys.readouterr().err == f"mlxtp: the log goes to {tmp_path / 'log'}\n"
+
+
 def test_a_log_that_cannot_be_written_is_said_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +20,10 @@ from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import mlxtp as mlxtp_package
 from mlxtp.cli import app
 from mlxtp.cluster.placement import DEFAULT_CONTEXT
+from mlxtp.terminal import TerminalLog
 
 from .cluster import START_S
 
@@ -40,9 +44,18 @@ def mlxtp(words: str, home: Path | None = None) -> Result:
         *((words, 1, "not_ready", "no mlxtp node runs with home") for words in HOME_COMMANDS),
         ("cluster leave", 1, "config_invalid", "belongs to no cluster"),
         ("plan --model no-such-model", 1, "model_not_found", "no-such-model is no model folder"),
-        ("plan --model tiny --spread 9", 1, "config_invalid", "--spread: '9' is none of auto, all"),
+        ("plan --model tiny --spread 9", 2, "config_invalid", "--spread: '9' is none of auto, all"),
         ("demo --once --ranks 3", 1, "config_invalid", "--ranks: one machine runs 1, 2 or 4 ranks, not 3"),
         ("demo --once --model /no/such", 1, "model_not_found", "neither a folder nor an id on the Hub"),
+        (
+            "service install --dry-run --system systemd",
+            2,
+            "config_invalid",
+            "'systemd' is none of macos, linux",
+        ),
+        ("key create a/b", 2, "config_invalid", "'a/b'"),
+        ("chat --temperature 9 hi", 2, "config_invalid", "should be less than or equal to 2"),
+        ("chat --max-tokens 0 hi", 2, "config_invalid", "should be greater than or equal to 1"),
         ("demo", 2, "config_invalid", "--json goes with --once"),
         ("serve", 2, "config_invalid", "Missing argument"),
         ("status --verbose", 2, "config_invalid", "No such option: --verbose"),
@@ -136,6 +149,12 @@ def test_help_explains_every_word_that_can_be_typed(words: str) -> None:
         assert parameter.help.endswith(".") or parameter.help.startswith("Show"), parameter.name
 
 
+@pytest.mark.parametrize("words", COMMANDS)
+def test_help_has_a_short_name_everywhere(words: str) -> None:
+    shown = mlxtp(f"{words} -h")
+    assert (shown.exit_code, shown.stdout) == (0, mlxtp(f"{words} --help").stdout)
+
+
 def test_help_lists_the_commands_in_the_order_in_which_they_are_needed() -> None:
     names = [words for words in COMMANDS if words and " " not in words]
     assert names[:5] == ["node", "demo", "serve", "unload", "status"]
@@ -193,6 +212,7 @@ def test_what_a_report_says_of_what_is_installed(tmp_path: Path) -> None:
     assert told["mlx"] == importlib.metadata.version("mlx")
     assert told["home"] == str(tmp_path)
     assert told["agent"] == "does not run"
+    assert told["installed in"] == str(Path(mlxtp_package.__file__).parent)
     for name, value in told.items():
         assert value in words, name
 
@@ -263,3 +283,21 @@ def test_the_installed_command_starts_there_too() -> None:
     """What it imports first is the only part of the package that Ctrl-C may not meet."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"mlxtp": "mlxtp.__main__:main"}
+
+
+# --- the log in a terminal --------------------------------------------------------------------------------
+
+
+def test_a_long_line_of_the_log_is_one_line_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is copied from a narrow terminal is the whole command."""
+    monkeypatch.setenv("COLUMNS", "40")
+    log = logging.Logger("mlxtp.test")
+    log.addHandler(TerminalLog())
+    join = f"another Mac joins with: mlxtp node --join {'x' * 72}"
+    log.info(join)
+    log.warning("[bold]%s", "two")
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"\[[^]]+\] INFO     {join}", first)
+    assert re.fullmatch(r"(\[[^]]+\]| +) WARNING  \[bold\]two", second)

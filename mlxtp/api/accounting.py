@@ -27,6 +27,10 @@ _PROBES = frozenset(("/health", "/metrics"))
 """Asked every few seconds by programs: their lines are for those who look for them."""
 
 
+_POLLS = frozenset(("/admin/status", "/admin/progress", "/admin/pulling"))
+"""Asked again and again by a command that waits. What went wrong there is for everybody."""
+
+
 class Accounting:
     """ASGI middleware, outside of all others. `epoch` is what the log shall say about when it was."""
 
@@ -65,7 +69,7 @@ class Accounting:
             "duration_s": round(took_s, 4),
         }
         log.log(
-            logging.DEBUG if probe else logging.INFO,
+            logging.DEBUG if probe or (scope["path"] in _POLLS and status < 400) else logging.INFO,
             "%s",
             sentence(fields),
             extra={"epoch": self._epoch(), "fields": fields},

@@ -141,7 +141,9 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
     where = f"{host} port {port}"
     match error.errno:
         case errno.EADDRINUSE:
-            return f"{where} is in use by another program; stop it or choose another port"
+            return (
+                f"{where} is in use by another program; stop it, or choose another port by --http HOST:PORT"
+            )
         case errno.EACCES:
             return f"no permission to listen on {where}; choose a port from 1024 on"
         case errno.EADDRNOTAVAIL:

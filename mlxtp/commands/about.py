@@ -21,7 +21,7 @@ def about(home: Path) -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": _system(),
         **{name: _installed(name) for name in _needed()},
-        "installed in": str(Path(__file__).parent),
+        "installed in": str(Path(__file__).parent.parent),
         "home": str(home),
         "agent": "runs" if agent_runs(home) else "does not run",
     }

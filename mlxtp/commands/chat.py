@@ -65,10 +65,10 @@ def chat(
     ] = "default",
     max_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Most tokens of an answer. Default: what there is room for."),
+        typer.Option(min=1, metavar="N", help="Most tokens of an answer. Default: what there is room for."),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="From 0 to 2. Default: the model's own.")
+        float | None, typer.Option(min=0, max=2, metavar="T", help="From 0 to 2. Default: the model's own.")
     ] = None,
     home: Home = None,
     as_json: AsJson = False,

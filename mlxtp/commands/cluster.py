@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from ..client import AgentClient, agent_runs, wait_for_end
-from ..config import parse_seconds
+from ..config import parse_nodes, parse_seconds
 from ..errors import Code, UserError
 from ..settings import BY_KEY
 from . import completions
 from .options import AsJson, Home
-from .printing import home_of, print_answer
+from .printing import home_of, print_answer, typed
 from .status import members_shown, status
 
 _HUB_S = 60.0
@@ -44,7 +44,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A model folder that every Mac has, or an id on the Hugging Face Hub (OWNER/NAME).",
+            help="A model folder that every Mac has, a plain name for one that is in a --model-folder of "
+            "each, or an id on the Hugging Face Hub (OWNER/NAME).",
             autocompletion=completions.models,
         ),
     ],
@@ -62,6 +63,9 @@ def serve(
     """Say which model the cluster shall serve from now on. Works on any Mac of it."""
     from ..node.store.models import lasting_name
 
+    if nodes:
+        with typed():
+            parse_nodes(nodes, "--nodes")
     client = AgentClient(home_of(home), _HUB_S)
     answer = client.post("serve", model=lasting_name(model) if model else "", nodes=nodes)
     print_answer(answer, as_json, _wished)
@@ -91,7 +95,8 @@ def drain_agent(folder: Path, within: str | None) -> int:
     Raises UserError when none runs there, ConfigError when `within` is no number of seconds.
     """
     if within is not None:
-        parse_seconds(within, "--within")
+        with typed():
+            parse_seconds(within, "--within")
     client = AgentClient(folder)
     progress = client.post("drain", within=within or "")
     with Console(stderr=True, highlight=False).status(_drain_line(progress)) as shown:
@@ -155,13 +160,17 @@ def remove(
 def leave(
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also if this Mac founded the cluster: nobody can join it afterwards."),
+        typer.Option(
+            "--force",
+            help="Also if this Mac founded a cluster of several: nobody can join it afterwards.",
+        ),
     ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
     """Take this Mac out of its cluster. A running agent tells the others, and ends."""
     from ..cluster.identity import Store
+    from ..node import state
 
     folder = home_of(home)
     try:
@@ -172,13 +181,14 @@ def leave(
         identity = Store(folder).load() if Store(folder).folder.exists() else None
         if identity is None or identity.membership is None:
             raise UserError(f"{folder} belongs to no cluster") from None
-        if identity.authority is not None and not force:
+        alone = set(state.load(folder)[0].beliefs.roster.members()) == {identity.node_id}
+        if identity.authority is not None and not alone and not force:
             raise UserError(
                 "this Mac founded its cluster and alone can let others in; `mlxtp cluster leave --force` "
                 "leaves all the same"
             ) from None
         Store(folder).leave()
-        answer = {"left": identity.cluster_id, "members": None}
+        answer = {"left": identity.cluster_id, "members": 0 if alone else None}
     print_answer(answer, as_json, _farewell)
 
 

@@ -11,6 +11,7 @@ import typer
 from ..client import AgentClient
 from ..config import home_folder
 from ..errors import UserError
+from .printing import typed
 
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_MLXTP_COMPLETE"
@@ -37,7 +38,10 @@ def completion(
     from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     if shell not in SHELLS:
-        raise UserError(f"{shell!r} is none of {', '.join(SHELLS)}; which shell it is, `echo $SHELL` says")
+        with typed():
+            raise UserError(
+                f"{shell!r} is none of {', '.join(SHELLS)}; which shell it is, `echo $SHELL` says"
+            )
     typer.echo(get_completion_script(prog_name="mlxtp", complete_var=VARIABLE, shell=shell))
 
 

@@ -16,10 +16,10 @@ from rich.table import Table
 from ..client import AgentClient
 from ..config import home_folder
 from ..errors import UserError
-from ..node.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile
+from ..node.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile, check_name, check_rate
 from .completions import keys
 from .options import AsJson
-from .printing import print_json
+from .printing import print_json, typed
 
 Home = Annotated[
     Path | None,
@@ -56,8 +56,11 @@ def create(
     as_json: AsJson = False,
 ) -> None:
     """Make an API key for this Mac's endpoint and print it, once."""
-    if per_minute is not None and per_minute < 1:
-        raise UserError(f"--per-minute {per_minute}: a key has at least one request a minute")
+    with typed():
+        check_name(name)
+        check_rate(per_minute or 0)
+        if per_minute is not None and per_minute < 1:
+            raise UserError(f"--per-minute {per_minute}: a key has at least one request a minute")
     made, text = _keys(home).create(name, per_minute or 0, time.time())
     if as_json:
         print_json({"key": text, **_row(made, {})})

@@ -16,6 +16,7 @@ import typer
 from ..client import AgentClient
 from ..config import home_folder
 from ..errors import Code, UserError
+from .printing import typed
 
 NO_KEY = "none"
 """What is sent where nobody asks for a key: clients want to have one."""
@@ -129,7 +130,8 @@ def launch(
     if as_json and not print_only:
         raise typer.BadParameter("--json goes with --print")
     if application not in APPLICATIONS:
-        raise UserError(f"{application} is not known here; known are: {', '.join(APPLICATIONS)}")
+        with typed():
+            raise UserError(f"{application} is not known here; known are: {', '.join(APPLICATIONS)}")
     chosen = APPLICATIONS[application]
     served = find_served(home_folder(home).resolve(), key or os.environ.get("MLXTP_KEY", ""))
     if served.context < chosen.least_context:

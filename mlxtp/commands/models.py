@@ -15,17 +15,20 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from ..client import AgentClient
 from ..cluster.manifests import Manifest
@@ -245,15 +248,28 @@ def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
     }
 
 
+class _Speed(TransferSpeedColumn):
+    """What came in a second; on the whole, of what has ended; nothing while nobody knows."""
+
+    def render(self, task: Task) -> Text:
+        """The speed of one bar."""
+        if task.finished_speed or task.speed:
+            return super().render(task)
+        came = int(task.completed - task.fields["begun"])
+        if not came or not task.finished_time:
+            return Text("")
+        return Text(f"{decimal(int(came / task.finished_time))}/s", style="progress.data.speed")
+
+
 class _Bars:
-    """A bar on stderr for each of what is told."""
+    """A bar on stderr for each of what is told, as long as something of it comes."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(),
-            TransferSpeedColumn(),
+            _Speed(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             disable=quiet,
@@ -264,15 +280,21 @@ class _Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._tasks:
+        for task in self._progress.tasks:
+            if not task.completed:
+                self._progress.remove_task(task.id)
+        if self._progress.tasks:
             self._progress.stop()
+        else:  # leave no empty line, either
+            self._progress.live.transient = True
+            self._progress.live.stop()
 
     def show(self, rows: Iterable[tuple[str, int, int, bool]]) -> None:
         """Names, bytes that are there, bytes in all (0: not known yet), whether others come first."""
         for name, held, total, waits in rows:
             self._progress.start()
             if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task(name)
+                self._tasks[name] = self._progress.add_task(name, completed=held, begun=held)
             said = f"{name} (waits for others to come first)" if waits else name
             self._progress.update(self._tasks[name], description=said, completed=held, total=total or None)
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..client import AgentClient
-from ..config import parse_nodes
+from ..config import parse_nodes, resolve_settings
 from ..errors import Exit, UserError
 from ..settings import BY_KEY
 from . import completions
 from .options import AsJson, Home
-from .printing import home_of
+from .printing import home_of, typed
 
 if TYPE_CHECKING:
     from ..cluster.topology import Member
@@ -35,8 +35,9 @@ def plan(
         str,
         typer.Option(
             metavar="M",
-            help="A model folder, its config.json, an id on the Hugging Face Hub, or a name that is known "
-            "here, such as llama-3.3-70b-4bit; any other word lists them.",
+            help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
+            "Hugging Face Hub, or a name that is known here, such as llama-3.3-70b-4bit; any other word "
+            "lists them. Those are for plans alone: `mlxtp serve` does not take them.",
             autocompletion=completions.planned,
         ),
     ],
@@ -80,12 +81,13 @@ def plan(
     from ..cluster.known import KNOWN
     from ..cluster.measurements import measured
     from ..cluster.placement import Options
-    from ..node.store.models import find_config, is_hub_id
+    from ..node.store.models import find_config, in_folders, is_hub_id
     from . import planning
 
     if not model.strip():
         raise UserError("which model? A folder, an id on the Hub, or a known name: `mlxtp plan --help`")
-    number = parse_nodes(spread, "--spread")
+    with typed():
+        number = parse_nodes(spread, "--spread")
     wanted: str | int = int(number) if number.isdecimal() else number
     coordinator = ""
     results: tuple[FabricResult, ...] = ()
@@ -100,11 +102,21 @@ def plan(
         fast_fences=fast_fences,
         measured=measured(results, fast_fences=fast_fences),
     )
+    if model not in KNOWN and "/" not in model and not Path(model).exists():
+        model = in_folders(model, _model_folders(home))
     known = model in KNOWN or not is_hub_id(model)
     shaped = model if known else find_config(model)
     made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
     if made.chosen is None:
         raise typer.Exit(Exit.REFUSED)
+
+
+def _model_folders(home: Path | None) -> tuple[str, ...]:
+    """Those of the agent that runs, else those that one would have. Raises ConfigError."""
+    try:
+        return tuple(map(str, AgentClient(home_of(home)).get("settings")["settings"]["model_folders"]))
+    except UserError:
+        return resolve_settings({"home": home}).model_folders
 
 
 def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..config import home_folder
+from ..errors import Exit, UserError
 
 
 def home_of(home: Path | None) -> Path:
     """The folder of the agent that a command is about."""
     return home_folder(home).resolve()
+
+
+@contextmanager
+def typed() -> Iterator[None]:
+    """Around the reading of what was typed: what is refused there was typed wrong."""
+    try:
+        yield
+    except UserError as error:
+        error.exit_status = Exit.MISTYPED
+        raise
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

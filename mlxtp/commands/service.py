@@ -37,7 +37,7 @@ from ..service.shell import not_ours, wait_until
 from . import completions
 from .cluster import drain_agent
 from .options import AsJson, Home
-from .printing import home_of, print_answer, print_json
+from .printing import home_of, print_answer, print_json, typed
 
 STOPPED_S = 30.0
 """How long the manager may take to notice that an agent has ended."""
@@ -112,7 +112,8 @@ def install(
     if system:
         if not dry_run:
             raise typer.BadParameter("--system goes with --dry-run: a service is installed where it runs")
-        manager = here.manager_elsewhere(owner, system, login=user)
+        with typed():
+            manager = here.manager_elsewhere(owner, system, login=user)
         service = _described(context, owner, folder, arguments, path=manager.search_path, login=user)
         _print_steps(manager.install(service, State()), _doubts(manager, service, owner), as_json=as_json)
         return

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from typing import Any, cast
 
 import httpx
 import pytest
 
+from mlxtp.api.accounting import Accounting
 from mlxtp.api.admin import MAX_BODY_BYTES
 from mlxtp.api.app import create_app
+from mlxtp.api.tally import Tally
 from mlxtp.errors import Code, LinkError, UserError
 
 KEY = "the key in the home"
@@ -138,13 +142,27 @@ def ask(
     **headers: str,
 ) -> httpx.Response:
     async def run() -> httpx.Response:
-        transport = httpx.ASGITransport(create_app(cast(Any, None), admin=admin))
+        app = create_app(cast(Any, None), admin=admin)
+        transport = httpx.ASGITransport(Accounting(app, Tally(time.monotonic)))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:52415") as client:
             sent = headers | ({"authorization": key} if key is not None else {})
             raw = {name.encode(): value.encode() for name, value in sent.items()}
             return await client.request(method, path, content=body, headers=raw)
 
     return asyncio.run(run())
+
+
+def test_a_command_that_waits_does_not_fill_the_log(
+    admin: FakeAdmin, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks twice a second. What was wrong with it is said all the same."""
+    with caplog.at_level(logging.INFO, "mlxtp"):
+        for path in ("status", "progress", "members"):
+            assert ask(admin, "GET", f"/admin/{path}").status_code == 200
+        assert ask(admin, "POST", "/admin/pulling", b'{"model": "x"}').status_code == 200
+        assert ask(admin, "GET", "/admin/status", key=None).status_code == 401
+    said = [line.split(" in ")[0] for line in caplog.messages if "/admin" in line]
+    assert said == ["GET /admin/members 200", "GET /admin/status 401"]
 
 
 def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:

@@ -20,7 +20,9 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length
 def test_a_port_in_use_is_said_in_plain_words() -> None:
     with bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1 port {port} is in use by another program"):
+        with pytest.raises(
+            ConfigError, match=f"127.0.0.1 port {port} is in use by another program; .* --http HOST:PORT"
+        ):
             bind("127.0.0.1", port)
 
 

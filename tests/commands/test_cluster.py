@@ -22,11 +22,15 @@ from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
 from mlxtp.cli import _with_join_value, app
 from mlxtp.client import agent_runs
+from mlxtp.cluster.beliefs import Beliefs, Roster
 from mlxtp.cluster.identity import Store
 from mlxtp.commands import bench_fabric
+from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.node.administration import FILE, announced
 from mlxtp.node.agent import _own_home
+from mlxtp.node.state import Kept, save
+from mlxtp.wire.control import RosterEntry
 from mlxtp.wire.machine import Interface, Machine
 
 from ..api.test_admin import KEY, FakeAdmin
@@ -168,9 +172,9 @@ def mlxtp(home: Path, *args: str, width: int = 200) -> Result:
     return CliRunner().invoke(app, [*args, "--home", str(home)], env={"COLUMNS": str(width)})
 
 
-def refusal(home: Path, *args: str) -> str:
+def refusal(home: Path, *args: str, status: int = 1) -> str:
     result = mlxtp(home, *args)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == status, result.output
     assert result.stdout == ""
     assert isinstance(result.exception, SystemExit)
     return " ".join(result.stderr.split())
@@ -311,7 +315,7 @@ def test_a_drain_is_watched_to_the_end_of_the_agent(agent: Agent) -> None:
 
 @pytest.mark.parametrize("within", ["soon", "-1", "nan", "100000"])
 def test_a_drain_within_no_time_is_refused(agent: Agent, within: str) -> None:
-    assert refusal(agent.home, "drain", "--within", within).startswith("mlxtp: --within: ")
+    assert refusal(agent.home, "drain", "--within", within, status=2).startswith("mlxtp: --within: ")
     assert agent.admin.asked == []
 
 
@@ -408,6 +412,30 @@ def test_nobody_is_removed_without_a_name(agent: Agent, nobody: str) -> None:
     assert agent.admin.asked == []
 
 
+@pytest.mark.parametrize("nodes", ["foo", "9", "0"])
+def test_a_number_of_macs_that_is_none_is_a_mistake_of_typing(agent: Agent, nodes: str) -> None:
+    said = refusal(agent.home, "serve", "tiny", "--nodes", nodes, status=2)
+    assert said.startswith(f"mlxtp: --nodes: {nodes!r} is none of auto, all, or a number from 1 to 8")
+    assert agent.admin.asked == []
+
+
+def test_a_plan_finds_a_plain_name_where_the_agent_does(agent: Agent, tmp_path: Path) -> None:
+    (tmp_path / "models" / "small").mkdir(parents=True)
+    copy = (embedded_model_path() / "config.json").read_text()
+    (tmp_path / "models" / "small" / "config.json").write_text(copy)
+    plan = ("plan", "--model", "small", "--json")
+    agent.admin.answers["settings"] = {"settings": {"model_folders": []}, "origins": {}}
+    assert json.loads(mlxtp(agent.home, *plan).output)["error"]["code"] == "model_not_found"
+    agent.admin.answers["settings"] = {
+        "settings": {"model_folders": [str(tmp_path / "models")]}, "origins": {},
+    }  # fmt: skip
+    assert json.loads(mlxtp(agent.home, *plan).output)["model"]["name"] == "small"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.toml").write_text(f'model_folders = ["{tmp_path / "models"}"]')
+    assert json.loads(mlxtp(alone, *plan).output)["model"]["name"] == "small"
+
+
 def test_no_model_is_planned_without_a_name(tmp_path: Path) -> None:
     assert refusal(tmp_path, "plan", "--model", "").startswith("mlxtp: which model? A folder, ")
 
@@ -501,6 +529,26 @@ def test_leaving_while_no_agent_runs(tmp_path: Path) -> None:
     assert "run `mlxtp cluster remove`" in " ".join(left.output.split())
     assert store.load().membership is None
     assert "belongs to no cluster" in refusal(tmp_path / "home", "cluster", "leave")
+
+
+def test_the_founder_leaves_a_cluster_of_one_without_force(tmp_path: Path) -> None:
+    """Nobody else belongs to it, so nobody has to be told."""
+    home = tmp_path / "home"
+    store = Store(home)
+
+    def remember(*others: str) -> None:
+        entries = [RosterEntry(each, "mini", each, False, 1) for each in (store.load().node_id, *others)]
+        save(home, Kept(Beliefs(roster=Roster().merged(entries))))
+
+    store.found_cluster()
+    remember("ab" * 16)
+    assert "alone can let others in" in refusal(home, "cluster", "leave")
+    remember()
+    left = mlxtp(home, "cluster", "leave")
+    assert (left.exit_code, left.stderr) == (0, "")
+    assert left.output.startswith("this Mac left cluster ")
+    assert "cluster remove" not in left.output
+    assert store.load().membership is None
 
 
 def test_a_home_that_was_none_is_none_afterwards(tmp_path: Path) -> None:

@@ -129,27 +129,31 @@ def test_what_revoking_means_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "status", "words"),
     [
-        (["create", "two words"], "mlxtp: 'two words' cannot be the name of a key; take up to 64 letters"),
-        (["create", "taken"], "mlxtp: there is a key called 'taken'; `mlxtp key revoke taken` ends it"),
+        (["create", "two words"], 2, "mlxtp: 'two words' cannot be the name of a key; take up to 64 letters"),
+        (["create", "taken"], 1, "mlxtp: there is a key called 'taken'; `mlxtp key revoke taken` ends it"),
         (
             ["create", "x", "--per-minute", "0"],
+            2,
             "mlxtp: --per-minute 0: a key has at least one request a minute",
         ),
-        (["create", "x", "--per-minute", "-5"], "mlxtp: --per-minute -5: "),
+        (["create", "x", "--per-minute", "-5"], 2, "mlxtp: --per-minute -5: "),
         (
             ["create", "x", "--per-minute", "2000000"],
+            2,
             "mlxtp: --per-minute 2000000: a key has from 1 to 1000000",
         ),
-        (["revoke", "nobody"], "mlxtp: no key is called 'nobody'; there is taken"),
+        (["revoke", "nobody"], 1, "mlxtp: no key is called 'nobody'; there is taken"),
     ],
 )
-def test_a_mistake_is_said_and_changes_nothing(tmp_path: Path, args: list[str], words: str) -> None:
+def test_a_mistake_is_said_and_changes_nothing(
+    tmp_path: Path, args: list[str], status: int, words: str
+) -> None:
     file = KeyFile(tmp_path)
     file.create("taken", 0, 1.0)
     before = file.load()
-    assert refusal(tmp_path, "key", *args).startswith(words)
+    assert refusal(tmp_path, "key", *args, status=status).startswith(words)
     assert file.load() == before
 
 

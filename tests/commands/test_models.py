@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.progress import Task, TaskID
 
+from mlxtp.commands.models import _Speed
 from mlxtp.errors import Code, UserError
 from mlxtp.node.store.fetching import Fetch
 from mlxtp.node.store.hub_cache import Repo
@@ -119,6 +121,26 @@ def test_an_agent_is_asked_and_its_word_is_shown(agent: Agent, hub: Hub, tmp_pat
     assert shown.exit_code == 1
     assert "mini: it is gated" in shown.stderr
     assert told(agent.home, "pull", NAME)["members"] == [ROW, failed]
+
+
+def test_what_does_not_come_has_no_bar(agent: Agent) -> None:
+    none = {**ROW, "held_bytes": 0, "complete": False, "problem": "it is gated"}
+    agent.admin.answers |= {"pull": {"model": NAME}, "pulling": {"members": [none]}}
+    assert mlxtp(agent.home, "pull", NAME).stderr == "mlxtp: mini: it is gated\n"
+    agent.admin.answers["pulling"] = {"members": [none, {**ROW, "name": "studio"}]}
+    first, second = filter(None, mlxtp(agent.home, "pull", NAME).stderr.splitlines())
+    assert first.startswith("studio ")
+    assert "?" not in first
+    assert second == "mlxtp: mini: it is gated"
+
+
+def test_a_bar_that_is_full_says_how_fast_it_came() -> None:
+    task = Task(TaskID(1), "x", 2_000_000, 2_000_000, _get_time=lambda: 5.0, fields={"begun": 1_000_000})
+    assert str(_Speed().render(task)) == ""  # nobody knows
+    task.start_time, task.stop_time, task.finished_time = 0.0, 2.0, 2.0
+    assert str(_Speed().render(task)) == "500.0 kB/s"
+    task.finished_speed = 3e6
+    assert str(_Speed().render(task)) == "3.0 MB/s"
 
 
 def test_what_an_agent_needs_is_not_removed(agent: Agent, hub: Hub, tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def _find(name: str, download: bool = True) -> Path:
     if not is_hub_id(name):
         raise ModelError(
             f"{name} is neither a folder nor an id on the Hub (OWNER/NAME); "
-            f"{EMBEDDED_MODEL!r} is the embedded model",
+            f"{EMBEDDED_MODEL!r} is the embedded model, and other plain names are looked for in each "
+            "--model-folder of `mlxtp node` (`model_folders` in config.toml)",
             Code.MODEL_NOT_FOUND,
         )
     if not download:

@@ -100,6 +100,7 @@ def test_names_that_cannot_be_a_model(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, words in (
         ("tinny", "neither a folder nor an id on the Hub"),
+        ("tinny", "in each --model-folder"),
         (str(tmp_path / "nowhere"), "neither a folder nor an id on the Hub"),
         (str(file), "is a file; a model is a folder"),
         (str(tmp_path / "empty"), "holds no config.json"),

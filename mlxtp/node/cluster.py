@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -119,6 +120,8 @@ class Cluster:
     """Why there is no group yet."""
     _unplanned = ""
     """Why there can be none for what is wanted, however long one waits."""
+    _told_why: tuple[str, str] = ("", "")
+    """For which model the log says why, and why, without figures: memory comes and goes."""
 
     def __init__(
         self,
@@ -627,6 +630,7 @@ class Cluster:
         self._until = now + BEAT_S
         self.waiting = "" if self.coordination.desired.model else NOTHING_WANTED
         self._unplanned = self._why_unplanned(situation, action, now)
+        self._tell_why()
         match action:
             case FormEpoch():
                 self.conductor.form(action)
@@ -650,6 +654,15 @@ class Cluster:
         looked = (self.model.problem or self.model.source is not None) and now >= situation.hold_until
         waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
         return situation.refusal if waits and looked and self.coordination.desired.model else ""
+
+    def _tell_why(self) -> None:
+        """One line for each reason why nothing comes; a model that is not here has had its own."""
+        said = (self.coordination.desired.model, re.sub(r"\d+", "", self._unplanned))
+        if self.supervisor.in_epoch:
+            self._told_why = ("", "")
+        elif self._unplanned and not self.model.problem and said != self._told_why:
+            self._told_why = said
+            log.warning("%s is not served: %s", said[0], self._unplanned)
 
     def _why_draining(self, view: View) -> str:
         """Why this node takes no new requests: it, or a rank of its group, is about to stop."""

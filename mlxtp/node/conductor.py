@@ -334,11 +334,20 @@ class Conductor:
             try:
                 placement = plan(members, self._shape_of(source), cluster.node_id, options)
                 placement = self._checked(placement, members, options)
-                left_out = "" if placement.chosen is not None else "; ".join(["", *placement.notes])
-                self._known = (asked, placement, placement.reason + left_out)
+                way_out = "" if placement.chosen is not None else self._way_out(placement, members, options)
+                self._known = (asked, placement, placement.reason + way_out)
             except MlxtpError as error:
                 self._known = (asked, None, error.detail)
         return self._known[1], self._known[2]
+
+    def _way_out(self, refused: Placement, members: list[Member], options: Options) -> str:
+        """What else there is to say of no group: `--nodes` of long ago may be all that is wrong."""
+        words = ["", *refused.notes]
+        if isinstance(options.nodes, int):
+            auto = replace(options, nodes="auto")
+            if plan(members, self._shape_now(), self._cluster.node_id, auto).chosen is not None:
+                words.append("`mlxtp serve MODEL --nodes auto` takes who is here")
+        return "; ".join(words)
 
     def no_place(self, shape: ModelShape, nodes: str = "", only: Container[str] | None = None) -> str:
         """Why those who are here have no place for a model of this shape, even if each had it and nothing

@@ -64,8 +64,9 @@ class Follower:
             return
         if cluster.model.source is None:
             self._rest()
-            why = cluster.model.problem or "the model is looked for"
-            self._show(State.LOADING, serving.epoch, why, serving)
+            missing = cluster.model.problem
+            state = State.IDLE if missing else State.LOADING
+            self._show(state, serving.epoch, missing or "the model is looked for", serving)
             return
         wanted = (node_id, serving.epoch, serving.desired)
         if wanted != self._served and time.monotonic() >= self._retry_at:

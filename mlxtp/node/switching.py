@@ -306,9 +306,22 @@ class Switching:
             return RequestError(
                 f"{target} cannot be served: {supervisor.reason.detail}", Code.NOT_READY, status=503
             )
+        if why := self._missing(target):
+            return RequestError(f"{target} cannot be served on this Mac: {why}", Code.NOT_READY, status=503)
         if target != desired.model and target in self._refused:
             return self._refused[target][0]
         return None
+
+    def _missing(self, target: str) -> str:
+        """Why what is wanted can be had elsewhere at most: a request needs its tokenizer, here."""
+        cluster, desired = self._cluster, self._desired
+        here = cluster.model
+        if target != desired.model or here.version != desired.version or cluster.supervisor.gateway.models():
+            return ""
+        elsewhere = any(
+            told.fingerprint and told.desired == here.version for told in cluster.knowledge.models.values()
+        )
+        return here.problem if desired.pinned or elsewhere else ""  # else the coordinator gives it up
 
     def _admit(self) -> None:
         """Let begin whose turn has come, and say why to those whose turn never will."""

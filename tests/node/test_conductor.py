@@ -21,7 +21,7 @@ from mlxtp.wire.machine import Machine
 
 from ..clustering.desks import cabled, mac, on_lan
 from ..wire.members import Member
-from .one_node import FINGERPRINT, A, B, FakeLink, Node, play, report
+from .one_node import FINGERPRINT, MACHINE, A, B, FakeLink, Node, play, report
 
 
 def desk(cables: bool = True) -> dict[str, Machine]:
@@ -115,6 +115,46 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
             assert any(note.startswith(words) for note in placement.notes) is left_out
 
     play(tmp_path, member, story, machine=machines[""])
+
+
+def test_why_nothing_is_served_is_logged_once_with_the_way_out(
+    tmp_path: Path, member: Member, weights: ModelSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "is not served" in each.getMessage()]
+
+    async def story(node: Node) -> None:
+        cluster = node.cluster
+        node.lead(weights)
+        ready(node)
+        node.live()
+        assert cluster.waiting == (
+            "tensor parallel of 2: needs 2 nodes, 1 is here; "
+            "`mlxtp serve MODEL --nodes auto` takes who is here"
+        )
+        assert lines() == [f"tiny is not served: {cluster.waiting}"]
+        node.live()
+        assert len(lines()) == 1, "it is still so"
+        cluster.want("tiny", "auto")
+        node.live()
+        assert cluster.waiting == ""
+        assert len(lines()) == 1
+
+    with caplog.at_level("INFO"):
+        play(tmp_path, member, story, nodes="2")
+
+
+def test_what_no_number_of_macs_can_serve_names_no_way_out(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    async def story(node: Node) -> None:
+        node.lead(weights)
+        _, why = node.cluster.conductor.placement()
+        assert "needs 2 nodes" in why
+        assert "--nodes auto" not in why
+
+    small = replace(MACHINE, memory_bytes=1 << 20, free_bytes=1 << 20)
+    play(tmp_path, member, story, machine=small, nodes="2")
 
 
 def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_model(

@@ -289,11 +289,13 @@ def test_a_host_that_says_nothing_is_let_go_with_its_connection(tmp_path: Path) 
 def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         source, stage.node.model.source = stage.node.model.source, None
-        stage.node.model.problem = "/models/x is not here"
         stage.hears(READY)
         assert stage.supervisor.state is State.LOADING
-        assert stage.supervisor.gateway.health().reason == "/models/x is not here"
-        stage.node.model.source = source
+        stage.node.model.problem = "/models/x is not here"
+        stage.hears(READY)
+        health = stage.supervisor.gateway.health()
+        assert (health.state, health.reason) == ("idle", "/models/x is not here"), "nothing comes by itself"
+        stage.node.model.source, stage.node.model.problem = source, ""
         await sees(stage.shows(State.READY))
 
     play(tmp_path, story)

@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from mlxtp.config import Settings
 from mlxtp.errors import ConfigError
 from mlxtp.node.agent import Agent, running_agent
+from mlxtp.node.epoch import State
 
 from ..cluster import START_S
 from ..engine.small_models import change_weights, write_model
@@ -199,6 +200,33 @@ def test_a_pinned_model_stays_and_one_that_cannot_be_loaded_gives_way_again(
             assert "nothing is loaded" in unnamed.json()["error"]["message"]
             assert int(unnamed.headers["retry-after"]) > 0
             assert await first.answer(OTHER) == (OTHER, right(other))
+
+    timed(story)
+
+
+@pytest.mark.group
+def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: Path) -> None:
+    shutil.copytree(other, tmp_path / "models" / "house")
+    folders = {"model_folders": (str(tmp_path / "models"),)}
+
+    async def story() -> None:
+        async with two_clients(tmp_path, founder=folders, nodes="auto") as (first, second):
+            assert first.agent.cluster is not None
+            first.agent.cluster.want("house")  # as `mlxtp serve house`
+            supervisor = second.agent.supervisor
+            await sees(lambda: first.agent.supervisor.gateway.models() and supervisor.state is State.IDLE)
+            model, said = await first.answer("house")
+            assert (model, said) == ("house", right(other))
+            health = (await second.http.get(f"{second.agent.url}/health")).json()
+            assert health["state"] == "idle"
+            assert "house" in health["reason"]
+            for name in ("house", "default"):
+                refused = await second.ask(name)
+                assert refused.status_code == 503, refused.text
+                assert health["reason"] in refused.json()["error"]["message"]
+            url = f"{second.agent.url}/v1/chat/completions"
+            stream = await second.http.post(url, json=body("house", TOKENS) | {"stream": True})
+            assert stream.status_code == 503, "nothing is streamed before"
 
     timed(story)
 

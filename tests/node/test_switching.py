@@ -555,6 +555,36 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
     play(tmp_path, member, story, load_on_request=True)
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_is_served_elsewhere_and_cannot_be_had_here_is_not_waited_for(
+    tmp_path: Path, member: Member, pinned: bool
+) -> None:
+    async def story(node: Node) -> None:
+        link, cluster = following(node), node.cluster
+        desires(node, link, "house", pinned=pinned)
+        waiting = await ask(node, "default")
+        node.hear(link, ModelStatus(cluster.coordination.desired.version, "5" * 64, ""))
+        await sees(lambda: cluster.model.problem)
+        node.tick(0.01)
+        for error in (await waiting.refused(), await refusal(node, "house")):
+            assert (error.status, error.code) == (503, Code.NOT_READY)
+            assert error.detail == "house cannot be served on this Mac: house is not here"
+        cluster.model.problem = ""
+        served(node, "house")
+        assert (await ask(node, "house")).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
+def test_what_is_served_goes_on_though_its_files_are_gone(tmp_path: Path, member: Member) -> None:
+    async def story(node: Node) -> None:
+        following(node, pinned=True)
+        node.cluster.model.problem = "the disk is gone"
+        assert (await ask(node, LOADED)).turn.come
+
+    play(tmp_path, member, story, load_on_request=True)
+
+
 def test_what_is_wanted_again_is_not_refused_for_what_was(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         link = following(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from ..cluster import LIMITS, assert_marked
 
 @asynccontextmanager
 async def two_agents(
-    folder: Path, worker: Sequence[str] = WORKER, **settings: Any
+    folder: Path, worker: Sequence[str] = WORKER, founder: Mapping[str, Any] = {}, **settings: Any
 ) -> AsyncIterator[tuple[Agent, Agent]]:
-    """The founder and the one that joined it, both on loopback."""
+    """The founder, with more settings in `founder`, and the one that joined it, both on loopback."""
     assert_marked()
 
     def of(name: str, **more: Any) -> Settings:
@@ -27,7 +27,7 @@ async def two_agents(
         fields |= {"control_port": 0, "discovery": False, "limits": LIMITS, "nodes": "2"}
         return Settings(home, "127.0.0.1", 0, 1, "tiny", **{**fields, **settings, **more})
 
-    async with running_agent(of("a"), worker=worker) as first:
+    async with running_agent(of("a", **founder), worker=worker) as first:
         assert first.cluster is not None
         token = await first.cluster.issuing.token()
         async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:

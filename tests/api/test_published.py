@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
 from anthropic.types import Message
@@ -102,5 +103,5 @@ def beside(request: Mapping[str, Any], case: schemathesis.Case) -> None:
 )
 def test_a_published_parameter(roomy: Server, path: str, parameter: str) -> None:
     request = {"model": "default", "stream": False, **ASKED[path]}
-    statuses = check(roomy, described(path, parameter), GenerationMode.POSITIVE, partial(beside, request))
-    assert 200 in statuses or parameter == "model"  # there is no model with a random name
+    assert httpx.post(roomy.url + path, json=request, trust_env=False).status_code == 200
+    assert check(roomy, described(path, parameter), GenerationMode.POSITIVE, partial(beside, request))

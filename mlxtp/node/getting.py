@@ -121,6 +121,14 @@ class _Job:
         return task is not None and task.done() and not task.cancelled() and task.exception() is None
 
     @property
+    def failure(self) -> str:
+        """Why it did not come when it was last asked for."""
+        task = self.task
+        if task is None or not task.done() or task.cancelled() or (error := task.exception()) is None:
+            return ""
+        return error.detail if isinstance(error, MlxtpError) else f"{type(error).__name__}: {error}"
+
+    @property
     def ends(self) -> bool:
         """Whether it was told to stop, and has not yet."""
         return self.task is not None and not self.task.done() and bool(self.task.cancelling())
@@ -224,6 +232,9 @@ class Getting:
             return []
         cluster = self._cluster
         mine = job.mine or (Held() if job.runs else None)
+        if why := job.failure:
+            mine = mine or Held()
+            mine = replace(mine, wants=True, problem=mine.problem or why)
         rows = [(cluster.node_id, mine)] if mine is not None else []
         rows += [(node, _held(word)) for node, word in sorted(job.others.items())]
         found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import time
 from collections.abc import Iterator
@@ -256,6 +257,25 @@ def test_a_model_that_another_program_put_there_is_here(tmp_path: Path, member: 
         name = await getting.pull(NAME, everywhere=False)
         await sees(lambda: row(getting, name, me).get("complete"))
         assert not Repo(NAME).manifest(COMMIT)
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("where", ["refer", "snapshot"])
+def test_whatever_ends_it_is_told_to_who_waits(
+    tmp_path: Path, member: Member, hub: Hub, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    hub.models = {NAME: Model(embedded())}
+
+    def cannot(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Repo, where, cannot)
+
+    async def story(node: Node) -> None:
+        getting, me = leads(node), node.cluster.node_id
+        name = await getting.pull(NAME, everywhere=False)
+        await sees(lambda: "Read-only file system" in row(getting, name, me).get("problem", ""))
 
     play(tmp_path, member, story)
 

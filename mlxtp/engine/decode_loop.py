@@ -184,6 +184,9 @@ class DecodeLoop:
                 self._rank.evict(frame.uids)
             case PromptTokens() | PromptBatch() | StepToken():
                 self._running.append(self._rank.launch(step, frame))
+                if isinstance(move, Prefill):
+                    self._settle(keep=1)  # everything before this chunk
+                    self._requests.prefilled(move)
         return True
 
     def _settle(self, keep: int) -> bool:

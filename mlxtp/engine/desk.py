@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..wire.messages import PLAIN, Generate
 from .choice import Desk
+from .closing import Room
 from .grammar import Matcher, unpack
 from .sampler import Shaper
 
@@ -26,19 +27,26 @@ class _Order:
 class Guided:
     """Implements `scheduler.Guide`: a matcher, and the mask for the token that is chosen next."""
 
-    def __init__(self, matcher: Matcher, vocabulary: int) -> None:
-        """Raises MlxtpError when no token can come."""
+    def __init__(self, matcher: Matcher, vocabulary: int, left: int) -> None:
+        """Begin with `left` tokens of room. Raises MlxtpError when no token can come."""
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self.mask = unpack(matcher.mask(), vocabulary)
+        self._left = left
+        self._room = Room(matcher, left)
+        self.mask = unpack(self._room.fitting(matcher, left), vocabulary)
         """Bool [vocabulary]: what may come after the tokens that `forced` named last."""
 
     @property
     def finished(self) -> bool:
         return self._matcher.finished
 
+    @property
+    def cut(self) -> bool:
+        return self._room.cut
+
     def accept(self, token: int) -> None:
         self._matcher.accept(token)
+        self._left -= 1
 
     def forced(self, limit: int) -> tuple[int, ...]:
         tokens = self._matcher.forced(limit) if limit > 0 else ()
@@ -47,7 +55,8 @@ class Guided:
             matcher = matcher.copy()  # they are accepted when their step is recorded
             for token in tokens:
                 matcher.accept(token)
-        self.mask = unpack(matcher.mask(), self._vocabulary)
+        words = self._room.fitting(matcher, self._left - len(tokens))
+        self.mask = unpack(words, self._vocabulary)
         return tokens
 
 

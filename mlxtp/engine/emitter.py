@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from itertools import groupby
 
 from ..errors import Code
 from ..wire.link import Link
-from ..wire.messages import Accepted, Delta, Error, Finished, ScoredDelta
+from ..wire.messages import Accepted, Delta, Error, Finished, Prefilled, ScoredDelta
 from .moves import End, Failed, Outcome, Token
 from .status import Status
 
 LEAST_LOGPROB = -1e9
 """What stands for the logarithm of nothing: frames carry no infinities."""
+PROGRESS_S = 0.3  # least time between two Prefilled of one request
 
 
 class Emitter:
     """The only voice of the group: tokens and ends, to the agent. Other ranks have no such object."""
 
-    def __init__(self, pipe: Link, status: Status) -> None:
+    def __init__(self, pipe: Link, status: Status, clock: Callable[[], float] = time.monotonic) -> None:
         self._pipe = pipe
         self._status = status
-        self._open: set[int] = set()
+        self._clock = clock
+        self._open: dict[int, float] = {}  # by uid: when the next Prefilled may go out
 
     def begin(self, uid: int) -> None:
-        self._open.add(uid)
+        self._open[uid] = 0.0
 
     def emit(self, outcomes: tuple[Outcome, ...]) -> None:
         """Send a step's tokens in one frame, then the ends. What belongs to ended requests is dropped."""
@@ -42,7 +47,7 @@ class Emitter:
             )
         for outcome in outcomes:
             if isinstance(outcome, End) and outcome.uid in self._open:
-                self._open.remove(outcome.uid)
+                del self._open[outcome.uid]
                 self._pipe.send(
                     Finished(
                         outcome.uid,
@@ -77,8 +82,15 @@ class Emitter:
         """The request passed every check."""
         self._pipe.send(Accepted(uid))
 
+    def prefilled(self, uid: int, computed: int, cached: int) -> None:
+        """Report the progress of a prefill, unless the request has ended or the last report is recent."""
+        now = self._clock()
+        if self._open.get(uid, math.inf) <= now:
+            self._open[uid] = now + PROGRESS_S
+            self._pipe.send(Prefilled(uid, computed, cached))
+
     def fail(self, uid: int, code: Code, detail: str) -> None:
-        self._open.discard(uid)
+        self._open.pop(uid, None)
         self._pipe.send(Error(code, detail, uid))
 
     def fail_all(self, code: Code, detail: str) -> None:

@@ -3,9 +3,10 @@
 `Grammars` compiles what requests ask for and keeps what it compiled; a `Grammar` makes one `Matcher` for each
 request. The decode loop asks the matcher for a mask before it chooses a token and tells it what was chosen.
 
-JSON may hold bounded whitespace between its parts (`WHITESPACE`), none before or after. A schema means what
-JSON Schema says it means: properties that it does not name are allowed unless `additionalProperties` forbids
-them, keywords that cannot be enforced are refused, and properties come in the order in which it names them.
+JSON is written on one line, with the separators that `x-guidance` of its schema names, `", "` and `": "` by
+default. A schema means what JSON Schema says. Properties that it does not name are allowed unless
+`additionalProperties` forbids them. Keywords that cannot be enforced are refused. Properties come in the
+schema's order.
 """
 
 from __future__ import annotations
@@ -34,16 +35,39 @@ MAX_KEPT_BYTES = 256 << 20
 
 _WORD_BITS = 32
 
+PLAIN_TEXT = r'[^"\\{}\[\],:]+'
+INSIDE_STRINGS = r'[^"]+'
+CLOSING = '}],:"@-./0123456789tfn{['  # in this order: an object or a list ends before it goes on
+
 Outcome = Callable[["Grammar | RequestError"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """Tokens of one vocabulary that help to end JSON; -1 for one that it lacks.
+
+    `closing` are the tokens to try outside strings, the most helpful first. `plain` is the mask of text
+    without a character of JSON's own, such as a quote or a brace, `inside` the mask of text without a quote.
+    """
+
+    quote: int
+    letter: int
+    closing: tuple[int, ...]
+    plain: NDArray[np.uint32]
+    inside: NDArray[np.uint32]
 
 
 class Matcher:
     """Where one answer stands in its grammar. Every token that is chosen must be accepted, in order."""
 
-    def __init__(self, state: LLMatcher, tokens: int, vocabulary: int) -> None:
+    def __init__(
+        self, state: LLMatcher, tokens: int, vocabulary: int, hints: Hints, grammar_tokens: int = 0
+    ) -> None:
         self._state = state
         self._tokens = tokens
         self._vocabulary = vocabulary
+        self.hints = hints
+        self.grammar_tokens = grammar_tokens  #: Length of the grammar's own text.
 
     def mask(self) -> NDArray[np.uint32]:
         """The tokens that may come next, [ceil(vocabulary / 32)] words: token t is bit t % 32 of word t / 32.
@@ -75,9 +99,15 @@ class Matcher:
         """Whether nothing but an end token may follow, or one was accepted."""
         return self._state.is_stopped() and not self._state.is_error()
 
+    @property
+    def complete(self) -> bool:
+        """True where the text may end."""
+        return self._state.is_accepting() or self.finished
+
     def copy(self) -> Matcher:
         """A matcher that stands where this one stands and goes its own way."""
-        return Matcher(self._state.deep_copy(), self._tokens, self._vocabulary)
+        state = self._state.deep_copy()
+        return Matcher(state, self._tokens, self._vocabulary, self.hints, self.grammar_tokens)
 
     def _check(self) -> None:
         if self._state.is_error():
@@ -105,10 +135,13 @@ class Grammar:
     _start: LLMatcher
     _tokens: int
     _vocabulary: int
+    _hints: Hints
+    _length: int  # of the text, in tokens
 
     def matcher(self) -> Matcher:
         """A fresh matcher at the grammar's start."""
-        return Matcher(self._start.deep_copy(), self._tokens, self._vocabulary)
+        state = self._start.deep_copy()
+        return Matcher(state, self._tokens, self._vocabulary, self._hints, self._length)
 
 
 class Grammars:
@@ -135,6 +168,7 @@ class Grammars:
         self._trial = Trial(folder, vocabulary, eos, deadline_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._tokenizer: LLTokenizer | None = None
+        self._hints: Hints | None = None
         self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._compiling = threading.Lock()
         self._looking = threading.Lock()
@@ -148,7 +182,7 @@ class Grammars:
             return grammar
 
     def compile(self, kind: str, text: str) -> Grammar:
-        """The grammar, compiled unless it is kept. `text` of a "json_object" should be empty.
+        """The grammar, compiled unless it is kept.
 
         Raises RequestError: the text is wrong, takes too long or too much, or the model has no tokenizer.
         """
@@ -186,11 +220,15 @@ class Grammars:
         self._trial.start()
         if self._tokenizer is None:
             self._tokenizer = read_tokenizer(self._folder, self._vocabulary, self._eos)
+        if self._hints is None:
+            self._hints = _hints(self._tokenizer, self._vocabulary)
         size = max(self._trial.run(kind, text), len(text))
         if size > self._max_kept_bytes:
             raise refused(kind, f"it takes {size >> 20} MiB; {self._max_kept_bytes >> 20} are the most")
         start = build(self._tokenizer, kind, text)
-        return Grammar(kind, text, size, start, self._tokenizer.vocab_size, self._vocabulary)
+        length = len(self._tokenizer.tokenize_str(text))
+        tokens = self._tokenizer.vocab_size
+        return Grammar(kind, text, size, start, tokens, self._vocabulary, self._hints, length)
 
     def _keep(self, grammar: Grammar) -> Grammar:
         with self._looking:
@@ -201,3 +239,16 @@ class Grammars:
             ):
                 self._kept.popitem(last=False)
         return grammar
+
+
+def _hints(tokenizer: LLTokenizer, vocabulary: int) -> Hints:
+    def token(character: str) -> int:
+        found = tokenizer.tokenize_bytes(character.encode())
+        return found[0] if len(found) == 1 and found[0] < vocabulary else -1
+
+    def text(regex: str) -> NDArray[np.uint32]:
+        none = Hints(-1, -1, (), np.zeros(0, np.uint32), np.zeros(0, np.uint32))
+        return Matcher(build(tokenizer, "regex", regex), tokenizer.vocab_size, vocabulary, none).mask()
+
+    closing = tuple(found for each in CLOSING if (found := token(each)) >= 0)
+    return Hints(token('"'), token("~"), closing, text(PLAIN_TEXT), text(INSIDE_STRINGS))

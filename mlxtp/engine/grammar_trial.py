@@ -36,25 +36,13 @@ STACK_BYTES = 2 << 20
 MAX_WORDS = 300
 """Characters of an explanation."""
 
-WHITESPACE = r"[ \t]{1,4}|\r?\n[ \t]{0,40}"
-"""What may stand between two parts of JSON: a little space, or one line's end with an indentation.
-
-A model that has nothing to say likes to say spaces; where whitespace has no bound it never ends.
-"""
-_JSON = {
-    "whitespace_flexible": True,
-    "whitespace_pattern": WHITESPACE,
-    "item_separator": ",",
-    "key_separator": ":",
-    "lenient": False,
-    "coerce_one_of": False,
-}
+_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}  # unless the schema's `x-guidance` has others
+_JSON = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 
 _SUBJECT = {
-    "json_object": "JSON",
     "json_schema": "the JSON schema",
     "regex": "the regular expression",
-    "lark": "the Lark grammar",
+    "lark": "the grammar",
 }
 
 
@@ -100,10 +88,8 @@ def build(tokenizer: LLTokenizer, kind: str, text: str) -> LLMatcher:
     limits = LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=50_000, verbose_errors=False)
     try:
         match kind:
-            case "json_object":
-                grammar = LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON)  # type: ignore[arg-type]
             case "json_schema":
-                grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]
+                grammar = LLMatcher.grammar_from_json_schema(text, _SEPARATORS, _JSON)  # type: ignore[arg-type]
             case "regex":
                 grammar = LLMatcher.grammar_from_regex(text)
             case _:
@@ -127,7 +113,7 @@ def refused(kind: str, why: str) -> RequestError:
 
 def readable(message: str) -> str:
     """What a compiler's message says to whoever wrote the grammar: one line, at most MAX_WORDS characters."""
-    message = message.split("\n<", 1)[0]
+    message = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n<|\n *\d+ \| ", message, maxsplit=1)[0])
     if "NoExtension" in message:
         return "nothing can match it"
     if message.startswith("panic"):

@@ -17,7 +17,10 @@ Exchange = Literal["winners", "logits"]
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One forward over the prompt's tokens from `offset` on, behind the KV cache of `source` if not 0."""
+    """One forward over the prompt's tokens from `offset` on, behind the KV cache of `source` if not 0.
+
+    The prefill of this prompt began behind `cached` tokens.
+    """
 
     uid: int
     tokens: tuple[int, ...]
@@ -29,6 +32,7 @@ class Prefill:
     exchange: Exchange = "winners"
     agreement: Agreement = "verify"
     request: int = 0
+    cached: int = 0
 
     @property
     def last(self) -> bool:
@@ -121,6 +125,11 @@ class Guide(Protocol):
     @property
     def finished(self) -> bool:
         """Nothing but an end token may follow."""
+        ...
+
+    @property
+    def cut(self) -> bool:
+        """The text was cut short so that it could be completed."""
         ...
 
     def accept(self, token: int) -> None:

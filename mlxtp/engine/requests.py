@@ -197,7 +197,8 @@ class Requests:
                 if matcher.finished:  # all was said but that it is the end
                     self.emit((End(request.uid, "stop", request.answered, 0),))
                     return
-                guide = Guided(matcher, loaded.vocabulary.size)
+                left = request.max_tokens - request.answered
+                guide = Guided(matcher, loaded.vocabulary.size, left)
             except MlxtpError as error:
                 self._emitter.fail(request.uid, error.code, error.detail)
                 return
@@ -249,6 +250,10 @@ class Requests:
             if not isinstance(outcome, Token):
                 self._forget(outcome.uid)
         self._emitter.emit(outcomes)
+
+    def prefilled(self, move: Prefill) -> None:
+        """Report what of this prompt is computed: all that comes before the forward that runs."""
+        self._emitter.prefilled(move.request, move.offset, move.cached)
 
     def moves(self, move: Move) -> None:
         """The scheduler's next move is about to be made."""

@@ -66,6 +66,7 @@ class _Sequence:
     scheduled: int = 0
     """Tokens of the answer that forwards have been queued for; drafts count when they are right."""
     prefilled: int = 0
+    reused: int = 0  # tokens of the current prefill that a kept KV cache held
     position: int = 0
     """Length of its KV cache before its next step."""
     forwards: int = 0
@@ -317,6 +318,7 @@ class Scheduler:
             sequence.wants.exchange,
             self._agreement((sequence,)),
             sequence.request,
+            sequence.reused,
         )
 
     def _join(self, sequence: _Sequence) -> None:
@@ -341,7 +343,7 @@ class Scheduler:
             self._prefixes.take(hit.uid)
         else:
             self._prefixes.touch(hit.uid)
-        sequence.prefilled = hit.length
+        sequence.prefilled = sequence.reused = hit.length
         if not sequence.generated:
             sequence.cached = hit.length
         return hit.uid, take
@@ -511,7 +513,7 @@ class Scheduler:
                 score = scores[i] if scores is not None else None
                 outcomes.append(Token(sequence.request, sequence.generated - 1, token, score))
                 if wants.guide is not None and wants.guide.finished:
-                    outcomes.append(self._finish(sequence, "stop"))
+                    outcomes.append(self._finish(sequence, "length" if wants.guide.cut else "stop"))
                     return
                 if sequence.generated == wants.max_tokens:
                     outcomes.append(self._finish(sequence, "length"))
@@ -629,7 +631,7 @@ class Scheduler:
         else:
             self._take_out(youngest)
         self._leave(youngest, "preempt", 0)
-        youngest.uid = youngest.forwards = youngest.prefilled = youngest.position = 0
+        youngest.uid = youngest.forwards = youngest.prefilled = youngest.reused = youngest.position = 0
         youngest.prompt = len(youngest.tokens)
         youngest.fed_inside = True
         self._waiting.appendleft(youngest)

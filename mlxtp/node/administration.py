@@ -69,6 +69,7 @@ class Alone:
             "pid": os.getpid(),
             "state": health.state,
             "reason": health.reason or "",
+            "starting": health.starting,
             "epoch": supervisor.epoch,
             "model": model.id if model is not None else "",
             "world_size": group.world_size if group is not None else 0,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..api.backend import Answer, End, Event, Tokens
+from ..api.backend import Answer, End, Event, Progress, Tokens
 from ..api.tally import UNWATCHED, Watch
 from ..errors import Code, MlxtpError
-from ..wire.messages import Generate
+from ..wire.messages import Accepted, Generate, Prefilled
 from .blame import Footing
 from .relayed import Desk, Item
 
 MAX_UNREAD = 16_384
 """Tokens, more or less, that may wait for a client. One that is further behind gets no more."""
+
+
+_QUEUED = Progress("queued")
 
 
 class Asked:
@@ -41,6 +45,8 @@ class Asked:
         """Counts what comes of it."""
         self._got: list[int] = []
         self._got_before = 0
+        self._prefill = _QUEUED
+        self._prefill_began = 0.0
         self._items: asyncio.Queue[Item] = asyncio.Queue()
         self._abandon = abandon
         self._judged = asyncio.Event()
@@ -52,6 +58,7 @@ class Asked:
     def again(self, uid: int) -> Generate:
         """The message that asks for what is missing, under a new uid."""
         self._got_before = len(self._got)
+        self._prefill = _QUEUED
         self.times += 1
         tokens = (*self.generate.tokens, *self._got) if self._got else self.generate.tokens
         return replace(self.generate, uid=uid, tokens=tokens, answered=len(self._got), strikes=self.strikes)
@@ -76,6 +83,18 @@ class Asked:
             self.watch.accepted()
         self._judged.set()
         self.wait_no_more()
+
+    def advance(self, event: Accepted | Prefilled) -> None:
+        """Record rank 0's acceptance or prefill progress."""
+        if isinstance(event, Accepted):
+            self.accept()
+            return
+        now = time.monotonic()
+        if self._prefill is _QUEUED:
+            self._prefill_began = now
+        total = len(self.generate.tokens) + self._got_before
+        time_ms = round(1000 * (now - self._prefill_began))
+        self._prefill = Progress("prefill", total, event.cached, event.computed, time_ms)
 
     def wait_no_more(self) -> None:
         """A group has taken it up, or none has to."""
@@ -113,6 +132,11 @@ class Asked:
         if self._refusal is not None:
             self._ended = True
             raise self._refusal
+
+    def progress(self) -> Progress:
+        if self.pending is not None:
+            return Progress("restarting")
+        return Progress() if len(self._got) > self._got_before else self._prefill
 
     def __aiter__(self) -> Answer:
         return self

@@ -630,6 +630,8 @@ class Cluster:
         self._until = now + BEAT_S
         self.waiting = "" if self.coordination.desired.model else NOTHING_WANTED
         self._unplanned = self._why_unplanned(situation, action, now)
+        prevented = self.model.problem or self._unplanned
+        self.supervisor.wanted = "" if prevented else self.coordination.desired.model
         self._tell_why()
         match action:
             case FormEpoch():

@@ -129,6 +129,7 @@ class Follower:
             eos=serving.eos,
             vocabulary=serving.vocabulary,
             defaults=defaults,
+            features=source.text.features,
         )
         self._ready = True
         gateway.serve(self._desk, info, source.text, here=False)

@@ -30,6 +30,7 @@ from ..wire.messages import (
     Error,
     Finished,
     Generate,
+    Prefilled,
     Sampling,
     ScoredDelta,
 )
@@ -190,9 +191,9 @@ class Gateway:
                 if request := self._open.get(event.uid):
                     request.put(Tokens(event.tokens, _scores(event)))
                     request.watch.tokens(len(event.tokens), self.meter.clock())
-            case Accepted():
+            case Accepted() | Prefilled():
                 if request := self._open.get(event.uid):
-                    request.accept()
+                    request.advance(event)
             case Finished():
                 if request := self._open.pop(event.uid, None):
                     request.put(

@@ -10,7 +10,7 @@ from ..api.backend import End, Event, Score, Tokens
 from ..api.tally import UNWATCHED
 from ..errors import Code, MlxtpError
 from ..wire.base import Message
-from ..wire.messages import Accepted, Delta, Error, Finished, Generate, ScoredDelta
+from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, ScoredDelta
 from .blame import Footing
 
 Item = Event | MlxtpError
@@ -58,8 +58,8 @@ class Relayed:
         """Its own gateway gave it up; this is the last word about it."""
         self._tell(Finished(self.generate.uid, "cancel", self._index, 0))
 
-    def accept(self) -> None:
-        self._tell(Accepted(self.generate.uid))
+    def advance(self, event: Accepted | Prefilled) -> None:
+        self._tell(replace(event, uid=self.generate.uid))
 
     def give_back(self, error: MlxtpError, *, struck: bool) -> None:
         """The group has ended; its own gateway asks again. `struck`: the failure may have been its doing."""

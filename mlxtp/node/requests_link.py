@@ -20,6 +20,7 @@ from ..wire.messages import (
     Finished,
     Generate,
     Hello,
+    Prefilled,
     ScoredDelta,
     Welcome,
 )
@@ -71,7 +72,7 @@ class RemoteDesk:
             while batch := await self._connection.receive():
                 for received in batch:
                     match received.message:
-                        case Accepted() | Delta() | ScoredDelta() | Finished():
+                        case Accepted() | Prefilled() | Delta() | ScoredDelta() | Finished():
                             self._on_event(received.message)
                         case Error() if received.message.uid:
                             self._on_event(received.message)

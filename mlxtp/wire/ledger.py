@@ -27,6 +27,7 @@ from .messages import (
     Message,
     Ping,
     Pong,
+    Prefilled,
     PromptBatch,
     PromptTokens,
     SanityCheck,
@@ -116,7 +117,8 @@ class RequestLedger(PipeLedger):
         requests: Rules = {
             Generate: self._generate,
             Cancel: self._cancel,
-            Accepted: self._accepted,
+            Accepted: self._live,
+            Prefilled: self._live,
             Delta: self._delta,
             ScoredDelta: self._scored,
             Finished: self._end,
@@ -145,9 +147,11 @@ class RequestLedger(PipeLedger):
         if cancel.uid > self.last_uid:
             raise Violation(Code.WRONG_UID, f"Cancel for uid {cancel.uid}, which no Generate named")
 
-    def _accepted(self, accepted: Accepted, seq: int) -> None:
-        if accepted.uid not in self.tokens:
-            raise Violation(Code.WRONG_UID, f"Accepted for uid {accepted.uid}, which is not live")
+    def _live(self, report: Accepted | Prefilled, seq: int) -> None:
+        if report.uid not in self.tokens:
+            raise Violation(
+                Code.WRONG_UID, f"{type(report).__name__} for uid {report.uid}, which is not live"
+            )
 
     def _scored(self, scored: ScoredDelta, seq: int) -> None:
         count = len(scored.tokens)

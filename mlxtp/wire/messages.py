@@ -35,7 +35,7 @@ from .codecs import (
 )
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_RANKS = 8
 MAX_ROWS = 1024
 """Sequences one step may drive."""
@@ -102,7 +102,7 @@ class Shaping:
     bias_tokens: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, MAX_BIASES), default=())
     bias_values: tuple[float, ...] = _f(numbers(-1e9, 1e9, MAX_BIASES), default=())
     min_tokens: int = _f(integer(0, MAX_CONTEXT), default=0)
-    grammar_kind: str = _f(choice("", "json_object", "json_schema", "regex", "lark"), default="")
+    grammar_kind: str = _f(choice("", "json_schema", "regex", "lark"), default="")
     grammar: str = _f(raw_text(MAX_GRAMMAR), default="")
 
 
@@ -537,6 +537,19 @@ class Accepted(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled(Message):
+    """Rank 0 to agent: `computed` tokens of this request's prompt are in a KV cache, a few times a second.
+
+    The prefill began with `cached` of them. The prompt is that of Generate, with what was answered before.
+    """
+
+    TYPE: ClassVar[int] = 0x26
+    uid: int = _f(_uid)
+    computed: int = _f(_count)
+    cached: int = _f(_count)
+
+
+@dataclass(frozen=True, slots=True)
 class Delta(Message):
     """Rank 0 to agent: the confirmed tokens of one step. `tokens[i]` is number `indices[i]` of `uids[i]`.
 
@@ -603,5 +616,5 @@ RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
     SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
     InitDone, SanityDone, Loaded, Done, TimeCollectives, CollectivesTimed,
-    Generate, Accepted, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
+    Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip

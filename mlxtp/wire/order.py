@@ -42,6 +42,7 @@ from .messages import (
     Message,
     Ping,
     Pong,
+    Prefilled,
     PromptBatch,
     PromptTokens,
     SanityCheck,
@@ -258,7 +259,7 @@ _VOICE: tuple[Row, ...] = tuple(
         State.CLOSING_AFTER_DONE,
         State.CLOSING_AFTER_TIMES,
     )
-    for message in (Accepted, Delta, ScoredDelta, Finished, RequestFailed)
+    for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)
 )
 """Tokens leave rank 0 until the command that crossed them is answered. No other link has these moves."""
 
@@ -338,7 +339,7 @@ _REQUESTS_LINK: tuple[Row, ...] = (
     *((State.OPEN, _UPPER, message, State.OPEN) for message in (Generate, Cancel)),
     *(
         (State.OPEN, _LOWER, message, State.OPEN)
-        for message in (Accepted, Delta, ScoredDelta, Finished, RequestFailed)
+        for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)
     ),
     *((State.OPEN, side, Error, State.FAILED) for side in Side),
     *((State.OPEN, side, SessionEnd, State.CLOSED) for side in Side),

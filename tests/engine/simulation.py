@@ -103,6 +103,10 @@ class FakeGuide(Guide):
     def finished(self) -> bool:
         return self.accepted == self._ends
 
+    @property
+    def cut(self) -> bool:
+        return False
+
     def accept(self, token: int) -> None:
         if self.accepted == self._fails:
             raise RequestError("no way on", Code.BAD_REQUEST)
@@ -181,7 +185,7 @@ class Ranks:
         source = self.kept if prompt.source in self.kept else self.contents
         assert not prompt.source or prompt.source in self.rows or prompt.source in self.kept
         held = source[prompt.source] if prompt.source else []
-        assert len(held) >= prompt.offset
+        assert len(held) >= prompt.offset == prompt.cached
         if prompt.take:
             del self.kept[prompt.source]
         self.contents[prompt.uid] = held[: prompt.offset]

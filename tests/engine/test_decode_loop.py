@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mlxtp.engine import decode_loop
+from mlxtp.engine import decode_loop, emitter
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.desk import RequestDesk
 from mlxtp.engine.draft_model import DraftModel
+from mlxtp.engine.emitter import Emitter
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.mail import AGENT, Mailbox
@@ -27,6 +29,7 @@ from mlxtp.wire.messages import (
     Loaded,
     LoadShard,
     Message,
+    Prefilled,
     Shutdown,
 )
 
@@ -79,6 +82,8 @@ class Story:
     def send(self, message: Message) -> None:
         """As rank 0's pipe."""
         self.said.append(message)
+        if isinstance(message, Prefilled):
+            assert self.status.in_flight == 1, "what came before the chunk that runs is computed"
         self.phases.append(self.status.phase)
         if isinstance(message, Loaded | Finished | Error):
             self._order()
@@ -94,6 +99,36 @@ def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folde
     assert isinstance(refused, Error)
     assert (refused.uid, refused.code) == (1, Code.OVERLOADED)
     assert "no room for this request within" in refused.detail
+
+
+PROMPT = tuple(range(5, 25))
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_each_chunk_of_a_prompt_reports_what_is_computed(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, run_ahead: int
+) -> None:
+    monkeypatch.setattr(emitter, "PROGRESS_S", 0.0)
+    load = LoadShard(str(folder), 8, ())
+    again = Generate(2, (*PROMPT, *PROMPT), 1)
+    said = Story(tmp_path, load, Generate(1, PROMPT, 1), again, run_ahead=run_ahead).play()
+    reports = [(each.uid, each.computed, each.cached) for each in said if isinstance(each, Prefilled)]
+    assert reports == [(1, 0, 0), (1, 8, 0), (1, 16, 0), (2, 20, 20), (2, 28, 20), (2, 36, 20)]
+
+
+def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: Path) -> None:
+    now, said = [5.0], list[Message]()
+    pipe: Any = SimpleNamespace(send=said.append)
+    voice = Emitter(pipe, Status(), lambda: now[0])
+    voice.begin(1)
+    for computed in range(10):
+        voice.prefilled(1, computed, 0)
+        voice.prefilled(2, computed, 0)
+        now[0] += emitter.PROGRESS_S / 4
+    voice.fail(1, Code.INTERNAL, "")
+    now[0] += 1
+    voice.prefilled(1, 10, 0)
+    assert said[:-1] == [Prefilled(1, computed, 0) for computed in (0, 4, 8)]
 
 
 @pytest.mark.parametrize("fails", [False, True])

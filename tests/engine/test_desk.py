@@ -50,8 +50,8 @@ def allowed(shaped: mx.array) -> list[set[int]]:
 # --- grammars ---------------------------------------------------------------------------------------------
 
 
-def guided(grammars: Grammars, kind: str, text: str) -> Guided:
-    return Guided(grammars.compile(kind, text).matcher(), VOCABULARY)
+def guided(grammars: Grammars, kind: str, text: str, left: int = 1000) -> Guided:
+    return Guided(grammars.compile(kind, text).matcher(), VOCABULARY, left)
 
 
 def test_a_mask_leaves_what_the_grammar_allows(grammars: Grammars) -> None:

@@ -85,7 +85,7 @@ KINDS = [
         **closed(outer=closed(an_inner_name={"enum": ["x", "yy", None]})),
     ),
 ]
-JSON_OBJECT = Kind("json_object", "", lambda text: isinstance(json.loads(text), dict))
+JSON_OBJECT = Kind("json_schema", '{"type": "object"}', lambda text: isinstance(json.loads(text), dict))
 
 
 @pytest.fixture(params=["one_rank", "two_ranks"])

@@ -126,10 +126,10 @@ def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
     request = simulation.add(prompt=10, max_tokens=1)
     simulation.drain()
     chunks = simulation.prefills()
-    assert [(c.offset, len(c.tokens), c.total, c.last) for c in chunks] == [
-        (0, 4, 10, False),
-        (4, 4, 10, False),
-        (8, 2, 10, True),
+    assert [(c.offset, len(c.tokens), c.total, c.last, c.cached) for c in chunks] == [
+        (0, 4, 10, False, 0),
+        (4, 4, 10, False, 0),
+        (8, 2, 10, True, 0),
     ]
     assert tuple(token for c in chunks for token in c.tokens) == request.prompt
 

@@ -30,7 +30,7 @@ from mlxtp.api.text.channels import Channels, Plan
 from mlxtp.api.text.conversation import characters, template_messages
 from mlxtp.api.text.markup import Markup
 from mlxtp.api.text.stops import StopFinder
-from mlxtp.api.text.tool_grammar import tool_call_grammar
+from mlxtp.api.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.cluster import measurements
 from mlxtp.cluster.dialing import host_and_port
 from mlxtp.cluster.joining import Host, Joiner
@@ -234,7 +234,7 @@ def _asked(asked: Ask) -> None:
     seed = 1 if wish.seed is None else settings.seed_of(wish.seed)
     sampling = settings.sampling(wish, _MODEL.defaults, seed)
     tools = [tool_json(tool) for tool in conversation.tools]
-    grammar = tool_call_grammar(tools, required=None, opening="", closing="") if tools else None
+    grammar = ("lark", call_grammar(checked_tools(tools), JSON_STYLE)) if tools else ("", "")
     shaping = settings.shaping(wish, _MODEL.vocabulary, grammar)
     stops = StopFinder(settings.stop_strings(wish.stop))
     budget.check_may_fit(characters(conversation), 16, _MODEL)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.backend import End, Event, Health, ModelInfo, Request, Score, Tokens
+from mlxtp.api.backend import End, Event, Health, ModelInfo, Progress, Request, Score, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.node import golden
 from mlxtp.node.gateway import WARM_UP_TOKENS, Gateway
@@ -26,13 +28,14 @@ from mlxtp.wire.messages import (
     Finished,
     Generate,
     Message,
+    Prefilled,
     Sampling,
     ScoredDelta,
     Shaping,
 )
 
 MODEL = ModelInfo("tiny", ("default",), Path(), 100, 0, (1,), 512)
-TEXT: Any = object()
+TEXT: Any = SimpleNamespace(features=("tools",))
 
 
 class FakeRanks:
@@ -112,6 +115,30 @@ def test_after_the_end_there_is_nothing() -> None:
     play(story)
 
 
+def test_an_answer_tells_what_it_waits_for() -> None:
+    async def story(stage: Stage) -> None:
+        answer = stage.gateway.generate(Request((1, 2, 3, 4), 9))
+        assert answer.progress() == Progress("queued")
+        stage.gateway.on_event(Accepted(1))
+        assert answer.progress() == Progress("queued")
+        for computed in (1, 3):
+            stage.gateway.on_event(Prefilled(1, computed, 1))
+            assert replace(answer.progress(), time_ms=0) == Progress("prefill", 4, 1, computed)
+        assert answer.progress().time_ms >= 0
+        stage.say(1, 50, 51)
+        assert answer.progress() == Progress()
+        stage.gateway.pause(LinkError("gone", Code.LINK_LOST))
+        assert answer.progress() == Progress("restarting")
+        stage.gateway.serve(cast(Ranks, stage.ranks), MODEL, TEXT)
+        stage.gateway.on_event(Accepted(2))
+        assert answer.progress() == Progress("queued")
+        stage.gateway.on_event(Prefilled(2, 5, 0))
+        assert replace(answer.progress(), time_ms=0) == Progress("prefill", 6, 0, 5)
+        stage.gateway.on_event(Prefilled(9, 5, 0))  # of a request that has ended
+
+    play(story)
+
+
 def test_uids_rise_and_are_never_used_again() -> None:
     async def story(stage: Stage) -> None:
         for _ in range(3):
@@ -152,7 +179,7 @@ def test_no_token_of_another_request_is_ever_seen(order: list[tuple[int, int]]) 
 
 def test_what_a_request_asks_for_travels_with_it() -> None:
     async def story(stage: Stage) -> None:
-        sampling, shaping = Sampling(0.5, seed=7), Shaping(min_tokens=3, grammar_kind="json_object")
+        sampling, shaping = Sampling(0.5, seed=7), Shaping(min_tokens=3, grammar_kind="regex")
         stage.gateway.generate(Request((1,), 9, sampling, shaping, 5, True))
         assert stage.ranks.sent == [Generate(1, (1,), 9, sampling, shaping, 5, True)]
 

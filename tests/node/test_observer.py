@@ -44,7 +44,7 @@ def test_an_agent_that_has_just_begun_knows_little_and_says_so(tmp_path: Path) -
     async def story() -> None:
         found = moment(Observer(Supervisor(Settings(tmp_path, "", 0, 1, "tiny")), "studio"))
         assert (found["state"], found["ready"], found["epoch"]) == ("starting", False, 0)
-        nothing = ("model", "model_bytes", "group", "cluster", "coordinator", "desired")
+        nothing = ("model", "model_bytes", "context", "group", "cluster", "coordinator", "desired")
         assert {name: found[name] for name in nothing} == dict.fromkeys(nothing)
         assert (found["ranks"], found["links"], found["history"]) == ([], [], [])
         assert found["tokens_per_second"] == {"value": None, "of": "group"}
@@ -68,6 +68,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
             {"model": "tiny", "nodes": None},
         )
         assert found["model_bytes"] > 1_000_000
+        assert found["context"] == 4096
         assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
         assert found["ranks"][0]["node"] == ALONE
         [rank] = Alone(stage.supervisor, "studio").status()["ranks"]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import End, Health, Request, Score, Tokens
+from mlxtp.api.backend import End, Health, Progress, Request, Score, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.node import asked, requests_link
 from mlxtp.node.gateway import Gateway
@@ -26,6 +26,7 @@ from mlxtp.wire.messages import (
     Finished,
     Generate,
     Message,
+    Prefilled,
     ScoredDelta,
     Shaping,
     Welcome,
@@ -135,6 +136,20 @@ def test_an_answer_is_the_same_here_as_there() -> None:
             End("stop", 3),
         ]
         assert stage.open_requests == (0, 0)
+
+    play(story)
+
+
+def test_the_progress_of_a_prefill_there_is_known_here() -> None:
+    async def story(stage: Stage) -> None:
+        here = stage.theirs.generate(Request((1,), 9))  # uids differ from here on
+        answer = stage.ours.generate(Request((1, 2, 3), 9))
+        await stage.asked(2)
+        stage.say(Accepted(2), Prefilled(2, 2, 1))
+        await answer.accepted()
+        await sees(lambda: answer.progress() == Progress("prefill", 3, 1, 2))
+        await answer.aclose()
+        await here.aclose()
 
     play(story)
 

@@ -85,6 +85,7 @@ from mlxtp.wire.messages import (
     Message,
     Ping,
     Pong,
+    Prefilled,
     PromptBatch,
     PromptTokens,
     Sampling,
@@ -184,6 +185,7 @@ EXAMPLES: dict[type[Message], Message] = {
         CollectivesTimed(0.25, False),
         Generate(1, (5, 6, 7), 100),
         Accepted(1),
+        Prefilled(1, 512, 128),
         Delta((1,), (0,), (42,)),
         ScoredDelta(1, 0, (42,), (-0.5,), 2, (42, 43), (-0.5, -1.5)),
         Cancel(1),
@@ -261,7 +263,7 @@ SHAPING = st.builds(
     _ints(0, 2**31 - 1, 0, 40),
     _floats(-1e9, 1e9, 0, 40),
     st.integers(0, MAX_CONTEXT),
-    st.sampled_from(("", "json_object", "json_schema", "regex", "lark")),
+    st.sampled_from(("", "json_schema", "regex", "lark")),
     _raw,
 )
 
@@ -371,6 +373,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         client=_count,
     ),
     Accepted: st.builds(Accepted, _uid),
+    Prefilled: st.builds(Prefilled, _uid, _count, _count),
     ScoredDelta: st.builds(
         ScoredDelta,
         _uid,

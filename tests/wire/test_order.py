@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.wire.messages import Accepted, Ack, Cancel, Delta, Finished, Generate, Message, ScoredDelta
+from mlxtp.wire.messages import (
+    Accepted,
+    Ack,
+    Cancel,
+    Delta,
+    Finished,
+    Generate,
+    Message,
+    Prefilled,
+    ScoredDelta,
+)
 from mlxtp.wire.order import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
 
 from .walk import path_to
 
-VOICE: set[type[Message]] = {Accepted, Delta, ScoredDelta, Finished, RequestFailed}
+VOICE: set[type[Message]] = {Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed}
 EVERYWHERE = [(link, state) for link in LinkKind for state in State if state in TABLES[link]]
 
 

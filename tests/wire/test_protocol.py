@@ -30,6 +30,7 @@ from mlxtp.wire.messages import (
     Message,
     Ping,
     Pong,
+    Prefilled,
     PromptBatch,
     PromptTokens,
     Sampling,
@@ -552,7 +553,7 @@ def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | 
         return example(kind) if end.outstanding else None
     if kind in (SideChannel, Gathered):
         return lawful_round(rng, end, kind)
-    if kind not in (Generate, Cancel, Accepted, Delta, ScoredDelta, Finished, RequestFailed):
+    if kind not in (Generate, Cancel, Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed):
         return example(kind)
     ledger = requests(end)
     if kind is Generate:
@@ -564,6 +565,8 @@ def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | 
     uid, index = rng.choice(list(ledger.tokens.items()))
     if kind is Accepted:
         return Accepted(uid)
+    if kind is Prefilled:
+        return Prefilled(uid, 512, 128)
     if kind is Delta:
         return Delta((uid, uid), (index, index + 1), (50, 51))
     if kind is ScoredDelta:

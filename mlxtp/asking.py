@@ -92,8 +92,6 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
     if response.status != http.client.OK:
         raise _refusal(response.status, response.read())
     for line in response:
-        if line.startswith(b": "):
-            yield Piece(waiting=line[2:].decode(errors="replace").strip())
         if not line.startswith(b"data: "):
             continue
         data = line[6:].strip()
@@ -107,17 +105,24 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
 
 
 def _of_chunk(chunk: Mapping[str, Any]) -> Iterator[Piece]:
-    model = str(chunk.get("model") or "")
+    model, waiting = str(chunk.get("model") or ""), _waiting(chunk)
     for choice in chunk["choices"]:
         delta = choice["delta"]
         yield Piece(
             text=delta.get("content") or "",
             thought=delta.get("reasoning_content") or "",
+            waiting=waiting,
             model=model,
             finish_reason=choice.get("finish_reason") or "",
         )
     if usage := chunk.get("usage"):
         yield Piece(prompt_tokens=usage["prompt_tokens"], tokens=usage["completion_tokens"])
+
+
+def _waiting(chunk: Mapping[str, Any]) -> str:
+    if progress := chunk.get("prompt_progress"):
+        return f"reading the prompt, {100 * progress['processed'] // progress['total']} %"
+    return str(chunk.get("state") or "")
 
 
 def _refusal(status: int, content: bytes) -> MlxtpError:

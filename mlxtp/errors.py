@@ -147,16 +147,26 @@ class ModelError(UserError):
 
 
 class RequestError(UserError):
-    """A request that is refused before any rank hears of it. `status` is the HTTP status."""
+    """A request that is refused before it reaches a rank. `status` is the HTTP status.
+
+    `state`: the cluster's, while it is not ready.
+    """
 
     code = Code.BAD_REQUEST
 
     def __init__(
-        self, detail: str, code: Code | None = None, *, status: int = 400, param: str | None = None
+        self,
+        detail: str,
+        code: Code | None = None,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        state: str = "",
     ) -> None:
         super().__init__(detail, code)
         self.status = status
         self.param = param
+        self.state = state
 
 
 class ProtocolError(MlxtpError):

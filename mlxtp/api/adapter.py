@@ -21,13 +21,16 @@ SSE = "text/event-stream"
 NDJSON = "application/x-ndjson"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class About:
     """What all parts of one answer have in common.
 
     `id` is 32 hexadecimal digits. `created` in seconds since 1970. `prompt_tokens`: of each prompt.
     `prompts`: each prompt's text, for prompts that are continued; a conversation has none. `names`: how one
     token is shown alone, and its bytes.
+
+    A stream may begin before the model is there. Until then each of `prompt_tokens` is 0, and `prompts` is
+    empty.
     """
 
     id: str
@@ -48,7 +51,11 @@ class Writer(Protocol):
     """One answer as it is streamed. Each method returns what is sent, which may be nothing."""
 
     def open(self) -> bytes:
-        """Sent before the model has said anything."""
+        """Return what goes out with the headers. `About` may be incomplete."""
+        ...
+
+    def begin(self) -> bytes:
+        """Return what precedes the first event. `About` is complete from here on."""
         ...
 
     def write(self, event: Event) -> bytes: ...
@@ -61,8 +68,11 @@ class Writer(Protocol):
         """Instead of `close`. What the client has so far must not look complete."""
         ...
 
-    def idle(self) -> bytes:
-        """What keeps client and proxies patient while nothing comes."""
+    def idle(self, more: Json) -> bytes:
+        """Return an event without content, for clients that count events.
+
+        `more` has fields with the progress.
+        """
         ...
 
 
@@ -70,11 +80,15 @@ class Dialect(Protocol):
     """How one dialect reads and writes.
 
     `names`: what it calls a field of `Ask`, `Options` or `Conversation` where it calls it otherwise; errors
-    speak the client's language. `media_type` is that of its streams.
+    speak the client's language. `too_long` is its sentence for a prompt of {tokens} tokens where {most} fit.
+    `media_type` is that of its streams.
     """
 
     @property
     def names(self) -> Mapping[str, str]: ...
+
+    @property
+    def too_long(self) -> str: ...
 
     @property
     def media_type(self) -> str: ...

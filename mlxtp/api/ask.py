@@ -66,7 +66,7 @@ Prompt = str | tuple[int, ...]
 class Options:
     """How an answer is made. None: the client did not say, the model's default counts.
 
-    `max_tokens` None is as many as fit; with `cut_to_fit`, so is a number that does not fit. `format` is a
+    `max_tokens` None is as many as fit, and so is a number that does not fit. `format` is a
     `response_format` as OpenAI's chat has it. `logprobs` -1 wants none, 0 those of the chosen tokens, k also
     the k most probable others. `logit_bias` has token ids as text for keys. `deadline_s` 0 is the server's
     own.
@@ -74,7 +74,6 @@ class Options:
 
     n: int = 1
     max_tokens: int | None = None
-    cut_to_fit: bool = False
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False

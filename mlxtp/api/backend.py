@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AT_ONCE", "COMING", "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "AtOnce",
-    "Backend", "End", "Event", "Health", "ModelInfo", "Reason", "Request", "Sampling", "Score", "Shaping",
-    "Stored", "Tokens", "Turn",
+    "Backend", "End", "Event", "Health", "ModelInfo", "Progress", "Reason", "Request", "Sampling", "Score",
+    "Shaping", "Stored", "Tokens", "Turn",
 ]  # fmt: skip
 
 Reason = Literal["stop", "length", "cancel"]
@@ -82,10 +82,26 @@ Event = Tokens | End
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """State of a request between two tokens, such as "loading 40 %"; empty while tokens come.
+
+    In a prefill, `processed` of the prompt's `total` tokens are computed. It began with `cached` of them,
+    `time_ms` ago.
+    """
+
+    state: str = ""
+    total: int = 0
+    cached: int = 0
+    processed: int = 0
+    time_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A model that can be served: `path` its folder, `context` in tokens, `created` in seconds since 1970.
 
-    `defaults` are for requests that leave a setting out; their seed means nothing.
+    `defaults` are for requests that leave a setting out; their seed means nothing. `features` are those of
+    `Text.features`.
     """
 
     id: str
@@ -96,6 +112,7 @@ class ModelInfo:
     eos: tuple[int, ...]
     vocabulary: int
     defaults: Sampling = GREEDY
+    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +127,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One moment of the cluster as this agent sees it. `reason` says why it is not ready, in plain words."""
+    """One moment of the cluster as this agent sees it. `reason` says why it is not ready, in plain words.
+
+    `starting` is what is on its way, such as "tiny is loading (40 %)"; empty when no model is.
+    """
 
     state: str
     epoch: int
@@ -121,6 +141,7 @@ class Health:
     ready: bool
     open_requests: int
     ranks: tuple[Mapping[str, object], ...] = ()
+    starting: str = ""
 
 
 class Answer(Protocol):
@@ -132,6 +153,8 @@ class Answer(Protocol):
     async def accepted(self) -> None:
         """Wait until rank 0 has taken the request. Raises RequestError when it refuses it."""
         ...
+
+    def progress(self) -> Progress: ...
 
     def __aiter__(self) -> Answer: ...
 

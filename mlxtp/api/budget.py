@@ -8,6 +8,7 @@ from ..errors import Code, RequestError
 from .backend import ModelInfo, Stored
 from .schema import shown
 
+QUICK_CHARACTERS = 1_000_000  # characters that are tokenized within a second
 UNNAMED = (None, "", "default")
 """What means the loaded model, whichever that is."""
 
@@ -33,34 +34,33 @@ def unknown_model(name: str | None, known: Iterable[str]) -> RequestError:
     )
 
 
+class TooLong(RequestError):
+    """A prompt that does not fit the context, in tokens; each dialect has its own words for it.
+
+    `counted` is text: a number, or "more than" one.
+    """
+
+    def __init__(self, tokens: int, context: int, *, more: bool = False) -> None:
+        self.counted = f"more than {tokens}" if more else str(tokens)
+        self.most = min(context, tokens - 1)  # one token at least is left for the answer
+        detail = f"the prompt has {self.counted} tokens, and the model's context holds {self.most} at most"
+        super().__init__(detail, Code.CONTEXT_OVERFLOW, param="messages")
+
+
 def check_may_fit(
     characters: int, longest_token: int, model: ModelInfo | Stored, prompts: int = 1, *, turns: int = 0
 ) -> None:
-    """Refuse what cannot fit before it is tokenized, which takes seconds.
+    """Refuse what cannot fit and would take seconds to tokenize. Raises TooLong.
 
-    `longest_token` is in characters. Each turn takes a token at least. Raises RequestError with the numbers.
+    `longest_token` is in characters. Each turn takes a token at least.
     """
-    if turns > model.context:
-        raise RequestError(
-            f"the prompt has {turns} turns, more than the model's context of {model.context} tokens",
-            Code.CONTEXT_OVERFLOW,
-            param="messages",
-        )
-    most = longest_token * model.context * prompts
-    if characters > most:
-        raise RequestError(
-            f"the prompt has {characters} characters; the model's context of {model.context} tokens "
-            f"holds at most {most}",
-            Code.CONTEXT_OVERFLOW,
-            param="messages",
-        )
+    least = max(characters // longest_token // prompts if characters > QUICK_CHARACTERS else 0, turns)
+    if least > model.context:
+        raise TooLong(least, model.context, more=True)
 
 
-def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo, cut_to_fit: bool = False) -> int:
-    """How many tokens the answer may have; without a wish, as many as fit. Raises RequestError.
-
-    `cut_to_fit`: as many as fit, too, where more were asked for.
-    """
+def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo) -> int:
+    """Return how many tokens the answer may have: as many as asked for, or as fit. Raises RequestError."""
     if not prompt:
         raise RequestError("the prompt is empty", param="messages")
     if min(prompt) < 0 or max(prompt) >= model.vocabulary:
@@ -72,14 +72,6 @@ def token_budget(asked: int | None, prompt: Sequence[int], model: ModelInfo, cut
             param="messages",
         )
     room = model.context - len(prompt)
-    if cut_to_fit and asked and room > 0:
-        return min(asked, room)
-    if len(prompt) + (asked or 1) <= model.context:
-        return asked or room
-    too_much = f"more than the model's context of {model.context} tokens"
-    if asked and room > 0:
-        both = len(prompt) + asked
-        detail = f"max_tokens {asked} and the prompt's {len(prompt)} tokens make {both}, {too_much}"
-        raise RequestError(detail, Code.CONTEXT_OVERFLOW, param="max_tokens")
-    detail = f"the prompt has {len(prompt)} tokens; one of answer makes {len(prompt) + 1}, {too_much}"
-    raise RequestError(detail, Code.CONTEXT_OVERFLOW, param="messages")
+    if room < 1:
+        raise TooLong(len(prompt), model.context)
+    return min(asked or room, room)

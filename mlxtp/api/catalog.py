@@ -67,7 +67,11 @@ class Catalog:
         why = f": {health.reason}" if health.reason else ""
         if health.state == DRAINING:
             return RequestError(f"no new requests{why}; try again", Code.SHUTTING_DOWN, status=503)
-        return RequestError(f"no model is ready (state {health.state}){why}", Code.NOT_READY, status=503)
+        detail, state = f"no model is ready (state {health.state}){why}", health.state
+        if health.starting:
+            detail = f"mlxtp is starting: {health.starting}. Try again in a few seconds."
+            state = state if state in COMING else "starting"  # the cluster is still idle
+        return RequestError(detail, Code.NOT_READY, status=503, state=state)
 
     def _here(self, name: str | None) -> tuple[ModelInfo, Text] | None:
         model, text = find_model(name, self._backend.models()), self._backend.text()

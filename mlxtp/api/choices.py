@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from ..errors import Code, GroupError
 from .ask import Call
-from .backend import Answer, End
+from .backend import Answer, End, Progress
 from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole, Why
 from .streaming import interleaved
 from .text.transcript import Transcript
@@ -29,6 +29,10 @@ class Answers:
         """Wait until every answer is accepted. Raises what the first refusal says."""
         for answer in self._answers:
             await answer.accepted()
+
+    def progress(self) -> Progress:
+        """Return the progress of the first answer."""
+        return self._answers[0].progress() if self._answers else Progress()
 
     def events(self, transcripts: Sequence[Transcript]) -> AsyncGenerator[Event]:
         """The events of all answers, one transcript for each; the last event of each is its `Finish`.

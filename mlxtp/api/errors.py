@@ -22,16 +22,18 @@ def error_status(error: MlxtpError) -> int:
     return 503 if come_back else 500
 
 
-def error_body(message: str, code: str, status: int, param: str | None = None) -> Json:
+def error_body(message: str, code: str, status: int, param: str | None = None, state: str = "") -> Json:
     """As OpenAI has it."""
     kind = (
         "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
     )
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    more = {"state": state} if state else {}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}
 
 
 def error_body_of(error: MlxtpError) -> Json:
-    return error_body(error.detail, error.code.value, error_status(error), getattr(error, "param", None))
+    param, state = (error.param, error.state) if isinstance(error, RequestError) else (None, "")
+    return error_body(error.detail, error.code.value, error_status(error), param, state)
 
 
 def internal_error() -> MlxtpError:

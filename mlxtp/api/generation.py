@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import copy_context
 from copy import copy
 from dataclasses import dataclass, replace
@@ -24,26 +24,26 @@ from starlette.routing import Route
 from ..errors import Code, MlxtpError, RequestError
 from . import budget, settings
 from .account import note
-from .adapter import About, Dialect, Json, Writer
-from .ask import NONE, REQUIRED, Ask, Conversation, Prompt
-from .backend import Backend, Health, ModelInfo, Stored, Turn
+from .adapter import About, Dialect, Json
+from .ask import Ask, Conversation, Prompt
+from .backend import Backend, Health, ModelInfo, Progress, Stored, Turn
 from .backend import Request as Wanted
 from .catalog import Catalog
 from .choices import Answers, collect
-from .errors import error_status, internal_error
-from .events import Event, Finish
+from .errors import error_status
+from .events import Event, Whole
 from .extent import SHORT, check_extent
-from .loading import Loading
+from .guidance import Guidance, guidance
 from .openapi import Operation
 from .schema import not_supported, shown, wrong
 from .streaming import AnswerStream, unless_gone
-from .text.calls import JSON_CALLS, CallReader, ToolFormat, tool_json
+from .text.calls import CallReader
 from .text.channels import Plan
 from .text.conversation import characters
 from .text.stops import StopFinder
 from .text.tokens import Name, Text
-from .text.tool_grammar import tool_call_grammar
 from .text.transcript import Transcript
+from .waiting import Waiting
 from .wording import in_words_of
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 BODY_S = 60.0
+ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 MAX_CHOICES = 16
 MAX_BODIES_BYTES = 256 * 1024 * 1024
 """Of all bodies that are not parsed yet. The first 64 KiB of each do not count: short requests go on."""
@@ -69,13 +70,8 @@ class _Job:
     requests: tuple[Wanted, ...]
     stops: tuple[str, ...]
     about: About
-    format: ToolFormat | None
-    forced: bool
+    held: Guidance
     thinking: bool
-
-    @property
-    def scored(self) -> bool:
-        return self.requests[0].logprobs >= 0
 
     def transcripts(self) -> list[Transcript]:
         finder = StopFinder(self.stops) if self.stops else None  # its tables are made once for all
@@ -83,7 +79,7 @@ class _Job:
             Transcript(
                 self.text.detokenizer(skip=self.model.eos),
                 copy(finder),
-                self.scored,
+                self.requests[0].logprobs >= 0,
                 choice=index,
                 plan=self._plan(),
                 specials=self.text.specials,
@@ -97,12 +93,15 @@ class _Job:
         prompt, markup = self.about.ask.prompt, self.text.markup
         if self.requests[0].shaping.grammar_kind:  # a grammar leaves no room for thoughts
             markup = replace(markup, think=None)
-        if not isinstance(prompt, Conversation) or (self.format is None and markup.think is None):
+        format_, forced = self.held.calls, self.held.forced
+        if not isinstance(prompt, Conversation) or (
+            format_ is None and markup.think is None and not markup.headers
+        ):
             return None
-        if self.format is None:
+        if format_ is None:
             return Plan(markup, self.thinking)
-        calls = CallReader(self.format, prompt.tools, self.forced, self._most_calls())
-        return Plan(markup.with_calls(self.format), self.thinking, calls, self.forced)
+        calls = CallReader(format_, prompt.tools, forced, self._most_calls())
+        return Plan(markup.with_calls(format_), self.thinking, calls, forced)
 
     def _most_calls(self) -> int:
         prompt = self.about.ask.prompt
@@ -200,9 +199,8 @@ class Generation:
         """The tokens of the prompt that this request would be answered with. Raises RequestError."""
         ask, _ = await self.parsed(request, parse, slow=True)
         model, text = await self.catalog.opened(ask.model)
-        _, grammar = await asyncio.to_thread(_tool_use, ask, text)
-        guided = settings.guided(ask.options, grammar)
-        return sum(map(len, await asyncio.to_thread(_prompts, ask, text, model, guided)))
+        held = await asyncio.to_thread(guidance, ask, text, text.eos)
+        return sum(map(len, await asyncio.to_thread(_prompts, ask, text, model, bool(held.grammar[0]))))
 
     async def load(self, request: Request, name: str | None) -> ModelInfo:
         """The model of this name, once it is loaded. The request's body must have been read.
@@ -230,28 +228,24 @@ class Generation:
             turn = await self._backend.turn(ask.model, ask.options.deadline_s)
             open_.callback(turn.close)
             wish = _Wish(ask, size, client, turn, None if turn.come else time.monotonic())
-            if ask.stream and not turn.come:
-                return self._late(dialect, wish, open_.pop_all())
-            job, asked = await unless_gone(request.receive, self._asked(wish, open_))
-            events = asked.events(job.transcripts())
+            about, answers = _about(ask), Answers()
+            open_.push_async_callback(answers.aclose)
+            asking = asyncio.create_task(self._asked(wish, about, answers))
+            open_.push_async_callback(_end, asking)
             if ask.stream:
-                writer = dialect.writer(job.about)
-                parts = _written(events, writer, len(asked))
+                await unless_gone(request.receive, asyncio.wait({asking}, timeout=ACCEPT_S))
+                if asking.done():
+                    asking.result()  # a refusal that still gets its status
+                # The model has one name in all events, from the first one on.
+                about.model = about.model or turn.model or ask.model or "default"
+                waiting = Waiting(dialect, about, asking, partial(_progress, turn, answers))
                 source = open_.pop_all()  # from here on the stream closes them
-                return AnswerStream(parts, source, self._keep_alive_s, writer.idle, dialect.media_type)
-            wholes = await unless_gone(request.receive, collect(events, len(asked)))
-        return await _in_thread_if(job.scored, lambda: _json(dialect.whole(job.about, wholes)))
-
-    def _late(self, dialect: Dialect, wish: _Wish, open_: AsyncExitStack) -> Response:
-        """A stream whose headers go out before its model is loaded."""
-
-        async def begin() -> tuple[Writer, AsyncGenerator[bytes]]:
-            job, asked = await self._asked(wish, open_)
-            writer = dialect.writer(job.about)
-            return writer, _written(asked.events(job.transcripts()), writer, len(asked))
-
-        loading = Loading(dialect, wish.ask, wish.turn, begin)
-        return AnswerStream(loading.parts(), open_, self._keep_alive_s, loading.idle, dialect.media_type)
+                return AnswerStream(
+                    waiting.parts(), source, self._keep_alive_s, waiting.idle, dialect.media_type
+                )
+            wholes = await unless_gone(request.receive, _wholes(asking, about.choices))
+        scored = ask.options.logprobs >= 0
+        return await _in_thread_if(scored, lambda: _json(dialect.whole(about, wholes)))
 
     def endpoint(self, dialect: Dialect, handler: Handler) -> Handler:
         """`handler`, whose errors are answered in the shape of `dialect`, in its words."""
@@ -278,43 +272,44 @@ class Generation:
             headers["x-should-retry"] = "false"
         elif status == 408:  # the rest of the body must not be taken for another request
             headers["connection"] = "close"
-        body = dialect.error(in_words_of(dialect.names, error), status)
+        body = dialect.error(in_words_of(dialect, error), status)
         if "request_id" in body:  # Anthropic's clients look for it in both places
             headers["request-id"] = body["request_id"]
         return JSONResponse(body, status, headers=headers)
 
-    async def _asked(self, wish: _Wish, open_: AsyncExitStack) -> tuple[_Job, Answers]:
-        """The request with the backend, once its turn has come and rank 0 has taken it; `open_` closes it."""
+    async def _asked(self, wish: _Wish, about: About, answers: Answers) -> AsyncGenerator[Event]:
+        """Return the events of `answers` once rank 0 has accepted the request.
+
+        Completes `about`. The caller closes `answers`.
+        """
         await _come(wish.turn)
         ask = wish.now()
-        job = await self._job(ask, wish.size, wish.client)
-        asked = Answers()
-        open_.push_async_callback(asked.aclose)
+        job = await self._job(ask, about, wish.size, wish.client)
         for wanted in job.requests:
-            asked.add(self._backend.generate(wanted))
+            answers.add(self._backend.generate(wanted))
         try:
-            await asked.accepted()
+            await answers.accepted()
         except RequestError as error:
-            if ask.options.format is not None and error.code is Code.BAD_REQUEST:
-                error.param = error.param or "response_format"
+            if error.code is Code.BAD_REQUEST:
+                field = "tools" if ask.options.format is None and job.held.grammar[0] else None
+                error.param = error.param or ("response_format" if ask.options.format is not None else field)
             raise
-        return job, asked
+        return answers.events(job.transcripts())
 
-    async def _job(self, ask: Ask, size: int, client: str) -> _Job:
+    async def _job(self, ask: Ask, about: About, size: int, client: str) -> _Job:
         model, text = await self.catalog.loaded(ask.model)
         options = ask.options
         if not 1 <= options.n <= MAX_CHOICES:
             raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         sampling = settings.sampling(options, model.defaults, seed)
-        format_, grammar = await _in_thread_if(size > SHORT, lambda: _tool_use(ask, text))
-        shaping = settings.shaping(options, model.vocabulary, grammar)
+        held = await _in_thread_if(size > SHORT, lambda: guidance(ask, text, model.eos))
+        shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
         stops = settings.stop_strings(options.stop)
         guided = bool(shaping.grammar_kind)
         large = size > SHORT or _characters(ask) > SHORT
         prompts = await _in_thread_if(large, lambda: _prompts(ask, text, model, guided))
-        most, cut = options.max_tokens, options.cut_to_fit
-        budgets = [budget.token_budget(most, prompt, model, cut) for prompt in prompts]
+        budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text() is not text:  # another model was loaded while we were in the thread
             raise self.catalog.not_ready()
@@ -336,17 +331,10 @@ class Generation:
             alone, bytes_ = text.name(token)
             return alone, None if token in model.eos else bytes_
 
-        about = About(
-            uuid.uuid4().hex,
-            time.time(),
-            model.id,
-            tuple(map(len, prompts)),
-            _shown_prompts(ask, text),
-            name,
-            ask,
-        )
+        about.ask, about.names, about.model = ask, name, about.model or model.id
+        about.prompt_tokens, about.prompts = tuple(map(len, prompts)), _shown_prompts(ask, text)
         thinking = not guided and text.thinks_on(prompts[0])
-        return _Job(text, model, tuple(requests), stops, about, format_, grammar is not None, thinking)
+        return _Job(text, model, tuple(requests), stops, about, held, thinking)
 
 
 class Adapter(Dialect, Protocol):
@@ -371,34 +359,6 @@ async def _come(turn: Turn) -> None:
         pass
 
 
-def _tool_use(ask: Ask, text: Text) -> tuple[ToolFormat | None, tuple[str, str] | None]:
-    """How calls are found in the answer (None: there are none), and the grammar of one that must come.
-
-    A grammar is its kind and its text. Raises RequestError.
-    """
-    prompt = ask.prompt
-    if not isinstance(prompt, Conversation):
-        return None, None
-    choice = prompt.tool_choice
-    if not prompt.tools:
-        if choice not in ("auto", NONE):
-            raise RequestError(f"tool_choice {choice!r} needs tools beside it", param="tool_choice")
-        return None, None
-    required = None if choice in ("auto", NONE, REQUIRED) else choice
-    tools = [tool_json(tool) for tool in prompt.tools]
-    grammar = tool_call_grammar(tools, required=required, opening="", closing="")  # checks them all
-    if choice == NONE:
-        return None, None
-    if ask.options.format is not None and ask.options.format.get("type") != "text":
-        raise RequestError(
-            "response_format beside tools that may be called is not supported: "
-            'leave one of them out, or send tool_choice "none"',
-            Code.NOT_SUPPORTED,
-            param="response_format",
-        )
-    return (text.tool_calls, None) if choice == "auto" else (JSON_CALLS, grammar)
-
-
 def _prompts(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> list[tuple[int, ...]]:
     """Token ids. Raises RequestError."""
     if not isinstance(ask.prompt, Conversation):
@@ -418,8 +378,6 @@ def _prompts(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> l
     )  # it is parsed for templates
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
         conversation = replace(conversation, thinking=False)
-    if conversation.tool_choice == NONE:
-        conversation = replace(conversation, tools=())
     return [text.conversation_ids(conversation)]
 
 
@@ -439,24 +397,23 @@ def _shown_prompts(ask: Ask, text: Text) -> tuple[str, ...]:
     return tuple(each if isinstance(each, str) else text.decoded(each) for each in ask.prompt)
 
 
-async def _written(events: AsyncGenerator[Event], writer: Writer, count: int) -> AsyncGenerator[bytes]:
-    """`count` answers as a stream of their dialect. A failure is its last word: the status is long gone."""
-    ended = 0
-    try:
-        yield writer.open()
-        async with aclosing(events):
-            async for event in events:
-                part = writer.write(event)
-                ended += isinstance(event, Finish)
-                yield part + writer.close() if ended == count else part
-    except MlxtpError as error:
-        log.warning("stream failed with %s: %s", error.code, error.detail)
-        note(error.code)
-        yield writer.fail(error)
-    except Exception:  # the request ends here, the server goes on
-        log.exception("stream failed")
-        note(Code.INTERNAL)
-        yield writer.fail(internal_error())
+def _about(ask: Ask) -> About:
+    """Return what is known of an answer before its model is."""
+    prompts = 1 if isinstance(ask.prompt, Conversation) else len(ask.prompt)
+    return About(uuid.uuid4().hex, time.time(), "", (0,) * prompts, (), lambda _token: ("", None), ask)
+
+
+def _progress(turn: Turn, answers: Answers) -> Progress:
+    return answers.progress() if turn.come else Progress(turn.progress())
+
+
+async def _wholes(asking: asyncio.Task[AsyncGenerator[Event]], count: int) -> list[Whole]:
+    return await collect(await asking, count)
+
+
+async def _end(task: asyncio.Task[AsyncGenerator[Event]]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _characters(ask: Ask) -> int:

@@ -107,3 +107,11 @@ def not_supported(detail: str, param: str) -> RequestError:
 def wrong(where: str, expected: str, value: object) -> RequestError:
     """A value that is not what it has to be."""
     return RequestError(f"{where}: expected {expected}, got {shown(value)}", param=where)
+
+
+def check_finite(value: object, where: str) -> None:
+    """Refuse a value that is not JSON, such as NaN. Raises RequestError."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise RequestError(f"{where}: NaN and Infinity are not valid in JSON", param=where) from None

@@ -6,16 +6,16 @@ What a request leaves out is the model's default (`ModelInfo.defaults`), and wit
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import Code, RequestError
+from ..errors import RequestError
 from .ask import Options
 from .backend import MAX_BIASES, MAX_GRAMMAR, Request, Sampling, Shaping
 from .schema import shown
 
+BAN = -100.0  # added to a logit; the least that clients may add, too
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_USER_CHARS = 256
@@ -65,15 +65,17 @@ def sampling(wish: Options, defaults: Sampling, seed: int) -> Sampling:
     )
 
 
-def shaping(wish: Options, vocabulary: int, grammar: tuple[str, str] | None = None) -> Shaping:
-    """What is done to the logits before; `grammar` (kind and text) instead of that of the wish.
+def shaping(
+    wish: Options, vocabulary: int, grammar: tuple[str, str] = ("", ""), banned: Sequence[int] = ()
+) -> Shaping:
+    """Return what is done to the logits before: `grammar` (kind and text), and `banned` tokens.
 
     Raises RequestError.
     """
-    biases = _biases(wish.logit_bias, vocabulary)
-    kind, text = grammar or _grammar(wish.format)
+    biases = _biases(wish.logit_bias, vocabulary, MAX_BIASES - len(banned)) | dict.fromkeys(banned, BAN)
+    kind, text = grammar
     if len(text) > MAX_GRAMMAR:
-        field = "tools" if grammar else "response_format"
+        field = "tools" if wish.format is None else "response_format"
         raise RequestError(
             f"{field} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR}", param=field
         )
@@ -87,11 +89,6 @@ def shaping(wish: Options, vocabulary: int, grammar: tuple[str, str] | None = No
         grammar_kind=kind,
         grammar=text,
     )
-
-
-def guided(wish: Options, grammar: tuple[str, str] | None = None) -> bool:
-    """Whether `shaping` holds the answer to a grammar. Raises RequestError."""
-    return bool((grammar or _grammar(wish.format))[0])
 
 
 def client_of(user: str, address: str) -> str:
@@ -125,9 +122,9 @@ def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _biases(given: Mapping[str, float], vocabulary: int) -> dict[int, float]:
-    if len(given) > MAX_BIASES:
-        raise RequestError(f"logit_bias has {len(given)} tokens; at most {MAX_BIASES}", param="logit_bias")
+def _biases(given: Mapping[str, float], vocabulary: int, most: int) -> dict[int, float]:
+    if len(given) > most:
+        raise RequestError(f"logit_bias has {len(given)} tokens; at most {most}", param="logit_bias")
     biases = {}
     for key, value in given.items():
         token = int(key) if key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS else vocabulary
@@ -141,43 +138,3 @@ def _biases(given: Mapping[str, float], vocabulary: int) -> dict[int, float]:
 
 
 _MOST_DIGITS = 10  # of a token id
-
-
-def _grammar(format_: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Kind and text as `Shaping` has them."""
-    match format_:
-        case None | {"type": "text"}:
-            return "", ""
-        case {"type": "json_object", "schema": dict(schema)}:  # as some clients spell json_schema
-            return "json_schema", _compact(schema)
-        case {"type": "json_object"}:
-            return "json_object", ""
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return "json_schema", _compact(schema)
-        case {"type": "json_schema"}:
-            raise _incomplete("json_schema.schema", "a JSON schema (an object)", format_)
-        case {"type": "regex", "pattern": str(pattern)} if pattern:
-            return "regex", pattern
-        case {"type": "regex"}:
-            raise _incomplete("pattern", "a regular expression (a string)", format_)
-        case {"type": "grammar" | "lark", "grammar": str(grammar)} if grammar:
-            return "lark", grammar
-        case {"type": "grammar" | "lark"}:
-            raise _incomplete("grammar", "a Lark grammar (a string)", format_)
-        case _:
-            raise RequestError(
-                f"response_format {shown(format_)} is not supported; its type may be text, json_object, "
-                "json_schema, regex or lark",
-                Code.NOT_SUPPORTED,
-                param="response_format",
-            )
-
-
-def _incomplete(field: str, what: str, format_: Mapping[str, Any]) -> RequestError:
-    return RequestError(
-        f"response_format.{field} should be {what}, got {shown(format_)}", param=f"response_format.{field}"
-    )
-
-
-def _compact(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

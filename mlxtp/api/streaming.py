@@ -102,7 +102,8 @@ class AnswerStream(Response):
                 await asyncio.sleep(wait_s)
             else:
                 self._quiet_since = loop.time()
-                await _send_body(send, self._idle())
+                if part := self._idle():
+                    await _send_body(send, part)
 
 
 async def interleaved(sources: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:

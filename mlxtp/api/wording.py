@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..errors import MlxtpError, RequestError
+from .budget import TooLong
+
+if TYPE_CHECKING:
+    from .adapter import Dialect
 
 
-def in_words_of(names: Mapping[str, str], error: MlxtpError) -> MlxtpError:
-    """The same error, with the field that it is about called as a dialect calls it.
+def in_words_of(dialect: Dialect, error: MlxtpError) -> MlxtpError:
+    """Return the same error, with the field that it is about called as a dialect calls it.
 
     That field is `param`, and the text may begin with it. What else the text says may be the client's own
     words, and stays as it is.
     """
+    names = dialect.names
+    if isinstance(error, TooLong):
+        detail = dialect.too_long.format(tokens=error.counted, most=error.most)
+        return RequestError(detail, error.code, param=names.get("messages", "messages"))
     if not names or not isinstance(error, RequestError) or not error.param:
         return error
     param, detail = _renamed(names, error.param), error.detail
     if re.match(rf"{re.escape(error.param)}(?!\w)", detail):
         detail = param + detail[len(error.param) :]
-    return RequestError(detail, error.code, status=error.status, param=param)
+    return RequestError(detail, error.code, status=error.status, param=param, state=error.state)
 
 
 def _renamed(names: Mapping[str, str], path: str) -> str:

@@ -23,6 +23,7 @@ from mlxtp.api.backend import (
     Event,
     Health,
     ModelInfo,
+    Progress,
     Request,
     Sampling,
     Score,
@@ -186,6 +187,9 @@ class FakeAnswer:
             await self.aclose()
             raise
 
+    def progress(self) -> Progress:
+        return self._backend.progress
+
     def __aiter__(self) -> FakeAnswer:
         return self
 
@@ -229,8 +233,10 @@ class FakeBackend:
     scripts: list[Script] = field(default_factory=list)
     refusal: Exception | None = None
     judge: Callable[[], Awaitable[None]] = at_once
+    progress: Progress = Progress()  # noqa: RUF009 - frozen
     ready: bool = True
     unready: str = "loading"
+    starting: str = ""
     most_open: int = 1000
     context: int = CONTEXT
     vocabulary: int = VOCABULARY
@@ -244,7 +250,7 @@ class FakeBackend:
     def health(self) -> Health:
         ranks = ({"rank": 0, "alive": True},)
         state, model, reason = ("ready", "tiny", None) if self.ready else (self.unready, None, "30 % read")
-        return Health(state, 3, 2, "ring", model, reason, self.ready, 0, ranks)
+        return Health(state, 3, 2, "ring", model, reason, self.ready, 0, ranks, self.starting)
 
     def models(self) -> tuple[ModelInfo, ...]:
         if not self.ready:
@@ -308,7 +314,7 @@ class Server:
 @pytest.fixture(scope="session")
 def running(loaded: dict[str, Loaded]) -> Iterator[Server]:
     backend = FakeBackend(loaded[BYTE_LEVEL].text)
-    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7)
+    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7)
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
@@ -365,7 +371,7 @@ def roomy_running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     Roomy.folder = folder
     Roomy.words = tuple(tokenizer.encode("hello world", add_special_tokens=False).ids)
     backend = Roomy(Text.load(folder))
-    app = create_app(backend, max_body_bytes=MAX_BODY_BYTES, keep_alive_s=0.05)
+    app = create_app(backend, max_body_bytes=MAX_BODY_BYTES, keep_alive_s=0.5)
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from mlxtp.api import budget
 from mlxtp.api.backend import Tokens
 from mlxtp.api.dialects.openai_shapes import ChatCompletionChunk, OpenAIError
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
@@ -164,11 +166,27 @@ def test_a_long_prompt_is_refused_with_the_numbers_before_a_stream_begins(server
     assert server.backend.requests == []
 
 
-def test_what_cannot_fit_is_refused_without_tokenizing_it(server: Server) -> None:
+def test_what_cannot_fit_is_refused_in_tokens(server: Server) -> None:
+    words = [{"role": "user", "content": "hello " * 20_000}]
+    error = assert_error(post(server, ask(messages=words)), 400, "context_length_exceeded")
+    found = re.fullmatch(
+        r"This model's maximum context length is 200 tokens\. However, your messages resulted in (\d+) "
+        r"tokens\. Please reduce the length of the messages\.",
+        error["message"],
+    )
+    assert found is not None
+    assert int(found[1]) == len(server.ids("hello " * 20_000)) + 3
+    assert server.backend.requests == []
+
+
+def test_what_cannot_fit_by_far_is_refused_without_tokenizing_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "QUICK_CHARACTERS", 100_000)
+    monkeypatch.setattr(server.backend.loaded_text, "_encoded", None)
     words = [{"role": "user", "content": "a" * 120_000}]
     error = assert_error(post(server, ask(messages=words)), 400, "context_length_exceeded")
-    assert "120000 characters" in error["message"]
-    assert server.backend.requests == []
+    assert "resulted in more than " in error["message"]
 
 
 def test_an_absurd_budget_is_a_mistake_of_the_client(server: Server) -> None:
@@ -190,6 +208,7 @@ def test_the_models_that_can_be_served(server: Server) -> None:
         "owned_by": "mlxtp",
         "context_length": CONTEXT,
         "max_model_len": CONTEXT,
+        "supported_features": [],
     }
     assert row.items() <= model.model_dump().items()
     for name in ("org/tiny", "tiny", "default"):
@@ -411,14 +430,14 @@ def read_until(sock: socket.socket, wanted: bytes, times: int = 1) -> bytes:
     return read
 
 
-def test_headers_and_comments_come_before_the_first_token(server: Server) -> None:
+def test_headers_a_comment_and_empty_chunks_come_before_the_first_token(server: Server) -> None:
     server.backend.script = then([], forever)
     with connect(server) as sock:
         send(sock, stream=True)
-        read = read_until(sock, b": mlxtp\n\n", times=3)
+        read = read_until(sock, b"data: ", times=3)
     assert read.startswith(b"HTTP/1.1 200 ")
     assert b"content-type: text/event-stream" in read
-    assert b"data:" not in read
+    assert b": mlxtp\n\n" in read
     assert server.backend.all_closed()
 
 
@@ -430,7 +449,7 @@ def test_a_client_that_leaves_is_cancelled(server: Server, stream: bool, first: 
     with connect(server) as sock:
         send(sock, stream)
         if stream:
-            read_until(sock, b"data: " if first else b": mlxtp")
+            read_until(sock, b'"content":"a' if first else b": mlxtp")
         assert server.backend.began.wait(WAIT_S)
         assert not server.backend.answers[0].closed.is_set()
         if reset:

@@ -78,6 +78,22 @@ def test_what_is_not_ready_says_when_to_come_back(roomy: Server, path: str) -> N
         assert "30 % read" in response.text
 
 
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("unready", "state"), [("loading", "loading"), ("idle", "starting")])
+def test_what_is_starting_says_so_in_words_and_fields(
+    roomy: Server, path: str, unready: str, state: str
+) -> None:
+    roomy.backend.ready, roomy.backend.unready = False, unready
+    roomy.backend.starting = "org/tiny is loading (40 %)"
+    response = post(roomy, path, BODIES[path][0])
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    error = response.json()["error"]
+    words = "mlxtp is starting: org/tiny is loading (40 %). Try again in a few seconds."
+    assert words == (error if path.startswith("/api/") else error["message"])
+    if path not in ("/v1/messages", "/v1/messages/count_tokens") and not path.startswith("/api/"):
+        assert (error["code"], error["state"]) == ("not_ready", state)
+
+
 @pytest.mark.parametrize("path", ANSWERED)
 def test_what_is_full_says_when_to_come_back(roomy: Server, path: str) -> None:
     roomy.backend.most_open = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +15,8 @@ import httpx
 import openai
 import pytest
 
-from mlxtp.api.adapter import NDJSON, About
 from mlxtp.api.backend import Stored
-from mlxtp.api.dialects.openai import OpenAIChat
-from mlxtp.api.dialects.openai_request import parse_chat
-from mlxtp.api.loading import Loading
-from mlxtp.errors import Code, MlxtpError, RequestError
+from mlxtp.errors import Code, RequestError
 
 from .conftest import WAIT_S, Server, forever, says, then
 
@@ -110,17 +106,18 @@ def streamed(server: Server, **fields: Any) -> Iterator[Iterator[str]]:
 
 
 def next_of(lines: Iterator[str], wanted: str) -> str:
-    """The first line that begins so."""
-    return next(line for line in lines if line.startswith(wanted))
+    """The first event that contains it."""
+    return next(line for line in lines if line.startswith("data:") and wanted in line)
 
 
 def test_a_stream_begins_at_once_and_says_how_far_the_model_is(server: Server, turns: Turns) -> None:
     with streamed(server) as lines:
         turn = turns.wait()
-        assert next_of(lines, ":") == ": loading 10 %"
-        assert next_of(lines, ":") == ": loading 10 %"  # whenever nothing was said for a while
-        turn.tell("loading\n40 %")
-        assert next_of(lines, ": loading 4") == ": loading 40 %"
+        chunks = [json.loads(next_of(lines, "loading 10 %")[5:]) for _ in range(2)]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas == [{"role": "assistant", "content": ""}, {}]
+        turn.tell("loading 40 %")
+        assert json.loads(next_of(lines, "loading 40 %")[5:])["state"] == "loading 40 %"
         assert server.backend.requests == []
         turn.tell("")
         rest = list(lines)
@@ -144,6 +141,20 @@ def test_a_real_client_sees_nothing_of_it_but_the_answer(server: Server, turns: 
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
     assert {chunk.model for chunk in chunks} == {"org/tiny"}
     assert turns.taken == [("/a/folder", 0.0)]
+
+
+@pytest.mark.parametrize(("asked", "shown"), [("/a/folder", "/a/folder"), (None, "default")])
+def test_the_model_has_one_name_before_it_is_loaded_and_after(
+    server: Server, turns: Turns, asked: str | None, shown: str
+) -> None:
+    wanted = {"model": asked, "input": "hello", "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/responses", json=wanted, timeout=WAIT_S) as response:
+        lines = response.iter_lines()
+        names = {json.loads(next_of(lines, "loading")[5:])["response"]["model"]}
+        turns.wait().model = "org/tiny"
+        turns.wait().tell("")
+        names.add(json.loads(next_of(lines, "response.completed")[5:])["response"]["model"])
+    assert names == {shown}
 
 
 def test_a_plain_client_simply_waits(server: Server, turns: Turns) -> None:
@@ -171,10 +182,9 @@ BROKEN = RequestError(
 def test_a_stream_whose_model_cannot_be_loaded_ends_with_the_reason(server: Server, turns: Turns) -> None:
     with streamed(server) as lines:
         turn = turns.wait()
-        next_of(lines, ": loading")
+        next_of(lines, "loading")
         turn.tell(BROKEN)
-        rest = list(lines)
-    [error] = [line for line in rest if line.startswith("data:")]
+        error = [line for line in lines if line.startswith("data:")][-1]
     assert BROKEN.detail in error
     assert "model_invalid" in error
     assert turn.closed.wait(WAIT_S)
@@ -203,11 +213,12 @@ def test_a_plain_request_whose_model_cannot_be_loaded_is_refused_with_the_reason
 def test_what_is_wrong_with_a_request_is_said_in_the_stream_when_its_headers_are_gone(
     server: Server, turns: Turns
 ) -> None:
-    with streamed(server, max_tokens=100_000) as lines:
+    with streamed(server, messages=[{"role": "user", "content": "hello " * 1000}]) as lines:
+        next_of(lines, "loading")
         turns.wait().tell("")
-        [error] = [line for line in lines if line.startswith("data:")]
+        error = [line for line in lines if line.startswith("data:")][-1]
     assert "context_length_exceeded" in error
-    assert "100000" in error
+    assert "maximum context length is 200 tokens" in error
     assert turns.turns[0].closed.wait(WAIT_S)
 
 
@@ -239,7 +250,7 @@ def test_the_turn_lasts_as_long_as_the_answer(server: Server, turns: Turns) -> N
     with streamed(server) as lines:
         turn = turns.wait()
         turn.tell("")
-        next_of(lines, "data:")
+        next_of(lines, "A")
         assert not turn.closed.is_set()
         assert server.backend.answers
     assert turn.closed.wait(WAIT_S)
@@ -271,37 +282,3 @@ def test_what_would_be_loaded_is_listed_behind_what_is(server: Server) -> None:
     assert server.client.models.retrieve("org/other").id == "org/other"
     with pytest.raises(openai.InternalServerError, match="30 % read"):
         server.client.models.retrieve("org/tiny:none")
-
-
-class Lines:
-    """A dialect of lines, each of which its clients parse."""
-
-    names: Mapping[str, str] = {"model": "name"}
-    media_type = NDJSON
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(OpenAIChat(), name)
-
-    def writer(self, _about: About) -> Any:
-        return self
-
-    def idle(self) -> bytes:
-        return b"{}\n"
-
-    def fail(self, error: MlxtpError) -> bytes:
-        return f"{error.code} {getattr(error, 'param', None)}\n".encode()
-
-
-def test_where_every_line_is_parsed_none_is_a_comment() -> None:
-    async def story() -> None:
-        turn = FakeTurn()
-        turn.tell(BROKEN)
-
-        async def begin() -> Any:
-            raise AssertionError
-
-        loading = Loading(Lines(), parse_chat(json.dumps(body(stream=True)).encode()), turn, begin)
-        assert [part async for part in loading.parts()] == [b"{}\n", b"model_invalid name\n"]
-        assert loading.idle() == b"{}\n"
-
-    asyncio.run(story())

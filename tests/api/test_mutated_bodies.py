@@ -30,6 +30,7 @@ SAMPLING = {"temperature": 0.5, "top_p": 0.9}
 VERDICT = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": SCHEMA}}
 TOOL_USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
 
+PATCHED: Json = {"name": "patch", "input": "x"}
 CHAT: tuple[Json, ...] = (
     {"model": "default", "messages": [ASKED], "max_tokens": 5, "seed": 7, "stop": ["x"], "n": 2, **SAMPLING},
     {
@@ -47,6 +48,15 @@ CHAT: tuple[Json, ...] = (
     },
     {"messages": [ASKED], "stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"5": 1}},
     {"messages": [ASKED], "response_format": VERDICT, "logprobs": True, "top_logprobs": 2},
+    {
+        "messages": [
+            ASKED,
+            {"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "custom": PATCHED}]},
+            {"role": "tool", "tool_call_id": "c", "content": "done"},
+        ],
+        "tools": [{"type": "custom", "custom": {"name": "patch"}}, {"type": "web_search"}],
+        "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+    },
 )
 MESSAGES: tuple[Json, ...] = (
     {
@@ -112,6 +122,27 @@ RESPONSES: tuple[Json, ...] = (
             "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]
         },
         "stop": ["x"], "logit_bias": {"7": 1}, "seed": 3, "max_tool_calls": 2, "safety_identifier": "me",
+    },
+    {
+        "input": [
+            {"type": "additional_tools", "role": "developer", "tools": [{"type": "custom", "name": "exec"}]},
+            ASKED,
+            {"type": "web_search_call", "id": "w", "status": "completed"},
+            {"type": "tool_search_call", "call_id": "c1", "execution": "client", "arguments": {"query": "q"}},
+            {"type": "tool_search_output", "call_id": "c1", "execution": "client", "tools": [
+                {"type": "namespace", "name": "there", "tools": [{"type": "function", **FUNCTION}]}]},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "exec", "namespace": "n", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "c2",
+             "output": [{"type": "input_image", "image_url": "u"}]},
+        ],
+        "tools": [
+            {"type": "namespace", "name": "here", "tools": [{"type": "function", **FUNCTION}]},
+            {"type": "tool_search", "execution": "client", "parameters": SCHEMA},
+            {"type": "web_search", "external_web_access": True},
+            {"type": "custom", "name": "patch",
+             "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}},
+        ],
+        "tool_choice": {"type": "custom", "name": "patch"}, "text": {"verbosity": "low"}, "store": True,
     },
 )  # fmt: skip
 BODIES: Mapping[str, tuple[Json, ...]] = {

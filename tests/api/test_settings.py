@@ -197,51 +197,19 @@ def test_more_biases_than_travel_are_refused() -> None:
     assert len(settings.shaping(chat(logit_bias=biases), 2000).bias_tokens) == 1024
 
 
-# --- grammars ---------------------------------------------------------------------------------------------
-
-SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("format_", "kind", "grammar"),
-    [
-        (None, "", ""),
-        ({"type": "text"}, "", ""),
-        ({"type": "json_object"}, "json_object", ""),
-        ({"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
-         "json_schema", '{"type":"object","properties":{"größe":{"type":"integer"}}}'),
-        ({"type": "json_object", "schema": {}}, "json_schema", "{}"),
-        ({"type": "regex", "pattern": "[ab]+"}, "regex", "[ab]+"),
-        ({"type": "grammar", "grammar": 'start: "a"'}, "lark", 'start: "a"'),
-        ({"type": "lark", "grammar": 'start: "a"'}, "lark", 'start: "a"'),
-    ],
-)  # fmt: skip
-def test_a_format_becomes_a_grammar(format_: Any, kind: str, grammar: str) -> None:
-    found = shaping(response_format=format_)
-    assert (found.grammar_kind, found.grammar) == (kind, grammar)
+def test_a_banned_token_is_next_to_impossible() -> None:
+    found = settings.shaping(chat(logit_bias={"5": 1}), VOCABULARY, banned=(7,))
+    assert dict(zip(found.bias_tokens, found.bias_values, strict=True)) == {5: 1, 7: -100}
 
 
-@pytest.mark.parametrize(
-    ("format_", "param"),
-    [
-        ({"type": "json_schema"}, "response_format.json_schema.schema"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema.schema"),
-        ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "response_format.json_schema.schema"),
-        ({"type": "regex"}, "response_format.pattern"),
-        ({"type": "regex", "pattern": ""}, "response_format.pattern"),
-        ({"type": "lark", "grammar": 5}, "response_format.grammar"),
-        ({"type": "grammar"}, "response_format.grammar"),
-        ({"type": "regex", "pattern": "x" * (MAX_GRAMMAR + 1)}, "response_format"),
-    ],
-)
-def test_a_format_without_its_grammar_is_refused(format_: Any, param: str) -> None:
-    error = refusal(response_format=format_)
-    assert (error.code, error.param) == (Code.BAD_REQUEST, param)
-    assert len(error.detail) < 300
+def test_a_ban_takes_the_place_of_a_bias() -> None:
+    biases = {str(token): 1 for token in range(1024)}
+    with pytest.raises(RequestError, match="1024 tokens; at most 1023"):
+        settings.shaping(chat(logit_bias=biases), 2000, banned=(1999,))
 
 
-@pytest.mark.parametrize("format_", [{"type": "xml"}, {}, {"type": 5}])
-def test_an_unknown_format_is_not_passed_over(format_: Any) -> None:
-    error = refusal(response_format=format_)
-    assert (error.code, error.param) == (Code.NOT_SUPPORTED, "response_format")
-    assert json.dumps(format_) in error.detail
+def test_a_grammar_that_is_too_long_is_refused() -> None:
+    for fields, param in (({}, "tools"), ({"response_format": {"type": "json_object"}}, "response_format")):
+        with pytest.raises(RequestError, match=str(MAX_GRAMMAR)) as caught:
+            settings.shaping(chat(**fields), VOCABULARY, ("lark", "x" * (MAX_GRAMMAR + 1)))
+        assert caught.value.param == param

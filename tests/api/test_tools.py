@@ -68,6 +68,39 @@ def put_together(stream: Any) -> dict[str, Any]:
     return {"finish_reason": reason, "message": {"content": text, "tool_calls": calls}}
 
 
+PATCH = '*** Begin "Patch"\n+größer 😀\n'
+CUSTOM: Any = {"type": "custom", "custom": {"name": "patch", "description": "Edits files"}}
+
+
+def custom_call() -> str:
+    arguments = json.dumps({"input": PATCH})
+    return f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'
+
+
+def test_a_custom_tool_is_called_with_plain_text(server: Server) -> None:
+    answers_with(server, f"{custom_call()}\n{CALL}")
+    message = create(server, tools=[*TOOLS, CUSTOM]).choices[0].message
+    patch, add = message.tool_calls
+    assert (patch.type, patch.custom.name, patch.custom.input) == ("custom", "patch", PATCH)
+    assert (add.type, add.function.name) == ("function", "add")
+    result: Any = {"role": "tool", "tool_call_id": patch.id, "content": "done"}
+    create(server, messages=[*HELLO, message.model_dump(exclude_none=True), result], tools=[*TOOLS, CUSTOM])
+    prompt = server.tokenizer.decode(server.backend.requests[-1].prompt)
+    assert f'{{"name": "patch", "arguments": {json.dumps({"input": PATCH}, ensure_ascii=False)}}}' in prompt
+
+
+def test_the_text_of_a_custom_tool_is_streamed(server: Server) -> None:
+    answers_with(server, f"{custom_call()}\n{CALL}")
+    stream = create(server, tools=[*TOOLS, CUSTOM], stream=True)
+    parts: list[Any] = [part for chunk in stream for part in chunk.choices[0].delta.tool_calls or ()]
+    first, *more = [part for part in parts if part.index == 0]
+    assert (first.type, first.custom) == ("custom", {"name": "patch", "input": ""})
+    assert first.id
+    assert len(more) > 4
+    assert "".join(part.custom["input"] for part in more) == PATCH
+    assert "".join(part.function.arguments for part in parts if part.index == 1) == '{"a": 1}'
+
+
 def test_arguments_are_streamed_while_they_come(server: Server) -> None:
     answers_with(server, CALL)
     deltas = [chunk.choices[0].delta for chunk in create(server, tools=TOOLS, stream=True)]
@@ -98,12 +131,12 @@ def test_none_is_none(server: Server) -> None:
     answers_with(server, CALL)
     message = create(server, tools=TOOLS, tool_choice="none").choices[0].message
     assert (message.content, message.tool_calls) == (CALL, None)
-    assert "You can call" not in server.backend.loaded_text.decoded(server.backend.request.prompt)
+    assert "You can call" in server.backend.loaded_text.decoded(server.backend.request.prompt)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_call_that_must_come_has_a_grammar(server: Server, choice: Any) -> None:
-    answers_with(server, '{"name": "add", "arguments": {"a": 1}}')
+    answers_with(server, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
     found = create(server, tools=TOOLS, tool_choice=choice).choices[0]
     assert found.finish_reason == "tool_calls"
     assert found.message.tool_calls[0].function.arguments == '{"a": 1}'
@@ -143,7 +176,11 @@ def test_a_failure_in_the_middle_of_a_call_is_no_end(server: Server) -> None:
             "tool_choice",
             "'x'",
         ),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "beside tools"),
+        (
+            {"tools": TOOLS, "response_format": {"type": "regex", "pattern": "a"}},
+            "response_format",
+            "beside tools",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
             "tools[0].function.parameters.type",
@@ -161,7 +198,7 @@ def test_tools_that_cannot_be(server: Server, fields: dict[str, Any], param: str
 def test_a_format_beside_tools_that_may_not_be_called(server: Server) -> None:
     answers_with(server, "{}")
     create(server, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
-    assert server.backend.request.shaping.grammar_kind == "json_object"
+    assert server.backend.request.shaping.grammar_kind == "json_schema"
 
 
 @pytest.mark.parametrize(

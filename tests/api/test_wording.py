@@ -30,7 +30,7 @@ from mlxtp.errors import RequestError
 def test_the_field_that_an_error_is_about_has_the_dialects_name(
     dialect: Adapter, detail: str, param: str, said: str, named: str
 ) -> None:
-    found = in_words_of(dialect.names, RequestError(detail, param=param))
+    found = in_words_of(dialect, RequestError(detail, param=param))
     assert isinstance(found, RequestError)
     assert (found.detail, found.param) == (said, named)
 
@@ -45,11 +45,11 @@ def test_the_field_that_an_error_is_about_has_the_dialects_name(
     ],
 )
 def test_the_clients_own_words_stay(dialect: Adapter, detail: str, param: str) -> None:
-    found = in_words_of(dialect.names, RequestError(detail, param=param))
+    found = in_words_of(dialect, RequestError(detail, param=param))
     assert isinstance(found, RequestError)
     assert (found.detail, found.param) == (detail, param)
 
 
 def test_a_word_that_a_client_sent_with_a_wrong_field_stays() -> None:
     error = RequestError('stop has "stop" twice', param="stop")
-    assert in_words_of(ANTHROPIC.names, error).detail == 'stop_sequences has "stop" twice'
+    assert in_words_of(ANTHROPIC, error).detail == 'stop_sequences has "stop" twice'

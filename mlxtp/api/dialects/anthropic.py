@@ -31,6 +31,7 @@ class Anthropic:
             "function.parameters": "input_schema",
         }
     )
+    too_long = "prompt is too long: {tokens} tokens > {most} maximum"
     media_type = SSE
     operations = (
         Operation(

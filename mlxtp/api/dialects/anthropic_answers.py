@@ -105,16 +105,19 @@ class MessageWriter:
     def __init__(self, about: About) -> None:
         self._about = about
         self._hide_thoughts = _asked(about).hide_thoughts
-        self._prompt = about.prompt_tokens[0]
         self._open = ""  # the type of the block that is open
         self._index = -1  # its number
         self._finish: Finish | None = None
 
     def open(self) -> bytes:
+        """Nothing: a message begins with the length of its prompt."""
+        return b""
+
+    def begin(self) -> bytes:
         """The message without content. How much of the prompt was cached is known at the end only."""
         nothing = {"stop_reason": None, "stop_sequence": None}
-        message = _message_body(self._about, [], nothing, _usage(self._prompt, 0, 0))
-        return _event({"type": "message_start", "message": message}) + self.idle()
+        message = _message_body(self._about, [], nothing, _usage(self._about.prompt_tokens[0], 0, 0))
+        return _event({"type": "message_start", "message": message}) + _PING
 
     def write(self, event: Event) -> bytes:
         match event:
@@ -133,15 +136,16 @@ class MessageWriter:
     def close(self) -> bytes:
         assert self._finish is not None
         end = self._finish.end
-        usage = _usage(self._prompt, end.cached, end.generated)
+        usage = _usage(self._about.prompt_tokens[0], end.cached, end.generated)
         last = {"type": "message_delta", "delta": _stop(self._about, self._finish), "usage": usage}
         return _event(last) + _event({"type": "message_stop"})
 
     def fail(self, error: MlxtpError) -> bytes:
         return _event(error_body(error, error_status(error)))
 
-    def idle(self) -> bytes:
-        return _event({"type": "ping"})
+    def idle(self, more: Json) -> bytes:
+        """A ping, which has no room for more. Clients take it before the message, too."""
+        return _PING
 
     def _said(self, text: str) -> bytes:
         if not text:
@@ -184,6 +188,8 @@ def _event(data: Json) -> bytes:
     text = json.dumps(data, separators=(",", ":"))
     return f"event: {data['type']}\ndata: {text}\n\n".encode()
 
+
+_PING = _event({"type": "ping"})
 
 # --- errors and models ------------------------------------------------------------------------------------
 

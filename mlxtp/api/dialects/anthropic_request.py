@@ -18,6 +18,7 @@ from ...errors import RequestError
 from ..adapter import Json
 from ..ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
 from ..schema import Schema, checked, in_range, not_supported, parsed, shown
+from .client_tools import log_left_out
 
 _BILLING = "x-anthropic-billing-header:"
 _MOST_TOKENS = 2**31 - 1
@@ -138,7 +139,6 @@ def parse_messages(body: bytes) -> Ask:
         )
     options = Options(
         max_tokens=request.max_tokens,
-        cut_to_fit=True,  # Claude Code asks for 32,000 tokens whatever the model
         stop=tuple(request.stop_sequences or ()),
         temperature=request.temperature,
         top_p=request.top_p,
@@ -157,16 +157,11 @@ def parse_count(body: bytes) -> Ask:
 
 def _ask(request: CountRequest) -> Ask:
     """All of it that becomes part of the prompt."""
-    if request.mcp_servers:
-        raise not_supported(
-            "mcp_servers is not supported: this server calls no other; leave it out", "mcp_servers"
-        )
     theirs = request.model is not None and request.model.startswith("claude-")
     thinking = request.thinking or Thinking(type="")
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ()))
     conversation = Conversation(
         turns=_turns(request),
-        tools=tools,
+        tools=_tools(request),
         tool_choice=_tool_choice(request),
         parallel=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=_thinking(request.thinking),
@@ -209,15 +204,31 @@ def _tool_choice(request: CountRequest) -> str:
     return choice.name
 
 
-def _tool(given: Json, where: str) -> Tool:
-    kind = given.get("type")
-    if kind not in (None, "custom"):
-        raise not_supported(
-            f"{where}: tools of type {shown(kind)} are not supported, only custom ones with an input_schema",
-            f"{where}.type",
-        )
-    tool = checked(CustomTool, given, where)
-    return Tool(tool.name, tool.description or "", tool.input_schema)
+def _tools(request: CountRequest) -> tuple[Tool, ...]:
+    """Return the tools that a model may call. Leave out those that only Anthropic's servers run.
+
+    Refuse them when alone or chosen. Claude Code searches the web by such a request and would take invented
+    text for results.
+    """
+    tools: list[Tool] = []
+    theirs = [("mcp_servers", "", "mcp_servers")] if request.mcp_servers else []
+    for i, given in enumerate(request.tools or ()):
+        kind, where = given.get("type"), f"tools[{i}]"
+        if kind in (None, "custom"):
+            tool = checked(CustomTool, given, where)
+            tools.append(Tool(tool.name, tool.description or "", tool.input_schema))
+        else:
+            theirs.append((str(kind), str(given.get("name")), f"{where}.type"))
+    chosen = request.tool_choice and request.tool_choice.name
+    for kind, name, where in theirs:
+        if not tools or name == chosen:
+            raise not_supported(
+                f"{where.removesuffix('.type')}: tools of type {shown(kind)} are not supported, only custom "
+                "ones with an input_schema",
+                where,
+            )
+        log_left_out("tools", kind)
+    return tuple(tools)
 
 
 def _format(request: CountRequest) -> Json | None:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from ...errors import MlxtpError
 from ..adapter import SSE, About, Json
-from ..errors import error_body
+from ..errors import error_body_of
 from ..events import Whole
 from ..generation import Generation
 from ..openapi import Operation
@@ -18,6 +18,7 @@ from . import unserved
 from .completions_answers import CompletionWriter, whole_body
 from .completions_request import CompletionRequest, parse
 from .completions_shapes import Completion
+from .openai_answers import TOO_LONG
 from .openai_shapes import OpenAIError
 
 PATH = "/v1/completions"
@@ -28,6 +29,7 @@ class Completions:
 
     prefixes: tuple[str, ...] = (PATH, *unserved.PREFIXES)
     names: Mapping[str, str] = {"messages": "prompt"}
+    too_long = TOO_LONG
     media_type = SSE
     operations = (
         Operation("POST", PATH, "Continue a prompt", CompletionRequest, Completion, OpenAIError, SSE),
@@ -50,4 +52,4 @@ class Completions:
         return CompletionWriter(about)
 
     def error(self, error: MlxtpError, status: int) -> Json:
-        return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
+        return error_body_of(error)

@@ -11,7 +11,7 @@ from ..backend import End
 from ..errors import error_body_of
 from ..events import Event, Finish, Said, Scored, Whole
 from ..streaming import COMMENT
-from .openai_answers import LEAST_LOGPROB, finishes, sse, usage
+from .openai_answers import LEAST_LOGPROB, finishes, first_open, sse, usage
 
 
 class Logprobs:
@@ -21,16 +21,17 @@ class Logprobs:
     """
 
     def __init__(self, about: About) -> None:
-        self._names = about.names
+        self._about = about
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
     def of(self, scores: Sequence[Scored]) -> Json:
         """Those of the next tokens."""
         tokens, own, top, offsets = [], [], [], []
+        names = self._about.names
         for token, score in scores:
-            name, bytes_ = self._names(token)
-            others = {self._names(other)[0]: _bounded(logprob) for other, logprob in reversed(score.top)}
+            name, bytes_ = names(token)
+            others = {names(other)[0]: _bounded(logprob) for other, logprob in reversed(score.top)}
             tokens.append(name)
             own.append(_bounded(score.logprob))
             top.append(others | {name: own[-1]})
@@ -81,9 +82,11 @@ class CompletionWriter:
         self._ends: dict[int, End] = {}
 
     def open(self) -> bytes:
+        return COMMENT
+
+    def begin(self) -> bytes:
         texts = [_echo(self._about, choice) for choice in range(self._about.choices)]
-        echoes = [self._chunk(choice, text) for choice, text in enumerate(texts) if text]
-        return COMMENT + b"".join(echoes)
+        return b"".join([self._chunk(choice, text) for choice, text in enumerate(texts) if text])
 
     def write(self, event: Event) -> bytes:
         match event:
@@ -106,9 +109,17 @@ class CompletionWriter:
     def fail(self, error: MlxtpError) -> bytes:
         return sse(error_body_of(error))
 
-    def idle(self) -> bytes:
-        return COMMENT
+    def idle(self, more: Json) -> bytes:
+        index = first_open(self._about, self._ends)
+        return self._chunk(index, "", more=more)
 
-    def _chunk(self, choice: int, text: str, scores: Json | None = None, reason: str | None = None) -> bytes:
-        chunk = self._head | {"choices": [_choice(choice, text, scores, reason)]}
+    def _chunk(
+        self,
+        choice: int,
+        text: str,
+        scores: Json | None = None,
+        reason: str | None = None,
+        more: Json | None = None,
+    ) -> bytes:
+        chunk = self._head | {"choices": [_choice(choice, text, scores, reason)]} | (more or {})
         return sse(chunk | {"usage": None} if self._include_usage else chunk)

@@ -7,7 +7,6 @@ cannot be done is refused with `not_supported`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 from ...errors import RequestError
@@ -85,8 +84,6 @@ def parse(body: bytes) -> Ask:
         logprobs=-1 if request.logprobs is None else request.logprobs,
         format_=request.response_format,
     )
-    if request.max_tokens is None:
-        options = replace(options, cut_to_fit=True)
     user = request.user if isinstance(request.user, str) else ""
     return Ask(request.model, prompts, options, bool(request.stream), user, request)
 

@@ -79,6 +79,10 @@ class Ollama:
     """Everything below `/api`."""
 
     prefixes: tuple[str, ...] = ("/api/",)
+    too_long = (
+        "the prompt is longer than the context length currently available to the model: it has {tokens} "
+        "tokens, and {most} fit; shorten the prompt, or use a model with a longer context length"
+    )
     media_type = NDJSON
     names: Mapping[str, str] = MappingProxyType(
         {

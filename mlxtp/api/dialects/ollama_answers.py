@@ -38,6 +38,9 @@ class LineWriter:
         """Nothing: clients take the first line for the first token."""
         return b""
 
+    def begin(self) -> bytes:
+        return b""
+
     def write(self, event: Event) -> bytes:
         match event:
             case Said(text=text, scores=scores):
@@ -64,9 +67,10 @@ class LineWriter:
     def fail(self, error: MlxtpError) -> bytes:
         return _encode({"error": error.detail})
 
-    def idle(self) -> bytes:
+    def idle(self, more: Json) -> bytes:
         """An empty piece of the answer: clients parse every line, so none can be blank."""
-        return self._line("")
+        line = _head(self._about) | _message(_asked(self._about), "") | {"done": False}
+        return _encode(line | more)
 
     def _end_call(self) -> bytes:
         """Nothing more comes of the call, if there is one."""

@@ -12,13 +12,13 @@ from starlette.routing import Route
 
 from ...errors import MlxtpError
 from ..adapter import SSE, About, Json, Writer
-from ..errors import error_body
+from ..errors import error_body_of
 from ..events import Whole
 from ..generation import Generation
 from ..openapi import Operation
 from . import anthropic_answers
 from . import openai_answers as answers
-from .openai_request import ChatRequest, parse_chat
+from .openai_request import Asked, ChatRequest, parse_chat
 from .openai_shapes import ChatCompletion, Health, Model, ModelList, OpenAIError
 
 MODELS = "/v1/models"
@@ -29,6 +29,7 @@ class OpenAIChat:
 
     prefixes: tuple[str, ...] = ("/v1/", "/")
     names: Mapping[str, str] = {}
+    too_long = answers.TOO_LONG
     media_type = SSE
     operations = (
         Operation("GET", "/health", "The state of the cluster", None, Health, Health),
@@ -61,13 +62,15 @@ class OpenAIChat:
         ]
 
     def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
-        return answers.completion_body(about, wholes)
+        asked: Asked = about.ask.dialect
+        return answers.completion_body(about, wholes, asked.custom)
 
     def writer(self, about: About) -> Writer:
-        return answers.ChunkWriter(about, include_usage=bool(about.ask.dialect))
+        asked: Asked = about.ask.dialect
+        return answers.ChunkWriter(about, asked.include_usage, asked.custom)
 
     def error(self, error: MlxtpError, status: int) -> Json:
-        return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
+        return error_body_of(error)
 
 
 def speaks_anthropic(headers: Headers) -> bool:

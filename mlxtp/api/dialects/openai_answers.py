@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from ...errors import MlxtpError
@@ -13,10 +13,15 @@ from ..errors import error_body_of
 from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from ..streaming import COMMENT
 from ..text.tokens import Name
+from .client_tools import TextReader, text_of
 
 Json = dict[str, Any]
 Names = Callable[[int], Name]
 
+TOO_LONG = (
+    "This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+    "tokens. Please reduce the length of the messages."
+)
 LEAST_LOGPROB = -9999.0
 """What OpenAI says of tokens that are next to impossible; JSON has no minus infinity."""
 
@@ -39,19 +44,24 @@ def usage(about: About, ends: Sequence[End]) -> Json:
     }
 
 
+def first_open(about: About, ends: Container[int]) -> int:
+    """Return the first choice that goes on."""
+    return next(choice for choice in range(about.choices) if choice not in ends)
+
+
 def finishes(wholes: Sequence[Whole]) -> list[Finish]:
     """How each choice ended."""
     return [whole.finish for whole in wholes if whole.finish is not None]
 
 
-def completion_body(about: About, wholes: Sequence[Whole]) -> Json:
-    """The whole answer to a request that does not stream."""
+def completion_body(about: About, wholes: Sequence[Whole], custom: Collection[str] = ()) -> Json:
+    """The whole answer to a request that does not stream. `custom` names the tools that take plain text."""
     ends = finishes(wholes)
     scored = about.ask.options.logprobs >= 0
     rows = [
         {
             "index": index,
-            "message": _message(whole),
+            "message": _message(whole, custom),
             "logprobs": logprobs(whole.scores, about.names) if scored else None,
             "finish_reason": end.reason,
         }
@@ -61,17 +71,22 @@ def completion_body(about: About, wholes: Sequence[Whole]) -> Json:
     return _head(about, "chat.completion") | {"choices": rows, "usage": counts}
 
 
-def _message(whole: Whole) -> Json:
+def _message(whole: Whole, custom: Collection[str]) -> Json:
     message: Json = {"role": "assistant", "content": whole.text, "refusal": None}
     if whole.reasoning:
         message["reasoning_content"] = whole.reasoning
     if whole.calls:
         message["content"] = whole.text or None
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in whole.calls
+            _tool_call(call.id, call.name, call.arguments, call.name in custom) for call in whole.calls
         ]
     return message
+
+
+def _tool_call(id_: str, name: str, arguments: str, custom: bool) -> Json:
+    if custom:
+        return {"id": id_, "type": "custom", "custom": {"name": name, "input": text_of(arguments)}}
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def logprobs(scores: Sequence[Scored], names: Names) -> Json:
@@ -92,8 +107,10 @@ def _logprob(token: int, logprob: float, names: Names) -> Json:
 class ChunkWriter:
     """The events of one stream, as bytes. What all chunks have in common is encoded once."""
 
-    def __init__(self, about: About, include_usage: bool) -> None:
+    def __init__(self, about: About, include_usage: bool, custom: Collection[str] = ()) -> None:
         self._about = about
+        self._custom = custom
+        self._texts: dict[tuple[int, int], TextReader] = {}  # of the custom calls, by choice and number
         self._head = _head(about, "chat.completion.chunk")
         self._before = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         self._after = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
@@ -105,8 +122,17 @@ class ChunkWriter:
     def open(self) -> bytes:
         return COMMENT
 
-    def idle(self) -> bytes:
-        return COMMENT
+    def idle(self, more: Json) -> bytes:
+        """An empty chunk of the first choice that goes on; its role where it is the first chunk."""
+        index = first_open(self._about, self._ends)
+        delta = {"role": "assistant", "content": ""} if index in self._silent else {}
+        self._silent.discard(index)
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        usage: Json = {"usage": None} if self._include_usage else {}
+        return sse(self._head | {"choices": [choice]} | usage | more)
+
+    def begin(self) -> bytes:
+        return b""
 
     def write(self, event: Event) -> bytes:
         return self._role(event.choice) + self._rest(event)
@@ -137,17 +163,28 @@ class ChunkWriter:
                 return self._chunk(index, b'{"content":%b}' % json.dumps(text).encode(), known)
             case Thought(text=text):
                 return self._chunk(index, b'{"reasoning_content":%b}' % json.dumps(text).encode())
-            case CallBegan(index=number, id=id_, name=name):
-                call = {"index": number, "id": id_, "type": "function"}
-                return self._call(index, call | {"function": {"name": name, "arguments": ""}})
-            case CallArguments(index=number, text=text):
-                return self._call(index, {"index": number, "function": {"arguments": text}})
+            case CallBegan() | CallArguments():
+                return self._call(event)
             case Finish(reason=reason, end=end):
                 self._ends[index] = end
                 return self._chunk(index, b"{}", reason=json.dumps(reason).encode())
 
-    def _call(self, index: int, call: Json) -> bytes:
-        return self._chunk(index, _encode({"tool_calls": [call]}))
+    def _call(self, event: CallBegan | CallArguments) -> bytes:
+        at = event.choice, event.index
+        call: Json = {"index": event.index}
+        if isinstance(event, CallBegan):
+            custom = event.name in self._custom
+            if custom:
+                self._texts[at] = TextReader()
+            call |= _tool_call(event.id, event.name, "", custom)
+        elif at in self._texts:
+            more = self._texts[at].push(event.text)
+            if not more:
+                return b""
+            call["custom"] = {"input": more}
+        else:
+            call["function"] = {"arguments": event.text}
+        return self._chunk(event.choice, _encode({"tool_calls": [call]}))
 
     def _chunk(self, index: int, delta: bytes, scores: bytes = b"null", reason: bytes = b"null") -> bytes:
         return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b' % (
@@ -166,6 +203,7 @@ def sse(data: Json) -> bytes:
 
 
 def model_body(model: ModelInfo | Stored) -> Json:
+    known: Json = {"supported_features": list(model.features)} if isinstance(model, ModelInfo) else {}
     return {
         "id": model.id,
         "object": "model",
@@ -173,7 +211,7 @@ def model_body(model: ModelInfo | Stored) -> Json:
         "owned_by": "mlxtp",
         "context_length": model.context,
         "max_model_len": model.context,
-    }
+    } | known
 
 
 def models_body(models: Sequence[ModelInfo | Stored]) -> Json:

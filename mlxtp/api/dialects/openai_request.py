@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from ...errors import RequestError
 from ..adapter import Json
-from ..ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Role, Tool, Turn
+from ..ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Role, Turn
 from ..generation import MAX_CHOICES
 from ..schema import Schema, in_range, not_supported, parsed, shown
+from .client_tools import ClientTool, log_left_out, text_arguments, text_parameters
 from .tuning import MOST_TOKENS, Tuning
 
 
@@ -27,10 +29,16 @@ class Function(Schema):
     arguments: str | Json | None = None
 
 
+class CustomCall(Schema):
+    name: Annotated[str, Field(min_length=1)]
+    input: str
+
+
 class ToolCall(Schema):
     id: str | None = None
     type: str | None = None
-    function: Function
+    function: Function | None = None
+    custom: CustomCall | None = None
 
 
 class Message(Schema):
@@ -50,9 +58,18 @@ class ToolFunction(Schema):
     parameters: Json | None = None
 
 
+class CustomTool(Schema):
+    """A tool that takes plain text."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    format: Json | None = None
+
+
 class OfferedTool(Schema):
     type: str
     function: ToolFunction | None = None
+    custom: CustomTool | None = None
 
 
 class StreamOptions(Schema):
@@ -96,6 +113,14 @@ class ChatRequest(Tuning):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Options of the answer. `custom`: names of the tools that take plain text."""
+
+    include_usage: bool
+    custom: frozenset[str]
+
+
 # --- from a body to an Ask ----------------------------------------------------------------------------------
 
 
@@ -113,10 +138,11 @@ def parse_chat(body: bytes) -> Ask:
             f"top_logprobs {request.top_logprobs} needs logprobs true beside it", param="top_logprobs"
         )
     _check_supported(request)
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ()))
+    tools = _tools(request.tools or ())
+    asked = Asked(request.include_usage, frozenset(tool.name for tool in tools if tool.kind == "custom"))
     conversation = Conversation(
         turns(request.messages),
-        tools,
+        tuple(tool.function(tool.name) for tool in tools),
         tool_choice(request.tool_choice),
         request.parallel_tool_calls is not False,
         None if request.reasoning_effort is None else request.reasoning_effort != "none",
@@ -129,7 +155,7 @@ def parse_chat(body: bytes) -> Ask:
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
         format_=request.response_format,
     )
-    return Ask(request.model, conversation, options, bool(request.stream), user, request.include_usage)
+    return Ask(request.model, conversation, options, bool(request.stream), user, asked)
 
 
 def turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
@@ -176,7 +202,10 @@ def tool_choice(given: str | Mapping[str, Any] | None) -> str:
             return AUTO
         case "auto" | "none" | "required":
             return {"auto": AUTO, "none": NONE, "required": REQUIRED}[given]
-        case {"type": "function", "function": {"name": str(name)}} if name not in ("", AUTO, NONE, REQUIRED):
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "type": "custom",
+            "custom": {"name": str(name)},
+        } if name not in ("", AUTO, NONE, REQUIRED):
             return name
         case {"type": "allowed_tools"}:
             raise not_supported(
@@ -234,23 +263,36 @@ def _role(role: str, where: str) -> Role:
 
 
 def _call(call: ToolCall, where: str) -> Call:
-    if call.type not in (None, "function"):
+    if call.type == "custom" and call.custom is not None:
+        return Call(call.id or "", call.custom.name, text_arguments(call.custom.input))
+    if call.type not in (None, "function", "custom"):
         raise not_supported(
-            f"{where}.type {shown(call.type)} is not supported, only function", f"{where}.type"
+            f"{where}.type {shown(call.type)} is not supported, only function and custom", f"{where}.type"
         )
+    if call.function is None:
+        field = f"{where}.{call.type or 'function'}"
+        raise RequestError(f"{field} is missing", param=field)
     arguments = call.function.arguments
     text = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
     return Call(call.id or "", call.function.name, text or "{}")
 
 
-def _tool(tool: OfferedTool, where: str) -> Tool:
-    if tool.type != "function":
-        raise not_supported(
-            f"{where}.type {shown(tool.type)} is not supported, only function", f"{where}.type"
-        )
-    if tool.function is None:
-        raise RequestError(f"{where}.function is missing", param=f"{where}.function")
-    return Tool(tool.function.name, tool.function.description or "", tool.function.parameters)
+def _tools(given: Sequence[OfferedTool]) -> list[ClientTool]:
+    """Return the tools that a model may call; the provider's own are left out."""
+    tools: list[ClientTool] = []
+    for i, tool in enumerate(given):
+        match tool:
+            case OfferedTool(type="function", function=ToolFunction() as function):
+                tools.append(ClientTool(function.name, function.description or "", function.parameters))
+            case OfferedTool(type="custom", custom=CustomTool() as custom):
+                parameters = text_parameters(custom.format)
+                tools.append(ClientTool(custom.name, custom.description or "", parameters, "custom"))
+            case OfferedTool(type="function" | "custom" as kind):
+                where = f"tools[{i}].{kind}"
+                raise RequestError(f"{where} is missing", param=where)
+            case _:
+                log_left_out("tools", tool.type)
+    return tools
 
 
 def _content(message: Message, where: str) -> str:

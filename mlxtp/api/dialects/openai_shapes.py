@@ -18,10 +18,13 @@ class Shape(BaseModel):
 
 
 class OpenAIErrorDetail(Shape):
+    """`state`, such as "loading", is set while no model is ready."""
+
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str
+    state: str = ""
 
 
 class OpenAIError(Shape):
@@ -37,6 +40,17 @@ class MessageToolCall(Shape):
     id: str
     type: Literal["function"]
     function: FunctionCall
+
+
+class CustomCall(Shape):
+    name: str
+    input: str
+
+
+class CustomToolCall(Shape):
+    id: str
+    type: Literal["custom"]
+    custom: CustomCall
 
 
 class CandidateLogprob(Shape):
@@ -61,7 +75,7 @@ class AnswerMessage(Shape):
     content: str | None
     refusal: None
     reasoning_content: str = ""
-    tool_calls: list[MessageToolCall] = []
+    tool_calls: list[MessageToolCall | CustomToolCall] = []
 
 
 class AnswerChoice(Shape):
@@ -113,13 +127,29 @@ class DeltaToolCall(Shape):
     type: Literal["function"] = "function"
 
 
+class DeltaCustom(Shape):
+    """`name` in the first one of a call."""
+
+    input: str
+    name: str = ""
+
+
+class DeltaCustomCall(Shape):
+    """`id` and `type` in the first one of a call."""
+
+    index: int
+    custom: DeltaCustom
+    id: str = ""
+    type: Literal["custom"] = "custom"
+
+
 class Delta(Shape):
     """One of the fields; `role` with empty `content` in the first one of a choice, none in the last."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str = ""
-    tool_calls: list[DeltaToolCall] = []
+    tool_calls: list[DeltaToolCall | DeltaCustomCall] = []
 
 
 class ChunkChoice(Shape):
@@ -141,12 +171,15 @@ class ChatCompletionChunk(Shape):
 
 
 class Model(Shape):
+    """`supported_features`, of "tools" and "reasoning", is set for the loaded model."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: Literal["mlxtp"]
     context_length: int
     max_model_len: int
+    supported_features: list[Literal["tools", "reasoning"]] = []
 
 
 class ModelList(Shape):

@@ -19,12 +19,12 @@ from starlette.routing import Route
 from ...errors import MlxtpError, RequestError
 from ..adapter import SSE, About, Json
 from ..ask import Ask
-from ..errors import error_body
+from ..errors import error_body_of
 from ..events import Whole
 from ..generation import Generation
 from ..openapi import Operation
 from ..schema import not_supported, shown
-from .openai_answers import finishes
+from .openai_answers import TOO_LONG, finishes
 from .openai_shapes import OpenAIError
 from .responses_answers import ResponseWriter, response_body
 from .responses_output import (
@@ -48,6 +48,7 @@ class Responses:
         "max_tokens": "max_output_tokens",
         "response_format": "text.format",
     }
+    too_long = TOO_LONG
     media_type = SSE
     operations = (
         Operation("POST", PATH, "Answer a conversation", ResponseRequest, ResponseBody, OpenAIError, SSE),
@@ -120,7 +121,7 @@ class Responses:
         return ResponseWriter(about, lambda response: self._keep(about, response), self._clock)
 
     def error(self, error: MlxtpError, status: int) -> Json:
-        return error_body(error.detail, error.code.value, status, getattr(error, "param", None))
+        return error_body_of(error)
 
     def _parse(self, body: bytes) -> Ask:
         return parse(body, self._store)

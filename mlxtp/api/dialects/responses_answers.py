@@ -8,8 +8,8 @@ from ...errors import MlxtpError
 from ..adapter import About, Json
 from ..errors import error_status
 from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought
-from ..streaming import COMMENT
 from .openai_answers import sse
+from .responses_items import CALLS
 from .responses_output import (
     Item,
     Message,
@@ -20,8 +20,9 @@ from .responses_output import (
     scores_of_first,
     speaks,
     status_of,
+    tool_call,
 )
-from .responses_request import FunctionTool, Wanted
+from .responses_request import Wanted
 
 
 class ResponseWriter:
@@ -43,6 +44,9 @@ class ResponseWriter:
         kinds = ("response.created", "response.in_progress")
         return b"".join([self._sent({"type": kind, "response": response}) for kind in kinds])
 
+    def begin(self) -> bytes:
+        return b""
+
     def write(self, event: Event) -> bytes:
         match event:
             case Thought(text=text):
@@ -50,10 +54,10 @@ class ResponseWriter:
             case Said(text=text, scores=scores):
                 return self._say(text, scores)
             case CallBegan(id=id_, name=name):
-                return self._begin(ToolCall(self._place(), id_, name))
+                return self._begin(tool_call(self._about, self._place(), id_, name))
             case CallArguments(text=text):
                 assert isinstance(self._item, ToolCall)
-                return self._sent(self._item.more(text))
+                return b"".join(map(self._sent, self._item.more(text)))
             case Finish():
                 return self._finished(event)
 
@@ -71,8 +75,9 @@ class ResponseWriter:
         response = response_body(self._about, "failed", self._output, error=error)
         return before + self._sent({"type": "response.failed", "response": response})
 
-    def idle(self) -> bytes:
-        return COMMENT
+    def idle(self, more: Json) -> bytes:
+        response = response_body(self._about, "in_progress", self._output)
+        return self._numbered({"type": "response.in_progress", "response": response} | more)
 
     def _think(self, text: str) -> bytes:
         before = b""
@@ -104,7 +109,7 @@ class ResponseWriter:
         self._finish = finish
         kinds = {item["type"] for item in self._output} | ({self._item.kind} if self._item else set())
         before = b""
-        if "message" not in kinds and speaks(finish, "reasoning" in kinds, "function_call" in kinds):
+        if "message" not in kinds and speaks(finish, "reasoning" in kinds, not kinds.isdisjoint(CALLS)):
             before = self._begin(Message(self._place()))
         elif self._late:
             before = self._more("", ())
@@ -133,9 +138,10 @@ class ResponseWriter:
 
     def _sent(self, event: Json) -> bytes:
         """With its number and, for one of an item, the item's place."""
+        return self._numbered(event if self._item is None else event | {"output_index": len(self._output)})
+
+    def _numbered(self, event: Json) -> bytes:
         numbered = event | {"sequence_number": self._number}
-        if self._item is not None:
-            numbered["output_index"] = len(self._output)
         self._number += 1
         return b"event: %b\n%b" % (event["type"].encode(), sse(numbered))
 
@@ -183,10 +189,10 @@ def response_body(
         "temperature": request.temperature,
         "text": {
             "format": wanted.format,
-            "verbosity": "medium",
+            "verbosity": (request.text and request.text.verbosity) or "medium",
         },
         "tool_choice": wanted.tool_choice,
-        "tools": [_tool(tool) for tool in wanted.tools],
+        "tools": wanted.repeated_tools,
         "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
         "truncation": request.truncation or "disabled",
@@ -212,16 +218,6 @@ def _error(error: MlxtpError) -> Json:
     """`code` is one of the few that this dialect knows, `type` ours."""
     code = "rate_limit_exceeded" if error_status(error) == 429 else "server_error"
     return {"code": code, "message": error.detail, "type": error.code.value, "param": None}
-
-
-def _tool(tool: FunctionTool) -> Json:
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
 
 
 def _text(value: object) -> str | None:

@@ -1,23 +1,33 @@
-"""The items of `/v1/responses`: what a conversation is made of there, and the turns that it means. Pure.
+"""Items of `/v1/responses`, the parts of a conversation. Pure.
 
 An item is checked once, when it comes, and has its published shape and an id from then on.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_core import from_json
 
 from ...errors import RequestError
-from ..ask import Call, Turn
+from ..ask import Call
 from ..extent import check_extent
-from ..schema import Schema, checked, not_supported, shown, wrong
+from ..schema import Schema, check_finite, checked, not_supported, shown, wrong
+from .client_tools import log_left_out
 
 Json = dict[str, Any]
 
-_ROLES: dict[str, Literal["user", "system"]] = {"user": "user", "system": "system", "developer": "system"}
+ROLES: dict[str, Literal["user", "system"]] = {"user": "user", "system": "system", "developer": "system"}
+CALLS = ("function_call", "custom_tool_call", "tool_search_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
+#: Endings of the kinds of items that only OpenAI's own servers make.
+_FOREIGN = (
+    "_call", "_call_output", "compaction", "compaction_trigger", "mcp_list_tools", "mcp_approval_request",
+    "mcp_approval_response", "program", "program_output", "agent_message", "ghost_snapshot",
+)  # fmt: skip
 
 
 class _Message(Schema):
@@ -30,13 +40,41 @@ class _FunctionCall(Schema):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: str | None = None
 
 
-class _FunctionCallOutput(Schema):
+class _CustomCall(Schema):
+    call_id: str
+    name: Annotated[str, Field(min_length=1)]
+    input: str
+    namespace: str | None = None
+    id: str | None = None
+    status: str | None = None
+
+
+class _SearchCall(Schema):
+    call_id: str
+    arguments: Json
+    id: str | None = None
+    status: str | None = None
+
+
+class _CallOutput(Schema):
     call_id: str
     output: Any
+    id: str | None = None
+
+
+class _SearchOutput(Schema):
+    call_id: str
+    tools: list[Json]
+    id: str | None = None
+
+
+class _MoreTools(Schema):
+    tools: list[Json]
     id: str | None = None
 
 
@@ -60,37 +98,53 @@ def items_of(given: str | list[Any], find: Callable[[str, str], Json]) -> list[J
     """
     if isinstance(given, str):
         return [_input_message("user", [_input_text(given)], None)]
-    return [_item(item, f"input[{i}]", find) for i, item in enumerate(given)]
+    items: list[Json] = []
+    left_out: set[str] = set()  # calls, by their ids
+    for i, each in enumerate(given):
+        where = f"input[{i}]"
+        if not isinstance(each, dict):
+            raise wrong(where, "an item, an object", each)
+        kind, call_id = each.get("type"), each.get("call_id")
+        if _foreign(each):
+            log_left_out("items", str(kind))
+            left_out.add(str(call_id))
+        elif kind not in OUTPUTS or call_id is None or str(call_id) not in left_out:
+            items.append(_item(each, where, find))
+    return items
 
 
-def _item(item: Any, where: str, find: Callable[[str, str], Json]) -> Json:
-    if not isinstance(item, dict):
-        raise wrong(where, "an item, an object", item)
+def _foreign(item: Json) -> bool:
+    """Return True for an item that only its provider can read or run."""
+    match item.get("type"):
+        case "tool_search_call" | "tool_search_output":
+            return item.get("execution") == "server" or item.get("call_id") is None
+        case str(kind):
+            return kind not in _READ and kind.endswith(_FOREIGN)
+        case _:
+            return False
+
+
+def _item(item: Json, where: str, find: Callable[[str, str], Json]) -> Json:
     kind = item.get("type")
     if kind is None:  # the two whose type may be left out
         kind = "message" if "role" in item else "item_reference"
     match kind:
-        case "message":
-            return _message(checked(_Message, item, where), where)
-        case "function_call":
-            return _call(checked(_FunctionCall, item, where), where)
-        case "function_call_output":
-            return _call_output(checked(_FunctionCallOutput, item, where), where)
-        case "reasoning":
-            return _reasoning(checked(_Reasoning, item, where), where)
         case "item_reference":
             return find(checked(_Reference, item, where).id, f"{where}.id")
+        case str() if kind in _READ:
+            return _READ[kind](item, where)
         case str():
             raise not_supported(
-                f"{where}: items of type {shown(kind)} are not supported, only message, function_call, "
-                "function_call_output, reasoning and item_reference",
+                f"{where}: items of type {shown(kind)} are not supported, only {', '.join(_READ)} "
+                "and item_reference",
                 f"{where}.type",
             )
         case _:
             raise wrong(f"{where}.type", "a string", kind)
 
 
-def _message(message: _Message, where: str) -> Json:
+def _message(item: Json, where: str) -> Json:
+    message = checked(_Message, item, where)
     texts = _texts(message.content, f"{where}.content")
     if message.role == "assistant":
         return {
@@ -100,9 +154,9 @@ def _message(message: _Message, where: str) -> Json:
             "status": "completed",
             "content": [output_text(text) for text in texts],
         }
-    if message.role not in _ROLES:
+    if message.role not in ROLES:
         raise RequestError(
-            f"{where}.role: {shown(message.role)} is none of {', '.join(_ROLES)}, assistant",
+            f"{where}.role: {shown(message.role)} is none of {', '.join(ROLES)}, assistant",
             param=f"{where}.role",
         )
     return _input_message(message.role, [_input_text(text) for text in texts], message.id)
@@ -127,35 +181,91 @@ def output_text(text: str, logprobs: Sequence[Json] = ()) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def _call(call: _FunctionCall, where: str) -> Json:
+def _call(item: Json, where: str) -> Json:
+    call = checked(_FunctionCall, item, where)
     if not call.name:
         raise wrong(f"{where}.name", "the name of a function", call.name)
     arguments = call.arguments.strip() or "{}"
     check_extent(arguments, where=f"{where}.arguments", param=f"{where}.arguments")
-    if call.status != "incomplete" and not _is_object(arguments):
+    if call.status != "incomplete" and object_in(arguments) is None:
         raise wrong(f"{where}.arguments", "the JSON text of an object", call.arguments)
-    status = "incomplete" if call.status == "incomplete" else "completed"
-    return function_call(call.id or new_id("fc"), Call(call.call_id, call.name, arguments), status)
+    called = Call(call.call_id, call.name, arguments)
+    return call_item("function_call", call.id or new_id("fc"), called, _status(call.status), call.namespace)
 
 
-def function_call(id_: str, call: Call, status: str) -> Json:
-    """A call of a function, as an item."""
-    return {
-        "type": "function_call",
+def _custom_call(item: Json, where: str) -> Json:
+    custom = checked(_CustomCall, item, where)
+    call = Call(custom.call_id, custom.name, custom.input)
+    id_ = custom.id or new_id("ctc")
+    return call_item("custom_tool_call", id_, call, _status(custom.status), custom.namespace)
+
+
+def _search_call(item: Json, where: str) -> Json:
+    search = checked(_SearchCall, item, where)
+    check_finite(search.arguments, f"{where}.arguments")
+    id_ = search.id or new_id("tsc")
+    return search_call(id_, search.call_id, search.arguments, _status(search.status))
+
+
+def _status(given: str | None) -> str:
+    return "incomplete" if given == "incomplete" else "completed"
+
+
+def call_item(kind: str, id_: str, call: Call, status: str, namespace: str | None = None) -> Json:
+    """A call as an item. The arguments of a custom tool's call are its text."""
+    item = {
+        "type": kind,
         "id": id_,
         "call_id": call.id,
         "name": call.name,
-        "arguments": call.arguments,
+        "input" if kind == "custom_tool_call" else "arguments": call.arguments,
+        "status": status,
+    }
+    return item if namespace is None else item | {"namespace": namespace}
+
+
+def search_call(id_: str, call_id: str, arguments: Json, status: str) -> Json:
+    """A call of the client's search for more tools, as an item."""
+    return {
+        "type": "tool_search_call",
+        "id": id_,
+        "call_id": call_id,
+        "execution": "client",
+        "arguments": arguments,
         "status": status,
     }
 
 
-def _call_output(output: _FunctionCallOutput, where: str) -> Json:
+def _search_output(item: Json, where: str) -> Json:
+    output = checked(_SearchOutput, item, where)
+    check_finite(output.tools, f"{where}.tools")
+    return {
+        "type": "tool_search_output",
+        "id": output.id or new_id("tso"),
+        "call_id": output.call_id,
+        "execution": "client",
+        "tools": output.tools,
+        "status": "completed",
+    }
+
+
+def _more_tools(item: Json, where: str) -> Json:
+    more = checked(_MoreTools, item, where)
+    check_finite(more.tools, f"{where}.tools")
+    id_ = more.id or new_id("at")
+    return {"type": "additional_tools", "id": id_, "role": "developer", "tools": more.tools}
+
+
+def _call_output(item: Json, where: str) -> Json:
+    """Name images that a tool returned: a refusal would end the conversation."""
+    output = checked(_CallOutput, item, where)
     given: Any = output.output
+    if isinstance(given, list):
+        given = [_NO_IMAGE if _is_image(part) else part for part in given]
     if not isinstance(given, str):
         given = [_input_text(text) for text in _texts(given, f"{where}.output")]
     return {
-        "type": "function_call_output",
+        "type": item["type"],
         "id": output.id or new_id("fco"),
         "call_id": output.call_id,
         "output": given,
@@ -163,8 +273,16 @@ def _call_output(output: _FunctionCallOutput, where: str) -> Json:
     }
 
 
-def _reasoning(reasoning: _Reasoning, where: str) -> Json:
+_NO_IMAGE = {"type": "input_text", "text": "[an image, left out: this model reads only text]"}
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _reasoning(item: Json, where: str) -> Json:
     """What only its maker can read (`encrypted_content`) is left out."""
+    reasoning = checked(_Reasoning, item, where)
     content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(reasoning.content or ())]
     summary = [_part(part, f"{where}.summary[{i}]") for i, part in enumerate(reasoning.summary or ())]
     return {
@@ -201,11 +319,13 @@ def _part(part: object, where: str) -> str:
             raise wrong(where, '{"type": "input_text", "text": "..."}', part)
 
 
-def _is_object(text: str) -> bool:
+def object_in(text: str) -> Json | None:
+    """Return the object that `text` is in JSON, or None."""
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
+        found = from_json(text.encode(errors="replace"), allow_inf_nan=False)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def new_id(prefix: str) -> str:
@@ -213,117 +333,14 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-# --- what it means ----------------------------------------------------------------------------------------
-
-
-def turns_of(instructions: str | None, items: Sequence[Json], known: int) -> tuple[Turn, ...]:
-    """The conversation. The first `known` items are those of earlier answers.
-
-    What the assistant thinks, says and calls in a row is one turn; system messages in a row are one, too,
-    because many templates take no more. A call that was cut off was never made. Raises RequestError for a
-    result whose call is not there.
-    """
-    reader = _Reader(instructions)
-    for i, item in enumerate(items):
-        reader.read(item, f"input[{i - known}]")
-    reader.close()
-    if not reader.turns:
-        raise RequestError("input is empty, and there are no instructions", param="input")
-    return tuple(reader.turns)
-
-
-def worth_keeping(items: Sequence[Json]) -> list[Json]:
-    """Without what no turn is made of: calls that were cut off, and thoughts that lead nowhere."""
-    found: list[Json] = []
-    thoughts: list[Json] = []
-    for item in items:
-        if item["type"] == "reasoning":
-            thoughts.append(item)
-        elif item.get("status") != "incomplete" or item["type"] != "function_call":
-            if item["type"] == "function_call" or item.get("role") == "assistant":
-                found += thoughts
-            thoughts = []
-            found.append(item)
-    return found
-
-
-def pieces(item: Json) -> int:
-    """It and its parts."""
-    return 1 + sum(len(value) for value in item.values() if isinstance(value, list))
-
-
-class _Reader:
-    """Reads items one after the other."""
-
-    def __init__(self, instructions: str | None) -> None:
-        self.turns: list[Turn] = []
-        self._system = [instructions] if instructions else []
-        self._names: dict[str, str] = {}
-        """What was called, by the id of the call."""
-        self._begin()
-
-    def read(self, item: Json, where: str) -> None:
-        match item["type"]:
-            case "function_call":
-                self._read_call(item)
-            case "function_call_output":
-                self.close()
-                self._read_output(item, where)
-            case "reasoning":
-                self._assistant(anew=True)
-                self._thoughts.append(_text(item["content"] or item["summary"]))
-            case _ if item["role"] == "assistant":
-                self._assistant(anew=True)
-                self._said, self._text = True, _text(item["content"])
-            case _:
-                self._read_message(_ROLES[item["role"]], _text(item["content"]))
-
-    def close(self) -> None:
-        """The end of what is one turn. Thoughts alone lead nowhere."""
-        if self._system:
-            self.turns.append(Turn("system", "\n\n".join(self._system)))
-            self._system = []
-        if self._said or self._calls:
-            reasoning = "\n".join(self._thoughts)
-            self.turns.append(Turn("assistant", self._text, reasoning, tuple(self._calls)))
-        self._begin()
-
-    def _begin(self) -> None:
-        self._said = False
-        self._text = ""
-        self._thoughts: list[str] = []
-        self._calls: list[Call] = []
-
-    def _assistant(self, *, anew: bool) -> None:
-        """What comes is the assistant's, and `anew` not part of what it has said or called already."""
-        if self._system or (anew and (self._said or self._calls)):
-            self.close()
-
-    def _read_call(self, item: Json) -> None:
-        if item["status"] == "completed":
-            self._assistant(anew=False)
-            self._names[item["call_id"]] = item["name"]
-            self._calls.append(Call(item["call_id"], item["name"], item["arguments"]))
-
-    def _read_output(self, item: Json, where: str) -> None:
-        call_id, output = item["call_id"], item["output"]
-        if call_id not in self._names:
-            raise RequestError(
-                f"{where}.call_id: no function_call before this output has the call_id {shown(call_id)}",
-                param=f"{where}.call_id",
-            )
-        text = output if isinstance(output, str) else _text(output)
-        self.turns.append(Turn("tool", text, call_id=call_id, name=self._names[call_id]))
-
-    def _read_message(self, role: Literal["user", "system"], text: str) -> None:
-        if role == "user":
-            self.close()
-            self.turns.append(Turn("user", text))
-        else:
-            if self._said or self._calls:
-                self.close()
-            self._system.append(text)
-
-
-def _text(parts: Sequence[Json]) -> str:
-    return "\n".join(part["text"] for part in parts)
+_READ: Mapping[str, Callable[[Json, str], Json]] = {
+    "message": _message,
+    "function_call": _call,
+    "function_call_output": _call_output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _call_output,
+    "tool_search_call": _search_call,
+    "tool_search_output": _search_output,
+    "additional_tools": _more_tools,
+    "reasoning": _reasoning,
+}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..adapter import About
 from ..ask import Call
 from ..events import Finish, Scored, Whole
 from . import openai_answers as answers
-from .responses_items import function_call, output_text
+from .client_tools import ClientTool, TextReader, called
+from .responses_items import call_item, object_in, output_text, search_call
+from .responses_request import Wanted
 
 Json = dict[str, Any]
 
@@ -104,34 +106,52 @@ class Reasoning:
         return {"type": kind, "item_id": self.id, "content_index": 0} | fields
 
 
+_FORMS: Mapping[str, tuple[str, str, str, str]] = {  # item, prefix of its id, its events, their field
+    "function": ("function_call", "fc", "response.function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call", "ctc", "response.custom_tool_call_input", "input"),
+    "tool_search": ("tool_search_call", "tsc", "", "arguments"),
+}
+
+
 class ToolCall:
-    """What the model calls."""
+    """A call. Custom tools get its text, others its arguments; searches have no events of their own."""
 
-    kind = "function_call"
-
-    def __init__(self, place: str, call_id: str, name: str) -> None:
-        self.id = f"fc_{place}"
+    def __init__(self, place: str, call_id: str, tool: ClientTool) -> None:
+        self.kind, prefix, self._events, self._field = _FORMS[tool.kind]
+        self.id = f"{prefix}_{place}"
         self._call_id = call_id
-        self._name = name
-        self._arguments: list[str] = []
+        self._tool = tool
+        self._reader = TextReader() if tool.kind == "custom" else None
+        self._text: list[str] = []
 
-    def more(self, text: str) -> Json:
-        self._arguments.append(text)
-        return self._event("response.function_call_arguments.delta", delta=text)
+    def more(self, arguments: str) -> list[Json]:
+        text = arguments if self._reader is None else self._reader.push(arguments)
+        self._text.append(text)
+        return self._event("delta", delta=text) if text else []
 
     def opened(self) -> list[Json]:
         return []
 
     def closed(self) -> list[Json]:
-        arguments = "".join(self._arguments)
-        kind = "response.function_call_arguments.done"
-        return [self._event(kind, name=self._name, arguments=arguments)]
+        name = {"name": self._tool.name} if self.kind == "function_call" else {}
+        return self._event("done", **name, **{self._field: "".join(self._text)})
 
     def json(self, status: str) -> Json:
-        return function_call(self.id, Call(self._call_id, self._name, "".join(self._arguments)), status)
+        text = "".join(self._text)
+        if self.kind == "tool_search_call":
+            return search_call(self.id, self._call_id, object_in(text) or {}, status)
+        call = Call(self._call_id, self._tool.name, text)
+        return call_item(self.kind, self.id, call, status, self._tool.namespace)
 
-    def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": kind, "item_id": self.id} | fields
+    def _event(self, step: str, **fields: Any) -> list[Json]:
+        return [{"type": f"{self._events}.{step}", "item_id": self.id} | fields] if self._events else []
+
+
+def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCall:
+    """Return the item of a call. `name` is the model's; the item has the client's."""
+    wanted: Wanted = about.ask.dialect
+    tool = called(name, wanted.tools)
+    return ToolCall(place, call_id, tool)
 
 
 def _reasoning_text(text: str) -> Json:
@@ -167,7 +187,7 @@ def items_of_whole(about: About, whole: Whole, finish: Finish) -> list[Json]:
         message.more(whole.text, logprobs(about, _of_text(about, whole)))
         items.append(message)
     for call in whole.calls:
-        made = ToolCall(place(about, len(items)), call.id, call.name)
+        made = tool_call(about, place(about, len(items)), call.id, call.name)
         made.more(call.arguments)
         items.append(made)
     return [item.json("completed") for item in items[:-1]] + [items[-1].json(status_of(finish))]

@@ -1,25 +1,28 @@
 """The body of `POST /v1/responses`: what it may say, and what it asks for. Pure.
 
-Unknown fields are ignored. What is understood but cannot be done is refused with `not_supported`. Three
-wishes are taken for what they can mean here: any `reasoning.effort` but "none" lets the model think, and
-most models know no other degrees; with any `reasoning.summary` the thoughts themselves are shown;
-`truncation` "auto" cuts nothing off, because a conversation that does not fit is refused.
+Unknown fields are ignored. What is understood but cannot be done is refused with `not_supported`. Four
+fields mean less here than at OpenAI:
+
+- any `reasoning.effort` but "none" lets the model think
+- any `reasoning.summary` shows the thoughts
+- `truncation` "auto" cuts nothing: a conversation that does not fit is refused
+- `text.verbosity` changes nothing
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
 from ...errors import RequestError
-from ..ask import AUTO, NONE, REQUIRED, Ask, Conversation, Tool
-from ..schema import Schema, checked, in_range, not_supported, parsed, shown, wrong
-from .responses_items import items_of, pieces, turns_of, worth_keeping
+from ..ask import Ask, Conversation
+from ..schema import Schema, check_finite, in_range, not_supported, parsed, shown, wrong
+from .client_tools import unfold
+from .responses_items import items_of
 from .responses_store import ResponseStore, encoded
+from .responses_tools import Tools, read_tools, repeated_choice, tool_choice, tools_of_items
+from .responses_turns import pieces, turns_of, worth_keeping
 from .tuning import MOST_TOKENS, Tuning
 
 Json = dict[str, Any]
@@ -45,13 +48,6 @@ class Reasoning(Schema):
 class TextSettings(Schema):
     format: Json | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-
-
-class FunctionTool(Schema):
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
 
 
 class ResponseRequest(Tuning):
@@ -94,11 +90,13 @@ class Wanted:
     """A checked request, as its answer needs it, without what nobody understands.
 
     `input` is a JSON list, in which the items of earlier answers are, too; None where it is not to be kept.
+    `tools` by the model's names.
     """
 
     request: ResponseRequest
     input: bytes | None
-    tools: tuple[FunctionTool, ...]
+    tools: Tools
+    repeated_tools: Sequence[Json]
     tool_choice: Json | str
     format: Json
 
@@ -114,12 +112,12 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
     _check_count(len(before), len(request.input) if isinstance(request.input, list) else 1)
     items = [*before, *_items(request, store)]
     _check_count(sum(map(pieces, before)), sum(map(pieces, items[len(before) :])))
-    tools = tuple([_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())])
-    _check_names(tools)
-    offered, choice = _tool_choice(request.tool_choice, tools)
+    given_tools, repeated = read_tools(request.tools or (), "tools")
+    tools = unfold([*given_tools, *tools_of_items(items, len(before), given_tools)])
+    offered, choice = tool_choice(request.tool_choice, tools)
     conversation = Conversation(
-        turns_of(request.instructions, items, len(before)),
-        tuple([Tool(tool.name, tool.description or "", tool.parameters) for tool in offered]),
+        turns_of(request.instructions, items, len(before), tools),
+        tuple([tool.function(name) for name, tool in offered.items()]),
         choice,
         request.parallel_tool_calls is not False,
         _thinking(request.reasoning),
@@ -134,14 +132,14 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
         request,
         encoded(worth_keeping(items), store.most_bytes) if request.kept else None,
         tools,
-        _shown_choice(request.tool_choice),
+        repeated,
+        repeated_choice(request.tool_choice),
         format_ or {"type": "text"},
     )
     return Ask(request.model, conversation, options, bool(request.stream), _user(request), wanted)
 
 
 def _check_supported(request: ResponseRequest) -> None:
-    verbosity = request.text.verbosity if request.text is not None else None
     wants: tuple[tuple[str, bool, object, str], ...] = (
         ("background", bool(request.background), True, "leave it out, and stream the answer"),
         (
@@ -154,10 +152,6 @@ def _check_supported(request: ResponseRequest) -> None:
             "nothing is left out of a conversation here; leave it out",
         ),
         ("moderation", bool(request.moderation), request.moderation, "leave it out"),
-        (
-            "text.verbosity", verbosity in {"low", "high"}, verbosity,
-            "leave it out, and say in the instructions how long the answer should be",
-        ),
     )  # fmt: skip
     for name, wanted, value, advice in wants:
         if wanted:
@@ -178,16 +172,9 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
 
 def _check_finite(request: ResponseRequest) -> None:
     """What the answer repeats has to be JSON, which knows neither NaN nor Infinity."""
-    given = {
-        "tools": request.tools,
-        "tool_choice": request.tool_choice,
-        "text.format": request.text.format if request.text is not None else None,
-    }
-    for name, value in given.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except ValueError:
-            raise RequestError(f"{name}: NaN and Infinity are not valid in JSON", param=name) from None
+    check_finite(request.tools, "tools")
+    check_finite(request.tool_choice, "tool_choice")
+    check_finite(request.text.format if request.text is not None else None, "text.format")
 
 
 def _logprobs(request: ResponseRequest) -> int:
@@ -238,96 +225,6 @@ def _items(request: ResponseRequest, store: ResponseStore) -> list[Json]:
             raise RequestError("input is missing", param="input")
         case other:
             raise wrong("input", "a string or a list of items", other)
-
-
-def _tool(given: Json, where: str) -> FunctionTool:
-    kind = given.get("type")
-    if isinstance(kind, str) and kind != "function":
-        raise not_supported(
-            f"{where}: {shown(kind)} is not supported: no tools are run here, and only those of type "
-            '"function" are passed on to the model',
-            f"{where}.type",
-        )
-    if kind is None:
-        raise RequestError(f"{where}.type is missing", param=f"{where}.type")
-    if kind != "function":
-        raise wrong(f"{where}.type", '"function"', kind)
-    tool = checked(FunctionTool, given, where)
-    if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
-        where += ".parameters.type"
-        raise wrong(where, 'a schema of an "object"', tool.parameters["type"])
-    return tool
-
-
-def _check_names(tools: Sequence[FunctionTool]) -> None:
-    seen: set[str] = set()
-    for i, tool in enumerate(tools):
-        if tool.name in seen:
-            where = f"tools[{i}].name"
-            raise RequestError(f"{where}: there are two tools named {shown(tool.name)}", param=where)
-        seen.add(tool.name)
-
-
-def _tool_choice(given: object, tools: tuple[FunctionTool, ...]) -> tuple[tuple[FunctionTool, ...], str]:
-    """The tools that are offered, and the choice among them as `Conversation` has it."""
-    match given:
-        case None | "auto":
-            return tools, AUTO
-        case "none":
-            return tools, NONE
-        case "required":
-            return _some(tools, "tool_choice"), REQUIRED
-        case {"type": "function", "name": str(name)} if name not in (AUTO, NONE, REQUIRED):
-            _named(name, tools, "tool_choice.name")
-            return tools, name
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-            names = {_allowed(tool, tools, i).name for i, tool in enumerate(allowed)}
-            offered = tuple([tool for tool in tools if tool.name in names])
-            if mode == "auto":
-                return offered, AUTO
-            return _some(offered, "tool_choice.tools"), REQUIRED
-        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
-            raise not_supported(
-                f'tool_choice: {shown(kind)} is not supported, only "function" and "allowed_tools"',
-                "tool_choice",
-            )
-        case _:
-            expected = '"auto", "none", "required" or {"type": "function", "name": "..."}'
-            raise wrong("tool_choice", expected, given)
-
-
-def _allowed(given: object, tools: Sequence[FunctionTool], index: int) -> FunctionTool:
-    where = f"tool_choice.tools[{index}]"
-    match given:
-        case {"type": "function", "name": str(name)}:
-            return _named(name, tools, f"{where}.name")
-        case _:
-            raise wrong(where, '{"type": "function", "name": "..."}', given)
-
-
-def _named(name: str, tools: Sequence[FunctionTool], where: str) -> FunctionTool:
-    for tool in tools:
-        if tool.name == name:
-            return tool
-    raise RequestError(f"{where}: there is no tool named {shown(name)}", param=where)
-
-
-def _some(tools: tuple[FunctionTool, ...], where: str) -> tuple[FunctionTool, ...]:
-    if not tools:
-        raise RequestError(f"{where}: a call is required, but there are no tools to call", param=where)
-    return tools
-
-
-def _shown_choice(given: Any) -> Json | str:
-    """A choice that was checked, without what nobody understands."""
-    match given:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "name": name}
-        case {"type": "allowed_tools", "mode": mode, "tools": allowed}:
-            tools = [{"type": "function", "name": tool["name"]} for tool in allowed]
-            return {"type": "allowed_tools", "mode": mode, "tools": tools}
-        case _:
-            return str(given or AUTO)
 
 
 _OF_FORMATS: Mapping[str, Sequence[str]] = {

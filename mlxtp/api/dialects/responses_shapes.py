@@ -52,18 +52,59 @@ class InputMessage(Shape):
 
 
 class FunctionCallItem(Shape):
-    """`arguments`: the JSON text of an object, unless the status is "incomplete"."""
+    """`arguments`: the JSON text of an object, unless the status is "incomplete".
+
+    `namespace` is set for a function of a namespace.
+    """
 
     type: Literal["function_call"]
     id: str
     call_id: str
     name: str
+    namespace: str = ""
     arguments: str
     status: Status
 
 
-class FunctionCallOutput(Shape):
-    type: Literal["function_call_output"]
+class CustomCallItem(Shape):
+    """`namespace` is set for a tool of a namespace."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    call_id: str
+    name: str
+    namespace: str = ""
+    input: str
+    status: Status
+
+
+class SearchCallItem(Shape):
+    type: Literal["tool_search_call"]
+    id: str
+    call_id: str
+    execution: Literal["client"]
+    arguments: dict[str, Any]
+    status: Status
+
+
+class SearchOutput(Shape):
+    type: Literal["tool_search_output"]
+    id: str
+    call_id: str
+    execution: Literal["client"]
+    tools: list[dict[str, Any]]
+    status: Literal["completed"]
+
+
+class AdditionalTools(Shape):
+    type: Literal["additional_tools"]
+    id: str
+    role: Literal["developer"]
+    tools: list[dict[str, Any]]
+
+
+class CallOutput(Shape):
+    type: Literal["function_call_output", "custom_tool_call_output"]
     id: str
     call_id: str
     output: str | list[InputText]
@@ -90,15 +131,8 @@ class ReasoningItem(Shape):
     content: list[ReasoningText]
 
 
-OutputItem = Annotated[OutputMessage | FunctionCallItem | ReasoningItem, Field(discriminator="type")]
-
-
-class FunctionToolSaid(Shape):
-    type: Literal["function"]
-    name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool | None
+CallItem = FunctionCallItem | CustomCallItem | SearchCallItem
+OutputItem = Annotated[OutputMessage | CallItem | ReasoningItem, Field(discriminator="type")]
 
 
 class ReasoningSaid(Shape):
@@ -108,7 +142,7 @@ class ReasoningSaid(Shape):
 
 class TextSaid(Shape):
     format: dict[str, Any]
-    verbosity: Literal["medium"]
+    verbosity: Literal["low", "medium", "high"]
 
 
 class Incomplete(Shape):
@@ -167,7 +201,7 @@ class ResponseBody(Shape):
     temperature: float | None
     text: TextSaid
     tool_choice: str | dict[str, Any]
-    tools: list[FunctionToolSaid]
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float | None
     truncation: Literal["auto", "disabled"]
@@ -186,7 +220,9 @@ class InputItems(Shape):
     """One page. The ids are None where it is empty."""
 
     object: Literal["list"]
-    data: list[InputMessage | OutputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem]
+    data: list[
+        InputMessage | OutputMessage | CallItem | CallOutput | SearchOutput | AdditionalTools | ReasoningItem
+    ]
     first_id: str | None
     last_id: str | None
     has_more: bool

@@ -9,12 +9,14 @@ import os
 import re
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from ...errors import Code, ModelError, RequestError
 from ..ask import Conversation
+from .call_style import CallStyle, answer_prefix, call_style
 from .calls import JSON_CALLS, tool_format, tool_json
 from .conversation import plainer_messages, template_messages, template_options
 from .markup import call_format, thinking_markup
@@ -64,6 +66,7 @@ class Text:
         self._special = frozenset(self.specials)
         self._decoding = _byte_decoding(self._backend, self._special)
         self._names: dict[int, Name] = {}
+        self._styles: dict[tuple[int, ...], CallStyle | None] = {}
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.longest_token = max(map(len, vocabulary))
         """In characters: `n` tokens make at most `n` times as many."""
@@ -74,6 +77,12 @@ class Text:
         self.markup = thinking_markup(vocabulary)
         self.tool_calls = JSON_CALLS if own is None else tool_format(own)
         """How this model writes tool calls."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Abilities that requests may use: "tools" and "reasoning"."""
+        found = {"tools": self.knows_tools, "reasoning": self.markup.think is not None}
+        return tuple(name for name, there in found.items() if there)
 
     @classmethod
     def load(cls, path: Path) -> Text:
@@ -108,19 +117,59 @@ class Text:
 
     def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
         """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
+        return self._encoded(self.rendered(conversation), add_special_tokens=False)
+
+    def rendered(self, conversation: Conversation, prompting: bool = True) -> str:
+        """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
+
+        Raises RequestError as `prompt_ids` does.
+        """
         messages = template_messages(conversation, self.knows_tools)
         tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
         options = template_options(conversation)
         try:
-            prompt = self._rendered(messages, tools, options)
+            return self._rendered(messages, tools, options, prompting)
         except RequestError:
             for plainer in plainer_messages(conversation, self.knows_tools):
                 with contextlib.suppress(RequestError):
-                    prompt = self._rendered(plainer, tools, options)
-                    break
-            else:
-                raise
-        return self._encoded(prompt, add_special_tokens=False)
+                    return self._rendered(plainer, tools, options, prompting)
+            raise
+
+    def call_style(self, eos: tuple[int, ...]) -> CallStyle | None:
+        """Return how the template writes a call before one of the end tokens `eos`; None if it is unknown."""
+        if eos not in self._styles:
+            ends = [self._backend.id_to_token(token) for token in (*eos, *self.eos)]
+            if self.tool_calls.bare:  # nothing but JSON
+                ends += self.specials.values()
+            self._styles[eos] = call_style(self.rendered, self.tool_calls, ends)
+        return self._styles[eos]
+
+    @cached_property
+    def answer_prefix(self) -> str:
+        """Special tokens that the template writes before the text of an answer, with what is between them."""
+        try:
+            prefix = answer_prefix(self.rendered)
+        except RequestError:  # without a chat template
+            return ""
+        return prefix if any(special in prefix for special in self.specials.values()) else ""
+
+    @cached_property
+    def grammar_tokens(self) -> tuple[tuple[str, int], ...]:
+        """Tokens, with their ids, that the grammar library takes as one sign instead of letters.
+
+        Those are special tokens, and added ones in angle brackets.
+        """
+        added = {id_: token.content for id_, token in self._backend.get_added_tokens_decoder().items()}
+        in_brackets = {
+            id_: text for id_, text in added.items() if text.startswith("<") and text.endswith(">")
+        }
+        return tuple((text, id_) for id_, text in (self.specials | in_brackets).items())
+
+    @property
+    def call_tokens(self) -> tuple[int, ...]:
+        """Return the token that begins a call, if the model has one."""
+        token = self._backend.token_to_id(self.tool_calls.start)
+        return () if token is None else (int(token),)
 
     def continued_ids(self, text: str) -> tuple[int, ...]:
         """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
@@ -155,6 +204,7 @@ class Text:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
+        prompting: bool = True,
     ) -> str:
         from jinja2 import TemplateError
 
@@ -171,7 +221,7 @@ class Text:
                     [dict(message) for message in messages],
                     tools=list(tools) or None,
                     tokenize=False,
-                    add_generation_prompt=True,
+                    add_generation_prompt=prompting,
                     **options,
                 )
             )

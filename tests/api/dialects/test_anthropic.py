@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from mlxtp.api.dialects.anthropic_shapes import (
     ThinkingDelta,
     TokenCount,
 )
+from mlxtp.api.dialects.client_tools import log_left_out
 from mlxtp.api.server import bind, serve
 from mlxtp.api.tally import Tally
 from mlxtp.api.text.tokens import Text
@@ -53,6 +55,7 @@ from ..test_access import door
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ANSWER = " The 日本語 world 😀\n\u2028end"
 CONTEXT = 4000
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 WEATHER: dict[str, Any] = {
     "name": "weather",
     "description": "The weather of a city",
@@ -98,7 +101,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnthropicServe
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     backend = Thinker(Text.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE)))
     app = Accounting(
-        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.05, retry_after_s=7), Tally(monotonic)
+        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7), Tally(monotonic)
     )
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
@@ -379,7 +382,7 @@ def test_several_calls(server: AnthropicServer, get: Callable[..., Any]) -> None
 
 def test_a_call_that_has_to_come(server: AnthropicServer) -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
-        server.say('{"name": "weather", "arguments": {"city": "Bonn"}}')
+        server.say('<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>')
         [use] = create(server, tools=[WEATHER], tool_choice=choice).content
         assert (use.name, use.input) == ("weather", {"city": "Bonn"})
         assert server.backend.requests[-1].shaping.grammar_kind == "lark"
@@ -802,6 +805,10 @@ def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
         ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages[1].role"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "computer_toolset_20260801"}]}, "tools[0].type"),
+        (
+            {"tools": [WEATHER, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tools[1].type",
+        ),
         ({"mcp_servers": [{"type": "url", "url": "x", "name": "y"}]}, "mcp_servers"),
         ({"output_format": {"type": "xml"}}, "output_format.type"),
         ({"system": [{"type": "image"}]}, "system[0]"),
@@ -811,6 +818,19 @@ def test_a_mistake_names_its_field(fields: dict[str, Any], param: str) -> None:
 def test_what_is_understood_but_not_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     error = refusal(**fields)
     assert (error.code, error.param) == (Code.NOT_SUPPORTED, param)
+
+
+def test_hosted_tools_beside_others_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    log_left_out.cache_clear()
+    caplog.set_level(logging.INFO, "mlxtp")
+    editor = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
+    servers = [{"type": "url", "url": "x", "name": "y"}]
+    for _ in range(2):
+        asked = conversation(tools=[SEARCH, WEATHER, editor], mcp_servers=servers)
+        assert [tool.name for tool in asked.tools] == ["weather"]
+    assert [line.split('"')[1] for line in caplog.messages] == [
+        "mcp_servers", "web_search_20250305", "text_editor_20250728",
+    ]  # fmt: skip
 
 
 def test_a_count_takes_what_an_answer_does_not() -> None:

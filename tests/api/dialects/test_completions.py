@@ -85,11 +85,12 @@ def test_an_answer_has_16_tokens_unless_more_are_asked_for(server: Server) -> No
     assert [request.max_tokens for request in server.backend.requests] == [16, 20]
 
 
-def test_where_16_tokens_do_not_fit_nobody_asked_for_them(server: Server) -> None:
-    create(server, prompt=[3] * (CONTEXT - 5))
-    assert server.backend.request.max_tokens == 5
-    with pytest.raises(openai.BadRequestError, match=str(CONTEXT)):
-        create(server, prompt=[3] * (CONTEXT - 5), max_tokens=16)
+def test_a_budget_that_does_not_fit_is_cut_to_what_fits(server: Server) -> None:
+    for fields in ({}, {"max_tokens": 16}):
+        create(server, prompt=[3] * (CONTEXT - 5), **fields)
+        assert server.backend.requests[-1].max_tokens == 5
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {CONTEXT} tokens"):
+        create(server, prompt=[3] * (CONTEXT + 5))
 
 
 def test_settings_reach_the_backend(server: Server) -> None:
@@ -110,7 +111,7 @@ def test_settings_reach_the_backend(server: Server) -> None:
         -0.5,
         1.5,
     )
-    assert (shaping.bias_tokens, shaping.min_tokens, shaping.grammar_kind) == ((7,), 2, "json_object")
+    assert (shaping.bias_tokens, shaping.min_tokens, shaping.grammar_kind) == ((7,), 2, "json_schema")
     assert (request.logprobs, request.ignore_eos, request.deadline_s) == (3, True, 5)
     assert request.client.endswith(" me")
 
@@ -258,7 +259,6 @@ def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> 
         ({"logprobs": 6}, "logprobs", "from 0 to 5, got 6"),
         ({"logprobs": True}, "logprobs", "integer"),
         ({"max_tokens": 0}, "max_tokens", "from 1 to"),
-        ({"max_tokens": CONTEXT}, "max_tokens", f"context of {CONTEXT}"),
         ({"temperature": 3}, "temperature", "from 0 to 2, got 3"),
         ({"n": 17}, "n", "from 1 to 16, got 17"),
         ({"stop": ["x"] * 17}, "stop", "17 strings"),

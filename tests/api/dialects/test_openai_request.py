@@ -111,6 +111,30 @@ def test_tools_and_who_may_call_them() -> None:
     ]  # fmt: skip
 
 
+def test_custom_tools_are_functions_of_one_string_and_hosted_tools_are_left_out() -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: X"}}
+    custom = {"type": "custom", "custom": {"name": "patch", "description": "Edits", "format": grammar}}
+    asked = talk(
+        tools=[{"type": "web_search"}, custom],
+        tool_choice={"type": "custom", "custom": {"name": "patch"}},
+    )
+    [tool] = asked.tools
+    assert (tool.name, tool.description, asked.tool_choice) == ("patch", "Edits", "patch")
+    assert tool.parameters is not None
+    text = tool.parameters["properties"]["input"]
+    assert text["type"] == "string"
+    assert text["description"].endswith("lark grammar:\nstart: X")
+
+
+def test_a_custom_call_is_a_call_with_one_string() -> None:
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a "b"\n'}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert turns(HELLO[0], asked, {"role": "tool", "tool_call_id": "c1", "content": "2"})[1:] == (
+        Turn("assistant", "", "", (Call("c1", "patch", '{"input": "a \\"b\\"\\n"}'),)),
+        Turn("tool", "2", call_id="c1", name="patch"),
+    )
+
+
 def test_how_much_it_thinks_goes_to_the_template() -> None:
     assert (talk().thinking, talk(reasoning_effort="none").thinking) == (None, False)
     asked = talk(reasoning_effort="high", chat_template_kwargs={"style": 2})
@@ -140,7 +164,12 @@ def test_what_is_understood_but_not_done_is_never_passed_over(field: str, value:
         ({"tools": [{}]}, "tools[0].type", Code.BAD_REQUEST),
         ({"tools": [{"type": "function"}]}, "tools[0].function", Code.BAD_REQUEST),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", Code.BAD_REQUEST),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", Code.NOT_SUPPORTED),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom", Code.BAD_REQUEST),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            Code.BAD_REQUEST,
+        ),
         ({"tool_choice": {"type": "function"}}, "tool_choice", Code.BAD_REQUEST),
         ({"tool_choice": "any"}, "tool_choice", Code.BAD_REQUEST),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", Code.NOT_SUPPORTED),
@@ -187,6 +216,10 @@ def test_a_wrong_value_is_named(field: str, value: Any) -> None:
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0]"),
         ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]},
+            "messages[0].tool_calls[0].custom",
+        ),
         (
             {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]},
             "messages[0].tool_calls",

@@ -23,7 +23,7 @@ from ..test_tools import CALL, TOOLS, answers_with
 ADDED = {
     "ChatCompletionMessage": {"reasoning_content"},
     "ChoiceDelta": {"reasoning_content"},
-    "Model": {"context_length", "max_model_len"},
+    "Model": {"context_length", "max_model_len", "supported_features"},
 }
 """By the type that has them: what other servers add too, and clients look for."""
 STORIES = ("text", "scores", "calls", "several", "stopped", "thoughts")

@@ -1,0 +1,138 @@
+"""Tools as clients name them, and as a model knows them: functions, each with a name of its own.
+
+Clients group functions in namespaces, offer tools that take plain text, and list tools that only their
+provider supports. Pure, but for one log line for each kind that is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from ...errors import RequestError
+from ..ask import Tool
+from ..schema import shown
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["function", "custom", "tool_search"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """A tool under its client's name. `where` is its place in the request."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    kind: Kind = "function"
+    namespace: str | None = None
+    where: str = ""
+
+    def function(self, name: str) -> Tool:
+        """Return this tool as a function under the model's `name`."""
+        return Tool(name, self.description, self.parameters)
+
+
+def unfold(tools: Sequence[ClientTool]) -> dict[str, ClientTool]:
+    """Map the model's names to tools: a tool's own name if it is unique, else `namespace__name`.
+
+    Raises RequestError where two tools would have the same name.
+    """
+    count = Counter(tool.name for tool in tools)
+    found: dict[str, ClientTool] = {}
+    for tool in tools:
+        unique = tool.namespace is None or count[tool.name] == 1
+        name = tool.name if unique else joined(tool.namespace, tool.name)
+        if name in found:
+            where = f"{tool.where}.name"
+            raise RequestError(f"{where}: there are two tools named {shown(name)}", param=where)
+        found[name] = tool
+    return found
+
+
+def called(name: str, tools: Mapping[str, ClientTool]) -> ClientTool:
+    """Return the tool that a model calls by `name`. Models also write `namespace__name` for unique names."""
+    whole = (each for each in tools.values() if each.namespace and joined(each.namespace, each.name) == name)
+    return tools.get(name) or next(whole, ClientTool(name))
+
+
+def joined(namespace: str | None, name: str) -> str:
+    return f"{namespace}__{name}" if namespace else name
+
+
+# --- tools that take plain text ---------------------------------------------------------------------------
+
+
+def text_parameters(format_: object) -> Mapping[str, Any]:
+    """Return the schema of one string, `input`. It describes a grammar in `format_` to the model."""
+    about = "The whole input, as plain text."
+    match format_:
+        case {"syntax": str(syntax), "definition": str(definition)} | {
+            "grammar": {"syntax": str(syntax), "definition": str(definition)}
+        }:
+            about += f" It follows this {syntax} grammar:\n{definition}"
+    return {
+        "type": "object",
+        "properties": {"input": {"type": "string", "description": about}},
+        "required": ["input"],
+        "additionalProperties": False,
+    }
+
+
+def text_arguments(text: str) -> str:
+    """Return the arguments of a call with this text, as JSON."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def text_of(arguments: str) -> str:
+    """Return the text in such arguments, as far as it is written."""
+    return TextReader().push(arguments)
+
+
+_LONGEST_HEAD = 1000  # characters before the text
+_HEAD = re.compile(r'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:\s*"')
+_HIGH = r"\\u[dD][89abAB][0-9a-fA-F]{2}"  # the first half of a character
+#: The part of a JSON string that can be read without what follows it.
+_WRITTEN = re.compile(
+    rf'(?:[^"\\]+|\\["\\/bfnrt]|(?!{_HIGH})\\u[0-9a-fA-F]{{4}}|{_HIGH}(?:\\u[0-9a-fA-F]{{4}}|(?=[^\\]|\\[^u])))*'
+)
+
+
+class TextReader:
+    """Reader of a call's text: the first string in its arguments."""
+
+    def __init__(self) -> None:
+        self._began = False
+        self._rest = ""  # arrived, and not read yet
+
+    def push(self, arguments: str) -> str:
+        """Return the text that these arguments add."""
+        if self._rest.startswith('"') or (not self._began and len(self._rest) > _LONGEST_HEAD):
+            return ""
+        self._rest += arguments
+        if not self._began:
+            head = _HEAD.match(self._rest)
+            if head is None:
+                return ""
+            self._began, self._rest = True, self._rest[head.end() :]
+        written = _WRITTEN.match(self._rest)
+        assert written is not None  # it may be empty
+        self._rest = self._rest[written.end() :]
+        text: str = json.loads(f'"{written[0]}"', strict=False)
+        return text.encode(errors="replace").decode()  # a model may write half a character
+
+
+# --- what is left out -------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=100)  # clients choose the kinds
+def log_left_out(what: str, kind: str) -> None:
+    """Log once that tools or items of this kind are ignored."""
+    log.info("leaving out %s of type %s: only their provider supports them", what, shown(kind))

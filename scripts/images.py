@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, StorageState, async_playwright
 
 from mlxtp.config import Settings
 from mlxtp.node.agent import Agent, running_agent
@@ -24,11 +24,12 @@ ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "-
              "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
 MOST_BYTES = 200_000
 WAIT_MS = 120_000
-DESK, PHONE = (1100, 760), (360, 740)
-TALL = 960
-QUESTION = "Count from 1 to 60."
+SIZES = {"": (1280, 800), "-390": (390, 844), "-360": (360, 740)}  # by what the name of a picture ends with
+SCHEMES = {"": "light", "-dark": "dark"}
+DESK, PHONE = SIZES[""], SIZES["-360"]
+QUESTIONS = ("What can you do?", "Count from 1 to 60.")
 LAST = "#turns > li:last-child"
-READY = "#state[data-state=ready]:has-text('on 2 ranks')"
+READY = "#state[data-state=ready]:has-text('on 2 Macs')"
 
 
 def settings(folder: Path, name: str, **more: object) -> Settings:
@@ -38,10 +39,20 @@ def settings(folder: Path, name: str, **more: object) -> Settings:
     return Settings(folder / name, "127.0.0.1", 0, 1, "tiny", **fields)  # type: ignore[arg-type]
 
 
-async def visit(browser: Browser, url: str, size: tuple[int, int], scheme: str) -> Page:
-    """The page at `url`, once the group of both serves."""
+async def visit(
+    browser: Browser, url: str, size: tuple[int, int], scheme: str, kept: StorageState | None = None
+) -> Page:
+    """The page at `url`, once the group of both serves, with the conversations of `kept`."""
     width, height = size
-    page = await browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    phone = width < DESK[0]
+    context = await browser.new_context(
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,  # type: ignore[arg-type]
+        has_touch=phone,
+        is_mobile=phone,
+        storage_state=kept,
+    )
+    page = await context.new_page()
     page.set_default_timeout(WAIT_MS)
     await page.goto(url)
     await page.wait_for_selector(READY)
@@ -52,7 +63,7 @@ async def ask(page: Page, text: str) -> None:
     """Ask, and wait until the answer is complete."""
     await page.fill("#say", text)
     await page.press("#say", "Enter")
-    await page.wait_for_selector(f"{LAST}.assistant .numbers:not([hidden])")
+    await page.wait_for_selector(f"{LAST}.assistant .end:not([hidden])")
 
 
 async def save(page: Page, name: str) -> None:
@@ -72,24 +83,35 @@ async def fail(agents: tuple[Agent, ...]) -> None:
 
 
 async def pictures(browser: Browser, agents: tuple[Agent, ...]) -> None:
-    """Chat, cluster and a recovery, from where rank 0 is."""
+    """Every view in every size and both colour schemes, and a recovery, from the agent of rank 0."""
     await (await visit(browser, agents[0].url, DESK, "light")).close()
     leader = next(agent for agent in agents if agent.supervisor.ranks is not None)
     desk = await visit(browser, leader.url, DESK, "light")
-    await ask(desk, "Repeat exactly: FALCON-MERCURY-7749")
-    await ask(desk, QUESTION)
-    await save(desk, "chat")
+    for question in QUESTIONS:
+        await ask(desk, question)
+    kept = await desk.context.storage_state()
     phone = await visit(browser, f"{leader.url}/#cluster", PHONE, "dark")
     await fail(agents)
     await phone.wait_for_selector("#picture:not(:has([data-state=ready]))")
     await save(phone, "recovery")
     await desk.wait_for_selector(READY)
-    await desk.click("nav a[href='#cluster']")
-    await desk.wait_for_selector("#history li:nth-child(2)")
-    await desk.wait_for_selector("#ranks:not(:has-text('not known'))")
-    await desk.wait_for_selector("#figures:not(:has-text('not known'))")
-    await desk.set_viewport_size({"width": DESK[0], "height": TALL})
-    await save(desk, "cluster")
+    for size, pixels in SIZES.items():
+        for scheme, colours in SCHEMES.items():
+            page = await visit(browser, leader.url, pixels, colours, kept)
+            await views(page, f"{size}{scheme}")
+            await page.context.close()
+
+
+async def views(page: Page, ending: str) -> None:
+    """Chat, a new conversation, and the cluster."""
+    await page.hover(LAST)
+    await save(page, f"chat{ending}")
+    await page.click("#new-conversation")
+    await save(page, f"start{ending}")
+    await page.click("nav a[href='#cluster']")
+    await page.wait_for_selector("#history li:nth-child(2)")
+    await page.wait_for_selector("#nodes li:nth-child(2) meter")
+    await save(page, f"cluster{ending}")
 
 
 async def main() -> None:

@@ -9,9 +9,18 @@ import pytest
 
 from mlxtp.errors import Code, GroupError, RequestError
 
-from .conftest import FORMING, MOMENT, Site, Visit
+from .conftest import DESK, FORMING, MOMENT, PHONE, SMALL, Site, Visit
 
 LAST = "#turns > li:last-child"
+COLOURS = "all => all.map(each => getComputedStyle(each).color)"
+BAD = """() => {
+    const probe = document.createElement('p');
+    probe.className = 'trouble';
+    document.body.append(probe);
+    const found = getComputedStyle(probe).color;
+    probe.remove();
+    return found;
+}"""  # the colour of trouble
 HOSTILE = """<script>window.owned = 1</script>
 <img src=x onerror="window.owned = 2">
 
@@ -42,10 +51,11 @@ def test_an_answer_is_shown_while_it_comes_and_with_its_numbers(site: Site, visi
     visit.answered()
     assert visit.text(f"{LAST} > .said") == "Half of it, and the rest."
     numbers = visit.text(f"{LAST} .numbers")
-    assert "first token after " in numbers
+    assert " to first token" in numbers
     count = len(site.ids("Half of it, ")) + len(site.ids("and the rest."))
     prompt = len(site.backend.request.prompt)
-    assert f" tokens/s · tokens {count} · prompt {prompt} · cached 3" in numbers
+    assert f" tokens/s · {count} tokens · " in numbers
+    assert f" · prompt {prompt} (3 cached)" in numbers
     assert "not known" not in numbers
     assert not visit.page.is_visible(f"{LAST} .problem")
 
@@ -93,19 +103,116 @@ def test_stopping_cancels_the_request_and_keeps_what_came(site: Site, visit: Vis
         visit.page.click("#stop")
     visit.answered()
     assert visit.text(f"{LAST} > .said") == "Only this,"
-    assert visit.text(f"{LAST} .problem") == "You stopped it."
+    assert not visit.page.is_visible(f"{LAST} .problem"), "a stop is no alarm"
     assert site.backend.all_closed()
     assert not site.backend.finished
-    assert "tokens" not in visit.text(f"{LAST} .numbers"), "what is not known is left out"
+    numbers = visit.text(f"{LAST} .numbers")
+    assert numbers.startswith("stopped · about ")
+    assert "prompt" not in numbers, "a stopped answer has no usage"
+    shown = visit.page.locator(f"{LAST} :visible").evaluate_all(COLOURS)
+    assert visit.page.evaluate(BAD) not in shown
 
 
-def test_of_what_came_at_once_no_speed_is_told(site: Site, visit: Visit) -> None:
+def test_speed_stands_under_every_answer_the_first_and_shortest_included(site: Site, visit: Visit) -> None:
     site.says("All of it at once.", step=1000)
+    for _ in range(2):
+        visit.send("Go")
+        visit.answered()
+        assert " tokens/s overall · " in visit.text(f"{LAST} .numbers")
+
+
+@pytest.mark.parametrize("size", [DESK, SMALL, PHONE], ids=["1280", "390", "360"])
+def test_the_end_of_an_answer_is_never_under_the_composer(
+    site: Site, visiting: Any, size: dict[str, int]
+) -> None:
+    visit: Visit = visiting(viewport=size, has_touch=size is not DESK)
+    paragraphs = "\n\n".join(f"Paragraph {number} of a long answer." for number in range(30))
+    site.says(paragraphs, "\n\nThe last line.", step=64)
+    visit.send("Go")
+    visit.shows("Paragraph 29")
+    assert above_the_composer(visit, "> .said > :last-child")
+    site.go_on.set()
+    visit.answered()
+    for part in ("> .said > :last-child", ".numbers", ".icons"):
+        assert above_the_composer(visit, part), part
+    visit.page.click("#parameters summary")  # the composer grows
+    visit.page.wait_for_selector("#parameters[open] .fields")
+    visit.page.evaluate(TWO_FRAMES)
+    assert above_the_composer(visit, ".end")
+    visit.page.evaluate("scrollTo(0, 0)")
+    visit.page.evaluate(TWO_FRAMES)
+    visit.page.click("#parameters summary")
+    visit.page.wait_for_selector("#parameters:not([open])")
+    visit.page.evaluate(TWO_FRAMES)
+    assert visit.page.evaluate("scrollY") == 0, "a reader further up stays there"
+
+
+#: Resolves once the page has laid out and drawn what changed, and its observers have run.
+TWO_FRAMES = "() => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)))"
+
+
+def above_the_composer(visit: Visit, part: str) -> bool:
+    box = visit.page.locator(f"{LAST} {part}").bounding_box()
+    composer = visit.page.locator("#composer").bounding_box()
+    assert box is not None
+    assert composer is not None
+    return box["y"] + box["height"] <= composer["y"] + 0.5
+
+
+def test_the_buttons_of_an_answer_appear_with_pointer_and_focus_and_stay_on_touch(
+    site: Site, visit: Visit, visiting: Any
+) -> None:
+    site.says("An answer.")
     visit.send("Go")
     visit.answered()
-    numbers = visit.text(f"{LAST} .numbers")
-    assert "first token after " in numbers
-    assert "tokens/s" not in numbers
+    opacity = f"Number(getComputedStyle(document.querySelector('{LAST} .again')).opacity)"
+    visit.page.mouse.move(5, 5)
+    assert visit.page.evaluate(opacity) == 0
+    visit.page.hover(LAST)
+    assert visit.page.evaluate(opacity) == 1
+    visit.page.mouse.move(5, 5)
+    visit.page.focus(f"{LAST} .again")
+    assert visit.page.evaluate(opacity) == 1
+    touch: Visit = visiting(viewport=PHONE, has_touch=True, is_mobile=True)
+    touch.send("Go")
+    touch.answered()
+    assert touch.page.evaluate(opacity) == 1
+    labels = [each.get_attribute("aria-label") for each in touch.page.locator(f"{LAST} .end button").all()]
+    assert labels == ["Copy the answer", "Regenerate the answer"]
+
+
+def test_an_empty_conversation_names_the_model_and_has_examples(site: Site, visit: Visit) -> None:
+    assert visit.text("#empty-model") == "tiny"
+    assert visit.text("#empty-context") == "4,096 tokens of context"
+    assert visit.page.locator("#examples button").count() == 3
+    assert not visit.page.is_visible("#rename")
+    site.says("An answer.")
+    example = visit.text("#examples li:nth-child(2)")
+    visit.page.click("#examples li:nth-child(2) button")
+    visit.answered()
+    assert visit.text("#turns > li.user > .said") == example
+    assert visit.text(f"{LAST} .who") == "tiny"
+    assert not visit.page.is_visible("#empty")
+    assert visit.page.is_visible("#rename")
+
+
+def test_bubbles_hug_their_text(site: Site, visit: Visit) -> None:
+    site.says("An answer.")
+    visit.send("Go")
+    visit.answered()
+    bubble = visit.page.locator("#turns > li.user").bounding_box()
+    composer = visit.page.locator("#composer").bounding_box()
+    assert bubble is not None
+    assert composer is not None
+    assert bubble["width"] < 100
+    assert bubble["x"] + bubble["width"] == pytest.approx(composer["x"] + composer["width"], abs=1)
+
+
+def test_a_phone_is_told_of_no_keys(site: Site, visiting: Any, visit: Visit) -> None:
+    assert visit.page.is_visible("#say-hint")
+    phone: Visit = visiting(viewport=PHONE, has_touch=True, is_mobile=True)
+    phone.state("Ready")
+    assert not phone.page.is_visible("#say-hint")
 
 
 def test_regenerating_asks_the_same_again(site: Site, visit: Visit) -> None:
@@ -156,20 +263,37 @@ def test_a_refusal_is_shown_in_the_words_of_the_endpoint(site: Site, visiting: A
     visit.shows("now it works")
 
 
+def test_a_question_while_the_model_loads_waits_for_it(site: Site, visiting: Any) -> None:
+    visit: Visit = visiting()
+    site.says("Here I am.")
+    site.go_on.set()
+    site.backend.ready, site.backend.starting = False, "tiny is loading (40 %)"
+    site.show(state="loading", ready=False, starting="tiny is loading (40 %)")
+    visit.state("Starting: tiny is loading (40 %)")
+    visit.send("Go")
+    for _ in range(2):  # it asks again
+        visit.page.wait_for_event("response", lambda response: response.url.endswith("/v1/chat/completions"))
+    assert not visit.page.is_visible(f"{LAST} .problem")
+    site.backend.ready = True
+    site.show(state="ready", ready=True, starting="")
+    visit.answered()
+    assert visit.text(f"{LAST} > .said") == "Here I am."
+
+
 def test_a_pause_for_recovery_says_what_it_waits_for(site: Site, visit: Visit) -> None:
     """Comments alone come meanwhile; the cluster's own events say why."""
     site.says("Before the pause, ", "and after it.")
     visit.send("Go")
     visit.shows("Before")
     site.show(**FORMING)
-    visit.page.wait_for_selector(f"{LAST} .waits:has-text('Waiting for the group to form again')")
+    visit.page.wait_for_selector(f"{LAST} .waits:has-text('Waiting for the model to start again')")
     site.show(epoch=4)
     visit.state("Ready")
     visit.page.wait_for_selector(f"{LAST} .waits", state="hidden")
     site.go_on.set()
     visit.answered()
     assert visit.text(f"{LAST} > .said") == "Before the pause, and after it."
-    assert "for the group" in visit.text(f"{LAST} .numbers")
+    assert "for a restart" in visit.text(f"{LAST} .numbers")
 
 
 def test_thoughts_are_folded_away(site: Site, visit: Visit) -> None:
@@ -262,7 +386,7 @@ def test_hostile_words_stay_words(site: Site, visit: Visit) -> None:
     visit.answered()
     said = visit.page.locator(f"{LAST} > .said")
     assert visit.page.evaluate("window.owned") is None
-    assert said.locator("script, img, svg, iframe, object, style, b").count() == 0
+    assert said.locator("script, img, svg:not(.icon), iframe, object, style, b").count() == 0
     links = said.locator("a")
     addresses = [links.nth(i).get_attribute("href") or "" for i in range(links.count())]
     assert addresses
@@ -325,7 +449,7 @@ def test_a_conversation_survives_a_reload(site: Site, visit: Visit) -> None:
     visit.state("Ready")
     assert visit.text("#chat-title") == "Remember this"
     assert visit.text(f"{LAST} > .said") == "I am kept"
-    assert "first token after" in visit.text(f"{LAST} .numbers")
+    assert " to first token" in visit.text(f"{LAST} .numbers")
     assert visit.page.locator(f"{LAST} strong").count() == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,23 +57,23 @@ def test_a_rank_is_killed_and_the_answer_goes_on(browser: Browser, cluster: Faul
     page.press("#say", "Enter")
     page.wait_for_selector(f"{LAST} > .said:has-text('5')")
     kill(cluster.pids()[1])
-    page.wait_for_selector(f"{LAST} .waits:has-text('Waiting for the group to form again')")
+    page.wait_for_selector(f"{LAST} .waits:has-text('Waiting for the model to start again')")
     assert page.inner_text(f"{LAST} > .said") != right
-    page.wait_for_selector(f"{LAST} .numbers:not([hidden])")
+    page.wait_for_selector(f"{LAST} .end:not([hidden])")
     assert page.inner_text(f"{LAST} > .said") == right
     assert not page.is_visible(f"{LAST} .problem")
-    assert "for the group" in page.inner_text(f"{LAST} .numbers")
+    assert "for a restart" in page.inner_text(f"{LAST} .numbers")
     page.wait_for_selector("#state[data-state=ready]")
     heard = page.evaluate("heard")
     assert any(line.startswith(("restarting: ", "starting: ")) and "rank 1" in line for line in heard), heard
-    assert heard[-1] == "ready: Ready: tiny on 2 ranks"
+    assert heard[-1] == "ready: Ready: tiny in 2 processes"
     page.click("header nav a[href='#cluster']")
     page.wait_for_selector("#history li:nth-child(2)")
     newest, before = page.locator("#history li").all_inner_texts()[:2]
-    assert newest.startswith("Epoch 2 · runs, ready after ")
-    assert before.startswith("Epoch 1 · ended after ")
+    assert re.match(r"Start 2 · since .*, ready after ", newest)
+    assert re.match(r"Start 1 · .*, lasted ", before)
     assert "rank 1 was ended by signal 9" in before
     assert "(rank_lost)" in before
-    page.wait_for_selector("#ranks:not(:has-text('not known'))")
-    assert page.locator("#ranks li").count() == 2
+    page.wait_for_selector("#nodes:has-text('2 processes, ')")
+    page.wait_for_selector("#nodes meter")
     page.context.close()

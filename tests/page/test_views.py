@@ -14,7 +14,7 @@ from mlxtp.node.api_keys import KeyFile
 from mlxtp.node.key_ring import KeyRing
 
 from ..api.test_admin import KEY
-from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, FakeObserved, Running, Site, Visit
+from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, SMALL, FakeObserved, Running, Site, Visit
 
 VIEWS = ("chat", "cluster", "models")
 WIDE = """() => [...document.querySelectorAll('main *')]
@@ -49,29 +49,49 @@ def nodes(count: int) -> dict[str, Any]:
 def test_the_cluster_in_words(visit: Visit) -> None:
     visit.open("cluster")
     facts = visit.text("#facts")
-    assert "Ready: org/tiny on 2 ranks" in facts
-    assert "JACCL mesh, backend jaccl" in facts
-    assert "195 µs (measured by mlxtp bench)" in facts
-    assert "not known" in facts  # tokens per second: nobody has asked for any
-    ranks = visit.page.locator("#ranks li").all_inner_texts()
-    assert "Rank 0 on studio · idle" in ranks[0]
-    assert "14.2 MB of memory: weights 4.0 MB, KV caches 100 kB, a step in 1.5 ms" in ranks[0]
-    assert "its figures are not known here" in ranks[1]
-    macs = visit.page.locator("#nodes li").all_inner_texts()
-    assert "Apple M3 Ultra, memory 512 GB" in macs[0]
-    assert "chip not known, memory not known" in macs[1]
-    assert "RDMA is disabled" in macs[1]
+    assert "Ready" in facts
+    assert "org/tiny" in facts
+    assert "4,096 tokens" in facts
+    assert "on 2 Macs" in facts
+    assert "JACCL mesh" in facts
+    assert "195 µs for each exchange (measured by mlxtp bench)" in facts
+    first, second = visit.page.locator("#nodes li").all_inner_texts()
+    assert "Apple M3 Ultra, 512 GB of memory" in first
+    assert "Model: 14.2 MB (weights 4.0 MB, conversations 100 kB)" in first
+    assert "chip not known, memory not known" in second
+    assert "use of memory not known here" in second
+    assert "RDMA is disabled" in second
     assert visit.text("#links li") == (
-        "studio – mini · Thunderbolt, RDMA\n"
-        "latency 195 µs for a small sum, 412 µs between the agents and back"
+        "studio – mini · Thunderbolt, RDMA\n195 µs for each exchange, 412 µs round trip between the agents"
     )
+    shown = visit.text("#cluster")
+    ours = ("Epoch", "Rank", "rank 0", "collective", "backend", "proof")
+    assert [word for word in ours if word in shown] == []
 
 
-def test_the_last_epochs_newest_first_with_their_reasons(visit: Visit) -> None:
+def test_memory_is_a_share_of_what_the_mac_has(visit: Visit) -> None:
+    visit.open("cluster")
+    share = visit.page.locator("#nodes meter").evaluate("meter => meter.value / meter.max")
+    assert share == pytest.approx(14_200_000 / (512 * 10**9))
+    assert visit.page.locator("#nodes meter").count() == 1, "nothing is drawn of what is not known"
+
+
+def test_one_mac_fills_its_column(site: Site, visiting: Any) -> None:
+    site.show(**nodes(1), cluster=None)
+    visit: Visit = visiting("#cluster")
+    visit.page.wait_for_selector("#picture .machine")
+    column = visit.page.locator("#picture").bounding_box()
+    case = visit.page.locator("#picture .case").bounding_box()
+    assert case["width"] > column["width"] - 10  # type: ignore[index]
+    assert not visit.page.is_visible("#links-card")
+
+
+def test_the_last_starts_newest_first_with_their_reasons(visit: Visit) -> None:
     visit.open("cluster")
     third, second, first = visit.page.locator("#history li").all_inner_texts()
-    assert third.startswith("Epoch 3 · runs, ready after 2.5 s")
-    assert second.startswith("Epoch 2 · ended after 33.0 s, ready after 2.4 s")
+    assert re.match(r"Start 3 · since .*, ready after 2.5 s", third)
+    assert third.endswith("org/tiny · JACCL mesh · processes started 400 ms")
+    assert re.match(r"Start 2 · .*, lasted 33.0 s, ready after 2.4 s", second)
     assert "rank 1 was ended by signal 9 (rank_lost)" in second
     assert "was never ready" in first
     assert "why it ended is not known" in first
@@ -85,7 +105,7 @@ def test_the_picture_shows_macs_ranks_and_what_joins_them(site: Site, visit: Vis
     assert picture.locator(".machine .name").all_text_contents() == ["studio", "mini"]
     assert picture.locator(".rank").count() == 2
     assert picture.locator(".cable.used[data-kind=rdma]").count() == 1
-    assert picture.locator(".label").all_text_contents() == ["Thunderbolt, RDMA", "small sum in 195 µs"]
+    assert picture.locator(".label").all_text_contents() == ["Thunderbolt, RDMA", "sync 195 µs"]
     lost = [NODE, MOMENT["nodes"][1] | {"state": "dead"}]
     site.show(**FORMING, nodes=lost, group=None, ranks=[], links=[])
     visit.page.wait_for_selector("#picture .machine[data-state=dead]")
@@ -129,12 +149,12 @@ def test_a_failure_is_announced_and_so_is_the_recovery(site: Site, visit: Visit)
     site.show(tokens_per_second={"value": 12.5, "of": "group"})  # figures are no news
     visit.page.wait_for_selector("#figures:has-text('12.5 tokens/s')")
     site.show(**FORMING)
-    visit.state("Forming the group of epoch 4: epoch 3 lost mini")
+    visit.state("Starting again: epoch 3 lost mini")
     site.show(epoch=4)
-    visit.state("Ready: org/tiny on 2 ranks")
+    visit.state("Ready: tiny on 2 Macs")
     assert visit.page.evaluate("heard") == [
-        "Forming the group of epoch 4: epoch 3 lost mini",
-        "Ready: org/tiny on 2 ranks",
+        "Starting again: epoch 3 lost mini",
+        "Ready: tiny on 2 Macs",
     ]
 
 
@@ -167,15 +187,49 @@ def test_serving_and_unloading(site: Site, visiting: Any) -> None:
     visit.page.press("#admin-key", "Enter")
     visit.page.wait_for_selector("#disk li")
     visit.page.click("#disk button[aria-label='Serve org/big']")
-    visit.page.wait_for_selector("#models-said:has-text('org/big shall be served.')")
+    visit.page.wait_for_selector("#models-said:has-text('Switching to org/big.')")
     visit.page.fill("#model", "org/other")
     visit.page.fill("#spread", "2")
     visit.page.press("#model", "Enter")
-    visit.page.wait_for_selector("#models-said:has-text('org/other shall be served.')")
+    visit.page.wait_for_selector("#models-said:has-text('Switching to org/other.')")
     visit.page.click("#unload")
-    visit.page.wait_for_selector("#models-said:has-text('Nothing shall be served.')")
+    visit.page.wait_for_selector("#models-said:has-text('The model is unloaded.')")
     asked = [each for each in site.admin.asked if each != ("models",)]
     assert asked == [("serve", "org/big", ""), ("serve", "org/other", "2"), ("unload",)]
+
+
+@pytest.mark.parametrize("fragment", ["#models", "#key=" + KEY.replace(" ", "%20")], ids=["no key", "key"])
+def test_a_machine_that_cannot_switch_models_says_so_and_offers_nothing(
+    site: Site, visiting: Any, fragment: str
+) -> None:
+    """As with `--ranks 2` or `--alone`."""
+    site.show(**nodes(1), cluster=None, coordinator=None, desired={"model": "tiny", "nodes": None})
+    visit: Visit = visiting(fragment)
+    visit.page.wait_for_selector("#fixed:not([hidden])")
+    shown = visit.text("#models")
+    assert "This machine serves the model it was started with" in shown
+    assert "mlxtp node --model OWNER/NAME" in shown
+    assert visit.page.locator("#models :is(button, input):visible").count() == 0
+    assert site.admin.asked == []
+
+
+def test_the_keys_button_stands_beside_its_field(visiting: Any) -> None:
+    visit: Visit = visiting("#models")
+    visit.state("Ready")
+    field = visit.page.locator("#admin-key").bounding_box()
+    button = visit.page.locator("#admin-form button").bounding_box()
+    assert (field["y"], field["height"]) == (button["y"], button["height"])  # type: ignore[index]
+    assert not visit.page.is_visible("#fixed")
+
+
+def test_the_header_stays_on_a_phone_in_one_line(visiting: Any) -> None:
+    visit: Visit = visiting("#cluster", viewport=PHONE)
+    visit.state("Ready")
+    visit.page.wait_for_selector("#facts dd")
+    visit.page.evaluate("scrollTo(0, 500)")
+    box = visit.page.locator("header").bounding_box()
+    assert box["y"] == 0  # type: ignore[index]
+    assert box["height"] < 60  # type: ignore[index]
 
 
 def test_what_the_agent_refuses_is_said_in_its_words(site: Site, visiting: Any) -> None:
@@ -189,7 +243,7 @@ def test_what_the_agent_refuses_is_said_in_its_words(site: Site, visiting: Any) 
 def test_a_wrong_key_is_asked_for_again(visiting: Any) -> None:
     visit: Visit = visiting("#key=wrong")
     visit.page.wait_for_selector("#admin-form:not([hidden])")
-    assert "That key is not" in visit.text("#models-problem")
+    assert "That key is not valid" in visit.text("#models-problem")
 
 
 def test_loading_with_its_progress(site: Site, visiting: Any) -> None:
@@ -197,17 +251,17 @@ def test_loading_with_its_progress(site: Site, visiting: Any) -> None:
     story = MOMENT["history"][0] | {"ready_s": None, "stages": [["spawned", 0.4], ["formed", 1.25]]}
     site.show(state="loading", ready=False, model=None, ranks=loading, history=[story])
     visit: Visit = visiting("#models")
-    visit.state("Loading org/tiny")
+    visit.state("Loading tiny")
     bar = visit.page.locator("#loaded")
     assert bar.evaluate("bar => [bar.value, bar.max]") == [2_000_000, 8_000_000]
-    assert visit.text("#loaded-label") == "Ranks hold 2.0 MB of about 8.0 MB"
+    assert visit.text("#loaded-label") == "2.0 MB of about 8.0 MB loaded"
     assert visit.page.locator("#stages li").all_inner_texts() == [
-        "spawned after 400 ms",
-        "formed after 1.3 s",
+        "processes started after 400 ms",
+        "connected after 1.3 s",
     ]
     little = [each | {"memory_bytes": 4} for each in loading]
     site.show(state="loading", ready=False, model=None, ranks=little, history=[story])
-    visit.page.wait_for_selector("#loaded-label:has-text('So far: formed')")
+    visit.page.wait_for_selector("#loaded-label:has-text('So far: connected')")
     unknown = [each | {"memory_bytes": None, "phase": None} for each in loading]
     site.show(state="loading", ready=False, model=None, ranks=unknown, history=[story])
     visit.page.wait_for_selector("#loaded-label:has-text('not known')")
@@ -219,22 +273,22 @@ def test_loading_with_its_progress(site: Site, visiting: Any) -> None:
 def test_each_reason_is_said_once(site: Site, visiting: Any) -> None:
     visit: Visit = visiting("#key=" + KEY.replace(" ", "%20"))
     visit.page.click("#disk button[aria-label='Serve org/big']")
-    visit.page.wait_for_selector("#models-said:has-text('org/big shall be served.')")
+    visit.page.wait_for_selector("#models-said:has-text('Switching to org/big.')")
     why, other = "the Hub knows no such model", "its disk is full"
     macs = [NODE | {"name": name, "model_problem": why} for name in ("studio", "mini")]
     full = [NODE | {"name": name, "model_problem": other} for name in ("book", "air")]
     site.show(state="failed", ready=False, model=None, reason=f"no group: {why}", nodes=[*macs, *full])
     visit.state(f"Failed: no group: {why}")
-    visit.shows(f"book, air: {other}", "#served")
+    visit.shows(f"book, air: {other}", "#served-notes")
     shown = visit.text("body")
     assert (shown.count(why), shown.count(other)) == (1, 1)
-    assert "shall be served" not in shown
+    assert "Switching" not in shown
 
 
 # --- for everybody ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize("size", [PHONE, SMALL, DESK], ids=["360", "390", "1280"])
 def test_nothing_is_wider_than_the_window(site: Site, visiting: Any, size: dict[str, int]) -> None:
     site.show(**nodes(4), reason="a_long_word_" * 20, problem="x" * 300)
     code, word = "```\n" + "wide " * 80 + "\n```", "w" * 300
@@ -283,7 +337,9 @@ def test_by_keys_alone(site: Site, visit: Visit) -> None:
     visit.answered()
     assert visit.text("#turns > li:last-child > .said") == "typed"
     assert focus() == "say"
-    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Tab")
+    assert focus() == "send"
+    page.keyboard.press("Tab")
     assert focus() == "Parameters"
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
@@ -351,7 +407,7 @@ def test_light_and_dark(site: Site, visiting: Any, scheme: str) -> None:
     visit.page.wait_for_selector("#facts dd")
     ground = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (luminance(ground) > 0.5) == (scheme == "light")
-    card = visit.page.evaluate("getComputedStyle(document.querySelector('#nodes li')).backgroundColor")
+    card = visit.page.evaluate("getComputedStyle(document.querySelector('.card')).backgroundColor")
     for selector, behind in (
         ("body", ground),
         ("#facts dt", ground),

@@ -2,9 +2,11 @@
 
 import { ask, events, Refused } from "./net.js";
 import { forming } from "./watch.js";
+import { COMING } from "./words.js";
 
+const AGAIN_MS = 1000; // between retries while a model is on its way
 const LOOK_MS = 200; // how often is looked whether a group serves
-const MEASURED_MS = 100; // tokens that come within less were held up on their way: how fast is not known
+const MEASURED_MS = 100; // the shortest span that gives a rate; below it the wait for the first token counts too
 const FRESH_MS = 700; // who has just sent a token serves, whatever was heard of it last
 
 /**
@@ -12,6 +14,7 @@ const FRESH_MS = 700; // who has just sent a token serves, whatever was heard of
  *
  * turn.phase    "asking", "first token", "group", "generating", then "over"
  * turn.problem  why it is incomplete, in words
+ * turn.stopped  true where the user ended it
  */
 export async function answer(body, turn, changed, signal) {
   const meter = new Meter();
@@ -22,7 +25,8 @@ export async function answer(body, turn, changed, signal) {
     await stream(body, turn, meter, changed, signal);
   } catch (error) {
     const what = turn.content || turn.reasoning ? "The answer is incomplete" : "There is no answer";
-    turn.problem = signal.aborted ? "You stopped it." : `${what}: ${error.message}`;
+    if (signal.aborted) turn.stopped = true;
+    else turn.problem = `${what}: ${error.message}`;
   } finally {
     clearInterval(watching);
     turn.phase = "over";
@@ -33,12 +37,14 @@ export async function answer(body, turn, changed, signal) {
 
 async function stream(body, turn, meter, changed, signal) {
   const asked = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await ask("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(asked),
-    signal,
-  });
+  const response = await whenStarted(() =>
+    ask("v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(asked),
+      signal,
+    }),
+  );
   meter.answered = true;
   for await (const data of events(response)) {
     if (data === null) {
@@ -56,9 +62,22 @@ async function stream(body, turn, meter, changed, signal) {
   throw new Refused("the connection to the agent ended.");
 }
 
+/** Return the response of `send`. Retry while a model is on its way. */
+async function whenStarted(send) {
+  for (;;) {
+    try {
+      return await send();
+    } catch (error) {
+      if (!COMING.includes(error.state)) throw error;
+    }
+    await new Promise((go) => setTimeout(go, AGAIN_MS));
+  }
+}
+
 function take(chunk, turn, meter) {
   if (chunk.error) throw new Refused(chunk.error.message ?? String(chunk.error));
   if (chunk.usage) meter.usage = chunk.usage;
+  turn.model = chunk.model ?? turn.model;
   const [choice] = chunk.choices ?? [];
   if (!choice) return;
   const { content, reasoning_content: reasoning } = choice.delta ?? {};
@@ -84,12 +103,14 @@ class Meter {
   first = null;
   last = null;
   usage = null;
+  pieces = 0; // a stopped answer has no usage; the engine sends about one token in each
   waited = 0;
   #waits = null;
   #before = 0; // what was waited before the first token
 
   token() {
     this.last = performance.now();
+    this.pieces += 1;
     this.look();
     if (this.first === null) {
       this.first = this.last;
@@ -113,10 +134,14 @@ class Meter {
     this.look();
     const { usage, first, last } = this;
     const tokens = usage?.completion_tokens ?? null;
+    const made = tokens ?? this.pieces;
     const took = last - first - (this.waited - this.#before);
+    const measured = made > 1 && took >= MEASURED_MS;
+    const overall = last - this.began - this.waited;
     return {
       first_token_s: first === null ? null : (first - this.began) / 1000,
-      tokens_per_second: tokens > 1 && took >= MEASURED_MS ? (tokens - 1) / (took / 1000) : null,
+      tokens_per_second: first === null ? null : measured ? (made - 1) / (took / 1000) : made / (overall / 1000),
+      speed_of: [tokens === null ? "about" : "", measured ? "" : "overall"],
       tokens,
       prompt_tokens: usage?.prompt_tokens ?? null,
       cached_tokens: usage?.prompt_tokens_details?.cached_tokens ?? null,

@@ -1,19 +1,27 @@
 // The conversation that is shown, and the list of those that are kept.
 
 import { answer } from "./answer.js";
-import { by, el, question, say, speak } from "./dom.js";
+import { by, el, icon, question, say, speak } from "./dom.js";
 import { copyButton, render } from "./markdown.js";
 import * as talks from "./talks.js";
-import { seconds } from "./words.js";
+import { cluster, onMoment } from "./watch.js";
+import { count, seconds, shortName } from "./words.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const KEEP_MS = 1000; // how often an answer is kept while it comes
-const NEAR_PX = 120; // who is so near to the end sees what comes
+const NEAR_PX = 120; // a reader this near to the end follows the answer
+const EXAMPLES = [
+  "Explain in three sentences how a transistor works.",
+  "Write a Python function that tells whether a word is a palindrome.",
+  "Plan a weekend in Rome for two people who love food.",
+];
+const TOY_EXAMPLES = ["Count from 1 to 60.", "Repeat exactly: Hello, Macs!", "What can you do?"]; // the embedded model knows only these
 
 let talk = talks.begin();
 let running = null; // { turn, talk, stop, gone }
 let keptAt = 0;
 let drawing = 0;
+let atEnd = true;
 const rows = new Map(); // turn -> its elements
 
 export function startChat() {
@@ -22,12 +30,12 @@ export function startChat() {
   restoreParameters();
   by("composer").addEventListener("submit", (event) => {
     event.preventDefault();
-    send();
+    send(by("say").value);
   });
   by("say").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    send();
+    send(by("say").value);
   });
   by("stop").addEventListener("click", () => running?.stop.abort());
   addEventListener("keydown", (event) => {
@@ -39,8 +47,16 @@ export function startChat() {
   by("export").addEventListener("click", exportTalk);
   by("delete").addEventListener("click", removeTalk);
   talks.onChange(drawList);
+  onMoment(drawEmpty);
+  addEventListener("scroll", () => by("chat").hidden || (atEnd = isNear()));
+  addEventListener("resize", () => atEnd && toEnd());
+  new ResizeObserver(([{ contentRect }]) => {
+    atEnd ||= contentRect.height === 0; // hidden: show the end when the view returns
+    if (atEnd) toEnd();
+  }).observe(by("composer"));
   addEventListener("pagehide", () => running && talks.keep(running.talk));
   draw();
+  toEnd();
 }
 
 // --- one conversation -------------------------------------------------------------------------------------
@@ -50,6 +66,7 @@ function open(other) {
   if (talk !== running?.talk) closeBroken(talk);
   showList(false);
   draw();
+  toEnd();
   by("say").focus();
 }
 
@@ -63,8 +80,8 @@ function closeBroken(found) {
   }
 }
 
-function send() {
-  const text = by("say").value.trim();
+function send(words) {
+  const text = words.trim();
   if (!text || running) return;
   by("say").value = "";
   talk.turns.push({ role: "user", content: text });
@@ -80,7 +97,7 @@ function regenerate() {
 }
 
 async function go() {
-  const turn = { role: "assistant", content: "", reasoning: "", phase: "asking" };
+  const turn = { role: "assistant", content: "", reasoning: "", phase: "asking", model: cluster.now?.model };
   const asked = { ...body(), messages: messages(talk) };
   const own = { turn, talk, stop: new AbortController(), gone: false };
   talk.turns.push(turn);
@@ -88,16 +105,16 @@ async function go() {
   keepNow(talk);
   draw();
   toEnd();
-  speak("The model is asked.");
+  speak("Sent.");
   await answer(asked, turn, () => changed(own), own.stop.signal);
   running = null;
   cancelAnimationFrame(drawing);
   drawing = 0;
   if (!own.gone) keepNow(own.talk);
-  if (talk === own.talk) draw();
+  if (talk === own.talk) follow(draw);
   else drawList();
   speak((rows.get(turn)?.said.textContent || turn.content).slice(0, 2000));
-  if (turn.problem && !turn.content) speak(turn.problem);
+  if (!turn.content) speak(turn.problem ?? (turn.stopped ? "Stopped." : ""));
 }
 
 /** What is sent: no thoughts, and no answer that says nothing. */
@@ -114,19 +131,28 @@ function changed(own) {
   if (talk !== own.talk || drawing) return;
   drawing = requestAnimationFrame(() => {
     drawing = 0;
-    const near = innerHeight + scrollY >= document.documentElement.scrollHeight - NEAR_PX;
-    drawTurn(own.turn);
-    if (near) toEnd();
+    follow(() => drawTurn(own.turn));
   });
 }
 
 function keepNow(of) {
   keptAt = performance.now();
   of.changed = Date.now();
-  if (!talks.keep(of)) say(by("say-hint"), "This browser keeps no more conversations: delete some, or export this one.");
+  if (!talks.keep(of)) say(by("chat-problem"), "The browser's storage is full. Delete a conversation, or export this one.");
 }
 
-const toEnd = () => scrollTo({ top: document.documentElement.scrollHeight });
+/** Draw, and keep a reader who was at the end there. */
+function follow(change) {
+  change();
+  if (atEnd) toEnd();
+}
+
+const isNear = () => innerHeight + scrollY >= document.documentElement.scrollHeight - NEAR_PX;
+
+function toEnd() {
+  atEnd = true;
+  if (!by("chat").hidden) scrollTo({ top: document.documentElement.scrollHeight });
+}
 
 // --- parameters -------------------------------------------------------------------------------------------
 
@@ -152,27 +178,40 @@ function draw() {
   say(by("chat-title"), talk.title);
   rows.clear();
   by("turns").replaceChildren(...talk.turns.map(row));
-  by("empty").hidden = talk.turns.length > 0;
   if (!running && document.activeElement === by("stop")) by("say").focus();
   by("stop").hidden = !running;
   by("send").hidden = Boolean(running);
-  const kept = talk.turns.length > 0;
-  for (const name of ["rename", "export", "delete"]) by(name).disabled = !kept;
+  drawEmpty();
   drawList();
+}
+
+/** Before the first message: the model, its context, and examples that it can answer. */
+function drawEmpty() {
+  const empty = talk.turns.length === 0;
+  by("empty").hidden = !empty;
+  by("bar").hidden = empty;
+  by("new-conversation").disabled = empty;
+  const { model, context } = cluster.now ?? {};
+  say(by("empty-model"), model ? shortName(model) : "No model is ready yet");
+  say(by("empty-context"), context ? `${context.toLocaleString("en")} tokens of context` : "");
+  const words = model === "tiny" ? TOY_EXAMPLES : EXAMPLES;
+  if (by("examples").textContent === words.join("")) return;
+  const example = (text) => el("li", {}, el("button", { type: "button", click: () => send(text) }, text));
+  by("examples").replaceChildren(...words.map(example));
 }
 
 function row(turn) {
   const mine = turn.role === "user";
   const parts = {
+    who: el("h2", { class: mine ? "unseen" : "who" }, mine ? "You" : ""),
     thinking: el("details", { class: "thinking" }, el("summary", {}, "Thinking"), el("div", { class: "said" })),
     said: el("div", { class: mine ? "said plain-text" : "said" }),
     waits: el("p", { class: "waits" }),
     problem: el("p", { class: "problem", role: "alert" }),
-    numbers: el("p", { class: "numbers" }),
-    buttons: el("p", { class: "buttons" }),
+    end: el("div", { class: "end" }, el("p", { class: "numbers" }), el("p", { class: "icons" })),
   };
   rows.set(turn, parts);
-  const made = el("li", { class: `turn ${turn.role}` }, el("h2", { class: "who" }, mine ? "You" : "Model"), ...Object.values(parts));
+  const made = el("li", { class: `turn ${turn.role}` }, ...Object.values(parts));
   drawTurn(turn);
   return made;
 }
@@ -181,21 +220,28 @@ function drawTurn(turn) {
   const parts = rows.get(turn);
   if (!parts) return;
   if (turn.role === "user") say(parts.said, turn.content);
-  else render(parts.said, turn.content);
+  else {
+    render(parts.said, turn.content);
+    say(parts.who, turn.model ? shortName(turn.model) : "Model");
+    parts.who.title = turn.model ?? "";
+  }
   parts.thinking.hidden = !turn.reasoning;
   if (turn.reasoning) render(parts.thinking.lastElementChild, turn.reasoning);
   say(parts.waits, waitWords(turn));
   parts.waits.hidden = !parts.waits.textContent;
   say(parts.problem, turn.problem ?? "");
   parts.problem.hidden = !turn.problem;
-  say(parts.numbers, turn.numbers ? numberWords(turn) : "");
-  parts.numbers.hidden = !parts.numbers.textContent;
+  const [numbers, buttons] = parts.end.children;
+  say(numbers, turn.numbers ? numberWords(turn) : "");
+  numbers.hidden = !numbers.textContent;
   const over = turn.phase === "over";
-  parts.buttons.hidden = !over;
-  if (over && !parts.buttons.childElementCount) {
-    if (turn.content) parts.buttons.append(copyButton(() => turn.content, "Copy the answer"));
+  parts.end.hidden = !over;
+  if (over && !buttons.childElementCount) {
+    if (turn.content) buttons.append(copyButton(() => turn.content, "Copy the answer"));
     if (turn === talk.turns.at(-1)) {
-      parts.buttons.append(el("button", { type: "button", class: "again", click: regenerate }, "Regenerate"));
+      const label = "Regenerate the answer";
+      const again = { type: "button", class: "quiet again", "aria-label": label, title: label, click: regenerate };
+      buttons.append(el("button", again, icon("again")));
     }
   }
 }
@@ -203,28 +249,29 @@ function drawTurn(turn) {
 function waitWords(turn) {
   switch (turn.phase) {
     case "asking":
-      return "Asking…";
+      return "Sending…";
     case "first token":
-      return "Waiting for the first token…";
+      return "Reading the prompt…";
     case "group":
-      return "Waiting for the group to form again; the answer goes on then…";
+      return "Waiting for the model to start again. The answer goes on then…";
     default:
       return "";
   }
 }
 
 /** What is known of an answer that is over. */
-function numberWords({ numbers, finish }) {
+function numberWords({ numbers, finish, stopped }) {
   const { first_token_s: first, tokens_per_second: speed, tokens, prompt_tokens: prompt, cached_tokens: cached } = numbers;
+  const [about, overall] = numbers.speed_of ?? [];
   const known = (value, words) => (value === null ? "" : words(value));
   return [
-    known(first, (value) => `first token after ${seconds(value)}`),
-    known(speed, (value) => `${value.toFixed(1)} tokens/s`),
-    known(tokens, (value) => `tokens ${value}`),
-    known(prompt, (value) => `prompt ${value}`),
-    known(cached, (value) => `cached ${value}`),
-    numbers.waited_s ? `waited ${seconds(numbers.waited_s)} for the group` : "",
-    finish === "length" ? "cut off at the most tokens" : "",
+    stopped ? "stopped" : "",
+    finish === "length" ? "cut off at the token limit" : "",
+    known(speed, (value) => [about, value.toFixed(1), "tokens/s", overall].filter(Boolean).join(" ")),
+    known(tokens, (value) => count(value, "token")),
+    known(first, (value) => `${seconds(value)} to first token`),
+    known(prompt, (value) => `prompt ${value}${cached ? ` (${cached} cached)` : ""}`),
+    numbers.waited_s ? `paused ${seconds(numbers.waited_s)} for a restart` : "",
   ]
     .filter(Boolean)
     .join(" · ");

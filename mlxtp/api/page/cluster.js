@@ -1,23 +1,25 @@
 // The view of the cluster: the picture, and the same in words.
 
-import { by, el, say } from "./dom.js";
+import { by, define, el } from "./dom.js";
 import { draw } from "./picture.js";
-import { bytes, clock, count, linkWords, micros, rate, seconds, stateAlone, UNKNOWN } from "./words.js";
+import { bytes, clock, count, linkWords, macWord, micros, phaseWord, place, rate, seconds, stageWord, stateAlone, UNKNOWN } from "./words.js";
 
-let shown = ""; // what was drawn last: where nothing changes, nothing is made anew
+let shown = ""; // what was drawn last: where nothing changes, nothing is redrawn
 
 export function showCluster({ now, connected }) {
+  const alone = now.nodes.length === 1;
+  by("cluster").classList.toggle("old", !connected);
+  by("cluster").classList.toggle("alone", alone);
+  by("links-card").hidden = alone;
   const width = by("picture").clientWidth;
   const key = JSON.stringify([now, connected, width]);
-  if (key === shown) return;
+  if (key === shown || !width) return;
   shown = key;
   by("picture").replaceChildren(draw(now, width));
-  by("cluster").classList.toggle("old", !connected);
-  by("facts").replaceChildren(...facts(now).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
-  by("ranks").replaceChildren(...(now.ranks.length ? now.ranks.map((each) => rank(each, now)) : [none("There is no group.")]));
+  define(by("facts"), facts(now));
   by("nodes").replaceChildren(...now.nodes.map((each) => node(each, now)));
   by("links").replaceChildren(...links(now));
-  update(by("history"), now.history.length ? now.history.map(epoch) : [none("No epoch has begun.")]);
+  update(by("history"), now.history.length ? now.history.map(epoch) : [none("Nothing has started yet.")]);
 }
 
 const none = (words) => el("li", { class: "none" }, words);
@@ -35,82 +37,75 @@ function update(list, items) {
 function facts(now) {
   const { requests, group, tokens_per_second: speed } = now;
   const queue = [
-    `${requests.open} open`,
-    `${requests.generating} generating`,
-    `${requests.first_token} before their first token`,
-    requests.group ? `${requests.group} waiting for a group` : "",
+    requests.generating ? `${requests.generating} writing` : "",
+    requests.first_token ? `${requests.first_token} reading the prompt` : "",
+    requests.group ? `${requests.group} waiting for a restart` : "",
     requests.held_back ? `${requests.held_back} held back` : "",
   ];
+  const shared = group?.world_size > 1;
   const found = [
-    ["State", stateAlone(now)],
-    ["Model", now.model ?? (now.desired?.model ? `${now.desired.model} is wanted` : "none")],
-    ["Epoch", String(now.epoch)],
-    ["Ranks", group ? `${group.world_size}` : "none"],
-    ["Joined by", group ? [group.kind, `backend ${group.backend}`].filter(Boolean).join(", ") : UNKNOWN],
-    ["One small collective", collective(group)],
-    ["Speed", rate(speed.value) + (speed.of === "here" ? " (of what was asked on this Mac)" : "")],
-    ["Requests", queue.filter(Boolean).join(", ")],
+    ["State", now.ready ? "Ready" : stateAlone(now)],
+    ["Model", now.model ?? (now.desired?.model ? `${now.desired.model} (not ready)` : "none")],
+    ["Context", now.context ? `${now.context.toLocaleString("en")} tokens` : ""],
+    ["Runs", place(now)],
+    ["Shared over", shared ? group.kind || group.backend : ""],
+    ["Sync", shared ? sync(group) : ""],
+    ["Speed", !speed.value ? "idle" : rate(speed.value) + (speed.of === "here" ? " (for requests to this Mac)" : "")],
+    ["Requests", requests.open ? queue.filter(Boolean).join(", ") || `${requests.open} open` : "none"],
+    ["Problem", now.problem],
+    ["Coordinator", now.cluster ? name(now, now.coordinator) ?? "none yet" : ""],
   ];
-  if (now.problem) found.push(["Problem", now.problem]);
-  if (now.cluster) found.push(["Coordinator", name(now, now.coordinator) ?? "nobody yet"]);
-  return found;
+  return found.filter(([, value]) => value);
 }
 
-function collective(group) {
-  if (!group?.fabric) return group && group.world_size === 1 ? "none, one rank is alone" : UNKNOWN;
-  const by = group.fabric.by === "bench" ? "measured by mlxtp bench" : "at the last proof";
-  return `${micros(group.fabric.collective_us)} (${by})`;
-}
-
-function rank(each, now) {
-  const { weight_bytes: weights, kv_bytes: kv, memory_bytes: memory } = each;
-  const about =
-    memory === null
-      ? `its figures are ${UNKNOWN} here`
-      : `${bytes(memory)} of memory: weights ${bytes(weights)}, KV caches ${bytes(kv)}`;
-  const step = each.step_us ? `, a step in ${micros(each.step_us)}` : "";
-  return el(
-    "li",
-    {},
-    el("b", {}, `Rank ${each.rank}`),
-    ` on ${name(now, each.node) ?? UNKNOWN} · ${each.phase ?? `phase ${UNKNOWN}`}`,
-    el("span", { class: "about" }, about + step),
-    memory ? bar(weights, kv, memory) : null,
-  );
-}
-
-/** Weights, KV caches and the rest, as shares of what the rank holds. */
-function bar(weights, kv, memory) {
-  const share = (part) => Math.min(100, (100 * part) / Math.max(memory, weights + kv, 1));
-  return el("meter", { min: 0, max: 100, value: share(weights + kv).toFixed(1), "aria-label": "Weights and KV caches, as a share of its memory" });
+function sync({ fabric }) {
+  if (!fabric) return UNKNOWN;
+  return `${micros(fabric.collective_us)} for each exchange (${fabric.by === "bench" ? "measured by mlxtp bench" : "measured at the start"})`;
 }
 
 function node(each, now) {
   const roles = [
-    each.self ? "this Mac" : "",
+    each.self ? "this Mac" : macWord(each.state),
     each.coordinator ? "coordinator" : "",
     each.draining ? "about to stop" : "",
   ].filter(Boolean);
-  const machine = [each.chip ?? `chip ${UNKNOWN}`, `memory ${bytes(each.memory_bytes)}`];
+  const chip = each.chip ?? (now.cluster ? `chip ${UNKNOWN}` : "");
+  const memoryWords = each.memory_bytes ? `${bytes(each.memory_bytes)} of memory` : `memory ${UNKNOWN}`;
   const trouble = [each.model_problem, ...each.notes].filter(Boolean);
   return el(
     "li",
     { "data-state": each.state },
     el("b", {}, each.name),
-    ` · ${[each.state, ...roles].join(", ")}`,
-    el("span", { class: "about" }, machine.join(", ")),
+    ` · ${roles.join(", ")}`,
+    el("span", { class: "about" }, [chip, memoryWords].filter(Boolean).join(", ")),
+    ...memory(each, now),
     ...trouble.map((words) => el("span", { class: "trouble" }, words)),
   );
 }
 
+/** The share of a Mac's memory that the model takes there, and the work of its processes. */
+function memory(each, now) {
+  const ranks = now.ranks.filter((rank) => rank.node === each.node_id);
+  if (!ranks.length) return [];
+  const sum = (field) => ranks.reduce((all, rank) => (all === null || rank[field] === null ? null : all + rank[field]), 0);
+  const held = sum("memory_bytes");
+  const phases = ranks.map((rank) => phaseWord(rank.phase ?? (now.ready ? "serving" : now.state)));
+  const works = [ranks.length > 1 ? count(ranks.length, "process", "processes") : "", [...new Set(phases)].join(" and ")];
+  if (held === null) return [el("span", { class: "about" }, `${works.filter(Boolean).join(", ")} · use of memory ${UNKNOWN} here`)];
+  const kv = sum("kv_bytes");
+  const parts = `weights ${bytes(sum("weight_bytes"))}${kv ? `, conversations ${bytes(kv)}` : ""}`;
+  const label = "Memory that the model takes, of this Mac's";
+  return [
+    each.memory_bytes ? el("meter", { min: 0, max: each.memory_bytes, value: held, "aria-label": label }) : null,
+    el("span", { class: "about" }, `Model: ${bytes(held)} (${parts})`),
+    el("span", { class: "about" }, works.filter(Boolean).join(", ")),
+  ];
+}
+
 function links(now) {
-  if (!now.links.length) {
-    const alone = now.nodes.length === 1;
-    const words = alone && now.ranks.length > 1 ? "The ranks are joined within this machine." : alone ? "There is one Mac." : `How the Macs are joined is ${UNKNOWN}.`;
-    return [none(words)];
-  }
+  if (!now.links.length) return [none(`Their cables and networks are ${UNKNOWN}.`)];
   return now.links.map((link) =>
-    el("li", {}, el("b", {}, `${name(now, link.a)} – ${name(now, link.b)}`), ` · ${linkWords(link)}`, el("span", { class: "about" }, `latency ${latency(now, link)}`)),
+    el("li", {}, el("b", {}, `${name(now, link.a)} – ${name(now, link.b)}`), ` · ${linkWords(link)}`, el("span", { class: "about" }, latency(now, link))),
   );
 }
 
@@ -119,22 +114,23 @@ function latency(now, link) {
   const ends = new Set(now.ranks.map((each) => each.node));
   const alone = now.ranks.length === 2 && ends.has(link.a) && ends.has(link.b);
   const took = alone ? now.group?.fabric?.collective_us : null;
-  const measured = [took ? `${micros(took)} for a small sum` : "", link.trip_us ? `${micros(link.trip_us)} between the agents and back` : ""];
-  return measured.filter(Boolean).join(", ") || UNKNOWN;
+  const measured = [took ? `${micros(took)} for each exchange` : "", link.trip_us ? `${micros(link.trip_us)} round trip between the agents` : ""];
+  return measured.filter(Boolean).join(", ") || `latency ${UNKNOWN}`;
 }
 
 function epoch(story) {
   const running = story.lasted_s === null;
   const ready = story.ready_s === null ? (running ? "not ready yet" : "was never ready") : `ready after ${seconds(story.ready_s)}`;
-  const stages = story.stages.map(([stage, took]) => `${stage} ${seconds(took)}`).join(", ");
-  const ended = running ? "runs" : `ended after ${seconds(story.lasted_s)}`;
+  const stages = story.stages.map(([stage, took]) => `${stageWord(stage)} ${seconds(took)}`).join(", ");
+  const lasted = running ? `since ${clock(story.began)}` : `${clock(story.began)}, lasted ${seconds(story.lasted_s)}`;
   const why = running ? "" : story.reason ?? `why it ended is ${UNKNOWN}`;
+  const about = [story.model, story.world_size > 1 ? story.kind || count(story.world_size, "process", "processes") : "", stages];
   return el(
     "li",
     { "data-state": running ? "running" : "over" },
-    el("b", {}, `Epoch ${story.epoch}`),
-    ` · ${ended}, ${ready} · began at ${clock(story.began)}`,
-    el("span", { class: "about" }, [count(story.world_size, "rank"), story.kind || story.backend, story.model, stages].filter(Boolean).join(" · ")),
+    el("b", {}, `Start ${story.epoch}`),
+    ` · ${lasted}, ${ready}`,
+    el("span", { class: "about" }, about.filter(Boolean).join(" · ")),
     why ? el("span", { class: story.code === "group_replanned" ? "about" : "trouble" }, story.code ? `${why} (${story.code})` : why) : null,
   );
 }

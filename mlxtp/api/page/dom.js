@@ -14,6 +14,9 @@ export function svg(name, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, name), attributes, children);
 }
 
+/** One of the icons that `index.html` defines. */
+export const icon = (name) => svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#icon-${name}` }));
+
 function fill(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") made.addEventListener(name, value);
@@ -28,6 +31,10 @@ function fill(made, attributes, children) {
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
+
+/** Fill a `dl` with pairs of a term and its value. */
+export const define = (list, pairs) =>
+  list.replaceChildren(...pairs.flatMap(([term, value]) => [el("dt", {}, term), el("dd", {}, value)]));
 
 /** A short word for those who listen rather than look. */
 export function speak(text) {

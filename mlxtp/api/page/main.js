@@ -2,11 +2,11 @@
 
 import { startChat } from "./chat.js";
 import { showCluster } from "./cluster.js";
-import { by, say } from "./dom.js";
+import { by, icon, say } from "./dom.js";
 import { takeFromAddress } from "./keys.js";
 import { showModels, startModels } from "./models.js";
 import { cluster, onMoment, watch } from "./watch.js";
-import { count, rate, stateWords, UNKNOWN } from "./words.js";
+import { count, rate, stateWords } from "./words.js";
 
 const VIEWS = { chat: "Chat", cluster: "Cluster", models: "Models" };
 
@@ -40,11 +40,12 @@ function showState({ now, connected, problem }) {
   say(state, stateWords(now));
   const speed = now.tokens_per_second;
   const where = speed.of === "here" ? " asked here" : "";
-  const figures = [`${count(now.requests.open, "request")} open`];
-  if (now.ready) figures.unshift(speed.value === null ? `tokens/s ${UNKNOWN}` : `${rate(speed.value)}${where}`);
-  say(by("figures"), figures.join(" · "));
+  const { open } = now.requests;
+  const figures = [speed.value ? `${rate(speed.value)}${where}` : "", open ? count(open, "request") : ""];
+  say(by("figures"), figures.filter(Boolean).join(" · "));
 }
 
+for (const each of document.querySelectorAll("[data-icon]")) each.prepend(icon(each.dataset.icon));
 by("skip").addEventListener("click", (event) => {
   event.preventDefault();
   by("main").focus();

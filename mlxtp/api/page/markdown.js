@@ -2,7 +2,7 @@
 //
 // Text comes in pieces, so it is cut into blocks first, and only blocks that have changed are made anew.
 
-import { el } from "./dom.js";
+import { el, icon } from "./dom.js";
 
 const DEEPEST = 6;
 const LONGEST = 50_000; // characters of one paragraph that are looked through for marks
@@ -138,17 +138,19 @@ function code(lines, fence) {
   );
 }
 
-/** A button that copies what `text` gives, and says so. */
+/** A button that copies the return value of `text`, and shows the outcome. */
 export function copyButton(text, label) {
-  const button = el("button", { type: "button", "aria-label": label }, "Copy");
+  const face = (name, words) => button.replaceChildren(icon(name), el("span", {}, words));
+  const button = el("button", { type: "button", class: "quiet", "aria-label": label, title: label });
+  face("copy", "Copy");
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(text());
-      button.textContent = "Copied";
+      face("done", "Copied");
     } catch {
-      button.textContent = "Not allowed";
+      face("copy", "Not allowed");
     }
-    setTimeout(() => (button.textContent = "Copy"), 2000);
+    setTimeout(() => face("copy", "Copy"), 2000);
   });
   return button;
 }

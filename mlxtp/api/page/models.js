@@ -1,9 +1,10 @@
 // What is served, what is on this Mac's disk, and having something else served.
 
-import { by, el, say } from "./dom.js";
+import { by, define, el, say } from "./dom.js";
 import * as keys from "./keys.js";
 import { administer } from "./net.js";
-import { bytes, count, seconds, stateAlone, UNKNOWN, why } from "./words.js";
+import { cluster } from "./watch.js";
+import { bytes, COMING, count, place, seconds, stageWord, stateAlone, why } from "./words.js";
 
 const SHARE = 0.05; // of the weights: less than that is not what was read of them
 const AGAIN_MS = 5000; // how often the disk is looked at while a model is being got
@@ -22,9 +23,9 @@ export function startModels() {
     event.preventDefault();
     const model = by("model").value.trim();
     if (model) serve(model);
-    else problem("Which model? An id on the Hub, or a folder that every Mac has.");
+    else problem("Name a model: an id on the Hub, or a folder that every Mac has.");
   });
-  by("unload").addEventListener("click", () => act("unload", {}, () => "Nothing shall be served."));
+  by("unload").addEventListener("click", () => act("unload", {}, () => "The model is unloaded."));
   keys.onKeys(() => {
     disk = null;
     lookedAt = -Infinity;
@@ -36,15 +37,17 @@ export function startModels() {
 
 export function showModels({ now, connected }) {
   access();
-  if (connected && keys.admin() && performance.now() - lookedAt > (now.state === "ready" ? 60_000 : AGAIN_MS)) look();
+  if (connected && !by("manage").hidden && performance.now() - lookedAt > (now.state === "ready" ? 60_000 : AGAIN_MS)) look();
   served(now);
 }
 
 function access() {
-  const has = Boolean(keys.admin());
-  by("admin-form").hidden = has;
+  const fixed = cluster.now?.cluster === null; // without a cluster an agent loads nothing else
+  const has = Boolean(keys.admin()) && !fixed;
+  by("fixed").hidden = !fixed;
+  by("admin-form").hidden = has || fixed;
   by("manage").hidden = !has;
-  if (has && !disk && performance.now() - lookedAt > AGAIN_MS) look();
+  if (has && cluster.now && !disk && performance.now() - lookedAt > AGAIN_MS) look();
 }
 
 async function look() {
@@ -78,8 +81,8 @@ function serve(model) {
   const nodes = by("spread").value.trim();
   act("serve", { model, nodes }, (said) =>
     said.coming
-      ? `${said.model} is on its way. It is served once it is here, ${said.until_then} until then.`
-      : `${said.model} shall be served.`,
+      ? `${said.model} is downloading. Until it is here, ${said.until_then || "no model"} is served.`
+      : `Switching to ${said.model}.`,
   );
 }
 
@@ -96,7 +99,7 @@ async function act(what, body, words) {
 function refused(error) {
   if (error.status === 401) {
     keys.setAdmin("");
-    problem("That key is not, or no more, this agent's: it has a new one after each start. Ask `mlxtp page`.");
+    problem("That key is not valid: each start of the agent makes a new one. `mlxtp page` prints it.");
     by("admin-key").focus();
   } else problem(error.message);
 }
@@ -107,12 +110,18 @@ const problem = (words) => say(by("models-problem"), words);
 
 function served(now) {
   const wanted = now.desired?.model;
-  const lines = [stateAlone(now)]; // its reason stands above, on every view
-  if (wanted) lines.push(`Wanted: ${wanted}${now.desired.nodes ? `, over ${spread(now.desired.nodes)}` : ""}`);
-  if (now.model_bytes) lines.push(`Weights on disk: ${bytes(now.model_bytes)}`);
-  lines.push(...(now.coming ?? []), ...problems(now));
-  by("served").replaceChildren(...lines.map((line) => el("p", {}, line)));
-  const busy = ["starting", "forming", "loading", "restarting"].includes(now.state) && Boolean(wanted);
+  const over = now.desired?.nodes ? `, on ${spread(now.desired.nodes)}` : "";
+  const found = [
+    ["State", now.ready ? "Ready" : stateAlone(now)], // its reason stands above, on every view
+    ["Model", now.model],
+    [now.model ? "Next" : "Model", wanted && wanted !== now.model ? wanted + over : ""],
+    ["Context", now.context ? `${now.context.toLocaleString("en")} tokens` : ""],
+    ["Weights", now.model_bytes ? `${bytes(now.model_bytes)} on disk` : ""],
+    ["Runs", now.model ? place(now) || "on this Mac" : ""],
+  ];
+  define(by("served"), found.filter(([, value]) => value));
+  by("served-notes").replaceChildren(...[...(now.coming ?? []), ...problems(now)].map((line) => el("li", {}, line)));
+  const busy = COMING.includes(now.state) && Boolean(wanted);
   by("loading").hidden = !busy;
   if (busy) progress(now);
 }
@@ -143,7 +152,7 @@ function progress(now) {
     bar.max = now.model_bytes;
     bar.value = Math.min(sum, now.model_bytes);
   } else bar.removeAttribute("value");
-  const unread = begun ? `So far: ${stages.at(-1)[0]}` : `How far it is, is ${UNKNOWN} yet`;
-  say(by("loaded-label"), reads ? `Ranks hold ${bytes(sum)} of about ${bytes(now.model_bytes)}` : unread);
-  by("stages").replaceChildren(...stages.map(([stage, took]) => el("li", {}, `${stage} after ${seconds(took)}`)));
+  const unread = begun ? `So far: ${stageWord(stages.at(-1)[0])}` : "Progress is not known yet";
+  say(by("loaded-label"), reads ? `${bytes(sum)} of about ${bytes(now.model_bytes)} loaded` : unread);
+  by("stages").replaceChildren(...stages.map(([stage, took]) => el("li", {}, `${stageWord(stage)} after ${seconds(took)}`)));
 }

@@ -4,10 +4,11 @@ import { askForApiKey, authorization } from "./keys.js";
 
 /** An answer that is none. The message is the agent's own, where it said one. */
 export class Refused extends Error {
-  constructor(message, status = 0, code = "") {
+  constructor(message, status = 0, code = "", state = "") {
     super(message);
     this.status = status;
     this.code = code;
+    this.state = state; // of a cluster that is not ready
   }
 }
 
@@ -46,7 +47,7 @@ async function reach(path, options) {
 async function refusal(response) {
   try {
     const { error } = await response.json();
-    return new Refused(error.message ?? String(error), response.status, error.code ?? "");
+    return new Refused(error.message ?? String(error), response.status, error.code ?? "", error.state ?? "");
   } catch {
     return new Refused(`The agent answered with status ${response.status}.`, response.status);
   }

@@ -2,13 +2,13 @@
 // nothing jumps while states change.
 
 import { svg } from "./dom.js";
-import { bytes, count, linkWords, micros, stateWords, UNKNOWN } from "./words.js";
+import { bytes, count, linkWords, macWord, micros, phaseWord, stateWords, UNKNOWN } from "./words.js";
 
 const NARROW = 600;
 const HEAD = 74;
 const ROW = 34;
 const GAP = 76;
-const MARGIN = 10;
+const MARGIN = 2;
 
 /** An `svg` element that is `width` pixels wide. */
 export function draw(now, width) {
@@ -16,7 +16,8 @@ export function draw(now, width) {
   const first = (card) => card.ranks[0]?.rank ?? Infinity;
   cards.sort((a, b) => (first(a) === first(b) ? 0 : first(a) - first(b)));
   const most = Math.max(...cards.map((card) => card.ranks.length), 0);
-  const size = { width: Math.min(width - 2 * MARGIN, width < NARROW ? 330 : 236), height: HEAD + Math.max(most, 1) * ROW + 8 };
+  const alone = cards.length === 1; // fills its column
+  const size = { width: Math.min(width - 2 * MARGIN, alone ? Infinity : width < NARROW ? 330 : 236), height: HEAD + Math.max(most, 1) * ROW + 8 };
   const { places, height } = layout(cards.length, size, width);
   cards.forEach((card, i) => Object.assign(card, places[i], size));
   const words = describe(now);
@@ -89,7 +90,7 @@ function cable(link, a, b, used, now, width, number) {
   const words = linkWords(link) || `link ${UNKNOWN}`;
   const took = used && now.ranks.length === 2 ? now.group?.fabric?.collective_us : null;
   const crowded = !used && number > 3; // the list has the words of all
-  const latency = took ? `small sum in ${micros(took)}` : link.trip_us ? `there and back in ${micros(link.trip_us)}` : "";
+  const latency = took ? `sync ${micros(took)}` : link.trip_us ? `round trip ${micros(link.trip_us)}` : "";
   const lines = beside || crowded ? [] : [words, latency].filter(Boolean);
   return [
     svg("path", { d: path, class: used ? "cable used" : "cable", "data-kind": link.rdma ? "rdma" : link.network }),
@@ -103,7 +104,7 @@ const middle = (card) => ({ x: card.x + card.width / 2, y: card.y + card.height 
 
 function machine({ node, ranks, x, y, width, height }, now) {
   const about = [node.chip, node.memory_bytes ? bytes(node.memory_bytes) : ""].filter(Boolean).join(", ");
-  const roles = [node.state, node.self ? "this Mac" : "", node.coordinator ? "coordinator" : ""].filter(Boolean);
+  const roles = [node.self ? "this Mac" : macWord(node.state), node.coordinator ? "coordinator" : ""].filter(Boolean);
   return svg(
     "g",
     { class: "machine", "data-state": node.state, transform: `translate(${x} ${y})` },
@@ -112,21 +113,21 @@ function machine({ node, ranks, x, y, width, height }, now) {
     svg("text", { x: 14, y: 43, class: "small" }, cut(roles.join(", "), (width - 28) / 6.4)),
     svg("text", { x: 14, y: 60, class: "small" }, cut(about || `chip and memory ${UNKNOWN}`, (width - 28) / 6.4)),
     ...ranks.map((rank, i) => rankRow(rank, i, ranks.length > 1 ? width - 44 : width - 20, now)),
-    ...(ranks.length ? [] : [svg("text", { x: 14, y: HEAD + 22, class: "small" }, "no rank")]),
+    ...(ranks.length ? [] : [svg("text", { x: 14, y: HEAD + 22, class: "small" }, "not used now")]),
     ...within(ranks, width, now),
   );
 }
 
 function rankRow(rank, i, width, now) {
-  const phase = rank.phase ?? (now.ready ? "serves" : now.state);
+  const phase = phaseWord(rank.phase ?? (now.ready ? "serving" : now.state));
   const memory = rank.memory_bytes === null ? `memory ${UNKNOWN}` : bytes(rank.memory_bytes);
-  const works = now.ready ? phase : now.state;
+  const works = now.ready ? rank.phase : now.state;
   return svg(
     "g",
     { class: "rank", "data-phase": works, transform: `translate(10 ${HEAD + i * ROW})` },
     svg("rect", { width, height: ROW - 6, rx: 6 }),
-    svg("text", { x: 10, y: 19 }, `${rank.rank}`),
-    svg("text", { x: 28, y: 19, class: "small" }, `${phase} · ${memory}`),
+    svg("text", { x: 10, y: 19 }, now.ranks.length > 1 ? `${rank.rank}` : ""),
+    svg("text", { x: now.ranks.length > 1 ? 28 : 10, y: 19, class: "small" }, `${phase} · ${memory}`),
   );
 }
 

@@ -1,5 +1,6 @@
 // Figures and states in words. What is not known is said to be not known.
 
+export const COMING = ["starting", "forming", "loading", "restarting"]; // states of a model that is on its way
 export const UNKNOWN = "not known";
 
 export function bytes(count) {
@@ -47,25 +48,25 @@ export const count = (number, one, more = `${one}s`) => `${number} ${number === 
 export const why = (now) => (["ready", "loading", "stopped"].includes(now.state) ? "" : now.reason || now.waiting || "");
 
 /** What the cluster is doing, as one sentence for people, whoever reads or listens. */
-export const stateWords = (now) => [stateAlone(now), why(now)].filter(Boolean).join(": ");
+export const stateWords = (now) =>
+  (now.starting ? ["Starting", now.starting] : [stateAlone(now), why(now)]).filter(Boolean).join(": ");
 
 /** The same without the reason. */
 export function stateAlone(now) {
-  const size = now.group ? now.group.world_size : 0;
   switch (now.state) {
     case "ready":
-      return `Ready: ${now.model ?? "a model"} on ${count(size, "rank")}`;
+      return `Ready: ${[now.model ? shortName(now.model) : "a model", place(now)].filter(Boolean).join(" ")}`;
     case "starting":
     case "forming":
-      return `Forming the group of epoch ${now.epoch}`;
+      return now.epoch > 1 ? "Starting again" : "Starting";
     case "loading":
-      return `Loading ${now.desired?.model || "the model"}`;
+      return `Loading ${now.desired?.model ? shortName(now.desired.model) : "the model"}`;
     case "restarting":
-      return "The group has ended and forms again";
+      return "Starting again";
     case "idle":
-      return "Nothing is served";
+      return "No model is loaded";
     case "draining":
-      return "No new requests";
+      return "Stopping: no new requests";
     case "failed":
       return "Failed";
     case "stopped":
@@ -74,6 +75,23 @@ export function stateAlone(now) {
       return `State ${now.state}`;
   }
 }
+
+/** Return "on 2 Macs" or "in 2 processes"; empty for one. */
+export function place(now) {
+  const macs = new Set(now.ranks.map((each) => each.node)).size;
+  const size = now.group?.world_size ?? 0;
+  if (macs > 1) return `on ${macs} Macs`;
+  return size > 1 ? `in ${size} processes` : "";
+}
+
+/** The name of a model without its owner or folder. */
+export const shortName = (model) => model.split("/").filter(Boolean).at(-1) ?? model;
+
+const PHASES = { prefill: "reading a prompt", decode: "writing", forming: "connecting", proving: "checking the connection" };
+const STATES = { alive: "connected", away: "not seen yet", suspect: "not answering", dead: "lost" };
+const STAGES = { spawned: "processes started", linked: "processes ready", formed: "connected", proven: "checked", loaded: "model loaded" };
+const word = (table) => (term) => (Object.hasOwn(table, term) ? table[term] : term);
+export const [phaseWord, macWord, stageWord] = [PHASES, STATES, STAGES].map(word);
 
 const NETWORKS = { thunderbolt: "Thunderbolt", ethernet: "Ethernet", wifi: "Wi-Fi", loopback: "loopback" };
 

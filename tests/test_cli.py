@@ -284,9 +284,9 @@ def test_what_is_set_reaches_the_ranks(tmp_path: Path) -> None:
         assert started_with["max_context"] == {"value": 200, "origin": "--max-context"}
         assert started_with["compiled"] == {"value": False, "origin": "--no-compiled"}
         assert "alone" not in started_with  # which both have from the variable
-        refused = ask(max_tokens=199)
+        refused = ask(messages=[{"role": "user", "content": "hello " * 300}])
         assert refused.status_code == 400
-        assert "200" in refused.json()["error"]["message"]
+        assert "maximum context length is 200 tokens" in refused.json()["error"]["message"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
 

@@ -117,7 +117,8 @@ class Finder:
     def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Alternative]:
         if obstacles := self.shape.obstacles(size):
             fitting = max(n for n in range(1, size) if not self.shape.obstacles(n))
-            text = f"needs {fitting} of {size} nodes: {'; '.join(obstacles)}"
+            others = f", {fitting} can" if fitting > 1 else ""
+            text = f"{size} Macs cannot share this model{others}: {'; '.join(obstacles)}"
             return [Alternative(TENSOR_PARALLEL, size, reason=text)]
         fits = [node for node in pool if self._memory(node, size).fits]
         if len(fits) < size or (must and must not in fits):

@@ -11,6 +11,7 @@ import platform
 import pwd
 import signal
 import sys
+import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -110,7 +111,8 @@ async def run_command(
         return Output(problem=f"printed more than {OUTPUT_LIMIT} bytes")
     text = said.decode(errors="replace")
     if status:
-        why = printable(complaint.decode(errors="replace"), 100)
+        first = complaint.decode(errors="replace").strip().partition("\n")[0]
+        why = textwrap.shorten(printable(first, 1000), 160, placeholder=" ...")
         return Output(text, f"ended with status {status}" + (f" ({why})" if why else ""))
     return Output(text)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..client import AgentClient, connection_to
 from ..errors import Code, UserError
-from .launch import Served
+from .programs import Served
 
 READ_TOKENS = (512, 4096)
 WRITE_TOKENS = 128
@@ -203,7 +203,7 @@ class _Asker:
 
 
 def _read(lines: http.client.HTTPResponse, asked_at: float) -> Answer:
-    """An answer from its stream. What comes first is the first token, though it may have no text yet."""
+    """An answer from its stream. Empty events before the first token only keep the connection."""
     first_at = ended_at = 0.0
     usage: Mapping[str, Any] | None = None
     for line in lines:
@@ -213,7 +213,7 @@ def _read(lines: http.client.HTTPResponse, asked_at: float) -> Answer:
         event = json.loads(line[6:])
         if "error" in event:
             raise UserError(f"an answer failed: {event['error'].get('message')}")
-        if event.get("choices"):
+        if any(choice["text"] or choice["finish_reason"] for choice in event.get("choices", ())):
             first_at, ended_at = first_at or now, now
         usage = event.get("usage") or usage
     if usage is None or not first_at:

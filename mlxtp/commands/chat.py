@@ -23,6 +23,7 @@ from ..config import expanded, home_folder
 from ..errors import MlxtpError, UserError
 from . import completions
 from .options import AsJson, Home
+from .printing import when_started
 
 PROMPT = ">>> "
 MORE = "... "
@@ -134,6 +135,7 @@ class Talk:
 
 def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
     """Print the answer alone, as it comes. Raises MlxtpError when there is none."""
+    when_started(talk.home)
     answer = Answer(time.monotonic())
     with closing(talk.ask(asked)) as pieces:
         for piece in pieces:
@@ -168,7 +170,7 @@ class Screen:
 
     def run(self) -> None:
         """Until somebody leaves. Raises UserError when no agent runs at the start."""
-        status = AgentClient(self._talk.home).get("status")
+        _, status = when_started(self._talk.home)
         served = status["model"] or f"no model yet ({status['state']})"
         self._console.print(Text.assemble((served, "cyan"), "   /help lists what there is, Ctrl-D leaves"))
         with suppress(ImportError):
@@ -314,7 +316,7 @@ class Screen:
 def _waiting(piece: Piece, answer: Answer) -> str:
     if answer.thoughts:
         return " ".join(answer.thoughts.split())[-60:]
-    return piece.waiting if piece.waiting != "mlxtp" else ""
+    return piece.waiting
 
 
 def _speed(answer: Answer) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import logging
 import shlex
 import tempfile
 import time
@@ -34,6 +34,8 @@ _STAGES = {
     "loaded": "model sharded and loaded",
     "warmed up": "first forwards run",
 }
+_BODY = """'{"model": "default", "messages": [
+      {"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}'"""
 _GROUP_STAGES = ("formed", "proven")
 
 
@@ -89,15 +91,15 @@ class View:
         )
 
     def serving(self, url: str) -> None:
+        """Print the addresses and commands to paste, none wider than 80 columns."""
         home = shlex.quote(str(self._settings.home))
-        body = json.dumps(
-            {"model": "default", "messages": [{"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}
-        )
         self._console.print(
-            f"\n  endpoint [bold cyan]{url}/v1[/]   page {url}/   health {url}/health\n\n"
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
-            f"    -d {escape(repr(body))}\n\n"
-            f"  mlxtp status --home {escape(home)}   and so for other commands\n\n  Ctrl-C stops it.",
+            f"\n  endpoint  [bold cyan]{url}/v1[/]\n  page      {url}/\n  health    {url}/health\n\n"
+            f"  curl {url}/v1/chat/completions \\\n"
+            "    -H 'Content-Type: application/json' \\\n"
+            f"    -d {escape(_BODY)}\n\n"
+            f"  Other commands need --home:\n  mlxtp status \\\n    --home {escape(home)}\n\n"
+            "  Ctrl-C stops it.",
             soft_wrap=True,
         )
 
@@ -111,14 +113,20 @@ async def run(settings: Settings, prompt: str | None, view: View, *, once: bool)
     began = time.monotonic()
     view.begin()
     async with running_agent(settings, view.stage) as agent:
-        await agent.wait_ready()
-        ready_s = time.monotonic() - began
-        view.ask(question)
-        answer = await asyncio.to_thread(ask, agent.url, question, view.text, agent.key, agent.certificate)
-        view.answered(answer)
-        if not once:
-            view.serving(agent.url)
-            await asyncio.shield(agent.over)
+        try:
+            await agent.wait_ready()
+            ready_s = time.monotonic() - began
+            view.ask(question)
+            answer = await asyncio.to_thread(
+                ask, agent.url, question, view.text, agent.key, agent.certificate
+            )
+            view.answered(answer)
+            if not once:
+                view.serving(agent.url)
+                await asyncio.shield(agent.over)
+        except asyncio.CancelledError:  # Ctrl-C ends a demo: do not report the answers that it cuts off
+            logging.getLogger("mlxtp").setLevel(logging.ERROR)
+            raise
     return {
         **asdict(answer),
         "prompt": question,

@@ -1,4 +1,4 @@
-"""`mlxtp launch`: starts another program so that it speaks to the endpoint of this Mac."""
+"""`mlxtp launch`: start another program so that it uses the endpoint of this Mac."""
 
 from __future__ import annotations
 
@@ -6,89 +6,19 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..client import AgentClient
 from ..config import home_folder
-from ..errors import Code, UserError
-from .printing import typed
+from ..errors import Code, UserError, why_not_written
+from .printing import typed, when_started
+from .programs import PROGRAMS, Program, Served, Setup, Variables
 
-NO_KEY = "none"
-"""What is sent where nobody asks for a key: clients want to have one."""
-
-Variables = Mapping[str, str | None]
-"""Of an environment; None takes one away."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What a client has to know of the endpoint. `url` has no path, `context` is in tokens."""
-
-    url: str
-    model: str
-    context: int
-    key: str = ""
-    certificate: str = ""
-    """The file of the certificate that a client has to trust, if it does not anyway."""
-
-
-@dataclass(frozen=True, slots=True)
-class Application:
-    """A program that can be launched.
-
-    `elsewhere`: where its installers put it without a word to PATH. `least_context`: with fewer tokens it is
-    of no use.
-    """
-
-    program: str
-    install: str
-    variables: Callable[[Served], Variables]
-    elsewhere: tuple[str, ...] = ()
-    least_context: int = 0
-
-
-def claude(served: Served) -> Variables:
-    """Of Claude Code: https://code.claude.com/docs/en/env-vars and its pages on gateways and models."""
-    model = served.model
-    return {
-        "ANTHROPIC_BASE_URL": served.url,
-        "ANTHROPIC_AUTH_TOKEN": served.key or NO_KEY,  # sent as `Authorization: Bearer`
-        "ANTHROPIC_MODEL": model,
-        # The names behind which it looks for larger and smaller models: here there is one.
-        "ANTHROPIC_DEFAULT_OPUS_MODEL": model,
-        "ANTHROPIC_DEFAULT_SONNET_MODEL": model,
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
-        "ANTHROPIC_SMALL_FAST_MODEL": model,  # as older versions call the one before
-        "CLAUDE_CODE_SUBAGENT_MODEL": model,
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(served.context),  # it takes unknown models for 200,000
-        # Updates, telemetry and reports are meant for others than this server.
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        # A line that changes with each request, at the top of the system prompt.
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-        # What would be sent here though it is meant for others, or would have it ask others.
-        "ANTHROPIC_API_KEY": None,
-        "CLAUDE_CODE_OAUTH_TOKEN": None,
-        "CLAUDE_CODE_USE_BEDROCK": None,
-        "CLAUDE_CODE_USE_VERTEX": None,
-        "CLAUDE_CODE_USE_FOUNDRY": None,
-        **({"NODE_EXTRA_CA_CERTS": served.certificate} if served.certificate else {}),
-    }
-
-
-APPLICATIONS: Mapping[str, Application] = {
-    "claude": Application(
-        "claude",
-        "https://code.claude.com/docs/en/setup",
-        claude,
-        ("~/.local/bin/claude", "~/.claude/local/claude"),
-        least_context=32_768,
-    ),
-}
+FOLDER = "launch"  # of a home: files that programs are pointed to
 
 
 def register(app: typer.Typer) -> None:
@@ -97,19 +27,20 @@ def register(app: typer.Typer) -> None:
 
 
 def launch(
-    application: Annotated[
+    app_name: Annotated[
         str,
         typer.Argument(
             metavar="APP",
-            help=f"Which program: {', '.join(APPLICATIONS)}.",
-            autocompletion=lambda: list(APPLICATIONS),
+            help=f"Which program: {', '.join(PROGRAMS)}.",
+            autocompletion=lambda: list(PROGRAMS),
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="What the program is given; behind --.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the program, after --.")
     ] = None,
     print_only: Annotated[
-        bool, typer.Option("--print", help="Start nothing: print the variables, as a shell reads them.")
+        bool,
+        typer.Option("--print", help="Print the settings as shell commands instead of starting the program."),
     ] = False,
     key: Annotated[
         str,
@@ -123,41 +54,48 @@ def launch(
         bool, typer.Option("--json", help="With --print: print one JSON object, also for an error.")
     ] = False,
 ) -> None:
-    """Start a program, such as Claude Code, so that it uses the model that is served here.
+    """Start a coding agent, such as Claude Code, so that it uses the model that is served here.
 
-    What it would be told by files of its own, such as `env` in ~/.claude/settings.json, still counts.
+    It gets variables and arguments, which are printed first. Its own files stay as they are, and settings in
+    them, such as `env` in ~/.claude/settings.json, still count.
     """
     if as_json and not print_only:
         raise typer.BadParameter("--json goes with --print")
-    if application not in APPLICATIONS:
+    if app_name not in PROGRAMS:
         with typed():
-            raise UserError(f"{application} is not known here; known are: {', '.join(APPLICATIONS)}")
-    chosen = APPLICATIONS[application]
+            raise UserError(f"{app_name} is not known here; known are: {', '.join(PROGRAMS)}")
+    chosen = PROGRAMS[app_name]
+    path = "" if print_only else find_program(chosen)
     served = find_served(home_folder(home).resolve(), key or os.environ.get("MLXTP_KEY", ""))
     if served.context < chosen.least_context:
         typer.echo(
-            f"mlxtp: {served.model} has a context of {served.context} tokens, of which {application} needs "
+            f"mlxtp: {served.model} has a context of {served.context} tokens, of which {app_name} needs "
             f"{chosen.least_context} or more: expect it to fail",
             err=True,
         )
-    variables = chosen.variables(served)
+    setup = chosen.setup(served)
+    for file, content in setup.files.items():
+        _write(file, content)
     if as_json:
-        typer.echo(json.dumps({"variables": variables}, ensure_ascii=False))
+        files = [str(file) for file in setup.files]
+        shown = {"variables": setup.variables, "arguments": setup.arguments, "files": files}
+        typer.echo(json.dumps(shown, ensure_ascii=False))
         return
     if print_only:
-        typer.echo("\n".join(as_shell(variables)))
+        typer.echo("\n".join(as_shell(chosen, setup)))
         return
-    program = find_program(chosen)
-    os.execve(program, [chosen.program, *(arguments or ())], changed(os.environ, variables))
+    typer.echo("\n".join(summary(app_name, served, setup)), err=True)
+    os.execve(
+        path, [chosen.command, *setup.arguments, *(arguments or ())], changed(os.environ, setup.variables)
+    )
 
 
 def find_served(home: Path, key: str) -> Served:
-    """What the agent of this home serves to whoever shows `key`.
+    """Return what the agent of this home serves to clients with the API key `key`.
 
     Raises UserError when no agent runs, no model is loaded, or the key is not taken.
     """
-    client = AgentClient(home)
-    status = client.get("status")
+    client, status = when_started(home)
     if not status["model"]:
         why = f": {status['reason']}" if status["reason"] else ""
         raise UserError(
@@ -173,16 +111,24 @@ def find_served(home: Path, key: str) -> Served:
 
     own = home / OWN_CERTIFICATE
     known = bool(client.certificate) and own.is_file() and own.read_text() == client.certificate
-    return Served(client.url, str(model["id"]), int(model["context_length"]), key, str(own) if known else "")
+    return Served(
+        client.url,
+        str(model["id"]),
+        int(model["context_length"]),
+        key,
+        str(own) if known else "",
+        home / FOLDER,
+        frozenset(model.get("supported_features", ())),
+    )
 
 
-def find_program(application: Application) -> str:
-    """Its path. Raises UserError when it is not installed."""
-    for place in (application.program, *map(os.path.expanduser, application.elsewhere)):
+def find_program(program: Program) -> str:
+    """Return its path. Raises UserError when it is not installed."""
+    for place in (program.command, *map(os.path.expanduser, program.elsewhere)):
         if found := shutil.which(place):
             return found
     raise UserError(
-        f"{application.program} is not installed, or not on PATH; how to install it: {application.install}"
+        f"{program.command} is not installed, or not on PATH; how to install it: {program.install}"
     )
 
 
@@ -192,7 +138,34 @@ def changed(environment: Mapping[str, str], variables: Variables) -> dict[str, s
     return kept | {name: value for name, value in variables.items() if value is not None}
 
 
-def as_shell(variables: Variables) -> Iterable[str]:
-    """Lines for `eval` in sh, bash or zsh."""
-    for name, value in variables.items():
+def summary(app_name: str, served: Served, setup: Setup) -> Iterator[str]:
+    """Lines for people: what the program uses, and what was set for that. Keys are not shown."""
+    gone = [name for name, value in setup.variables.items() if value is None]
+    kept = [name for name in setup.variables if name not in gone]
+    yield f"mlxtp: {app_name} uses {served.model} ({served.context:,} tokens) at {served.url}"
+    width = shutil.get_terminal_size().columns
+    for title, names in (("set", kept), ("unset", gone)):
+        yield from textwrap.wrap(
+            f"  {title}: {' '.join(names)}" if names else "", width, subsequent_indent="    "
+        )
+    if setup.arguments:
+        yield f"  arguments: {shlex.join(setup.arguments)}"
+    for file in setup.files:
+        yield f"  written: {file}"
+
+
+def as_shell(program: Program, setup: Setup) -> Iterator[str]:
+    """Lines for `eval` in sh, bash or zsh. Arguments come as a function by the program's name."""
+    for name, value in setup.variables.items():
         yield f"unset {name}" if value is None else f"export {name}={shlex.quote(value)}"
+    if setup.arguments:
+        yield f'{program.command}() {{ command {program.command} {shlex.join(setup.arguments)} "$@"; }}'
+
+
+def _write(file: Path, content: object) -> None:
+    """Raises UserError when it cannot be written."""
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        file.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(why_not_written(error, file.parent)) from None

@@ -144,7 +144,7 @@ def to_json(made: Plan, shape: ModelShape) -> dict[str, Any]:
 
 
 def show(made: Plan, shape: ModelShape, console: Console) -> None:
-    """Print the plan for people. Reasons stand beside their rows, or below where lines are short."""
+    """Print the plan for people. Reasons stand beside their rows, or once below where lines are short."""
     console.print(escape(_model_line(made, shape)))
     wide = console.width >= _WIDE
     columns = [column for column in _COLUMNS if wide or column not in _WORDY]
@@ -158,11 +158,17 @@ def show(made: Plan, shape: ModelShape, console: Console) -> None:
         table.add_row(*(escape(row[column]) for column in columns), style=_COLOURS[one.verdict])
     console.print(table)
     if not wide:
+        reasons: dict[tuple[str, str], list[str]] = {}
         for one in made.alternatives:
-            if one.reason:
-                console.print(escape(f"- {one.title}: {one.reason}"), style=_COLOURS[one.verdict])
+            reasons.setdefault((one.reason, one.verdict), []).append(one.title)
+        for (reason, verdict), titles in reasons.items():
+            if reason:
+                console.print(escape(f"- {', '.join(titles)}: {reason}"), style=_COLOURS[verdict])
     if made.chosen or not any(one.reason for one in made.alternatives):
-        console.print(escape(made.reason), style="bold" if made.chosen else "bold red")
+        summary = made.reason
+        for one in made.alternatives:  # a row has it already
+            summary = summary.removesuffix(f". Not {one.title}: {one.reason}")
+        console.print(escape(summary), style="bold" if made.chosen else "bold red")
     else:  # the reason is those of the rows
         console.print("These Macs cannot serve it.", style="bold red")
     if made.chosen and made.chosen.speed:

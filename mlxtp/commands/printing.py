@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
+from ..client import FILE as AGENT_FILE
+from ..client import AgentClient, agent_runs
 from ..config import home_folder
 from ..errors import Exit, UserError
+
+POLL_S = 0.5  # between polls of an agent that is starting
 
 
 def home_of(home: Path | None) -> Path:
@@ -27,6 +33,28 @@ def typed() -> Iterator[None]:
     except UserError as error:
         error.exit_status = Exit.MISTYPED
         raise
+
+
+def when_started(home: Path) -> tuple[AgentClient, dict[str, Any]]:
+    """Return the agent of this home and its status. Wait while a model is loading, and show the progress.
+
+    Raises UserError when no agent runs.
+    """
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as shown:
+
+        def waits_for(what: str) -> None:
+            if not console.is_terminal and not shown.status:
+                console.print(f"mlxtp is starting: {what}", markup=False, soft_wrap=True)
+            shown.update(Text(f"mlxtp is starting: {what}", "dim"))
+            time.sleep(POLL_S)
+
+        while agent_runs(home) and not (home / AGENT_FILE).exists():
+            waits_for("it has no address yet")
+        client = AgentClient(home)
+        while starting := (status := client.get("status")).get("starting"):
+            waits_for(starting)
+        return client, status
 
 
 def print_json(answer: Mapping[str, Any]) -> None:

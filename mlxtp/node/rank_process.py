@@ -38,6 +38,7 @@ from ..wire.messages import (
     Message,
     Ping,
     Pong,
+    Prefilled,
     ScoredDelta,
     SessionEnd,
     Shutdown,
@@ -60,7 +61,7 @@ _CLOSED = -1
 Worker = Sequence[str] | Spares
 """How rank processes are started: by a command, or from spares."""
 
-RequestEvent = Accepted | Delta | ScoredDelta | Finished | Error
+RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
 R = TypeVar("R", bound=Message)
 
 
@@ -232,7 +233,7 @@ class RankProcess:
                 if not self._ending:  # what SIGTERM woke says nothing of how long it was silent
                     self._end.pong, self._end.pong_at = message, time.monotonic()
                 self._watcher.heard(self.rank, message)
-            case Delta() | ScoredDelta() | Accepted() | Finished():
+            case Delta() | ScoredDelta() | Accepted() | Prefilled() | Finished():
                 self._watcher.emitted(message)
             case Error() if message.uid:
                 self._watcher.emitted(message)

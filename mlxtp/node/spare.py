@@ -225,6 +225,8 @@ class Spares:
                 # stdout is the command's own: its JSON must stay JSON
                 stdout=_STDERR_FD if lines is None else lines.descriptor,
                 stderr=None if lines is None else lines.descriptor,
+                # A terminal sends Ctrl-C to the whole group; the agent ends its processes in order.
+                start_new_session=True,
             )
         except BaseException:
             ours.close()

@@ -38,6 +38,9 @@ ABOUT_TO_STOP = "this Mac is about to stop"
 _DRAINABLE = frozenset((State.READY, State.IDLE))
 """States in which an agent takes requests or would, and which are called otherwise when it does not."""
 
+#: States before a model is ready.
+_BEFORE_READY = frozenset((State.STARTING, State.FORMING, State.LOADING, State.IDLE, State.RESTARTING))
+
 StageListener = Callable[[str, float], None]
 """Called with the name of a stage that was just reached and the seconds since its epoch began."""
 
@@ -79,6 +82,8 @@ class Supervisor:
         self.epoch = 0
         self.reason: MlxtpError | None = None
         """Why it is not ready, or why the last epoch ended."""
+        #: The model to serve; empty while something prevents it.
+        self.wanted = ""
         self.resting = False
         """Whether an epoch failed and the next one has to wait: then the state is about that one."""
         self.ranks: Ranks | None = None
@@ -113,6 +118,7 @@ class Supervisor:
         Cancelling ends the ranks in order; no process is left when this returns.
         """
         self._desired = model
+        self.wanted = model.id if model is not None else ""
         try:
             await self._keep_up(plans)
         except asyncio.CancelledError:
@@ -238,6 +244,7 @@ class Supervisor:
             eos=loaded.eos,
             vocabulary=loaded.vocabulary,
             defaults=defaults,
+            features=model.text.features,
         )
         self._desired, self.reason = model, None
         self.gateway.serve(ranks, info, model.text)
@@ -407,12 +414,34 @@ class Supervisor:
     @property
     def progress(self) -> str:
         """How far the next group is, in a few words, such as "loading 40 %"."""
-        if self.in_epoch and self.ranks is not None and self._own is State.LOADING and self._weight_bytes:
-            held = sum(pong.memory_bytes for pong in self.ranks.pongs.values())
-            return f"loading {min(held * 100 // self._weight_bytes, 99)} %"
+        if percent := self._loaded_percent:
+            return f"loading {percent}"
         if not self.in_epoch and self.reason is not None:
             return self.reason.detail
         return str(self.state)
+
+    @property
+    def starting(self) -> str:
+        """The model that is on its way and how far, as `Health` has it."""
+        if not self.wanted or self.gateway.models() or self.state not in _BEFORE_READY:
+            return ""
+        if self.state is State.LOADING:
+            percent = self._loaded_percent
+            return f"{self.wanted} is loading" + (f" ({percent})" if percent else "")
+        reason = self.reason.detail if self.reason is not None else ""
+        if self.state is State.RESTARTING and reason:
+            return f"{reason}; {self.wanted} is about to load again"
+        return reason if self.wanted in reason else f"{self.wanted} is about to load"
+
+    @property
+    def _loaded_percent(self) -> str:
+        """Of the weights, such as "40 %"; empty while none are read on this Mac's watch."""
+        if not (
+            self.in_epoch and self.ranks is not None and self._own is State.LOADING and self._weight_bytes
+        ):
+            return ""
+        held = sum(pong.memory_bytes for pong in self.ranks.pongs.values())
+        return f"{min(held * 100 // self._weight_bytes, 99)} %"
 
     @property
     def _where(self) -> dict[str, int]:
@@ -457,6 +486,7 @@ class Supervisor:
             ready=self.state is State.READY and not closing,
             open_requests=open_requests,
             ranks=tuple(rows),
+            starting="" if closing else self.starting,
         )
 
 

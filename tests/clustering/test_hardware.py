@@ -40,6 +40,15 @@ def test_one_that_fails_says_why_and_what_it_printed_is_kept() -> None:
     )
 
 
+def test_what_a_command_complains_of_is_quoted_to_the_end_of_a_line_or_shows_the_cut() -> None:
+    """As timedatectl does, whose second line would be cut in the middle of a sentence."""
+    first = "System has not been booted with systemd as init system (PID 1). Can't operate."
+    said = shell(f'echo "{first}" >&2; echo "Failed to connect to bus: Host is down" >&2; exit 1')
+    assert said.problem == f"ended with status 1 ({first})"
+    long = shell("echo " + "words " * 100 + " >&2; exit 1").problem
+    assert long.endswith("words ...)")
+
+
 def test_nothing_is_run_as_root_but_what_has_to_be() -> None:
     mine = str(os.geteuid())
     assert asyncio.run(run_as_self("id", ("-u",), AGES_S)).text.strip() == mine

@@ -180,7 +180,7 @@ def test_all_takes_as_many_as_can_work_together() -> None:
     made = plan(desk(3), shape(), A, Options(nodes="all"))
     assert made.chosen is not None
     assert made.chosen.nodes == 2
-    assert "needs 2 of 3 nodes: 32 attention heads do not divide by 3; 8 KV heads do not" in made.reason
+    assert "3 Macs cannot share this model, 2 can: 32 attention heads do not divide by 3; 8 KV" in made.reason
     assert plan(desk(5), shape(), A, Options(nodes="all")).chosen is not None
     assert len(plan(desk(5), shape(), A, Options(nodes="all")).ranks) == 4
 
@@ -209,7 +209,7 @@ def test_a_model_that_does_not_divide_by_three_needs_two() -> None:
     made = plan(desk(3), shape(), A, Options(nodes=3))
     assert made.chosen is None
     assert made.reason == (
-        "tensor parallel of 3: needs 2 of 3 nodes: 32 attention heads do not divide by 3; "
+        "tensor parallel of 3: 3 Macs cannot share this model, 2 can: 32 attention heads do not divide by 3; "
         "8 KV heads do not divide by 3; intermediate size 14336 does not divide by 3"
     )
 

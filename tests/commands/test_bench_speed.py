@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -36,6 +38,17 @@ def test_one_answer_counts_from_its_first_token_several_from_when_they_were_aske
     both = wrote([ONE, late])
     assert (both.what, both.tokens, both.first_s, both.drafted) == ("write, 2 at once", 202, 1.5, 40)
     assert both.rate == pytest.approx(202 / 4.0)
+
+
+def test_the_first_token_is_no_empty_event_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = count(1)
+    monkeypatch.setattr(bench_speed.time, "perf_counter", lambda: float(next(clock)))
+    texts = [("", None), ("", None), ("a", None), ("b", None), ("", "length")]
+    events = [{"choices": [{"text": text, "finish_reason": reason}]} for text, reason in texts]
+    usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}, "choices": []}
+    lines: Any = [b"data: " + json.dumps(event).encode() for event in (*events, usage)]
+    answer = bench_speed._read(lines, 0.0)
+    assert (answer.first_at, answer.ended_at) == (3.0, 5.0)
 
 
 def test_the_table_can_be_pasted() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -161,7 +162,7 @@ def slow(home: Path, *parts: bytes, hangs: bool = False) -> Iterator[Slow]:
 
 
 def test_ctrl_c_stops_an_answer_and_twice_it_leaves(tmp_path: Path) -> None:
-    begun = (b": loading 40 %\n\n", said("It is **because"))
+    begun = (b": mlxtp\n\n", said("It is **because"))
     with slow(tmp_path, *begun, hangs=True) as agent, terminal("chat", "--home", str(tmp_path)) as screen:
         screen.see(">>> ")
         screen.type("why?\n")
@@ -178,6 +179,26 @@ def test_ctrl_c_stops_an_answer_and_twice_it_leaves(tmp_path: Path) -> None:
         screen.interrupt()
         assert screen.end() == 0
     assert "It is **because" in agent.asked[1].decode()  # what was said before it was stopped
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"),
+    [
+        ({"state": "loading 40 %"}, "loading 40 %"),
+        ({"prompt_progress": {"total": 4000, "processed": 1520}}, "reading the prompt, 38 %"),
+    ],
+)
+def test_what_an_answer_waits_for_is_shown(tmp_path: Path, more: dict[str, Any], shown: str) -> None:
+    chunk = {"choices": [{"delta": {}, "finish_reason": None}]} | more
+    waits = b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    with slow(tmp_path, waits, hangs=True), terminal("chat", "--home", str(tmp_path)) as screen:
+        screen.see(">>> ")
+        screen.type("why?\n")
+        screen.see(shown)
+        screen.type(CTRL_C)
+        screen.see(">>> ")
+        screen.interrupt()
+        screen.end()
 
 
 def test_ctrl_c_before_a_line_has_to_be_meant(tmp_path: Path) -> None:

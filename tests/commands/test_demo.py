@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from mlxtp.client import AgentClient
 from mlxtp.commands import demo
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 
-from ..cluster import WAIT_S
+from ..cluster import WAIT_S, Cluster, until
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
@@ -22,7 +31,66 @@ def test_who_serves_says_where_other_commands_find_it(tmp_path: Path) -> None:
     shown = io.StringIO()
     settings = Settings(tmp_path / "a home", "127.0.0.1", 0, 2, "tiny")
     demo.View(demo.Screen(file=shown, width=60), settings).serving("http://127.0.0.1:52415")
-    assert f"mlxtp status --home '{tmp_path}/a home'" in shown.getvalue()
+    assert f"mlxtp status \\\n    --home '{tmp_path}/a home'" in shown.getvalue()
+
+
+def test_what_is_to_be_pasted_breaks_nowhere_at_80_columns(tmp_path: Path, one_rank: Cluster) -> None:
+    """And does what it promises."""
+    shown = io.StringIO()
+    settings = Settings(
+        Path("/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T/mlxtp-demo-ab12cd34"), "", 0, 2, "tiny"
+    )
+    demo.View(demo.Screen(file=shown, width=80), settings).serving(one_rank.url)
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    begins = next(number for number, line in enumerate(lines) if "curl" in line)
+    curl = "\n".join(lines[begins : lines.index("", begins)])
+    done = subprocess.run(["/bin/sh", "-c", curl], capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert "Hello, 2 Macs!" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def demo_process(home: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlxtp", "demo", "--ranks", "1", "--http", "127.0.0.1:0", "--home", str(home)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def assert_silent_at_ctrl_c(demo_: subprocess.Popen[str]) -> None:
+    os.killpg(demo_.pid, signal.SIGINT)  # as a terminal does
+    said, problems = demo_.communicate(timeout=WAIT_S)
+    assert problems == ""
+    assert "WARNING" not in said
+    assert demo_.returncode == 0
+
+
+def test_ctrl_c_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    demo_ = demo_process(tmp_path)
+    until((tmp_path / "agent.json").is_file, "the agent")
+    client = AgentClient(tmp_path)
+    until(lambda: client.get("status")["model"], "the model")
+    question = {"messages": [{"role": "user", "content": "Count from 1 to 60."}], "max_tokens": 4000}
+    with contextlib.closing(client.ask(question)) as pieces:
+        assert any(piece.text for piece in pieces)
+        assert_silent_at_ctrl_c(demo_)
+
+
+@pytest.mark.parametrize("process", [1, 2], ids=["the rank", "its spare"])
+def test_ctrl_c_while_a_process_is_starting(tmp_path: Path, process: int) -> None:
+    demo_ = demo_process(tmp_path)
+    started: set[int] = set()
+
+    def begun() -> bool:
+        """Whether the process runs. Others do too, for a moment: imports that look for a library start some."""
+        for child in psutil.Process(demo_.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "mlxtp.engine.worker" in child.cmdline():
+                    started.add(child.pid)
+        return len(started) >= process
+
+    until(begun, "the process to be started", every_s=0.005)
+    time.sleep(0.1)  # it is just importing then
+    assert_silent_at_ctrl_c(demo_)
 
 
 def test_an_endpoint_that_is_gone() -> None:

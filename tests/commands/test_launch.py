@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import ssl
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,13 +24,8 @@ from mlxtp.api.backend import GREEDY, ModelInfo, Stored
 from mlxtp.api.server import serve
 from mlxtp.cli import app
 from mlxtp.commands import bench_speed
-from mlxtp.commands.launch import (
-    APPLICATIONS,
-    Served,
-    as_shell,
-    changed,
-    claude,
-)
+from mlxtp.commands.launch import as_shell, changed
+from mlxtp.commands.programs import PROGRAMS, Program, Served, Setup, claude, output_limit
 from mlxtp.config import Settings
 from mlxtp.node.administration import announced
 from mlxtp.node.api_keys import KeyFile
@@ -39,6 +36,7 @@ from ..cluster import WAIT_S, until
 
 MODEL = "org/model-70b"
 STATUS = {"state": "ready", "reason": "", "model": MODEL}
+SERVED = Served("http://127.0.0.1:52415", "some/model", 131_072, "a-key", "/home/https-cert.pem")
 TELLS = f"""#!{sys.executable}
 import json, os, sys
 print(json.dumps({{"arguments": sys.argv, "environment": dict(os.environ)}}))
@@ -51,7 +49,7 @@ class Backend:
 
     def __init__(self) -> None:
         self.served: tuple[ModelInfo, ...] = (
-            ModelInfo(MODEL, ("model-70b",), Path(), 65_536, 1234, (1,), 512, GREEDY),
+            ModelInfo(MODEL, ("model-70b",), Path(), 65_536, 1234, (1,), 512, GREEDY, ("tools", "reasoning")),
         )
 
     def models(self) -> tuple[ModelInfo, ...]:
@@ -64,9 +62,15 @@ class Backend:
 
 class Admin(FakeAdmin):
     said: Mapping[str, object] = STATUS
+    starting: tuple[str, ...] = ()
+    """What it says first, one after the other."""
 
     def status(self) -> Mapping[str, object]:
-        return self.said
+        if not self.starting:
+            return self.said
+        first, *rest = self.starting
+        self.starting = tuple(rest)
+        return STATUS | {"state": "loading", "model": "", "starting": first}
 
 
 class Agent:
@@ -139,7 +143,7 @@ def test_claude_gets_arguments_and_environment_and_has_the_last_word(agent: Agen
         "claude", "--", "-p", "two words", "--print",
         ANTHROPIC_API_KEY="sk-ant-real", CLAUDE_CODE_USE_BEDROCK="1", ANTHROPIC_MODEL="opus", KEPT="yes",
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (7, "")  # the program's own status
+    assert done.returncode == 7  # the program's own status
     told = json.loads(done.stdout)
     assert told["arguments"][1:] == ["-p", "two words", "--print"]
     environment = told["environment"]
@@ -153,7 +157,73 @@ def test_claude_gets_arguments_and_environment_and_has_the_last_word(agent: Agen
     }  # fmt: skip
     assert environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+    assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "8192"
     assert not environment.keys() & {"ANTHROPIC_API_KEY", "CLAUDE_CODE_USE_BEDROCK"}
+
+
+def test_what_was_set_is_printed_before_the_program_starts(agent: Agent) -> None:
+    agent.install()
+    said = agent.launch("claude", "--key", "my-secret").stderr
+    assert said.startswith(
+        f"mlxtp: claude uses {MODEL} (65,536 tokens) at {agent.url}\n  set: ANTHROPIC_BASE_URL "
+    )
+    assert "\n  unset: ANTHROPIC_API_KEY " in said
+    assert "my-secret" not in said
+
+
+def test_codex_finds_its_model_in_a_catalog(agent: Agent) -> None:
+    agent.install("codex")
+    done = agent.launch("codex", "--key", "a-key", "--", "exec", "-m", "other")
+    told = json.loads(done.stdout)
+    *set_, command, option, model = told["arguments"][1:]
+    assert (command, option, model) == ("exec", "-m", "other")  # the user has the last word
+    assert set_[::2] == ["-c"] * (len(set_) // 2)
+    config = tomllib.loads("\n".join(set_[1::2]))
+    provider = config["model_providers"][config["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == (f"{agent.url}/v1", "responses")
+    assert told["environment"][provider["env_key"]] == "a-key"
+    assert (config["model"], config["model_context_window"]) == (MODEL, 65_536)
+    [listed] = json.loads(Path(config["model_catalog_json"]).read_text())["models"]
+    assert (listed["slug"], listed["context_window"]) == (MODEL, 65_536)
+    assert config["model_catalog_json"] in done.stderr
+
+
+def test_opencode_gets_a_provider(agent: Agent) -> None:
+    agent.install("opencode")
+    told = json.loads(agent.launch("opencode", "--key", "a-key", "--", "run", "hello").stdout)
+    assert told["arguments"][1:] == ["run", "hello"]
+    config = json.loads(told["environment"]["OPENCODE_CONFIG_CONTENT"])
+    provider, _, model = config["model"].partition("/")
+    assert model == MODEL
+    options = config["provider"][provider]["options"]
+    assert options["baseURL"] == f"{agent.url}/v1"
+    assert told["environment"][options["apiKey"].removeprefix("{env:").removesuffix("}")] == "a-key"
+    listed = config["provider"][provider]["models"][MODEL]
+    assert listed["limit"] == {"context": 65_536, "output": 8192}
+    assert (listed["tool_call"], listed["reasoning"]) == (True, True)  # as /v1/models has it
+
+
+def test_aider_learns_the_context_from_a_file(agent: Agent) -> None:
+    agent.install("aider")
+    told = json.loads(agent.launch("aider", "--", "--message", "hello").stdout)
+    assert told["arguments"][-2:] == ["--message", "hello"]
+    assert told["environment"]["OPENAI_API_BASE"] == f"{agent.url}/v1"
+    given = dict(zip(told["arguments"][1:], told["arguments"][2:], strict=False))
+    listed = json.loads(Path(given["--model-metadata-file"]).read_text())[given["--model"]]
+    assert given["--model"] == f"openai/{MODEL}"
+    assert listed["max_input_tokens"] == 65_536
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_is_written_outside_of_the_home(tmp_path: Path, name: str) -> None:
+    with Agent(tmp_path) as agent:
+        agent.install(name)
+        user = tmp_path / "user"
+        user.mkdir()
+        assert agent.launch(name, HOME=str(user)).returncode == 7
+        assert list(user.iterdir()) == []
+        written = {path.name for path in (agent.home / "launch").glob("*")}
+        assert written == {file.name for file in PROGRAMS[name].setup(SERVED).files}
 
 
 def test_a_key_is_sent_as_the_endpoint_takes_it(agent: Agent) -> None:
@@ -162,6 +232,20 @@ def test_a_key_is_sent_as_the_endpoint_takes_it(agent: Agent) -> None:
     by_variable = json.loads(agent.launch("claude", MLXTP_KEY="variable").stdout)
     assert by_flag["environment"]["ANTHROPIC_AUTH_TOKEN"] == "flag"
     assert by_variable["environment"]["ANTHROPIC_AUTH_TOKEN"] == "variable"
+
+
+def test_arguments_are_printed_as_a_function_of_the_shell(agent: Agent) -> None:
+    agent.install("aider")
+    printed = agent.launch("aider", "--print")
+    shell = subprocess.run(
+        ["/bin/sh", "-c", f"{printed.stdout}aider --message 'two words'"],
+        env={"PATH": str(agent.programs)}, capture_output=True, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    launched = json.loads(agent.launch("aider", "--", "--message", "two words").stdout)
+    assert json.loads(shell.stdout)["arguments"][1:] == launched["arguments"][1:]
+    as_json = json.loads(agent.launch("aider", "--print", "--json").stdout)
+    assert as_json["arguments"] == launched["arguments"][1:-2]
+    assert as_json["files"] == [str(agent.home / "launch" / "aider-models.json")]
 
 
 def test_what_is_printed_does_the_same_in_a_shell(agent: Agent) -> None:
@@ -182,7 +266,7 @@ def test_what_is_printed_does_the_same_in_a_shell(agent: Agent) -> None:
     assert as_json["variables"]["ANTHROPIC_API_KEY"] is None
 
 
-@pytest.mark.parametrize("place", APPLICATIONS["claude"].elsewhere)
+@pytest.mark.parametrize("place", PROGRAMS["claude"].elsewhere)
 def test_claude_is_found_where_its_installers_put_it(agent: Agent, place: str) -> None:
     program = Path(place.replace("~", str(agent.home)))
     agent.install(folder=program.parent)
@@ -193,7 +277,7 @@ def test_a_model_with_too_little_room_is_started_with_a_word_of_warning(agent: A
     agent.install()
     agent.backend.served = (ModelInfo(MODEL, (), Path(), 4096, 1234, (1,), 512, GREEDY),)
     done = agent.launch("claude")
-    assert f"{MODEL} has a context of 4096 tokens, of which claude needs 32768 or more" in done.stderr
+    assert f"{MODEL} has a context of 4096 tokens, of which claude needs 65536 or more" in done.stderr
     assert json.loads(done.stdout)["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
 
 
@@ -201,7 +285,10 @@ def test_a_model_with_too_little_room_is_started_with_a_word_of_warning(agent: A
 
 
 def test_another_program_is_not_known(agent: Agent) -> None:
-    assert refusal(agent.launch("vi"), 2) == "mlxtp: vi is not known here; known are: claude"
+    assert (
+        refusal(agent.launch("vi"), 2)
+        == "mlxtp: vi is not known here; known are: claude, codex, opencode, aider"
+    )
 
 
 def test_without_the_program_it_says_where_to_get_it(agent: Agent) -> None:
@@ -230,6 +317,27 @@ def test_without_a_model(agent: Agent, status: dict[str, str], why: str) -> None
     agent.admin.said = status
     said = refusal(agent.launch("claude"))
     assert said.startswith(f"mlxtp: no model is loaded {why}; `mlxtp serve MODEL` loads one")
+
+
+def test_it_waits_for_a_model_that_is_on_its_way(agent: Agent) -> None:
+    agent.install()
+    agent.admin.starting = ("tiny is about to load", "tiny is loading (40 %)")
+    done = agent.launch("claude")
+    assert done.returncode == 7
+    assert done.stderr.startswith("mlxtp is starting: tiny is about to load\nmlxtp: claude uses ")
+    assert agent.admin.starting == ()
+
+
+def test_it_waits_for_an_agent_that_has_no_address_yet(agent: Agent) -> None:
+    agent.install()
+    announced_, kept = agent.home / "agent.json", agent.home / "kept"
+    announced_.rename(kept)
+    with (agent.home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(2.0, kept.rename, (announced_,)).start()
+        done = agent.launch("claude")
+    assert done.returncode == 7
+    assert done.stderr.startswith("mlxtp is starting: it has no address yet\nmlxtp: claude uses ")
 
 
 def test_a_model_that_has_just_gone(agent: Agent) -> None:
@@ -278,20 +386,30 @@ def test_the_certificate_that_mlxtp_made_is_trusted(tmp_path: Path) -> None:
 
 def test_a_certificate_that_is_not_known_everywhere_is_named() -> None:
     served = Served("https://127.0.0.1:1", "m", 9, certificate="/home/https-cert.pem")
-    assert claude(served)["NODE_EXTRA_CA_CERTS"] == "/home/https-cert.pem"
-    assert "NODE_EXTRA_CA_CERTS" not in claude(Served("http://127.0.0.1:1", "m", 9))
+    assert claude(served).variables["NODE_EXTRA_CA_CERTS"] == "/home/https-cert.pem"
+    assert "NODE_EXTRA_CA_CERTS" not in claude(Served("http://127.0.0.1:1", "m", 9)).variables
 
 
 def test_none_takes_a_variable_away() -> None:
     variables = {"A": "1", "B": None, "C": None}
     assert changed({"A": "0", "B": "0", "D": "0"}, variables) == {"A": "1", "D": "0"}
-    assert list(as_shell(variables)) == ["export A=1", "unset B", "unset C"]
+    program = Program("p", "", lambda _: Setup({}), 0)
+    assert list(as_shell(program, Setup(variables))) == ["export A=1", "unset B", "unset C"]
+
+
+@pytest.mark.parametrize(
+    ("context", "limit"), [(131_072, 16_384), (1_000_000, 32_000), (32_768, 4096), (4096, 2048), (1, 1)]
+)
+def test_an_answer_gets_a_part_of_the_context(context: int, limit: int) -> None:
+    assert output_limit(context) == limit
 
 
 def test_every_program_is_described() -> None:
-    served = Served("http://127.0.0.1:52415", "some/model", 131_072, "a-key")
-    for application in APPLICATIONS.values():
-        assert application.install.startswith("https://")
-        values = application.variables(served).values()
-        assert {"a-key", "some/model"} <= set(values)
-        assert any(value and value.startswith(served.url) for value in values)
+    for program in PROGRAMS.values():
+        assert program.install.startswith("https://")
+        setup = program.setup(SERVED)
+        told = " ".join([*setup.arguments, *filter(None, setup.variables.values())])
+        assert SERVED.url in told
+        assert SERVED.model in told
+        assert SERVED.certificate in setup.variables.values()
+        assert SERVED.key in setup.variables.values()

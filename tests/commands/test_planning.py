@@ -119,7 +119,7 @@ def test_every_alternative_has_a_row_with_its_numbers() -> None:
 def test_on_a_narrow_terminal_reasons_stand_below() -> None:
     text = printed("llama-3.3-70b-8bit", desk(3, memory=128), width=80)
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "- tensor parallel of 3: needs 2 of 3 nodes" in text
+    assert "- tensor parallel of 3: 3 Macs cannot share this model, 2 can: 64 attention" in text
     assert "why" not in text.splitlines()[2]
 
 
@@ -128,6 +128,21 @@ def test_where_nothing_works_the_reason_stands_there() -> None:
     assert text.count("rank 0 (a) has 68.7 GB for 83.4 GB") == 1
     assert "These Macs cannot serve it." in text
     assert "ms a token" not in text
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("nodes", ["auto", 3])
+def test_a_refusal_is_said_once(width: int, nodes: int | str) -> None:
+    """A reason that several ways share has one line, and the summary does not repeat it."""
+    out, members = io.StringIO(), desk(3, memory=256)
+    console = Console(file=out, width=width, highlight=False)
+    made = plan.run("llama-3.3-70b-4bit", members, console=console, options=Options(nodes=nodes))
+    text = " ".join(out.getvalue().split())
+    reasons = [one.reason for one in made.alternatives if one.reason]
+    assert reasons
+    assert ". Not " not in text
+    if width == 80:
+        assert [text.count(reason) for reason in reasons] == [1] * len(reasons)
 
 
 def test_notes_are_printed() -> None:

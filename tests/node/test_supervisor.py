@@ -291,5 +291,25 @@ def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
             pongs = {rank: Pong("loading", 0.0, 0, 0, 0, 0, 0, held, held, "") for rank in range(2)}
             supervisor._current = supervisor.ranks = cast(Any, SimpleNamespace(pongs=pongs))
             assert supervisor.progress == f"loading {shown} %"
+            supervisor.wanted = "org/m"
+            assert supervisor.gateway.health().starting == f"org/m is loading ({shown} %)"
 
     run(story())
+
+
+def test_what_is_on_its_way_until_it_is_served_or_prevented(tmp_path: Path, source: ModelSource) -> None:
+    async def story(stage: Stage) -> None:
+        def starting(state: State, reason: str) -> str:
+            stage.supervisor.follow(state, 0, reason, Group(0, 0, "none"))
+            return stage.gateway.health().starting
+
+        assert starting(State.IDLE, "nothing is to be served") == ""
+        stage.supervisor.wanted = "org/m"
+        assert starting(State.IDLE, "members come and go") == "org/m is about to load"
+        assert starting(State.IDLE, "org/m is on its way: 1 of 2 GB") == "org/m is on its way: 1 of 2 GB"
+        assert starting(State.LOADING, "") == "org/m is loading"
+        assert starting(State.FAILED, "") == ""
+        await stage.serves(8)
+        assert stage.gateway.health().starting == ""
+
+    play(tmp_path, source, story)

@@ -7,6 +7,8 @@
 # make package  wheel, source archive and Homebrew formula in dist/, tried in a fresh environment
 # make fresh    `make demo` as on a new machine, with Python alone and, if UV names one, with uv alone
 # make soak     an hour of mixed load while ranks and agents fail; SOAK_ARGS="--minutes 5" for less
+# make apps     install coding agents, chat apps and client libraries, run each, print a table (needs npm);
+#               APPS_ARGS="--only codex,claude" for some
 #
 # Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
 
@@ -26,8 +28,9 @@ CHAOS_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
 SOAK_ARGS ?=
+APPS_ARGS ?=
 
-.PHONY: setup demo test lint bench chaos fuzz soak images reference package fresh clean
+.PHONY: setup demo test lint bench chaos fuzz soak apps images reference package fresh clean
 
 setup: $(STAMP)
 
@@ -61,6 +64,9 @@ fuzz: setup
 
 soak: setup
 	$(MANY) -m tests.soak $(SOAK_ARGS)
+
+apps: setup
+	$(BIN)/python -m tests.apps $(APPS_ARGS)
 
 images: setup
 	$(BIN)/python scripts/images.py

@@ -94,6 +94,7 @@ OTHERS: Mapping[str, str] = {
 UNCHECKED = {"text", "json", "toml", "python", "mermaid"}
 """Blocks in which nothing is typed."""
 READERS: Mapping[str, str] = {
+    "APPS_ARGS": "tests/apps/__main__.py",
     "BENCH_ARGS": "benchmarks/__main__.py",
     "CHAOS_ARGS": "tests/chaos/conftest.py",
     "FUZZ_ARGS": "tests/fuzzing/__main__.py",

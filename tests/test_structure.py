@@ -511,6 +511,7 @@ def test_evaluating_an_array_is_not_that() -> None:
 
 ONLY_IN = {
     "Accepted": "mlxtp.engine.emitter",
+    "Prefilled": "mlxtp.engine.emitter",
     "Delta": "mlxtp.engine.emitter",
     "ScoredDelta": "mlxtp.engine.emitter",
     "Finished": "mlxtp.engine.emitter",
@@ -524,9 +525,7 @@ ONLY_IN = {
     "mx.distributed.init": GROUP,
 }
 """Rank 0 alone decides and speaks, the others alone acknowledge, and each process has one way out."""
-SAID_AGAIN = frozenset(
-    (call, "mlxtp.node.relayed") for call in ("Accepted", "Delta", "ScoredDelta", "Finished")
-)
+SAID_AGAIN = frozenset((call, "mlxtp.node.relayed") for call in ("Delta", "ScoredDelta", "Finished"))
 """What rank 0 said, an agent says again to the agent whose client asked."""
 
 

@@ -73,8 +73,8 @@ class Answer:
     """Generated, as the server counts them; of an answer that breaks off, the events with text in them."""
     scores: list[tuple[str, float]] = field(default_factory=list)
     """Each token and its logprob, where they were asked for."""
-    comments: list[float] = field(default_factory=list)
-    """When a comment came that says that the server is there."""
+    idle: list[float] = field(default_factory=list)
+    """When an empty chunk came, in seconds since 1970."""
 
     @property
     def code(self) -> str | None:
@@ -113,9 +113,6 @@ def ask_into(answers: list[Answer], url: str, prompt: str, *, stream: bool = Tru
 def read_events(lines: Iterator[str], *answers: Answer) -> None:
     """Server-sent events into `answers`. What comes after an error or the end is a failure."""
     for line in lines:
-        for answer in answers:
-            if line.startswith(":"):
-                answer.comments.append(time.time())
         if not line.startswith("data: "):
             continue
         assert not any(answer.done for answer in answers), f"after the end: {line}"
@@ -129,6 +126,8 @@ def read_events(lines: Iterator[str], *answers: Answer) -> None:
             answer = answers[choice["index"]]
             assert answer.finish is None, f"after the finish reason: {line}"
             text = said(choice["delta"])
+            if not choice["delta"] and not choice["finish_reason"]:
+                answer.idle.append(time.time())
             answer.text += text
             answer.tokens += bool(text)
             answer.scores += scores_of(choice)

@@ -83,8 +83,8 @@ def test_killed_at_a_random_token(cluster: FaultyCluster, rank: int, seed: int) 
         assert [p for _, p in answer.scores] == pytest.approx([p for _, p in expected.scores], abs=1e-3)
 
 
-def test_a_pause_is_filled_with_comments(cluster: FaultyCluster) -> None:
-    """So that nobody between the client and the server takes the connection for dead."""
+def test_a_pause_is_filled_with_empty_chunks(cluster: FaultyCluster) -> None:
+    """A client that counts events must not take the stream for dead."""
     expected = cluster.right(LONG)
     was = before(cluster)
     cluster.order("die", 1, on="decode", at=30)
@@ -97,7 +97,7 @@ def test_a_pause_is_filled_with_comments(cluster: FaultyCluster) -> None:
         case="killed under one stream",
         answers=((answer, expected),),
     )
-    assert [at for at in answer.comments if end.at < at < cluster.ready_at(cluster.epoch)]
+    assert [at for at in answer.idle if end.at < at < cluster.ready_at(cluster.epoch)]
 
 
 @pytest.mark.parametrize("failures", [2, pytest.param(3, marks=chaos)])

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from mlxtp.commands.launch import Served, claude
+from mlxtp.commands.programs import Served, claude
 from mlxtp.config import DEFAULT_HTTP
 
 from ..cluster import WAIT_S, Cluster
@@ -235,7 +235,9 @@ def test_the_settings_of_claude_code_are_those_of_launch() -> None:
     assert settings.keys() == {"env"}
     environment = settings["env"]
     served = Served(HERE, environment["ANTHROPIC_MODEL"], int(environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"]))
-    assert environment == {name: value for name, value in claude(served).items() if value is not None}
+    assert environment == {
+        name: value for name, value in claude(served).variables.items() if value is not None
+    }
 
 
 def test_every_example_is_in_the_table() -> None:

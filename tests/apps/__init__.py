@@ -1,0 +1,1 @@
+"""Programs of others against the HTTP side, above a scripted engine."""

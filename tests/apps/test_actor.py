@@ -1,0 +1,97 @@
+"""The actor itself: it does what the prompt dictates, obeys grammars, and counts what a cache would reuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from .actor import Stage, common, stage
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
+    },
+}
+CLOSED: Any = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}, "word": {"type": "string", "maxLength": 9}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def acting() -> Iterator[Stage]:
+    with stage() as found:
+        yield found
+
+
+def client(found: Stage) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def chat(found: Stage, *messages: Any, **more: Any) -> Any:
+    return client(found).chat.completions.create(model="actor", messages=list(messages), **more).choices[0]
+
+
+def test_dictated_text_comes_back(acting: Stage) -> None:
+    assert chat(acting, user('DO say "Guten Tag, 世界"')).message.content == "Guten Tag, 世界"
+
+
+def test_a_dictated_call_and_its_result_and_the_shared_prompt(acting: Stage) -> None:
+    asked = user('DO call look_up {"n": 5}')
+    first = chat(acting, asked, tools=[TOOL])
+    assert first.finish_reason == "tool_calls"
+    [call] = first.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("look_up", '{"n": 5}')
+    told = {"role": "tool", "tool_call_id": call.id, "content": "FALCON"}
+    second = chat(acting, asked, first.message.model_dump(exclude_none=True), told, tools=[TOOL])
+    assert second.message.content == "The tool returned: FALCON"
+    before, after = acting.ledger[-2:]
+    assert after.shared >= len(before.prompt)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
+def test_a_forced_call_follows_the_grammar(acting: Stage, choice: Any) -> None:
+    answer = chat(acting, user('DO call look_up {"n": 5}'), tools=[TOOL], tool_choice=choice)
+    assert json.loads(answer.message.tool_calls[0].function.arguments) == {"n": 5}
+    assert acting.ledger[-1].grammar
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [('DO json {"answer": 9}', {"answer": 9}), ("Anything", {"answer": 0}), ('DO json {"else": 1}', None)],
+)
+def test_an_answer_follows_its_schema(acting: Stage, words: str, expected: Any) -> None:
+    format_: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": CLOSED}}
+    found = json.loads(chat(acting, user(words), response_format=format_).message.content)
+    assert found == (expected or {"answer": 0})
+
+
+def test_a_rambling_actor_ends_where_the_schema_ends() -> None:
+    format_: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": CLOSED}}
+    with stage(rambles=True, context=4096) as found:
+        answer = chat(found, user('DO json {"answer": 9}'), response_format=format_)
+        assert json.loads(answer.message.content)["answer"] == 9
+        any_object: Any = {"type": "json_object"}
+        assert chat(found, user('DO json {"a": 1}'), response_format=any_object).message.content == '{"a": 1}'
+
+
+def test_common_counts_leading_tokens() -> None:
+    assert [common((1, 2, 3), other) for other in [(), (9,), (1, 2), (1, 2, 4), (1, 2, 3, 4)]] == [
+        0,
+        0,
+        2,
+        2,
+        3,
+    ]

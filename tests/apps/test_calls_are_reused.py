@@ -1,0 +1,77 @@
+"""A forced call is read back as it was written, and forbidden calls leave the prompt as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .actor import Stage, stage
+from .sessions import DIALECTS, Chat, Messages, Responses
+
+FORCED = [
+    (Chat, {"type": "function", "function": {"name": "bash"}}),
+    (Chat, "required"),
+    (Responses, {"type": "function", "name": "bash"}),
+    (Messages, {"type": "tool", "name": "bash"}),
+    (Messages, {"type": "any"}),
+]
+NONE = [(Chat, "none"), (Responses, "none"), (Messages, {"type": "none"})]
+WORDS = 'Please. DO call bash {"command": "ls -l"}'
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Stage]:
+    with stage() as found:
+        yield found
+
+
+@pytest.fixture
+def acting(running: Stage) -> Stage:
+    """Return the actor with an empty ledger, so that tests are independent."""
+    running.ledger.clear()
+    return running
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_call_that_the_model_chose_is_reused(acting: Stage, dialect: Any) -> None:
+    session = dialect(acting.url)
+    session.say(WORDS)
+    session.answer()
+    session.returned("total 0")
+    session.answer()
+    first, second = acting.ledger[-2:]
+    assert second.shared >= len(first.prompt) + len(first.answer)
+
+
+@pytest.mark.parametrize(("dialect", "choice"), FORCED)
+def test_a_forced_call_is_reused(acting: Stage, dialect: Any, choice: Any) -> None:
+    session = dialect(acting.url)
+    session.say(WORDS)
+    assert session.answer(tool_choice=choice) == ("", {"command": "ls -l"})
+    session.returned("total 0")
+    session.answer()
+    first, second = acting.ledger[-2:]
+    assert first.grammar
+    assert second.shared >= len(first.prompt) + len(first.answer)
+
+
+@pytest.mark.parametrize(("dialect", "choice"), NONE)
+def test_where_calls_are_forbidden_the_prompt_stays(acting: Stage, dialect: Any, choice: Any) -> None:
+    session = dialect(acting.url)
+    session.say(WORDS)
+    session.answer()
+    session.returned("total 0")
+    text, call = session.answer(tool_choice=choice)
+    assert (text, call) == ("The tool returned: total 0", None)
+    first, second = acting.ledger[-2:]
+    assert second.shared >= len(first.prompt) + len(first.answer)
+
+
+@pytest.mark.parametrize(("dialect", "choice"), NONE)
+def test_a_forbidden_call_does_not_come(acting: Stage, dialect: Any, choice: Any) -> None:
+    session = dialect(acting.url)
+    session.say(WORDS)
+    _, call = session.answer(tool_choice=choice)
+    assert call is None

@@ -81,7 +81,7 @@ def test_ctrl_c_while_a_process_is_starting(tmp_path: Path, process: int) -> Non
     started: set[int] = set()
 
     def begun() -> bool:
-        """Whether the process runs. Others do too, for a moment: imports that look for a library start some."""
+        """Whether the process runs. Imports that look for a library start others, which are soon gone."""
         for child in psutil.Process(demo_.pid).children():
             with contextlib.suppress(psutil.Error):
                 if "mlxtp.engine.worker" in child.cmdline():

@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import islice
 from typing import Any
@@ -76,8 +77,8 @@ def late(server: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[Judge], N
     return set_
 
 
-async def in_a_second() -> None:
-    await asyncio.sleep(1.2)
+async def in_a_moment() -> None:
+    await asyncio.sleep(0.8)
 
 
 # --- keep-alives ------------------------------------------------------------------------------------------
@@ -172,32 +173,54 @@ PREFILL_S = 2.5 * SLOWNESS
 IMPATIENT = httpx.Timeout(WAIT_S, read=PATIENCE_S)
 
 
+def at_once(*readers: Callable[[], None]) -> None:
+    """Run all readers beside each other, since each one waits through a prefill."""
+    with ThreadPoolExecutor(len(readers)) as threads:
+        for reading in [threads.submit(reader) for reader in readers]:
+            reading.result()
+
+
 def test_openai_reads_through_a_long_prefill(server: Server) -> None:
     server.backend.progress, server.backend.script = PREFILL, slowly(server, PREFILL_S)
     client = server.client.with_options(timeout=IMPATIENT)
-    chunks: list[Any] = list(
-        client.chat.completions.create(model="tiny", messages=HELLO, stream=True)  # type: ignore[arg-type]
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
-    assert chunks[1].prompt_progress == SHOWN
-    with client.chat.completions.stream(model="tiny", messages=HELLO) as stream:  # type: ignore[arg-type]
-        assert stream.get_final_completion().choices[0].message.content == ANSWER
-    pieces = client.completions.create(model="tiny", prompt="hello", stream=True)
-    assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
-    with client.responses.stream(model="tiny", input="hello") as answer:
-        kinds = [event.type for event in answer]
-        assert answer.get_final_response().output_text == ANSWER
-    assert kinds.count("response.created") == 1
-    assert kinds.count("response.in_progress") >= 4
+    chat = client.chat.completions
+
+    def chunks() -> None:
+        chunks: list[Any] = list(chat.create(model="tiny", messages=HELLO, stream=True))  # type: ignore[arg-type]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+        assert chunks[1].prompt_progress == SHOWN
+
+    def a_whole_chat() -> None:
+        with chat.stream(model="tiny", messages=HELLO) as stream:  # type: ignore[arg-type]
+            assert stream.get_final_completion().choices[0].message.content == ANSWER
+
+    def a_completion() -> None:
+        pieces = client.completions.create(model="tiny", prompt="hello", stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
+
+    def a_response() -> None:
+        with client.responses.stream(model="tiny", input="hello") as answer:
+            kinds = [event.type for event in answer]
+            assert answer.get_final_response().output_text == ANSWER
+        assert kinds.count("response.created") == 1
+        assert kinds.count("response.in_progress") >= 4
+
+    at_once(chunks, a_whole_chat, a_completion, a_response)
 
 
 def test_anthropic_and_ollama_read_through_a_long_prefill(server: Server) -> None:
     server.backend.progress, server.backend.script = PREFILL, slowly(server, PREFILL_S)
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
-    with client.messages.stream(model="tiny", max_tokens=50, messages=HELLO) as stream:  # type: ignore[arg-type]
-        assert stream.get_final_text() == ANSWER
-    lines = list(ollama.Client(server.url, timeout=IMPATIENT).chat("tiny", HELLO, stream=True))
-    assert "".join(line.message.content or "" for line in lines) == ANSWER
+
+    def a_message() -> None:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_S)
+        with client.messages.stream(model="tiny", max_tokens=50, messages=HELLO) as stream:  # type: ignore[arg-type]
+            assert stream.get_final_text() == ANSWER
+
+    def lines() -> None:
+        lines = list(ollama.Client(server.url, timeout=IMPATIENT).chat("tiny", HELLO, stream=True))
+        assert "".join(line.message.content or "" for line in lines) == ANSWER
+
+    at_once(a_message, lines)
 
 
 # --- streams that begin before their answer is known ------------------------------------------------------
@@ -207,7 +230,7 @@ def test_anthropic_and_ollama_read_through_a_long_prefill(server: Server) -> Non
 def test_what_came_before_the_acceptance_and_what_came_after_is_one_answer(
     server: Server, late: Callable[[Judge], None], path: str
 ) -> None:
-    late(in_a_second)
+    late(in_a_moment)
     with events(server, path) as found:
         seen = list(found)
     if path.startswith("/api/"):
@@ -232,7 +255,7 @@ def test_what_came_before_the_acceptance_and_what_came_after_is_one_answer(
 def test_the_official_libraries_take_a_stream_that_began_before_its_answer(
     server: Server, late: Callable[[Judge], None]
 ) -> None:
-    late(in_a_second)
+    late(in_a_moment)
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=WAIT_S)
     with client.messages.stream(model="tiny", max_tokens=50, messages=HELLO) as stream:  # type: ignore[arg-type]
         message = stream.get_final_message()
@@ -243,7 +266,7 @@ def test_the_official_libraries_take_a_stream_that_began_before_its_answer(
 
 
 def test_an_echo_waits_for_the_acceptance(server: Server, late: Callable[[Judge], None]) -> None:
-    late(in_a_second)
+    late(in_a_moment)
     with events(server, "/v1/completions", echo=True) as chunks:
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == f"hello{ANSWER}"
 

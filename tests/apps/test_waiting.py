@@ -29,13 +29,38 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-STREAMS: dict[str, Callable[[str], Any]] = {
+def whole_chat(url: str) -> list[Any]:
+    with client(url).chat.completions.stream(model="actor", messages=USER) as stream:
+        return [stream.get_final_completion().choices[0].message.content]
+
+
+def whole_response(url: str) -> list[Any]:
+    with client(url).responses.stream(model="actor", input=USER) as events:
+        events.until_done()
+        return [events.get_final_response().output_text]
+
+
+def pings(url: str) -> list[Any]:
+    body = {"model": "actor", "messages": USER, "max_tokens": 50, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/messages", json=body, timeout=30) as answer:
+        return [line for line in answer.iter_lines() if line.startswith("event:")]
+
+
+def whole_message(url: str) -> list[Any]:
+    library = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=30)
+    with library.messages.stream(model="actor", messages=USER, max_tokens=50) as stream:
+        return [stream.get_final_text()]
+
+
+EVENTS: dict[str, Callable[[str], Any]] = {
     "chat": lambda url: client(url).chat.completions.create(model="actor", messages=USER, stream=True),
     "completions": lambda url: client(url).completions.create(model="actor", prompt="hello", stream=True),
     "responses": lambda url: client(url).responses.create(model="actor", input="hello", stream=True),
     "ollama chat": lambda url: ollama.Client(url).chat("actor", USER, stream=True),
     "ollama generate": lambda url: ollama.Client(url).generate("actor", "hello", stream=True),
 }
+WHOLES = {"a chat": whole_chat, "a response": whole_response, "a message": whole_message}
+STREAMS = EVENTS | WHOLES | {"pings": pings}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +70,7 @@ def streams(url: str) -> dict[str, list[Any]]:
         return dict(zip(STREAMS, threads.map(lambda start: list(start(url)), STREAMS.values()), strict=True))
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", EVENTS)
 def test_the_parser_sees_events_during_the_prefill(streams: dict[str, Any], name: str) -> None:
     assert len(streams[name]) > 5  # the answer itself has three at most
 
@@ -57,23 +82,16 @@ def test_events_of_responses_are_numbered_without_a_gap(streams: dict[str, list[
     assert [event.type for event in events].count("response.in_progress") > 2
 
 
-def test_the_answer_is_the_same_with_keep_alives(url: str) -> None:
-    with client(url).chat.completions.stream(model="actor", messages=USER) as stream:
-        assert stream.get_final_completion().choices[0].message.content == "hello"
-    with client(url).responses.stream(model="actor", input=USER) as events:
-        for _ in events:
-            pass
-        assert events.get_final_response().output_text == "hello"
-    parts = ollama.Client(url).chat("actor", USER, stream=True)
-    assert "".join(part.message.content or "" for part in parts) == "hello"
+@pytest.mark.parametrize("name", WHOLES)
+def test_the_answer_is_the_same_with_keep_alives(streams: dict[str, list[Any]], name: str) -> None:
+    assert streams[name] == ["hello"]
 
 
-def test_anthropic_pings_are_events(url: str) -> None:
-    asked = {"model": "actor", "messages": USER, "max_tokens": 50, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/messages", json=asked, timeout=30) as answer:
-        events = [line for line in answer.iter_lines() if line.startswith("event:")]
+def test_the_answer_of_ollama_is_the_same_with_keep_alives(streams: dict[str, list[Any]]) -> None:
+    assert "".join(part.message.content or "" for part in streams["ollama chat"]) == "hello"
+
+
+def test_anthropic_pings_are_events(streams: dict[str, list[Any]]) -> None:
+    events = streams["pings"]
     assert set(events[: events.index("event: message_start")]) <= {"event: ping"}
     assert events.count("event: ping") > 2
-    library = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=30)
-    with library.messages.stream(model="actor", messages=USER, max_tokens=50) as stream:
-        assert stream.get_final_text() == "hello"

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from .chips import chip
 from .fabrics import RINGS, Fabrics, Matrix
+from .failed_groups import FailedGroup, links_of
 from .memory import RankMemory, rank_memory, usable_bytes
 from .search import Graph, Search, circle, clique
 from .shapes import MAX_RANKS, ModelShape
@@ -71,6 +72,7 @@ class Finder:
     coordinator: str
     fast_fences: bool
     measured: Measured
+    failed: Sequence[FailedGroup] = ()
 
     @cached_property
     def fabrics(self) -> Fabrics:
@@ -146,24 +148,45 @@ class Finder:
         kinds += [(JACCL_RING, circle)] if size > 2 else []  # of two, both are the same
         found = []
         for kind, search in kinds:
-            group = self._group(size, fits, must, self.fabrics.graph(kind), search)
-            found.append(self._feasible(kind, group) if group else self._missing(kind, size, fits, must))
+            found.append(self._found(kind, size, fits, must, search))
         return found
 
     def _over_tcp(self, size: int, fits: Sequence[str], must: str) -> list[Alternative]:
         found = []
         kinds = self.fabrics.rings or (RING_ETHERNET,)
         for kind in kinds:
-            group = self._group(size, fits, must, self.fabrics.graph(kind), circle)
-            networks = (RINGS[kind],)
-            found.append(
-                self._feasible(kind, group, networks) if group else self._missing(kind, size, fits, must)
-            )
+            found.append(self._found(kind, size, fits, must, circle, networks=(RINGS[kind],)))
         if any(one.ranks for one in found) or len(kinds) == 1:
             return found
         # No network has enough of them; a circle may still cross from one to another.
         group = self._group(size, fits, must, self.fabrics.any_network, circle)
         return [*found, self._feasible("", group, NETWORKS)] if group else found
+
+    def _found(
+        self,
+        kind: str,
+        size: int,
+        fits: Sequence[str],
+        must: str,
+        search: Search,
+        *,
+        networks: Sequence[str] = (),
+    ) -> Alternative:
+        """The best group that has not failed to form, or why there is none."""
+        graph = self.fabrics.graph(kind)
+        group = self._group(size, fits, must, graph, search)
+        if not group:
+            return self._missing(kind, size, fits, must)
+        best = self._feasible(kind, group, networks)
+        if best.verdict == "possible" or not best.ranks:
+            return best
+        for node in reversed(group):
+            others = [each for each in fits if each != node]
+            if node != must and (group := self._group(size, others, must, graph, search)):
+                other = self._feasible(kind, group, networks)
+                if other.verdict == "possible":
+                    return other
+        return best
 
     def _missing(self, kind: str, size: int, fits: Sequence[str], must: str) -> Alternative:
         preferred = sorted(fits, key=lambda node: node != must)
@@ -198,10 +221,13 @@ class Finder:
         links = self.fabrics.ring_links(group, networks) if networks else []
         if links:
             kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
+        pairs = links_of(group, matrix)
+        reason = next((each.reason for each in self.failed if each.is_in(kind, pairs)), "")
         return Alternative(
             kind=kind,
             nodes=len(group),
-            verdict="possible",
+            verdict="refused" if reason else "possible",
+            reason=reason,
             ranks=group,
             names=tuple(self.members[node].name for node in group),
             backend="jaccl" if jaccl else "ring" if links else "none",

@@ -22,10 +22,15 @@ MUCH = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Node ids in rank order, and what plans are compared by: the first number that differs much decides."""
+    """Node ids in rank order, and what plans are compared by: the first number that differs much decides.
+
+    `backend` is "none", "ring" or "jaccl". `proven`: this group has formed and proved itself before.
+    """
 
     ranks: tuple[str, ...]
     key: tuple[float, ...]
+    backend: str = ""
+    proven: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Running:
     """An epoch that is there. `boots` are the boot ids its participants had, in rank order.
 
     `model` and `desired` (a version) are what it was formed for. Of an epoch that another node owns, `boots`
-    may be empty. `draining`: it takes no new requests, and ends with its last one.
+    may be empty. `draining`: it takes no new requests, and ends with its last one. `backend` as in `Plan`.
     """
 
     number: int
@@ -45,6 +50,7 @@ class Running:
     ready: bool
     open_requests: int = 0
     draining: bool = False
+    backend: str = ""
 
     @property
     def owner(self) -> str:
@@ -71,6 +77,14 @@ class FormEpoch:
 
 
 @dataclass(frozen=True, slots=True)
+class TryGroup:
+    """Form this group as epoch `number` beside what serves, see it prove itself, and end it again."""
+
+    number: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
 class StopEpoch:
     """End the epoch that this node owns or takes part in. `lost`: somebody it needs is gone."""
 
@@ -94,7 +108,7 @@ class Wait:
     for_requests: bool = False
 
 
-Action = Nothing | FormEpoch | StopEpoch | HandOver | Wait
+Action = Nothing | FormEpoch | TryGroup | StopEpoch | HandOver | Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +270,23 @@ def _improve(view: View, mine: Running) -> Action:
             view, [mine], StopEpoch(f"{view.name(best.owner)} has a better group")
         )
     plan = view.plan
-    if plan is None or set(plan.ranks) == set(mine.ranks) or not better(plan.key, mine.key):
+    if plan is None or not better(plan.key, mine.key):
+        return Nothing()
+    return _replace(view, mine, plan)
+
+
+def _replace(view: View, mine: Running, plan: Plan) -> Action:
+    """A better plan takes the place of the running group once it is known to form."""
+    if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
         return Nothing()
     newcomers = [node_id for node_id in plan.ranks if node_id not in mine.ranks]
     relied_on = max((view.shaky.get(node_id, 0.0) for node_id in newcomers), default=0.0)
     if view.now < relied_on:
         return Wait("a member that was lost a moment ago has yet to show that it stays", relied_on)
-    who = ", ".join(map(view.name, newcomers)) or "fewer Macs"
+    if not plan.proven:
+        return _unrest(view) or TryGroup(view.epoch + 1, plan)
+    fewer = "fewer Macs" if len(plan.ranks) < len(mine.ranks) else plan.backend
+    who = ", ".join(map(view.name, newcomers)) or fewer
     return _unrest(view) or _when_idle(view, [mine], StopEpoch(f"a better group is there with {who}"))
 
 
@@ -288,6 +312,8 @@ def _form_plan(view: View, plan: Plan) -> Action:
         return Wait(f"{view.name(silent[0])} is silent")
     if view.now < view.hold_until:
         return Wait(view.hold, view.hold_until)
+    if not plan.proven and (view.running is not None or _elsewhere(view)):
+        return TryGroup(view.epoch + 1, plan)
     action: Action = FormEpoch(view.epoch + 1, plan, tuple(map(view.boot_id, plan.ranks)))
     if view.running is not None:
         action = StopEpoch(f"a better group is there than that of epoch {view.running.number}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
 from .alternatives import TENSOR_PARALLEL, Alternative, Finder
+from .failed_groups import FailedGroup
 from .shapes import MAX_RANKS, ModelShape
 from .speed import ALONE, JACCL_MESH, Measured
 from .topology import Member, Overrides, Topology
@@ -41,6 +42,7 @@ class Options:
     measured          what was measured on these machines
     rdma              RDMA devices given by hand, by node id and peer's node id
     keep_coordinator  whether the coordinator leads every group it can be part of; without, only the fastest
+    failed            groups that failed to form a while ago, which are refused
     """
 
     backend: str = "auto"
@@ -50,6 +52,7 @@ class Options:
     measured: Measured = field(default_factory=Measured)
     rdma: Overrides = field(default_factory=dict)
     keep_coordinator: bool = True
+    failed: tuple[FailedGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -109,6 +112,7 @@ def plan(
         coordinator=coordinator,
         fast_fences=options.fast_fences,
         measured=options.measured,
+        failed=options.failed,
     )
     must = coordinator if options.keep_coordinator and coordinator in present else ""
     considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))

@@ -29,6 +29,7 @@ class Member:
     model_ok         whether it can serve the model at all, with the reason why not
     jaccl            what `is_available("jaccl")` said there; None to judge from `machine.rdma`
     held_bytes       what ranks of ours hold of its memory now and will give back before the next group forms
+    boot_id          of this start of its agent
     """
 
     node_id: str
@@ -39,6 +40,7 @@ class Member:
     reason: str = ""
     jaccl: bool | None = None
     held_bytes: int = 0
+    boot_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

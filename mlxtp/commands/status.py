@@ -66,6 +66,7 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
             spread = "" if wanted["nodes"] == "auto" else f", --nodes {wanted['nodes']}"
             lines.append(f"wanted: {escape(wanted['model'])}{spread}")
         lines += [_indented(each, "cyan") for each in answer.get("coming", ())]
+        lines += [_indented(each, "yellow") for each in answer.get("left_out", ())]
         if answer["world_size"] > 1 and answer["state"] == "ready":
             from . import bench_fabric
 

@@ -57,6 +57,8 @@ def of_serving(facts: Facts) -> Iterator[Finding]:
         yield info(
             f"{agent.state}" + (f": {agent.reason or agent.waiting}" if agent.reason or agent.waiting else "")
         )
+    for sentence in agent.left_out:
+        yield warning(sentence, "mend what it names: it is tried again as soon as cables or ports change")
     if agent.failures:
         yield info(f"failed groups of which something is kept: {agent.failures}", "mlxtp doctor --postmortem")
 

@@ -17,7 +17,7 @@ class AgentFacts:
     """Who looked. `problem`: an agent holds this home, and could not be asked.
 
     `state`, `reason`, `problem_of_cluster` and `waiting` are what `mlxtp status` says of it; `failures`
-    counts the failed groups of which something is kept.
+    counts the failed groups of which something is kept, `left_out` names those that planning leaves out.
     """
 
     runs_here: bool = False
@@ -28,6 +28,7 @@ class AgentFacts:
     reason: str = ""
     problem_of_cluster: str = ""
     waiting: str = ""
+    left_out: tuple[str, ...] = ()
     model: str = ""
     has_rank: bool = False
     keep_awake: bool = True

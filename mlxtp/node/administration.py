@@ -236,6 +236,7 @@ class Member(Alone):
             **super().status(),
             "problem": cluster.problem,
             "waiting": cluster.waiting,
+            "left_out": cluster.conductor.left_out_lines(),
             "cluster": cluster.identity.cluster_id,
             "node_id": cluster.node_id,
             "coordinator": cluster.name_of(claim.node_id) if claim.node_id else "",

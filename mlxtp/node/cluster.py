@@ -22,6 +22,7 @@ from ..cluster.decisions import (
     FormEpoch,
     HandOver,
     StopEpoch,
+    TryGroup,
     View,
     Wait,
     drained_by,
@@ -162,6 +163,7 @@ class Cluster:
         )
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.guest.last_epoch = kept.beliefs.epoch
+        self.trial_guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.conductor = Conductor(self)
         self.fabric = Fabric(self, self.conductor)
         self.records = Records(self)
@@ -365,6 +367,7 @@ class Cluster:
             self.knowledge.forget(link.node_id)
             self.conductor.lost(link.node_id, why)
             self.guest.lost(link.node_id)
+            self.trial_guest.lost(link.node_id)
             self.on_gone(link.node_id)
             self.fabric.lost(link.node_id)
             self.records.lost(link.node_id)
@@ -394,7 +397,8 @@ class Cluster:
             case Prepare():
                 self._prepare(node_id, message)
             case StartRank() | EndEpoch() | RankGathered():
-                self.guest.received(node_id, message)
+                of_trial = message.epoch == self.trial_guest.epoch
+                (self.trial_guest if of_trial else self.guest).received(node_id, message)
             case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
                 self.conductor.received(node_id, message)
             case _:
@@ -473,10 +477,11 @@ class Cluster:
                     link.send(members)
 
     def _prepare(self, node_id: str, order: Prepare) -> None:
-        no = refusal(node_id, order.epoch, self.coordination.claim, self.guest.last_epoch)
+        last = max(self.guest.last_epoch, self.trial_guest.last_epoch)
+        no = refusal(node_id, order.epoch, self.coordination.claim, last)
         if no is None and self.node_id in self.coordination.draining:
             no = f"{self.name} is about to stop"
-        if no is None and self.supervisor.in_epoch:
+        if no is None and self.supervisor.in_epoch and not order.trial:
             no = f"{self.name} still ends an epoch of its own"
             # The coordinator waited for the requests of that one. Its word holds, or neither would give in.
             self.supervisor.end_epoch(
@@ -488,7 +493,8 @@ class Cluster:
                 self.neighbours.send(node_id, trouble)
             return
         self.coordination.saw_epoch(order.epoch)
-        self.guest.received(node_id, order)
+        self.trial_guest.clear(f"epoch {order.epoch} comes")
+        (self.trial_guest if order.trial else self.guest).received(node_id, order)
 
     # --- what follows --------------------------------------------------------------------------------
 
@@ -636,6 +642,8 @@ class Cluster:
         match action:
             case FormEpoch():
                 self.conductor.form(action)
+            case TryGroup():
+                self.conductor.try_out(action)
             case StopEpoch(reason, lost):
                 if self.guest.epoch and not self.supervisor.in_epoch:
                     self.guest.clear(reason)
@@ -687,7 +695,8 @@ class Cluster:
     def woke(self, slept_s: float) -> None:
         """This machine slept: the others have given it up meanwhile, and their links say so only later."""
         self.supervisor.woke(slept_s)
-        self.guest.clear(f"{self.name} slept for {slept_s:.0f} s")
+        for guest in (self.guest, self.trial_guest):
+            guest.clear(f"{self.name} slept for {slept_s:.0f} s")
         for link in self.neighbours.links():
             link.close()
         self._rewired = True
@@ -727,7 +736,9 @@ class Cluster:
         await self.follower.close()
         await self.switching.close()
         await self.wishes.close()
+        await self.conductor.close()
         await self.guest.close()
+        await self.trial_guest.close()
         await self.neighbours.close()
         await self.model.close()
         await self.getting.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,8 @@ from functools import partial
 from ..cluster import decisions
 from ..cluster.alternatives import Alternative
 from ..cluster.coordination import Situation
-from ..cluster.decisions import FormEpoch, Running
+from ..cluster.decisions import FormEpoch, Running, TryGroup
+from ..cluster.failed_groups import FailedGroup, FailedGroups, links_of
 from ..cluster.placement import Options, plan
 from ..cluster.placement import Plan as Placement
 from ..cluster.preflight import preflight
@@ -22,7 +24,7 @@ from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.control import DesiredState, Prepare, Serving
 from ..wire.rdma import Matrix, flat
-from .epoch import State
+from .epoch import State, of_the_model
 from .ranks import Group, Ranks, Seat
 from .remote_rank import RankWord, RemoteRank
 from .store.models import ModelSource, is_hub_id
@@ -37,6 +39,11 @@ KEY_NUMBERS = 2
 """Of what plans are compared by, see `_key`."""
 TELL_S = 3.0
 """How long a member that has just come may take to say whether it has the model."""
+STRIKES = 2  #: Failures in a row after which another plan takes the place of one that may yet come up.
+_OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
+"""Codes of an end that says nothing about a group."""
+_PASSING_JACCL = frozenset((Code.RANK_LOST, Code.LINK_LOST))
+_PASSING_TCP = _PASSING_JACCL | {Code.FORM_FAILED, Code.LINK_TIMEOUT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,12 @@ class Conductor:
         self._cluster = cluster
         self._ready_for: asyncio.Future[EpochPlan] | None = None
         self._mine: _Mine | None = None
-        self._seats: dict[str, RemoteRank] = {}
+        self._seats: dict[tuple[str, int], RemoteRank] = {}
+        """By node id and epoch."""
+        self._failed = FailedGroups()
+        self._proven: set[object] = set()
+        """Groups that formed and proved themselves, see `_identity`."""
+        self._trial: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._shape: tuple[ModelSource, ModelShape] | None = None
         self._known: tuple[object, Placement | None, str] | None = None
@@ -71,6 +83,7 @@ class Conductor:
     async def next(self) -> EpochPlan:
         """Wait until this node shall form an epoch."""
         self._let_go()
+        await self.close()
         self._seats = {}
         self._ready_for = asyncio.get_running_loop().create_future()
         self._cluster.changed()
@@ -86,6 +99,64 @@ class Conductor:
         self._cluster.changed()
         await self._changed.wait()
 
+    def failed(self, error: MlxtpError) -> bool:
+        """Leave out the group that failed on its way up, if there is another one to form.
+
+        One failure is enough, except for a lost process or a TCP port that was taken, which may pass.
+        """
+        mine, chosen = self._mine, self._mine.placement.chosen if self._mine is not None else None
+        if mine is None or chosen is None or chosen.nodes == 1:
+            return False
+        if error.code in _OTHERWISE or of_the_model(error):
+            return False
+        passing = _PASSING_JACCL if chosen.backend == "jaccl" else _PASSING_TCP
+        return self._leave_out(chosen, error, STRIKES if error.code in passing else 1)
+
+    def _leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
+        """Note that a group failed; log and return whether another one takes its place."""
+        links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
+        group = FailedGroup(chosen.kind, links, f"it did not form: {error.detail}")
+        members = {member.node_id: member for member in self.members()}
+        if not self._failed.failed(group, error.code, members, now, strikes=strikes):
+            return False
+        placement, _ = self.placement()
+        if placement is None or placement.chosen is None:
+            self._failed.forget(chosen.kind, links)
+            return False
+        again_s = next(left_s for each, left_s in self.left_out() if each == group)
+        log.warning(
+            "%s does not form on %s: %s; %s serves instead. The next try is in %.0f s, or when cables, ports "
+            "or versions change",
+            chosen.title,
+            " + ".join(map(self._cluster.name_of, chosen.ranks)),
+            error.detail,
+            placement.chosen.title,
+            again_s,
+        )
+        return True
+
+    def left_out(self) -> tuple[tuple[FailedGroup, float], ...]:
+        """Groups that failed to form, and the seconds until each is tried again."""
+        members = {member.node_id: member for member in self.members()}
+        return self._failed.left_out(members, time.monotonic())
+
+    def left_out_lines(self) -> list[str]:
+        """Return one sentence for each group that is left out, for people."""
+        lines = []
+        for each, left_s in self.left_out():
+            names = " + ".join(map(self._cluster.name_of, each.nodes))
+            lines.append(
+                f"{each.kind} on {names} is left out: {each.reason}. The next try is in {left_s:.0f} s"
+            )
+        return lines
+
+    async def close(self) -> None:
+        """End the trial of a group, if there is one."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.cancel()
+            await asyncio.wait({trial})
+
     def _let_go(self) -> None:
         """The last epoch is over. The others hear it: what they know of it would stand for ever."""
         last, self._mine = self.serving(), None
@@ -100,7 +171,9 @@ class Conductor:
         placement, why = self.placement()
         best = None
         if placement is not None and placement.chosen is not None:
-            best = decisions.Plan(placement.ranks, self._key(placement))
+            best = decisions.Plan(
+                placement.ranks, self._key(placement), placement.backend, self._is_proven(placement.chosen)
+            )
         elif self._cluster.model.problem and (others := self._others_with_model()):
             best = decisions.Plan((min(others),), (0.0, 0.0))  # it is to coordinate, and will plan for itself
         hold_until, hold = self._hold()
@@ -158,7 +231,64 @@ class Conductor:
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
         for note in placement.notes:
             log.info("%s", note)
-        self._ready_for.set_result(EpochPlan(form.number, source, self._group(form, placement)))
+        self._ready_for.set_result(EpochPlan(form.number, source, self._group(form.number, chosen)))
+
+    def try_out(self, action: TryGroup) -> None:
+        """Form the group beside what serves, in the background, unless one is being tried already."""
+        placement, _ = self.placement()
+        if self._trial is not None or placement is None or placement.chosen is None:
+            return
+        self._cluster.coordination.saw_epoch(action.number)
+        self._trial = asyncio.ensure_future(self._try(action.number, placement.chosen))
+
+    async def _try(self, number: int, chosen: Alternative) -> None:
+        identity, tried = self._identity(chosen), self._without_busy_devices(chosen)
+        error: MlxtpError | None = None
+        try:
+            if tried is not None:
+                names = " + ".join(map(self._cluster.name_of, tried.ranks))
+                log.info("epoch %d: trying %s on %s beside what serves", number, tried.title, names)
+                plan = EpochPlan(number, None, self._group(number, tried, trial=True))
+                error = await self._cluster.supervisor.try_out(plan)
+        except Exception as bug:  # the boundary of the task: what serves goes on
+            log.exception("epoch %d", number)
+            error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
+        finally:
+            self._seats = {key: seat for key, seat in self._seats.items() if key[1] != number}
+            self._trial = None
+        if error is None:
+            self._proven.add(identity)
+        elif tried is not None and all(self._cluster.membership.standing(n).present for n in tried.ranks):
+            self._leave_out(tried, error, 1)
+        self._cluster.changed()
+
+    def _without_busy_devices(self, chosen: Alternative) -> Alternative | None:
+        """The part of a group that can be tried now, since an RDMA device cannot serve two groups at once.
+
+        Of a mesh this is rank 0 with the newcomers. None where nothing can be tried beforehand.
+        """
+        servings = [self.serving(), *self._cluster.knowledge.servings.values()]
+        over_jaccl = [each.participants for each in servings if each is not None and each.backend == "jaccl"]
+        busy = {node for participants in over_jaccl for node in participants}
+        if chosen.backend != "jaccl" or busy.isdisjoint(chosen.ranks):
+            return chosen
+        kept = [rank for rank, node in enumerate(chosen.ranks) if not rank or node not in busy]
+        if chosen.jaccl_ring or len(kept) == 1:
+            return None
+        return replace(
+            chosen,
+            nodes=len(kept),
+            ranks=tuple(chosen.ranks[rank] for rank in kept),
+            rdma=tuple(tuple(chosen.rdma[i][j] for j in kept) for i in kept),
+        )
+
+    def _identity(self, chosen: Alternative) -> object:
+        """What must be the same for a group to be one that was proven before."""
+        boots = tuple(self._cluster.membership.standing(node).boot_id for node in chosen.ranks)
+        return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses
+
+    def _is_proven(self, chosen: Alternative) -> bool:
+        return chosen.nodes == 1 or self._identity(chosen) in self._proven
 
     def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
         """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
@@ -166,9 +296,8 @@ class Conductor:
         if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
             self._mine = replace(mine, desired=desired.version)
 
-    def _group(self, form: FormEpoch, placement: Placement) -> Group:
-        cluster, chosen = self._cluster, placement.chosen
-        assert chosen is not None
+    def _group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+        cluster = self._cluster
         world = len(chosen.ranks)
         if world == 1:
             return Group(1, 1, "none", kind=chosen.kind)
@@ -179,14 +308,14 @@ class Conductor:
         def seats(ranks: Ranks) -> tuple[Seat, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
-                order = Prepare(form.number, rank, fabric[rank], cluster.model.version)
-                made[node_id] = RemoteRank(
+                order = Prepare(number, rank, fabric[rank], cluster.model.version, trial)
+                made[node_id, number] = RemoteRank(
                     partial(cluster.neighbours.send, node_id),
                     cluster.name_of(node_id),
                     order,
                     ranks,
                 )
-            self._seats = made
+            self._seats |= made
             return tuple(made.values())
 
         return Group(
@@ -208,6 +337,10 @@ class Conductor:
         cluster = self._cluster
         if self._mine is not None and cluster.supervisor.in_epoch:
             form = self._mine.form
+            chosen = self._mine.placement.chosen
+            if cluster.supervisor.state is State.READY and chosen is not None:
+                self._proven.add(self._identity(chosen))
+                self._failed.formed(chosen.kind, links_of(chosen.ranks, chosen.rdma))
             return Running(
                 form.number,
                 form.plan.ranks,
@@ -218,6 +351,7 @@ class Conductor:
                 cluster.supervisor.state in (State.READY, State.DRAINING),
                 cluster.supervisor.gateway.open_requests,
                 cluster.supervisor.state is State.DRAINING,
+                form.plan.backend,
             )
         guest = cluster.guest
         if not guest.epoch:
@@ -245,6 +379,7 @@ class Conductor:
             serving.state == State.READY,
             serving.open_requests,
             serving.state == State.DRAINING,
+            serving.backend,
         )
 
     # --- which group ---------------------------------------------------------------------------------
@@ -267,6 +402,7 @@ class Conductor:
                     *self._has_model(node_id),
                     jaccl=False if node_id in self._lacking else None,
                     held_bytes=self._held_bytes(node_id),
+                    boot_id=standing.boot_id,
                 )
             )
         return sorted(found, key=lambda member: member.node_id)
@@ -409,6 +545,7 @@ class Conductor:
             fast_fences=settings.fast_fences,
             measured=self._cluster.measured(),
             rdma=self._overrides(settings),
+            failed=tuple(group for group, _ in self.left_out()),
         )
 
     def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:
@@ -475,10 +612,8 @@ class Conductor:
 
     def received(self, node_id: str, message: RankWord) -> None:
         """An agent about the rank it runs for this node."""
-        seat = self._seats.get(node_id)
-        if seat is None or seat.epoch != message.epoch:
-            return
-        seat.received(message)
+        if seat := self._seats.get((node_id, message.epoch)):
+            seat.received(message)
 
     def _without_jaccl(self, nodes: list[str]) -> GroupError:
         """MLX turned out to have no JACCL on these: with `auto` the next epoch uses the ring."""
@@ -492,8 +627,9 @@ class Conductor:
 
     def lost(self, node_id: str, why: str) -> None:
         """The last link to an agent has ended."""
-        if seat := self._seats.get(node_id):
-            seat.lost(why)
+        for (host, _), seat in self._seats.items():
+            if host == node_id:
+                seat.lost(why)
 
     # --- what is told --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
 from ..wire.messages import Abort, ClearCache, Loaded, Unload
 from . import golden, timing
-from .epoch import RestartPolicy, State, is_legal
+from .epoch import BACKOFF_S, RestartPolicy, State, is_legal
 from .gateway import Gateway
 from .history import History, Now
 from .load_words import refusal
@@ -63,6 +63,9 @@ class Plans(Protocol):
     async def changed(self) -> None:
         """Wait until something is different from when the last epoch failed for good."""
 
+    def failed(self, error: MlxtpError) -> bool:
+        """Note that an epoch failed on its way up. Return whether another plan takes its place."""
+
 
 class Supervisor:
     """The desired model, the current epoch, and the state in between."""
@@ -88,6 +91,8 @@ class Supervisor:
         """Whether an epoch failed and the next one has to wait: then the state is about that one."""
         self.ranks: Ranks | None = None
         self._current: Ranks | None = None
+        self._served = False
+        """Whether the present epoch, or the last one, became ready."""
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
         self._weight_bytes = 0
@@ -134,7 +139,8 @@ class Supervisor:
                 log.info("epoch %d ended: %s", self.epoch, error.detail, extra=self._where)
                 continue
             self.resting = True
-            delay_s = self._policy.delay_s(time.monotonic(), error)
+            instead = plans is not None and not self._served and plans.failed(error)
+            delay_s = BACKOFF_S[0] if instead else self._policy.delay_s(time.monotonic(), error)
             if delay_s is not None:
                 words = "epoch %d ended: %s; next one in %g s"
                 log.warning(words, self.epoch, error.detail, delay_s, extra=self._where)
@@ -249,6 +255,7 @@ class Supervisor:
         self._desired, self.reason = model, None
         self.gateway.serve(ranks, info, model.text)
         self._enter(State.READY)
+        self._served = True
         self.recoveries.serving(time.monotonic())
         self.history.ready(_now())
 
@@ -308,6 +315,7 @@ class Supervisor:
             # Whoever was answered by another Mac until now will be by this one.
             self.gateway.pause(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
+        self._served = False
         self.history.began(
             plan.epoch,
             _now(),
@@ -338,6 +346,20 @@ class Supervisor:
             return await self._through(ranks)
         finally:
             self._current = None
+
+    async def try_out(self, plan: Plan) -> MlxtpError | None:
+        """Form and prove the group of `plan` beside the present epoch, and end it. Return why it failed."""
+        ranks = Ranks(self._settings, plan.epoch, lambda _event: None, worker=self._worker, group=plan.group)
+        try:
+            await ranks.start()
+        except MlxtpError as error:
+            await _to_its_end(ranks.kill())
+            return error
+        except BaseException:
+            await _to_its_end(ranks.stop())
+            raise
+        await _to_its_end(ranks.stop())
+        return None
 
     async def _through(self, ranks: Ranks) -> MlxtpError:
         try:

@@ -159,7 +159,8 @@ class ModelStatus(Message):
 class Prepare(Message):
     """Coordinator to participant: start a rank process for `epoch`. Answered by Prepared or RankTrouble.
 
-    `fabric` is the participant's own address for MLX's sockets, empty where there are none.
+    `fabric` is the participant's own address for MLX's sockets, empty where there are none. `trial`: the
+    group only proves itself, beside what serves, and ends.
     """
 
     TYPE: ClassVar[int] = 0x34
@@ -167,6 +168,7 @@ class Prepare(Message):
     rank: int = _f(_rank)
     fabric: str = _f(text(64))
     desired: int = _f(_count)
+    trial: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from mlxtp.cluster.decisions import (
     Plan,
     Running,
     StopEpoch,
+    TryGroup,
     View,
     Wait,
     better,
@@ -208,6 +209,26 @@ def test_fewer_macs_may_be_better() -> None:
 
 def test_an_epoch_that_still_forms_is_not_disturbed() -> None:
     assert decided(running=epoch("a", ready=False)) == Nothing()
+
+
+def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None:
+    unproven = replace(plan("a", "b"), proven=False)
+    busy = epoch("a", open_requests=2)
+    assert decided(running=busy, plan=unproven) == TryGroup(9, unproven)
+    assert isinstance(decided(running=busy, plan=unproven, settled_at=NOW + 1), Wait)
+    assert isinstance(decided(running=busy, plan=unproven, shaky={"b": NOW + 7}), Wait)
+    assert decided(running=epoch("a", ready=False), plan=unproven) == Nothing()
+    three = replace(plan("a", "b", "c"), proven=False)
+    elsewhere = epoch("b", "a", number=7)
+    assert decided(others=[elsewhere], plan=three) == TryGroup(9, three)
+    assert decided(others=[elsewhere], running=elsewhere, plan=three) == TryGroup(9, three)
+    assert isinstance(decided(plan=unproven), FormEpoch), "nothing serves that it could disturb"
+
+
+def test_a_faster_fabric_between_the_same_macs_takes_over() -> None:
+    ring, jaccl = epoch("a", "b", backend="ring"), Plan(("a", "b"), (9.0,), "jaccl")
+    assert decided(running=ring, plan=jaccl) == StopEpoch("a better group is there with jaccl")
+    assert decided(running=ring, plan=replace(jaccl, backend="ring")) == Nothing()
 
 
 def test_open_requests_are_waited_for_and_not_for_ever() -> None:

@@ -55,7 +55,8 @@ class Pretence:
         self._folder = folder
 
     def __call__(self, backend: str, factory: Factory | None) -> Any:
-        assert backend == "jaccl"
+        if backend != "jaccl":
+            return group.init(backend, factory)
         assert factory is not None
         assert set(_variables_of_jaccl()) == set(self._script.variables)
         rank = int(_getenv("MLX_RANK"))

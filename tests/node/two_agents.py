@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,22 @@ from mlxtp.node.rank_process import WORKER
 from ..cluster import LIMITS, assert_marked
 
 
+async def _nothing(_first: Agent) -> None:
+    pass
+
+
 @asynccontextmanager
 async def two_agents(
-    folder: Path, worker: Sequence[str] = WORKER, founder: Mapping[str, Any] = {}, **settings: Any
+    folder: Path,
+    worker: Sequence[str] = WORKER,
+    founder: Mapping[str, Any] = {},
+    meanwhile: Callable[[Agent], Awaitable[None]] = _nothing,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Agent, Agent]]:
-    """The founder, with more settings in `founder`, and the one that joined it, both on loopback."""
+    """The founder, with more settings in `founder`, and the one that joined it, both on loopback.
+
+    `meanwhile` is awaited before the second one starts.
+    """
     assert_marked()
 
     def of(name: str, **more: Any) -> Settings:
@@ -29,6 +40,7 @@ async def two_agents(
 
     async with running_agent(of("a", **founder), worker=worker) as first:
         assert first.cluster is not None
+        await meanwhile(first)
         token = await first.cluster.issuing.token()
         async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:
             yield first, second

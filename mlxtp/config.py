@@ -30,6 +30,7 @@ _MODELS = ("model", "draft_model")
 class Limits:
     """How long each thing may take, in seconds, and how much is taken at once.
 
+    `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is out.
     `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group when its own
     has ended. `deadline_s`: all of it, from its arrival to its last token. `client_stall_s`: how long a
     client may leave unread what is there for it. `canary_s`: how long a group idles between two proofs.
@@ -40,6 +41,7 @@ class Limits:
 
     spawn_s: float = 60.0
     form_s: float = 45.0
+    proof_s: float = 15.0
     load_stall_s: float = 60.0
     warm_up_s: float = 300.0
     prefill_stall_s: float = 30.0

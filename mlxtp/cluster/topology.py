@@ -219,8 +219,6 @@ def _machine_trouble(member: Member) -> str:
 
 def _cable_trouble(a: Member, b: Member, cable: tuple[Port, Port]) -> str:
     """Why this cable cannot carry RDMA."""
-    if cable[0].hub or cable[1].hub:
-        return "a hub stands in between"
     for member, port in zip((a, b), cable, strict=True):
         if not port.rdma:
             return f"port {port.receptacle} of {member.name} has no RDMA"

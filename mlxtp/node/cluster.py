@@ -106,6 +106,7 @@ REPORT_S = 10.0
 """How often this machine's memory, addresses and power are read again."""
 PROBE_S = 60.0
 """How often everything is, cables included."""
+LOOK_S = 5.0  #: For reading this machine before a group is planned.
 
 
 class Cluster:
@@ -397,6 +398,8 @@ class Cluster:
             case Prepare():
                 self._prepare(node_id, message)
             case StartRank() | EndEpoch() | RankGathered():
+                if isinstance(message, EndEpoch) and not message.in_order:
+                    self._look_again()
                 of_trial = message.epoch == self.trial_guest.epoch
                 (self.trial_guest if of_trial else self.guest).received(node_id, message)
             case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
@@ -706,6 +709,12 @@ class Cluster:
         """This machine's addresses changed: its cables may have, too."""
         self._rewired = True
         self.changed()
+
+    async def look_now(self) -> None:
+        """Read what changes of this machine, ports of RDMA among it, before a group is planned."""
+        self._look_again()
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=LOOK_S)
 
     def _look_again(self) -> None:
         """Read this machine in the background, one reading at a time."""

@@ -82,6 +82,8 @@ class Conductor:
 
     async def next(self) -> EpochPlan:
         """Wait until this node shall form an epoch."""
+        if self._mine is not None and self._mine.placement.backend == "jaccl":
+            await self._cluster.look_now()  # with a cable out, JACCL forms all the same
         self._let_go()
         await self.close()
         self._seats = {}

@@ -215,7 +215,7 @@ def stall_limits_s(limits: Limits) -> Mapping[str, float]:
     """
     return {
         "forming": limits.form_s,
-        "proving": limits.form_s,
+        "proving": limits.proof_s,
         "loading": limits.load_stall_s,
         "measuring": limits.decode_stall_s,
         "prefill": limits.prefill_stall_s,

@@ -176,7 +176,7 @@ class Ranks:
         await self._ask(Init(), InitDone, self._limits.form_s + 5)
         self._in_rounds = False
         self._on_stage("formed")
-        await self._ask(SanityCheck(), SanityDone, self._limits.form_s)
+        await self._ask(SanityCheck(), SanityDone, self._limits.proof_s)
         self._on_stage("proven")
         self._watch = Watch(self.group.world_size, self._limits, time.monotonic())
         self._heart = asyncio.ensure_future(self._heartbeat())

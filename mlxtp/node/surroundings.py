@@ -70,5 +70,8 @@ class Surroundings(Protocol):
     def coming(self, model: str) -> str:
         """How far a model is on its way to this node, for people; empty when it is not."""
 
+    async def look_now(self) -> None:
+        """Read what changes of this machine, ports of RDMA among it, before a group is planned."""
+
     def changed(self) -> None:
         """Something is different: look at everything again, soon."""

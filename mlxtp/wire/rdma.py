@@ -65,7 +65,7 @@ def fault(matrix: Matrix, *, ring: bool) -> str | None:
     """The first thing that is wrong with a matrix, in words for whoever made it; None when JACCL can use it.
 
     With `ring`, neighbours need each other, as many devices each; what stands between others is not used.
-    Without, each two ranks need each other, by one device.
+    Without, each two ranks need each other, by as many devices at both ends.
     """
     size = len(matrix)
     if not 2 <= size <= MAX_SIZE:
@@ -113,12 +113,16 @@ def _fault_of_pairs(matrix: Matrix, pairs: list[tuple[int, int]], *, ring: bool)
     lanes = {(rank, peer): len(devices(matrix[rank][peer])) for rank, peer in pairs}
     most = max(lanes.values())
     rank, peer = max(lanes, key=lanes.__getitem__)
-    if not ring and most > 1:
-        return (
-            f"rank {rank} has {most} RDMA devices for rank {peer}; a mesh uses one, only a ring uses several"
-        )
     if most > MAX_LANES:
-        return f"rank {rank} has {most} RDMA devices for rank {peer}; a ring uses at most {MAX_LANES}"
+        return f"rank {rank} has {most} RDMA devices for rank {peer}; JACCL uses at most {MAX_LANES}"
+    if not ring:
+        unlike = (
+            f"rank {rank} has {count} RDMA devices for rank {peer} and {lanes[peer, rank]} the other way; "
+            "a cable has two ends"
+            for (rank, peer), count in lanes.items()
+            if count != lanes[peer, rank]
+        )
+        return next(unlike, None)
     if len(set(lanes.values())) > 1:
         fewer = min(lanes, key=lanes.__getitem__)
         return (

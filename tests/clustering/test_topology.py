@@ -31,10 +31,14 @@ def test_a_cable_between_two_macs_carries_rdma() -> None:
     assert rdma_of(two()) == {A: "rdma_en2", B: "rdma_en2"}
 
 
+def test_a_hub_in_between_excludes_no_cable() -> None:
+    """A hub for Thunderbolt 5 carries RDMA; the doctor warns of it."""
+    assert rdma_of(two(hub=True)) == {A: "rdma_en2", B: "rdma_en2"}
+
+
 @pytest.mark.parametrize(
     ("port", "why"),
     [
-        ({"hub": True}, "a hub stands in between"),
         ({"rdma": ""}, "port 1 of a has no RDMA"),
         ({"active": False}, "rdma_en2 of a is not active"),
         ({"interface": "en9"}, "en9 of a has no IPv4 address"),

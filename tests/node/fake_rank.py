@@ -66,6 +66,7 @@ class Orders:
     jaccl    what `is_available("jaccl")` says
     die_on   name of a message on which it exits with the status of `code`
     error_on name of a message which is answered by an Error with `code`
+    mute_on  name of a message which is never answered
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,6 +136,8 @@ class FakeRank:
         code = self._order.get("code", "forward_failed")
         if self._order.get("die_on") == name:
             os._exit(exit_status(code))
+        if self._order.get("mute_on") == name:
+            return
         if self._order.get("error_on") == name:
             self._say(Error(code, f"rank {self._rank} was told to fail", 0))
         elif type(message) in self._answers:

@@ -91,6 +91,32 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
     play(tmp_path, member, story)
 
 
+def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Member) -> None:
+    """Its orders reach a guest of its own, and the next real epoch ends it."""
+
+    async def story(node: Node) -> None:
+        a, cluster = node.meet(A), node.cluster
+        node.follow(a)
+        orders: list[Any] = []
+        cluster.trial_guest.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
+        cluster.supervisor._current = cast(Any, object())
+        trial = Prepare(8, 1, "", 1, trial=True)
+        node.hear(a, trial)
+        assert (orders, node.orders, a.heard(RankTrouble)) == ([trial], [], [])
+        cluster.trial_guest._stay = cast(Any, type("Stay", (), {"order": trial, "host": A})())
+        cleared: list[str] = []
+        cluster.trial_guest.clear = cleared.append  # type: ignore[method-assign]
+        node.hear(a, EndEpoch(8, in_order=True), EndEpoch(7, in_order=True))
+        assert orders[1:] == [EndEpoch(8, in_order=True)]
+        assert [order for _, order in node.orders] == [EndEpoch(7, in_order=True)]
+        cluster.supervisor._current = None
+        node.hear(a, Prepare(9, 1, "", 1))
+        assert cleared == ["epoch 9 comes"]
+        cluster.trial_guest._stay = None
+
+    play(tmp_path, member, story)
+
+
 @pytest.mark.parametrize("heard", [False, True], ids=["said here", "heard"])
 def test_requests_outlive_a_wish_for_the_same_model_and_no_other(
     tmp_path: Path, member: Member, heard: bool

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.cluster.alternatives import Alternative
+from mlxtp.cluster.speed import JACCL_MESH
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.node.conductor import TELL_S
@@ -115,6 +117,62 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
             assert any(note.startswith(words) for note in placement.notes) is left_out
 
     play(tmp_path, member, story, machine=machines[""])
+
+
+def test_of_a_larger_mesh_the_newcomers_are_tried_while_devices_are_in_use(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    """A device cannot serve two groups at once."""
+
+    async def story(node: Node) -> None:
+        ours = node.cluster.node_id
+        ranks = (ours, A, B)
+        mesh = Alternative(JACCL_MESH, 3, "possible", ranks=ranks, backend="jaccl", rdma=MATRIX)
+        free = node.cluster.conductor._without_busy_devices
+        assert free(mesh) is mesh
+        a = node.meet(A)
+        node.hear(a, serving("jaccl", A, ours))
+        tried = free(mesh)
+        assert tried is not None
+        assert (tried.nodes, tried.ranks) == (2, (ours, B))
+        assert tried.rdma == ((None, "rdma_en3"), ("rdma_en6", None))
+        assert free(replace(mesh, jaccl_ring=True)) is None
+        assert free(replace(mesh, ranks=(ours, A), rdma=MATRIX)) is None, "no newcomer"
+        node.hear(a, serving("ring", A, ours))
+        assert free(mesh) is mesh
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize(("backend", "looks"), [("jaccl", 1), ("ring", 0)])
+def test_ports_are_read_again_after_a_group_over_jaccl(
+    tmp_path: Path, member: Member, weights: ModelSource, backend: str, looks: int
+) -> None:
+    """With a cable out JACCL forms all the same, and hangs."""
+
+    async def story(node: Node) -> None:
+        conductor, looked = node.cluster.conductor, []
+
+        async def look() -> None:
+            looked.append(conductor._mine)
+
+        node.cluster.look_now = look  # type: ignore[method-assign]
+        mine = type("Mine", (), {"placement": type("Placement", (), {"backend": backend})()})()
+        conductor._mine = cast(Any, mine)
+        conductor.serving = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await conductor.next()
+        assert looked == [mine] * looks
+
+    play(tmp_path, member, story)
+
+
+MATRIX = ((None, "rdma_en2", "rdma_en3"), ("rdma_en4", None, "rdma_en5"), ("rdma_en6", "rdma_en7", None))
+
+
+def serving(backend: str, *participants: str) -> Serving:
+    return Serving(3, "ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, ())
 
 
 def test_why_nothing_is_served_is_logged_once_with_the_way_out(

@@ -43,6 +43,33 @@ def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [each.getMessage() for each in caplog.records if words in each.getMessage()]
 
 
+def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failed_groups, "ADDRESS_RETRY_S", 600.0)
+
+    async def story() -> None:
+        worker = pretending(tmp_path, {"whole": True}, BROKEN)
+        async with (
+            asyncio.timeout(START_S),
+            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second),
+        ):
+            await first.wait_ready()
+            await second.wait_ready()
+            leader = first if first.cluster and first.cluster.coordination.leading else second
+            group = leader.supervisor.group
+            assert group is not None
+            assert (group.backend, group.world_size) == ("ring", 2)
+            assert await say(first) == await say(second)
+            assert leader.cluster is not None
+            [line] = leader.cluster.conductor.left_out_lines()
+            assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
+
+    asyncio.run(story())
+    [line] = lines(caplog, "does not form")
+    assert "ring within one machine of 2 serves instead" in line
+
+
 def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

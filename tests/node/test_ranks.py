@@ -99,7 +99,8 @@ class Story:
         self.peer = self.peers[0]
         self.stages: list[str] = []
         world = peers + 1
-        limits = replace(LIMITS, shutdown_s=2.0, silence_s=group.pop("silence_s", LIMITS.silence_s))
+        own = {name: group.pop(name) for name in ("silence_s", "proof_s") if name in group}
+        limits = replace(LIMITS, shutdown_s=2.0, **own)
         settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits)
         self.ranks = Ranks(
             settings,
@@ -294,6 +295,18 @@ def test_the_death_of_rank_0_at_any_time_is_the_cause_and_ends_the_other(tmp_pat
         assert (mine["rank"], mine["exit_code"], mine["by_agent"]) == (0, "out_of_memory", False)
 
     play(tmp_path, story, silence_s=NEVER_S)
+
+
+def test_a_proof_that_hangs_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    """With a cable out JACCL forms, and its first sum waits for ever."""
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, mute_on="SanityCheck")
+        error = await stage.fails()
+        assert error.code is Code.LINK_TIMEOUT
+        assert error.detail == "the ranks did not answer SanityCheck within 0.3 s"
+
+    play(tmp_path, story, proof_s=0.3)
 
 
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -48,10 +48,14 @@ def test_names_of_other_systems_are_names_too() -> None:
     assert fault((("", "mlx5_0"), ("rxe0.1-a", "")), ring=False) is None
 
 
-def test_two_ranks_may_have_two_cables_as_a_ring() -> None:
-    assert fault(TWO_CABLES, ring=True) is None
-    assert fault(TWO_CABLES, ring=False) == (
-        "rank 0 has 2 RDMA devices for rank 1; a mesh uses one, only a ring uses several"
+@pytest.mark.parametrize("ring", [True, False])
+def test_two_ranks_may_have_two_cables(ring: bool) -> None:
+    assert fault(TWO_CABLES, ring=ring) is None
+
+
+def test_both_ends_of_a_mesh_have_as_many_devices() -> None:
+    assert fault(but(TWO_CABLES, 0, 1, "rdma_en5"), ring=False) == (
+        "rank 0 has 1 RDMA devices for rank 1 and 2 the other way; a cable has two ends"
     )
 
 
@@ -94,7 +98,7 @@ def test_what_no_mesh_may_have(matrix: Matrix, words: str) -> None:
             but(ring(3, lanes=2), 1, 2, "rdma_en9"),
             "rank 0 has 2 RDMA devices for rank 1, rank 1 has 1 for rank 2",
         ),
-        (ring(2, lanes=5), "rank 0 has 5 RDMA devices for rank 1; a ring uses at most 4"),
+        (ring(2, lanes=5), "rank 0 has 5 RDMA devices for rank 1; JACCL uses at most 4"),
     ],
 )
 def test_what_no_ring_may_have(matrix: Matrix, words: str) -> None:

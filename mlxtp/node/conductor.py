@@ -146,7 +146,7 @@ class Conductor:
         """Return one sentence for each group that is left out, for people."""
         lines = []
         for each, left_s in self.left_out():
-            names = " + ".join(map(self._cluster.name_of, each.nodes))
+            names = " + ".join(sorted(map(self._cluster.name_of, each.nodes)))
             lines.append(
                 f"{each.kind} on {names} is left out: {each.reason}. The next try is in {left_s:.0f} s"
             )

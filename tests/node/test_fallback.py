@@ -31,12 +31,11 @@ class Client:
         self._agent = agent
 
     async def run(self) -> None:
-        size = 0
-        while size < 2:
-            self.states.add(self._agent.supervisor.state)
+        supervisor = self._agent.supervisor
+        while not (supervisor.state is State.READY and supervisor.group and supervisor.group.world_size == 2):
+            self.states.add(supervisor.state)
             self.answers.append(await say(self._agent))
-            group = self._agent.supervisor.group
-            size = group.world_size if group is not None and self._agent.supervisor.ranks is not None else 0
+        self.answers.append(await say(self._agent))
 
 
 def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:

@@ -11,6 +11,7 @@ schema's order.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -167,8 +168,7 @@ class Grammars:
         self._max_kept_bytes = max_kept_bytes
         self._trial = Trial(folder, vocabulary, eos, deadline_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._tokenizer: LLTokenizer | None = None
-        self._hints: Hints | None = None
+        self._known: tuple[LLTokenizer, Hints] | None = None
         self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._compiling = threading.Lock()
         self._looking = threading.Lock()
@@ -180,6 +180,14 @@ class Grammars:
             if grammar is not None:
                 self._kept.move_to_end((kind, text))
             return grammar
+
+    def read(self) -> None:
+        """Read the tokenizer while a model loads, since that would stop all requests for a second or two.
+
+        Where there is none to use, the first grammar is refused.
+        """
+        with contextlib.suppress(RequestError):
+            self._read()
 
     def compile(self, kind: str, text: str) -> Grammar:
         """The grammar, compiled unless it is kept.
@@ -218,17 +226,19 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Grammar:
         self._trial.start()
-        if self._tokenizer is None:
-            self._tokenizer = read_tokenizer(self._folder, self._vocabulary, self._eos)
-        if self._hints is None:
-            self._hints = _hints(self._tokenizer, self._vocabulary)
+        tokenizer, hints = self._read()
         size = max(self._trial.run(kind, text), len(text))
         if size > self._max_kept_bytes:
             raise refused(kind, f"it takes {size >> 20} MiB; {self._max_kept_bytes >> 20} are the most")
-        start = build(self._tokenizer, kind, text)
-        length = len(self._tokenizer.tokenize_str(text))
-        tokens = self._tokenizer.vocab_size
-        return Grammar(kind, text, size, start, tokens, self._vocabulary, self._hints, length)
+        start = build(tokenizer, kind, text)
+        length = len(tokenizer.tokenize_str(text))
+        return Grammar(kind, text, size, start, tokenizer.vocab_size, self._vocabulary, hints, length)
+
+    def _read(self) -> tuple[LLTokenizer, Hints]:
+        if self._known is None:
+            tokenizer = read_tokenizer(self._folder, self._vocabulary, self._eos)
+            self._known = (tokenizer, _hints(tokenizer, self._vocabulary))
+        return self._known
 
     def _keep(self, grammar: Grammar) -> Grammar:
         with self._looking:

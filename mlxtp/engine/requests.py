@@ -99,6 +99,7 @@ class Requests:
         size = rank.loaded.vocabulary.size
         self._desk.open(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
+        self._grammars.read()
         return kv.fitting(self._policy.kv_tokens)
 
     def close(self) -> None:

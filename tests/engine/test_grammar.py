@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from mlxtp.api.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.config import embedded_model_path
+from mlxtp.engine import grammar as grammar_module
 from mlxtp.engine.grammar import Grammar, Grammars, Matcher, unpack
 from mlxtp.engine.grammar_trial import MAX_WORDS, build, read_tokenizer
 from mlxtp.errors import Code, MlxtpError, RequestError
@@ -420,10 +421,21 @@ def test_a_model_without_a_usable_tokenizer_is_named(tmp_path: Path, content: st
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     held = Grammars(tmp_path, VOCABULARY, EOS)
+    held.read()
     try:
         with pytest.raises(RequestError, match="this model cannot be held to a grammar") as caught:
             held.compile("json_schema", ANY_OBJECT)
         assert caught.value.code is Code.NOT_SUPPORTED
+    finally:
+        held.close()
+
+
+def test_the_tokenizer_that_was_read_at_load_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Grammars(FOLDER, VOCABULARY, EOS)
+    held.read()
+    monkeypatch.setattr(grammar_module, "read_tokenizer", None)
+    try:
+        assert held.compile("json_schema", ANY_OBJECT).text == ANY_OBJECT
     finally:
         held.close()
 

@@ -18,7 +18,7 @@ from mlxtp.config import Settings
 from mlxtp.node import spare
 from mlxtp.node.guest import Guest
 from mlxtp.node.ranks import Ranks
-from mlxtp.node.spare import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, Books, Spares
+from mlxtp.node.spare import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, Books, Spares, new_pipe
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
 from mlxtp.wire.messages import Bootstrap, Pong
@@ -357,6 +357,14 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
             await guest.close()
 
     play(tmp_path, story)
+
+
+def test_a_pipe_holds_the_tokens_of_a_long_stall() -> None:
+    """An agent that stands still must not make rank 0 wait: 1,000 steps are half a minute of tokens."""
+    ours, theirs = new_pipe()
+    with ours, theirs:
+        theirs.setblocking(False)
+        assert all(theirs.send(bytes(100)) == 100 for _ in range(1000))
 
 
 # --- ranks that compute -------------------------------------------------------------------------------

@@ -251,7 +251,8 @@ class RankProcess:
         try:
             status = await process.wait()
             self._end.ended_at = time.monotonic()
-            self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words()))
+            phase = self._end.pong.phase if self._end.pong is not None else ""
+            self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words(), phase))
         finally:
             # Whoever waits for a reply learns that none will come; why is in the report.
             self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))

@@ -17,7 +17,7 @@ from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.node import failures, remote_rank
 from mlxtp.node.epoch import Watch
-from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks
+from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks, canary_s
 from mlxtp.node.remote_rank import RankWord, RemoteRank
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import (
@@ -440,6 +440,25 @@ def test_an_address_of_a_cable_that_was_pulled(tmp_path: Path) -> None:
 
 
 # --- JACCL ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "expected_s"), [("jaccl", 20.0), ("ring", 60.0)])
+def test_over_jaccl_an_idle_group_proves_itself_before_a_minute(backend: str, expected_s: float) -> None:
+    assert canary_s(60.0, backend) == expected_s
+    assert canary_s(0.3, backend) == 0.3
+
+
+def test_a_crash_after_idling_over_jaccl_blames_no_cable(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True)
+        await stage.serve()
+        [told] = stage.orders.notes("bootstrap")
+        assert told["canary_s"] == 20.0
+        stage.peer.say(trouble(Code.RANK_LOST, "rank 1 was ended by signal 11 in phase idle", outside=True))
+        error = await asyncio.shield(stage.ranks.failed)
+        assert "a known fault of MLX" in error.detail
+
+    play(tmp_path, story, backend="jaccl")
 
 
 def test_the_rounds_of_the_side_channel_pass_through_the_agents(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ..cluster.preflight import explain
 from ..cluster.side_channel import Answers, Hub
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
+from ..wire.ending import FREE_S
 from ..wire.link import listen
 from ..wire.messages import (
     Bootstrap,
@@ -278,7 +279,7 @@ class Ranks:
 
     async def do(self, command: Message) -> None:
         """Abort, Unload or ClearCache on every rank."""
-        await self._ask(command, Done, self._limits.shutdown_s)
+        await self._ask(command, Done, self._limits.shutdown_s + FREE_S)
 
     async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
         """Time collectives on all ranks, which must have nothing else to do; see `TimeCollectives`."""

@@ -159,6 +159,13 @@ def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptToke
     return original(rank, step, frame)
 
 
+@around(Rank, "give_back")
+def note_memory(original: Wrapped, rank: Rank) -> None:
+    """Write down what is left of a rank's memory when it ends."""
+    original(rank)
+    orders.note("given back", active=mx.get_active_memory(), cached=mx.get_cache_memory())
+
+
 @around(Rank, "launch")
 def die(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
     if orders.due("die", "decode" if isinstance(frame, StepToken) else "prefill"):

@@ -109,7 +109,8 @@ class Process:
     def fail(self, error: MlxtpError) -> None:
         """Any thread but the main one: report the failure and end the main thread."""
         self.report(error)
-        os.kill(os.getpid(), signal.SIGTERM)
+        # To that thread itself: a signal to the process does not wake it where another thread gets it.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _over(self) -> None:
         """Another rank's link is over. After a failure, a main thread that waits for that rank will not come
@@ -126,6 +127,7 @@ class Process:
         """
         self._leaving.set()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        status = self._exit_status or status
         try:
             if self.memory is not None:
                 with contextlib.suppress(MlxtpError):  # after the last word of this link there is no other
@@ -138,7 +140,7 @@ class Process:
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(self._exit_status or status)
+            os._exit(status)
 
     def end_when_wedged(self) -> None:
         """Start the thread that ends this process when the main thread does not come back after SIGTERM: it

@@ -47,7 +47,10 @@ def wedged():
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_init(mutex, None)
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)  # for ever, whatever signal comes
+    try:
+        libc.pthread_mutex_lock(mutex)  # for ever, whatever signal comes
+    except worker.Terminated:  # just before
+        libc.pthread_mutex_lock(mutex)
 
 def idle(process):
     process.status.enter("idle")

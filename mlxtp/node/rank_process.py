@@ -52,6 +52,7 @@ from ..wire.recording import Recording, decode
 from .epoch import Report, exit_report
 from .failures import RankEnd, read_recording, recorder_memory
 from .spare import Spares
+from .wired import HERE
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class RankProcess:
         """Set once it has said its last word: it ends by itself, or has."""
         self._recording = folder / f"rank-{rank}.recording"
         self._recorder = _CLOSED
+        self._counted = False
+        """Whether it is among those whose memory is compared."""
         self._end = RankEnd(rank)
 
     @property
@@ -124,6 +127,8 @@ class RankProcess:
             args += ["--identity", str(identity)]
         started = await self._spares.start(args, listener)
         self._process = started.process
+        HERE.began()
+        self._counted = True
         if started.lines is not None:
             started.lines.about = {"epoch": self._epoch, "rank": self.rank}
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
@@ -211,6 +216,9 @@ class RankProcess:
             os.close(self._recorder)
             self._recorder = _CLOSED
             self._remove_recording()
+        if self._counted:
+            self._counted = False
+            await HERE.ended(self._epoch, end.pong.memory_bytes if end.pong is not None else 0)
         return end
 
     def _remove_recording(self) -> None:

@@ -19,6 +19,7 @@ from mlxtp.node import failures, remote_rank
 from mlxtp.node.epoch import Watch
 from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks, canary_s
 from mlxtp.node.remote_rank import RankWord, RemoteRank
+from mlxtp.node.wired import HERE
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import (
     EndEpoch,
@@ -307,6 +308,29 @@ def test_a_proof_that_hangs_has_a_limit_of_its_own(tmp_path: Path) -> None:
         assert error.detail == "the ranks did not answer SanityCheck within 0.3 s"
 
     play(tmp_path, story, proof_s=0.3)
+
+
+def test_memory_is_compared_once_when_an_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    async def ended(epoch: int, held: int) -> None:
+        compared.append((epoch, held))
+
+    monkeypatch.setattr(HERE, "ended", ended)
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        process = stage.ranks.processes[0]
+        await sees(lambda: process._end.pong is not None)
+        process._end.pong = replace(PONG.pong, memory_bytes=7)
+        stage.ranks.give_up(LOST)
+        await stage.ranks.kill()
+        await stage.ranks.kill()
+        assert compared == [(EPOCH, 7)]
+
+    play(tmp_path, story)
 
 
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -107,7 +107,9 @@ class Process:
                 link.send(word)
 
     def fail(self, error: MlxtpError) -> None:
-        """Any thread but the main one: report the failure and end the main thread."""
+        """Any thread but the main one: report the failure and end the main thread, unless it ends already."""
+        if self._exit_status:
+            return
         self.report(error)
         # To that thread itself: a signal to the process does not wake it where another thread gets it.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -190,7 +190,8 @@ class RankProcess:
             waiting = asyncio.ensure_future(process.wait())
             if not self._leaves.is_set():
                 end.asked_at = time.monotonic()
-                self.ping()
+                if self._connection is not None:
+                    self.ping()
                 with contextlib.suppress(ProcessLookupError):
                     # process.terminate() reaps one that has just ended, and asyncio loses its status.
                     os.kill(process.pid, signal.SIGTERM)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, ModelError
-from mlxtp.node import failures, remote_rank
+from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, MlxtpError, ModelError
+from mlxtp.node import failures, rank_process, remote_rank
 from mlxtp.node.epoch import Watch
 from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks, canary_s
 from mlxtp.node.remote_rank import RankWord, RemoteRank
@@ -308,6 +309,63 @@ def test_a_proof_that_hangs_has_a_limit_of_its_own(tmp_path: Path) -> None:
         assert error.detail == "the ranks did not answer SanityCheck within 0.3 s"
 
     play(tmp_path, story, proof_s=0.3)
+
+
+SLOW_S = 0.6
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent waits less for a sign than a slow rank takes to end."""
+    monkeypatch.setattr(rank_process, "ANSWER_S", SLOW_S / 3)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize(
+    ("order", "deaf"),
+    [({"frees_s": SLOW_S}, False), ({"frees_s": SLOW_S, "mute": True}, True)],
+    ids=["gives a sign", "wedged"],
+)
+def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
+    tmp_path: Path, order: dict[str, Any], deaf: bool
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, **order)
+        await stage.serve()
+        end = await stage.ranks.processes[0].kill()
+        assert (end.deaf, end.status) == (deaf, -signal.SIGKILL if deaf else TERMINATED_STATUS)
+        await stage.ranks.kill()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=SLOW_S)
+        await stage.serve()
+        await stage.ranks.stop()
+        assert stage.ranks.processes[0]._end.status == 0
+        assert not (stage.home / failures.FOLDER).exists()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_process, "FREE_S", 0.0)
+    monkeypatch.setattr(rank_process, "patience_s", lambda _: SLOW_S)
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=-1)
+        await stage.serve()
+        end = await stage.ranks.processes[0].kill()
+        assert (end.deaf, end.status) == (True, -signal.SIGKILL)
+        await stage.ranks.kill()
+
+    play(tmp_path, story)
 
 
 def test_memory_is_compared_once_when_an_epoch_is_over(

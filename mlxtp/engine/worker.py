@@ -132,8 +132,6 @@ class Process:
         status = self._exit_status or status
         try:
             if self.memory is not None:
-                with contextlib.suppress(MlxtpError):  # after the last word of this link there is no other
-                    self.pipe.send(self.status.pong())  # a sign that this rank ends by itself
                 if wait and not self._lost:
                     with contextlib.suppress(RuntimeError), _at_most(self.status.in_flight_s(), status):
                         self.memory.finish()

@@ -234,6 +234,22 @@ _BY_WORDS: tuple[tuple[str, Trouble], ...] = (
             60,
         ),
     ),
+    (
+        "signal 1[01] in phase (idle|proving)",
+        Trouble(
+            "JACCL crashed in a sum after it had idled, with all cables in place: a known fault of MLX "
+            "(issue 4319)",
+            "nothing; the group starts again by itself",
+        ),
+    ),
+    (
+        "signal 1[01] in phase (prefill|decode|measuring)",
+        Trouble(
+            "JACCL crashed in the middle of its work, as it does when a cable is pulled (MLX issue 4192) or, "
+            "seldom, after idling (issue 4319)",
+            "see that both ends of each Thunderbolt cable are plugged in; the group starts again by itself",
+        ),
+    ),
     ("no ipv4-mapped gid", _BY_NUMBER[22]),
     ("no route to host", _BY_NUMBER[65]),
 )

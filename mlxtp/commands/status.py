@@ -57,6 +57,8 @@ def _shown(answer: Mapping[str, Any]) -> list[Any]:
         lines.append(_indented(answer["reason"]))
     if answer.get("problem"):
         lines.append(_indented(answer["problem"], "red"))
+    if answer.get("left_wired"):
+        lines.append(_indented(answer["left_wired"], "yellow"))
     if "members" in answer:
         lines.append(
             f"cluster {answer['cluster']}, coordinated by {escape(answer['coordinator'] or 'nobody yet')}"

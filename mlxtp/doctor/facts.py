@@ -16,8 +16,12 @@ from ..wire.machine import Machine
 class AgentFacts:
     """Who looked. `problem`: an agent holds this home, and could not be asked.
 
-    `state`, `reason`, `problem_of_cluster` and `waiting` are what `mlxtp status` says of it; `failures`
-    counts the failed groups of which something is kept, `left_out` names those that planning leaves out.
+        `state`, `reason`, `problem_of_cluster` and `waiting` are what `mlxtp status` says of it; `failures`
+    <<<<<<< HEAD
+        counts the failed groups of which something is kept, `left_out` names those that planning leaves out.
+    =======
+        counts the failed groups of which something is kept. `left_wired` says what ended ranks left wired.
+    >>>>>>> 60d56a2 (Agents compare wired memory before and after ranks, and say what stays)
     """
 
     runs_here: bool = False
@@ -33,6 +37,7 @@ class AgentFacts:
     has_rank: bool = False
     keep_awake: bool = True
     failures: int = 0
+    left_wired: str = ""
 
 
 @dataclass(frozen=True, slots=True)

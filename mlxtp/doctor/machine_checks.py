@@ -191,7 +191,9 @@ def of_gpu_memory(facts: Facts) -> Iterator[Finding]:
             f"the GPU may wire {gb(limit)} of {gb(total)}, which leaves macOS {gb(total - limit)}",
             f"sudo sysctl iogpu.wired_limit_mb={(total - left) >> 20}, or =0 for macOS's own limit",
         )
-    if not facts.agent.has_rank and machine.wired_bytes > total // 4 + 4 * GIB:
+    if facts.agent.left_wired:
+        yield warning(facts.agent.left_wired, _RESTART, "wired memory is not there for the next model")
+    elif not facts.agent.has_rank and machine.wired_bytes > total // 4 + 4 * GIB:
         yield warning(
             f"{gb(machine.wired_bytes)} are wired although no model of this agent is loaded",
             f"end other programs that use the GPU; if it stays, a model was killed hard, and only a restart "

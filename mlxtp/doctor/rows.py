@@ -157,7 +157,8 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "gpu-memory", "GPU memory",
-        "how much the GPU may wire, and whether memory is wired though no model is loaded",
+        "how much the GPU may wire, and whether memory is wired though no model is loaded, or stayed so "
+        "after ranks ended",
         "a limit too close to all of the memory freezes a Mac; memory that nobody gives back is lost "
         "to models",
         "`sudo sysctl iogpu.wired_limit_mb=MB` (until the next restart); a restart for memory that is stuck",

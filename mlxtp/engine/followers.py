@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
 
-from ..errors import Code, GroupError
+from ..errors import Code, GroupError, LinkError
 from ..wire.link import Link
 from ..wire.messages import Ack, Message
 from .mail import Mailbox
@@ -31,8 +33,20 @@ class Followers:
         return self._step
 
     def replies(self, deadline_s: float | None) -> dict[int, Message]:
-        """One reply of each rank, whatever the others said. Raises LinkError when one stays away."""
-        return {rank: self._mail.receive(rank, deadline_s).message for rank in self._links}
+        """Read one reply of each rank, all within `deadline_s` seconds, whatever the others replied.
+
+        Raises LinkError (LINK_TIMEOUT) with the names of all silent ranks, after the other replies are read.
+        """
+        ends_at = None if deadline_s is None else time.monotonic() + deadline_s
+        replies: dict[int, Message] = {}
+        for rank in self._links:
+            left_s = None if ends_at is None else max(ends_at - time.monotonic(), 0.0)
+            with contextlib.suppress(LinkError):
+                replies[rank] = self._mail.receive(rank, left_s).message
+        if silent := self._links.keys() - replies.keys():
+            words = f"nothing came from {_names(silent)} within {deadline_s:g} s"
+            raise LinkError(words, Code.LINK_TIMEOUT)
+        return replies
 
     def acknowledged(self, result: Result) -> bool:
         """Whether every rank has acknowledged `result`'s step; ask until it is true, then for the next step.
@@ -56,7 +70,11 @@ class Followers:
 
     def silent(self) -> str:
         """The ranks that have not acknowledged the step asked for last, in words."""
-        return " and ".join(f"rank {rank}" for rank in sorted(self._links.keys() - self._acknowledged))
+        return _names(self._links.keys() - self._acknowledged)
+
+
+def _names(ranks: Iterable[int]) -> str:
+    return " and ".join(f"rank {rank}" for rank in sorted(ranks))
 
 
 def _compare(rank: int, ack: Ack, result: Result) -> None:

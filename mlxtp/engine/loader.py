@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
@@ -133,14 +133,15 @@ def _evaluate(model: Any, name: str, progress: Callable[[], None]) -> None:
     layers = [paths[id(layer)] for layer in model.layers if id(layer) in paths]
     for prefix in [*parts, *layers, ""]:
         names = [n for n in weights if n not in done and (not prefix or n.startswith(f"{prefix}."))]
-        bad = []
+        looks: dict[str, mx.array] = {}
         for weight in names:
-            mx.eval(weights[weight])
-            if not _is_finite(weights[weight], weight):
-                bad.append(weight.replace(".rows.", "."))
+            if (look := _look(weights[weight], weight)) is not None:
+                looks[weight] = look
+            mx.eval(weights[weight], look)
             if _is_faster_by_columns(weights[weight]):
                 weights[weight] = _by_columns(weights[weight])
                 model.update(tree_unflatten([(weight, weights[weight])]))
+        bad = [weight.replace(".rows.", ".") for weight in _broken(looks)]
         if bad:
             raise ModelError(
                 f"{name}: {_tensors(len(bad))} NaN or infinite numbers: {', '.join(bad[:5])}",
@@ -170,17 +171,26 @@ def _tensors(count: int) -> str:
     return "1 tensor holds" if count == 1 else f"{count} tensors hold"
 
 
-def _is_finite(array: mx.array, name: str) -> bool:
-    """Whether all of it are numbers. Looks at it in parts, to take little memory of its own."""
+def _look(array: mx.array, name: str) -> mx.array | None:
+    """Return an array of one boolean: whether some of it are no numbers. None where all values are numbers.
+
+    It is computed in parts, so that it takes no more memory of its own than the array does.
+    """
     row = array.reshape(-1)
     step = max(row.size // _CHECKED_IN_PARTS, _CHECKED_AT_LEAST)
-    parts = (row[at : at + step] for at in range(0, row.size, step))
-    if array.dtype in _FLOATS:
+    parts = [row[at : at + step] for at in range(0, row.size, step)]
+    if parts and array.dtype in _FLOATS:
         word, magnitude, infinite = _FLOATS[array.dtype]
-        return all(((part.view(word) & magnitude).max() < infinite).item() for part in parts)
-    if array.dtype == mx.uint8 and name.endswith(".scales"):
-        return all((part != _NAN_SCALE).all().item() for part in parts)
-    return True
+        return mx.stack([(part.view(word) & magnitude).max() for part in parts]).max() >= infinite
+    if parts and array.dtype == mx.uint8 and name.endswith(".scales"):
+        return mx.stack([(part == _NAN_SCALE).any() for part in parts]).any()
+    return None
+
+
+def _broken(looks: dict[str, mx.array]) -> list[str]:
+    """Return the names of what is broken, after one wait for the device."""
+    found = mx.stack(list(looks.values())).tolist() if looks else []
+    return [name for name, broken in zip(looks, cast("list[bool]", found), strict=True) if broken]
 
 
 def _kv_token_bytes(model: Any) -> int:

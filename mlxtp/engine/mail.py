@@ -19,7 +19,7 @@ COMPILER = -2
 """The sender of compiled grammars."""
 
 Failure = Callable[[MlxtpError], None]
-"""Called by a reader thread whose link broke; does not return."""
+"""Called by a reader thread whose link broke."""
 
 
 class Mailbox:
@@ -70,9 +70,16 @@ def name_of(sender: int) -> str:
 
 
 def read_in_background(
-    link: Link, sender: int, deliver: Callable[[Received], None], fail: Failure
+    link: Link,
+    sender: int,
+    deliver: Callable[[Received], None],
+    fail: Failure,
+    over: Callable[[], None] = lambda: None,
 ) -> threading.Thread:
-    """Start the thread that reads `link` until it ends in order; `fail` gets anything else."""
+    """Start the thread that reads `link` until it ends in order; `fail` gets anything else.
+
+    Calls `over` when nothing more will come, however the link ended.
+    """
 
     def read() -> None:
         try:
@@ -83,6 +90,7 @@ def read_in_background(
             fail(GroupError(f"lost {name_of(sender)}: {error.detail}", Code.RANK_LOST))
         except MlxtpError as error:
             fail(type(error)(f"{name_of(sender)}: {error.detail}", error.code))
+        over()
 
     thread = threading.Thread(target=read, name=f"read-{name_of(sender)}", daemon=True)
     thread.start()

@@ -194,6 +194,15 @@ class Rank:
         self._require_runner().evict(uids)
         self.status.kv_bytes = self._require_runner().kv_bytes()
 
+    def finish(self) -> None:
+        """Wait for forwards in flight. Raises RuntimeError when one fails; hangs when a rank is gone."""
+        mx.synchronize()
+
+    def give_back(self) -> None:
+        """Let go of the model and all caches: a Mac may lose what a process has wired when it ends."""
+        self._unload()
+        mx.set_wired_limit(0)
+
     def _init(self) -> InitDone:
         b = self.bootstrap
         self.status.enter("forming")

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Literal
 
+from ..wire.ending import STEPS, patience_s
 from ..wire.messages import Pong
 from .recorder import Recorder
 
@@ -14,6 +15,8 @@ Phase = Literal[
 ]
 
 
+LEAST_PATIENCE_S = 1.0
+"""How long the main thread always has to come back, however little there is to wait for."""
 RECENT = 0.1
 """Weight of the newest forward in the averages."""
 _SLOWER, _FASTER = 0.05, 0.3
@@ -98,6 +101,25 @@ class Status:
         """A forward ended; averages follow the newest ten or so."""
         self.step_us += (step_us - self.step_us) * RECENT
         self.wait_us += (wait_us - self.wait_us) * RECENT
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether the main thread may be waiting for other ranks where nothing else wakes it."""
+        return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
+
+    def patience_s(self) -> float:
+        """Return how many seconds the main thread may still take to come back from what it does now.
+
+        A rank that holds no weights has nothing to give back, so it has little.
+        """
+        if not self.weight_bytes and self.phase != "loading":
+            return LEAST_PATIENCE_S
+        stood_s = 0.0 if self.phase in ("idle", "closing") else time.monotonic() - self._since
+        return max(patience_s(self.expected_us / 1e6) - stood_s, LEAST_PATIENCE_S)
+
+    def in_flight_s(self) -> float:
+        """Return how many seconds the forwards in flight may still take where every rank runs them."""
+        return max(STEPS * self.expected_us / 1e6, LEAST_PATIENCE_S)
 
     def pong(self) -> Pong:
         import mlx.core as mx

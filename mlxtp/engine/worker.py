@@ -15,11 +15,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
+from typing import Protocol as Interface
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, LinkError, MlxtpError, exit_status
+from ..wire.ending import FREE_S
 from ..wire.link import Link
 from ..wire.messages import (
     PROTOCOL_VERSION,
@@ -33,23 +36,38 @@ from ..wire.messages import (
     Shutdown,
 )
 from ..wire.protocol import LinkKind, Protocol, Received, Side, State
-from .decode_links import SEND_TIMEOUT_S, open_links
+from .decode_links import open_links
 from .jaccl import Exchange
 from .mail import AGENT, Mailbox, read_in_background
 from .recorder import Recorder
 from .spare import import_all, wait_for_arguments
 from .status import Status
 
-TERM_PATIENCE_S = 1.0
-"""How long the main thread may take to hear SIGTERM. The agent's patience is a little longer."""
+PIPE_STALL_S = 60.0
+"""How long rank 0 waits for an agent that does not read. One that stands still comes back; the end of one is
+seen at once."""
+REPORT_S = 5.0
+"""How long telling every link of a failure may take: an agent that stands still must not hold up the end."""
 
 
 class Terminated(BaseException):
     """SIGTERM: the step that runs is finished, then the process ends."""
 
 
+class Memory(Interface):
+    """What holds the memory of a rank."""
+
+    def finish(self) -> None: ...
+
+    def give_back(self) -> None: ...
+
+
 class Process:
-    """The links of this process and its one way out."""
+    """The links of this process and its one way out: `leave`, on the main thread, which gives memory back.
+
+    A failure that another thread finds ends the main thread as SIGTERM does. Where the main thread does not
+    come back, the process ends without it.
+    """
 
     def __init__(self, rank: int, epoch: int, folder: Path, pipe: Link, recorder: Recorder) -> None:
         self.rank = rank
@@ -58,31 +76,75 @@ class Process:
         self.pipe = pipe
         self.mail = Mailbox()
         self.status = Status(recorder)
+        self.memory: Memory | None = None
+        """The rank, once there is one."""
         self._decode: list[Link] = []
-        self._ending = threading.Lock()
+        self._reporting = threading.Lock()
+        self._exit_status = 0
+        """That of the failure that was reported; 0 for none."""
+        self._lost = False
+        """Whether the link to another rank is over."""
+        self._leaving = threading.Event()
+
+    def report(self, error: MlxtpError) -> int:
+        """Any thread: report the failure on every link. Only the first report counts.
+
+        Returns the exit status for it.
+        """
+        if self._reporting.acquire(blocking=False):
+            self._exit_status = exit_status(error.code)
+            self.status.recorder.last_words(error.code, error.detail)
+            word = Error(error.code, error.detail, 0)  # not the error itself, whose traceback holds the model
+            telling = threading.Thread(target=self._tell, args=(word,), daemon=True)
+            telling.start()
+            telling.join(REPORT_S)
+        return self._exit_status
+
+    def _tell(self, word: Error) -> None:
+        for link in (self.pipe, *self._decode):
+            # What cannot be told to a link that is broken or not open yet is seen there as its end.
+            with contextlib.suppress(MlxtpError, OSError):
+                link.send(word)
 
     def fail(self, error: MlxtpError) -> None:
-        """Any thread: say on every link what happened, then end. The first caller wins; does not return."""
-        self._ending.acquire()
-        try:
-            self.status.recorder.last_words(error.code, error.detail)
-            for link in (self.pipe, *self._decode):
-                # What cannot be told to a link that is broken or not open yet is seen there as its end.
-                with contextlib.suppress(MlxtpError, OSError):
-                    link.send(Error(error.code, error.detail, 0))
-        finally:
-            os._exit(exit_status(error.code))  # a SIGTERM that comes now changes nothing
+        """Any thread but the main one: report the failure and end the main thread, unless it ends already."""
+        if self._exit_status:
+            return
+        self.report(error)
+        # To that thread itself: a signal to the process does not wake it where another thread gets it.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
-    def leave(self, status: int = 0) -> None:
-        """End without running destructors that could wait for other ranks."""
-        self._ending.acquire()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    def _over(self) -> None:
+        """Another rank's link is over. After a failure, a main thread that waits for that rank will not come
+        back, so the process ends without it."""
+        self._lost = True
+        if self._exit_status and self.status.in_collective and not self._leaving.is_set():
+            os._exit(self._exit_status)
+
+    def leave(self, status: int = 0, *, wait: bool = True) -> NoReturn:
+        """Main thread: give memory back, then end without destructors that could wait for other ranks.
+
+        Forwards in flight are waited for first, unless they can have no end: without `wait`, or when another
+        rank is gone.
+        """
+        self._leaving.set()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        status = self._exit_status or status
+        try:
+            if self.memory is not None:
+                if wait and not self._lost:
+                    with contextlib.suppress(RuntimeError), _at_most(self.status.in_flight_s(), status):
+                        self.memory.finish()
+                with _at_most(FREE_S, status):
+                    self.memory.give_back()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
     def end_when_wedged(self) -> None:
-        """Start the thread that ends this process when the main thread does not hear SIGTERM: it waits in a
-        forward whose other rank is gone, where no signal handler runs."""
+        """Start the thread that ends this process when the main thread does not come back after SIGTERM: it
+        waits in a forward whose other rank is gone, where no signal handler runs."""
         heard, wakeup = socket.socketpair()
         wakeup.setblocking(False)
         signal.set_wakeup_fd(wakeup.detach(), warn_on_full_buffer=False)
@@ -90,11 +152,8 @@ class Process:
         def wait() -> None:
             while heard.recv(1) != bytes([signal.SIGTERM]):
                 pass
-            heard.settimeout(TERM_PATIENCE_S)
-            with contextlib.suppress(TimeoutError):
-                while heard.recv(1):
-                    pass
-            os._exit(WEDGED_STATUS)
+            if not self._leaving.wait(self.status.patience_s()):
+                os._exit(self._exit_status or WEDGED_STATUS)
 
         threading.Thread(target=wait, name="end-when-wedged", daemon=True).start()
 
@@ -117,9 +176,22 @@ class Process:
         def deliver(received: Received) -> None:
             if isinstance(received.message, Error) and link.protocol.state is State.FAILED:
                 self.fail(GroupError(f"rank {rank}: {received.message.detail}", Code(received.message.code)))
-            self.mail.post(rank, received)
+            else:
+                self.mail.post(rank, received)
 
-        read_in_background(link, rank, deliver, self.fail)
+        read_in_background(link, rank, deliver, self.fail, self._over)
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float, status: int) -> Iterator[None]:
+    """End the process with `status` when the block takes longer."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def run(process: Process, listener: socket.socket | None, identity: Path | None) -> None:
@@ -152,6 +224,7 @@ def run(process: Process, listener: socket.socket | None, identity: Path | None)
         desk=NoDesk() if process.rank else desk,
         exchange=_exchange(process, bootstrap),
     )
+    process.memory = rank
     import_mlx_lm()  # now nobody waits for a token
 
     pipe.send(Done(jaccl=is_available("jaccl")))
@@ -229,26 +302,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorder.catch_crashes()
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
-    pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
+    pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), PIPE_STALL_S)
     process = Process(args.rank, args.epoch, args.folder, pipe, recorder)
     process.end_when_wedged()
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
-    try:
-        _run_or_fail(process, listener, args.identity)
-    except Terminated:
-        process.leave(TERMINATED_STATUS)
-    process.leave()
+    status, wait = TERMINATED_STATUS, True
+    with contextlib.suppress(Terminated):
+        status, wait = _run_or_fail(process, listener, args.identity)
+    # No frame of the run is left by now, nor an error that holds one, so that nothing else holds the model.
+    process.leave(status, wait=wait)
 
 
-def _run_or_fail(process: Process, listener: socket.socket | None, identity: Path | None) -> None:
+def _run_or_fail(process: Process, listener: socket.socket | None, identity: Path | None) -> tuple[int, bool]:
+    """Run; returns the exit status, and whether forwards that are in flight may still end."""
     try:
         run(process, listener, identity)
     except MlxtpError as error:
-        process.fail(error)
+        return process.report(error), not isinstance(error, LinkError)
     except MemoryError:
-        process.fail(GroupError(f"rank {process.rank} ran out of memory", Code.OUT_OF_MEMORY))
+        return process.report(GroupError(f"rank {process.rank} ran out of memory", Code.OUT_OF_MEMORY)), False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: whatever it is, the group must hear of it
-        process.fail(GroupError(f"rank {process.rank}: {type(error).__name__}: {error}", Code.FORWARD_FAILED))
+        words = f"rank {process.rank}: {type(error).__name__}: {error}"
+        return process.report(GroupError(words, Code.FORWARD_FAILED)), False
+    return 0, True
 
 
 def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ from ..cluster.speed import RING_LOOPBACK
 from ..config import parse_nodes, parse_seconds
 from ..errors import Code, ConfigError, UserError
 from ..wire.control import Serving
+from . import wired
 from .build import versions_here
 from .checkup import Checkup
 from .cluster import Cluster
@@ -76,6 +77,7 @@ class Alone:
             "backend": group.backend if group is not None else "none",
             "kind": group.kind if group is not None else "",
             "open_requests": supervisor.gateway.open_requests,
+            "left_wired": wired.HERE.words,
             "ranks": [
                 {
                     "rank": rank,

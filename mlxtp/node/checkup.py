@@ -46,7 +46,7 @@ from ..doctor.finding import examine, to_json
 from ..doctor.rows import ROWS
 from ..wire.link import listen
 from ..wire.machine import Machine
-from . import failures, looks
+from . import failures, looks, wired
 from .cluster import Cluster
 from .dialer import Dialer
 from .endpoint import Endpoint
@@ -301,6 +301,7 @@ class AgentCheckup(Checkup):
             model=model.id if model is not None else "",
             has_rank=supervisor.in_epoch or guest,
             keep_awake=self._settings.keep_awake,
+            left_wired=wired.HERE.words,
             failures=len(list((self._settings.home / failures.FOLDER).glob(failures.PATTERN))),
         )
 

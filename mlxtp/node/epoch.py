@@ -124,13 +124,19 @@ _ALARM = 14
 """SIGALRM: the rank's own limit for forming the group, which holds while MLX lets no Python run."""
 
 
-def exit_report(rank: int, status: int, code: Code | None, words: str = "") -> Report:
+_CRASHES = (10, 11)
+"""SIGBUS on macOS, and SIGSEGV."""
+
+
+def exit_report(rank: int, status: int, code: Code | None, words: str = "", phase: str = "") -> Report:
     """What a rank's exit status tells. Negative is the signal that ended it, as `subprocess` has it. `words`
-    are what it wrote down itself before it ended with `code`."""
+    are what it wrote down itself before it ended with `code`, `phase` is that of its last heartbeat."""
     if status == -_ALARM:
         return Report(rank, GroupError(f"rank {rank} did not form the group in time", Code.FORM_FAILED))
     if status < 0:
         hint = " (the system may do this when memory runs out)" if status == -9 else ""
+        if -status in _CRASHES and phase:
+            hint = f" in phase {phase}"
         return Report(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
     if code is not None:
         return Report(rank, GroupError(words or f"rank {rank} ended with {code}", code))

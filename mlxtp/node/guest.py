@@ -204,8 +204,9 @@ class Guest:
     async def _end(self, host: str, order: EndEpoch) -> None:
         stay = self._stay
         if stay is not None and (stay.order.epoch, stay.host) == (order.epoch, host):
+            if not stay.silenced:  # a host that does not wait for an end in order has no failure to keep
+                stay.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
             stay.silenced = True
-            stay.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
             if order.in_order and stay.heart is not None and stay.process is not None:
                 with contextlib.suppress(MlxtpError, TimeoutError):
                     async with asyncio.timeout(self._settings.limits.shutdown_s):

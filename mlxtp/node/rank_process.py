@@ -26,6 +26,7 @@ from ..errors import (
     why_not_written,
 )
 from ..wire.connection import Connection
+from ..wire.ending import ANSWER_S, FREE_S, patience_s
 from ..wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -51,11 +52,11 @@ from ..wire.recording import Recording, decode
 from .epoch import Report, exit_report
 from .failures import RankEnd, read_recording, recorder_memory
 from .spare import Spares
+from .wired import HERE
 
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
-TERM_GRACE_S = 2.0
 _CLOSED = -1
 
 Worker = Sequence[str] | Spares
@@ -103,8 +104,12 @@ class RankProcess:
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
+        self._leaves = asyncio.Event()
+        """Set once it has said its last word: it ends by itself, or has."""
         self._recording = folder / f"rank-{rank}.recording"
         self._recorder = _CLOSED
+        self._counted = False
+        """Whether it is among those whose memory is compared."""
         self._end = RankEnd(rank)
 
     @property
@@ -122,6 +127,8 @@ class RankProcess:
             args += ["--identity", str(identity)]
         started = await self._spares.start(args, listener)
         self._process = started.process
+        HERE.began()
+        self._counted = True
         if started.lines is not None:
             started.lines.about = {"epoch": self._epoch, "rank": self.rank}
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
@@ -165,27 +172,33 @@ class RankProcess:
             self.send(Ping())
 
     async def shut_down(self) -> None:
-        """Ask it to end in order, and wait until it has."""
+        """Have it end in order, and wait until it does. `kill` waits until it has."""
         self._ending = True
-        assert self._process is not None
         self.send(Shutdown())
         await self.reply(Done)
-        await self._process.wait()
+        await self._leaves.wait()
 
     async def kill(self) -> RankEnd:
-        """End what is left: ask with SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated.
+        """End what is left: SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated.
 
-        Returns how it ended.
+        A rank that gives a sign ends by itself and has time to give its memory back; one that gives none is
+        wedged. Returns how it ended.
         """
         self._ending = True
         process, end = self._process, self._end
         if process is not None and process.returncode is None:
-            end.asked_at = time.monotonic()
-            with contextlib.suppress(ProcessLookupError):
-                # process.terminate() reaps one that has just ended, and asyncio loses its status.
-                os.kill(process.pid, signal.SIGTERM)
             waiting = asyncio.ensure_future(process.wait())
-            await asyncio.wait({waiting}, timeout=TERM_GRACE_S)
+            if not self._leaves.is_set():
+                end.asked_at = time.monotonic()
+                if self._connection is not None:
+                    self.ping()
+                with contextlib.suppress(ProcessLookupError):
+                    # process.terminate() reaps one that has just ended, and asyncio loses its status.
+                    os.kill(process.pid, signal.SIGTERM)
+                await asyncio.wait({waiting}, timeout=ANSWER_S)
+            if self._leaves.is_set():
+                step_us = max(end.pong.step_us, end.pong.expected_us) if end.pong is not None else 0
+                await asyncio.wait({waiting}, timeout=patience_s(step_us / 1e6) + FREE_S)
             if process.returncode is None:
                 end.deaf = True
                 with contextlib.suppress(ProcessLookupError):
@@ -204,6 +217,9 @@ class RankProcess:
             os.close(self._recorder)
             self._recorder = _CLOSED
             self._remove_recording()
+        if self._counted:
+            self._counted = False
+            await HERE.ended(self._epoch, end.pong.memory_bytes if end.pong is not None else 0)
         return end
 
     def _remove_recording(self) -> None:
@@ -232,6 +248,8 @@ class RankProcess:
                 self._spares.heard(message)
                 if not self._ending:  # what SIGTERM woke says nothing of how long it was silent
                     self._end.pong, self._end.pong_at = message, time.monotonic()
+                elif self._end.asked_at:
+                    self._leaves.set()
                 self._watcher.heard(self.rank, message)
             case Delta() | ScoredDelta() | Accepted() | Prefilled() | Finished():
                 self._watcher.emitted(message)
@@ -239,11 +257,12 @@ class RankProcess:
                 self._watcher.emitted(message)
             case Error() if connection.protocol.state is State.FAILED:
                 self._end.error = message
+                self._leaves.set()
                 self._report(Report(self.rank, GroupError(message.detail, Code(message.code))))
             case SideChannel():
                 self._watcher.side(self.rank, message)
             case SessionEnd():
-                pass
+                self._leaves.set()
             case _:
                 self._replies.put_nowait(message)
 
@@ -251,8 +270,10 @@ class RankProcess:
         try:
             status = await process.wait()
             self._end.ended_at = time.monotonic()
-            self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words()))
+            phase = self._end.pong.phase if self._end.pong is not None else ""
+            self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words(), phase))
         finally:
+            self._leaves.set()
             # Whoever waits for a reply learns that none will come; why is in the report.
             self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
 

@@ -16,6 +16,7 @@ from ..cluster.preflight import explain
 from ..cluster.side_channel import Answers, Hub
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
+from ..wire.ending import FREE_S
 from ..wire.link import listen
 from ..wire.messages import (
     Bootstrap,
@@ -50,6 +51,9 @@ log = logging.getLogger(__name__)
 HUB_TICK_S = 0.5
 CAUSE_GRACE_S = 0.1
 """After the first sign of an end, how long to wait for a rank that can say why."""
+
+JACCL_CANARY_S = 20.0
+"""How long a group over JACCL idles at most between two proofs: after a minute the next sum may crash."""
 
 MAX_REPORTS = 8
 """Of each rank: its agent may go on talking, and the first ones say why."""
@@ -228,7 +232,7 @@ class Ranks:
                 ack_deadline_s=self._limits.ack_s,
                 run_ahead=settings.run_ahead,
                 queue_s=self._limits.queue_s,
-                canary_s=self._limits.canary_s,
+                canary_s=canary_s(self._limits.canary_s, self.group.backend),
                 agreement=settings.agreement,
                 compiled=settings.compiled,
                 speculation=settings.speculation,
@@ -275,7 +279,7 @@ class Ranks:
 
     async def do(self, command: Message) -> None:
         """Abort, Unload or ClearCache on every rank."""
-        await self._ask(command, Done, self._limits.shutdown_s)
+        await self._ask(command, Done, self._limits.shutdown_s + FREE_S)
 
     async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
         """Time collectives on all ranks, which must have nothing else to do; see `TimeCollectives`."""
@@ -456,6 +460,11 @@ class Ranks:
         else:
             words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
             log.warning(words, self.epoch, folder, extra={"epoch": self.epoch})
+
+
+def canary_s(limit_s: float, backend: str) -> float:
+    """Return how long a group idles between two proofs, in seconds."""
+    return min(limit_s, JACCL_CANARY_S) if backend == "jaccl" else limit_s
 
 
 async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:

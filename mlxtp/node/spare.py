@@ -36,6 +36,8 @@ ANSWER_S = 1.0
 """A spare that waits answers at once; one that does not is stopped, or its machine is."""
 RETRY_S = 1.0
 MAX_RETRY_S = 600.0
+PIPE_BYTES = 1 << 20
+"""What a pipe holds each way: minutes of tokens while the agent stands still. macOS's default is 8 KiB."""
 _STDERR_FD = 2
 
 
@@ -142,7 +144,7 @@ class Spares:
         while waiting := [spare for spare in self._spares if spare.ready]:
             if started := await self._hand_over(waiting[0], arguments, listener):
                 return started
-        ours, theirs = socket.socketpair()
+        ours, theirs = new_pipe()
         with contextlib.closing(theirs):
             fds = [theirs.fileno()]
             arguments = [*arguments, "--pipe-fd", str(theirs.fileno())]
@@ -193,7 +195,7 @@ class Spares:
 
     async def _start_one(self) -> None:
         try:
-            ours, theirs = socket.socketpair()
+            ours, theirs = new_pipe()
             with contextlib.closing(theirs):
                 ours.setblocking(False)
                 fd = theirs.fileno()
@@ -267,6 +269,16 @@ class Spares:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a spare rank process", exc_info=error)
+
+
+def new_pipe() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a pipe to a rank, with buffers of PIPE_BYTES as far as the system allows."""
+    ends = socket.socketpair()
+    for end in ends:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with contextlib.suppress(OSError):  # more than kern.ipc.maxsockbuf
+                end.setsockopt(socket.SOL_SOCKET, buffer, PIPE_BYTES)
+    return ends
 
 
 async def _end(spare: _Spare) -> None:

@@ -17,7 +17,7 @@ MARK = "Written by mlxtp"
 RESTART_S = 15
 """After a failure, the earliest time from one start to the next."""
 MIN_STOP_S = 60
-STOP_MARGIN_S = 30
+STOP_MARGIN_S = 50
 """What an agent may take to stop after its drain."""
 DAY_S = 86_400.0
 """How long a command that stops the service may take: no drain is longer."""

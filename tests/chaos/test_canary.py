@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +60,17 @@ def test_a_rank_that_computes_something_else_while_idle_ends_the_epoch(
     assert_recovered(
         idler, was, {Code.PROOF_FAILED}, detected_within_s=NOTICED_S, case=f"canary, rank {rank}"
     )
+
+
+def test_a_rank_that_crashes_in_the_first_sum_after_idling(idler: FaultyCluster) -> None:
+    """MLX's JACCL is known to. The group starts again and the report gives the phase, from which a cable's
+    fault can be told."""
+    was = before(idler)
+    idler.order("crash", 1, on="proof")
+    end = assert_recovered(
+        idler, was, {Code.RANK_LOST}, detected_within_s=NOTICED_S, case="SIGSEGV after idling", likely="crash"
+    )
+    assert re.search(r"rank 1 was ended by signal 11 in phase (idle|proving)", end.error.detail)
 
 
 def test_a_rank_that_stands_still_in_a_proof_ends_the_epoch(idler: FaultyCluster) -> None:

@@ -219,6 +219,25 @@ def test_a_prefill_that_stands_still(cluster: FaultyCluster) -> None:
     assert cluster.postmortem(was.epoch).cause.rank == 1
 
 
+def test_ranks_that_disagree_give_their_memory_back(cluster: FaultyCluster) -> None:
+    """With a forward in flight on both: it comes to its end first."""
+    expected = cluster.right(LONG)
+    was = before(cluster)
+    cluster.order("lie", 1, on="Ack", how="digest", at=20)
+    answer = cluster.read(LONG)
+    left = {note["rank"]: note["active"] + note["cached"] for note in cluster.wait_note("given back", 2)}
+    assert left.keys() == {0, 1}
+    assert max(left.values()) < 1000, "bytes; the weights are megabytes"
+    assert_recovered(
+        cluster,
+        was,
+        {Code.DESYNC},
+        detected_within_s=NOTICED_S,
+        case="ranks disagree",
+        answers=((answer, expected),),
+    )
+
+
 def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:
     """Then it says why, for as long as somebody asks."""
     orders = [Order("exit", rank=0, epoch=epoch, on="start") for epoch in range(1, 7)]

@@ -133,7 +133,9 @@ def test_rank_1_takes_another_token(cluster: FaultyCluster) -> None:
     assert found.difference is not None
     assert (found.difference.what, set(found.difference.values)) == ("digest", {0, 1})
     steps = [step.seq for step in found.ranks[1].steps if step.finished_us]
-    assert found.difference.seq in steps[-2:], "the rank stops at the step that differs, or one later"
+    assert found.difference.seq in steps[-8:], (
+        "the rank stops within a few steps: those in flight come to their end"
+    )
 
 
 @pytest.mark.parametrize("field", ["forwards", "collectives", pytest.param("digest", marks=chaos)])

@@ -159,6 +159,13 @@ def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptToke
     return original(rank, step, frame)
 
 
+@around(Rank, "give_back")
+def note_memory(original: Wrapped, rank: Rank) -> None:
+    """Write down what is left of a rank's memory when it ends."""
+    original(rank)
+    orders.note("given back", active=mx.get_active_memory(), cached=mx.get_cache_memory())
+
+
 @around(Rank, "launch")
 def die(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
     if orders.due("die", "decode" if isinstance(frame, StepToken) else "prefill"):
@@ -307,6 +314,8 @@ def prove_otherwise(original: Wrapped, group: RingGroup, digest: int) -> Proof:
         orders.note("proof")
     if order := orders.due("hold", "proof"):
         pause(order)
+    if orders.due("crash", "proof"):
+        os.kill(os.getpid(), signal.SIGSEGV)
     return original(group, digest ^ 1 if orders.due("prove_otherwise") else digest)
 
 

@@ -220,6 +220,9 @@ def test_each_number_has_its_fix(number: int) -> None:
         ("[jaccl] Register memory region failed", "one cable and one group"),
         ("[jaccl] Could not find device rdma_en9 (3 available)", "ibv_devices"),
         ("[jaccl] Could not open device rdma_en5", "ibv_devices"),
+        ("rank 1 was ended by signal 11 in phase idle", "nothing; the group starts again"),
+        ("mini: rank 1 was ended by signal 10 in phase proving", "nothing; the group starts again"),
+        ("rank 1 was ended by signal 11 in phase decode", "each Thunderbolt cable"),
         ("[jaccl] No IPv4-mapped GID for this device. Thunderbolt RDMA ports only publish", FIXES[22]),
     ],
 )
@@ -227,6 +230,15 @@ def test_a_message_is_read_for_what_it_means(message: str, fix: str) -> None:
     sentence = explain(message)
     assert sentence is not None
     assert fix in sentence
+
+
+def test_a_crash_after_idling_is_no_cables_fault() -> None:
+    sentence = explain("rank 1 was ended by signal 11 in phase idle")
+    assert sentence is not None
+    assert "known fault of MLX" in sentence
+    assert "with all cables in place" in sentence
+    assert explain("rank 1 was ended by signal 11 in phase loading") is None
+    assert explain("rank 1 was ended by signal 9 in phase idle") is None
 
 
 @pytest.mark.parametrize(

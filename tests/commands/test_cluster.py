@@ -237,6 +237,11 @@ def test_a_status_that_is_not_well_says_why(agent: Agent, monkeypatch: pytest.Mo
     assert "two Macs are one" in shown
 
 
+def test_memory_that_ended_ranks_left_wired_is_shown(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.admin, "status", lambda: {**STATUS, "left_wired": "90.0 GB stayed wired"})
+    assert "\n  90.0 GB stayed wired\n" in mlxtp(agent.home, "status").output
+
+
 def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {name: STATUS[name] for name in ("state", "reason", "model", "epoch")} | {
         "world_size": 1,

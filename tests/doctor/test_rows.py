@@ -228,6 +228,8 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "leaves macOS 2.0 GB", "sudo sysctl iogpu.wired_limit_mb=114440"),
     ("gpu-memory", lambda facts: _of("agent", has_rank=False)(_of("machine", wired_bytes=90 * GB)(facts)),
      Level.WARNING, "90.0 GB are wired although", "restart"),
+    ("gpu-memory", _of("agent", left_wired="90.0 GB stayed wired after ranks ended"), Level.WARNING,
+     "90.0 GB stayed wired", "restart"),
     ("memory", _of("machine", free_bytes=GB // 10), Level.ERROR, "no request is taken", "mlxtp plan"),
     ("memory", _of("room", critical=True), Level.ERROR, "macOS calls the pressure critical", "end programs"),
     ("memory", _of("machine", free_bytes=GB), Level.WARNING, "1.0 GB of", "end programs"),

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.config import embedded_model_path
+from mlxtp.engine import loader
 from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.loader import LoadedModel, load, make_cache, read_config
 from mlxtp.errors import Code, ModelError
@@ -110,6 +111,29 @@ def test_scales_of_one_byte_are_looked_at(tmp_path: Path) -> None:
     assert load_alone(folder).weight_bytes > 0
     change_weights(folder, model__layers__1__mlp__up_proj__scales=mx.full((128, 2), 255, dtype=mx.uint8))
     with pytest.raises(ModelError, match=r"NaN.*model\.layers\.1\.mlp\.up_proj\.scales"):
+        load_alone(folder)
+
+
+def test_the_device_is_waited_for_once_a_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors of a layer are judged together: a wait for each costs seconds on a GPU."""
+    judged: list[list[str]] = []
+    broken = loader._broken
+    monkeypatch.setattr(loader, "_broken", lambda looks: judged.append(list(looks)) or broken(looks))
+    load_alone(folder)
+    layers = [names for names in judged if any("layers.0." in name for name in names)]
+    assert len(layers) == 1
+    assert len(layers[0]) == 9  # 7 matrices and 2 norms
+    assert len(judged) == 1 + 2 + 1  # the embedding, which is the head too, two layers, the rest
+
+
+def test_all_broken_tensors_of_a_layer_are_named(folder: Path) -> None:
+    bad = mx.full((64,), mx.nan)
+    norms = (
+        "model__layers__1__input_layernorm__weight",
+        "model__layers__1__post_attention_layernorm__weight",
+    )
+    change_weights(folder, **dict.fromkeys(norms, bad))
+    with pytest.raises(ModelError, match=r"2 tensors hold .*input_layernorm.*, .*post_attention_layernorm"):
         load_alone(folder)
 
 

@@ -1,4 +1,4 @@
-"""How a rank process ends when its agent wants it to."""
+"""How a rank process ends: with its memory given back wherever its main thread still comes back."""
 
 from __future__ import annotations
 
@@ -7,37 +7,79 @@ import socket
 import subprocess
 import sys
 
-from mlxtp.errors import WEDGED_STATUS
+import pytest
+
+from mlxtp.engine.status import LEAST_PATIENCE_S, Status
+from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, exit_status
+from mlxtp.wire.ending import PATIENCE_S
 
 from ..cluster import WAIT_S
 
 RANK = """
-import ctypes, sys
-from mlxtp.engine import worker
+import ctypes, sys, threading
+from mlxtp.engine import status, worker
+from mlxtp.errors import Code, GroupError
 
-def run(*_):
+LOST = GroupError("lost rank 1", Code.RANK_LOST)
+def desync():
+    return GroupError("rank 1 reports another digest", Code.DESYNC)
+
+class Memory:
+    hangs_in = ""
+
+    def finish(self):
+        self.do("finish")
+
+    def give_back(self):
+        self.do("give back")
+
+    def do(self, what):
+        print(what, flush=True)
+        if what == self.hangs_in:
+            wedged()
+
+class Weights:
+    def __del__(self):
+        print("no frame holds them", flush=True)
+
+def wedged():
     mutex = ctypes.create_string_buffer(256)
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_init(mutex, None)
     libc.pthread_mutex_lock(mutex)
     try:
-        print("here", flush=True)
         libc.pthread_mutex_lock(mutex)  # for ever, whatever signal comes
     except worker.Terminated:  # just before
         libc.pthread_mutex_lock(mutex)
 
+def idle(process):
+    process.status.enter("idle")
+    process.mail.wait()
+
+def elsewhere(work):
+    threading.Thread(target=work, daemon=True).start()
+
+def run(process, *_):
+    process.memory = Memory()
+    weights = Weights()
+    print("here", flush=True)
+    {story}
+
 worker.run = run
-worker.TERM_PATIENCE_S = 0.1
+status.LEAST_PATIENCE_S = worker.FREE_S = 0.1
 worker.main(sys.argv[1:])
 """
 
+FREED = ["no frame holds them", "finish", "give back"]
 
-def test_a_rank_whose_interpreter_hangs_ends_itself_at_sigterm() -> None:
+
+def ended(story: str, *, sigterm: bool = False) -> tuple[int, list[str]]:
+    """Run a rank whose main thread does `story`; returns its exit status and what became of its memory."""
     ours, theirs = socket.socketpair()
     arguments = ["--rank", "0", "--epoch", "1", "--folder", ".", "--pipe-fd", str(theirs.fileno())]
     with ours, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", RANK, *arguments],
+            [sys.executable, "-c", RANK.replace("{story}", story.replace("\n", "\n    ")), *arguments],
             stdout=subprocess.PIPE,
             text=True,
             pass_fds=[theirs.fileno()],
@@ -46,7 +88,79 @@ def test_a_rank_whose_interpreter_hangs_ends_itself_at_sigterm() -> None:
             try:
                 assert process.stdout is not None
                 assert process.stdout.readline() == "here\n"
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(WAIT_S) == WEDGED_STATUS
+                if sigterm:
+                    process.send_signal(signal.SIGTERM)
+                return process.wait(WAIT_S), process.stdout.read().splitlines()
             finally:
                 process.kill()
+
+
+def test_an_end_in_order_gives_memory_back() -> None:
+    assert ended("return") == (0, FREED)
+
+
+def test_sigterm_gives_memory_back_where_the_main_thread_hears_it() -> None:
+    assert ended("idle(process)", sigterm=True) == (TERMINATED_STATUS, FREED)
+
+
+def test_a_rank_whose_interpreter_hangs_ends_itself_at_sigterm() -> None:
+    assert ended("wedged()", sigterm=True) == (WEDGED_STATUS, [])
+
+
+def test_a_failure_of_the_main_thread_gives_memory_back() -> None:
+    assert ended("raise desync()") == (exit_status(Code.DESYNC), FREED)
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('[ring] connection to a peer was lost')", "MemoryError"])
+def test_after_a_forward_that_failed_no_other_is_waited_for(error: str) -> None:
+    status, done = ended(f"raise {error}")
+    assert status in (exit_status(Code.FORWARD_FAILED), exit_status(Code.OUT_OF_MEMORY))
+    assert done == ["no frame holds them", "give back"]
+
+
+@pytest.mark.parametrize("place", ["finish", "give back"])
+def test_giving_memory_back_is_bounded(place: str) -> None:
+    status, done = ended(f"Memory.hangs_in = '{place}'\nraise desync()")
+    assert (status, done[-1]) == (exit_status(Code.DESYNC), place)
+
+
+def test_a_failure_that_another_thread_finds_gives_memory_back_of_an_idle_rank() -> None:
+    story = "elsewhere(lambda: (process.fail(LOST), process._over()))\nidle(process)"
+    status, done = ended(story)
+    assert status == exit_status(Code.RANK_LOST)
+    assert done == ["no frame holds them", "give back"]
+
+
+def test_a_rank_in_a_dead_collective_ends_at_once() -> None:
+    """Its main thread cannot come back, so the patience that it has is not used up."""
+    story = "process.status.in_flight = 1\nprocess.status.patience_s = lambda: 1e6"
+    story += "\nelsewhere(lambda: (process.fail(LOST), process._over()))\nwedged()"
+    assert ended(story) == (exit_status(Code.RANK_LOST), [])
+
+
+def test_a_rank_whose_peer_reports_waits_for_its_own_forward_and_then_ends() -> None:
+    """The peer is still there, so the forward that both run comes to its end."""
+    story = "process.status.in_flight = 1\nelsewhere(lambda: process.fail(desync()))\nidle(process)"
+    assert ended(story) == (exit_status(Code.DESYNC), FREED)
+
+
+def of(phase: str, *, stood_s: float = 0.0, weights: int = 1, step_s: float = 0.0) -> float:
+    """The patience for a rank in `phase` since `stood_s`."""
+    status = Status()
+    status.weight_bytes, status.expected_us = weights, int(step_s * 1e6)
+    status.phase = phase  # type: ignore[assignment]
+    status._since -= stood_s
+    return status.patience_s()
+
+
+def test_a_main_thread_has_ten_seconds_or_four_forwards_to_come_back() -> None:
+    assert of("idle", stood_s=1000) == PATIENCE_S
+    assert of("prefill") == pytest.approx(PATIENCE_S, abs=1)
+    assert of("prefill", step_s=8) == pytest.approx(32, abs=1)
+    assert of("loading", weights=0) == pytest.approx(PATIENCE_S, abs=1)
+
+
+def test_a_rank_that_stalled_or_holds_nothing_has_little_time_left() -> None:
+    assert of("decode", stood_s=10) == LEAST_PATIENCE_S
+    assert of("loading", stood_s=60) == LEAST_PATIENCE_S
+    assert of("starting", weights=0) == of("forming", weights=0) == LEAST_PATIENCE_S

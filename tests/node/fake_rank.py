@@ -10,14 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlxtp.errors import exit_status
+from mlxtp.errors import TERMINATED_STATUS, exit_status
 from mlxtp.wire.handover import take_over
 from mlxtp.wire.link import Link
 from mlxtp.wire.messages import (
@@ -64,6 +67,8 @@ class Orders:
     model    what it says to have loaded from its start on
     deaf     do not answer Bootstrap
     jaccl    what `is_available("jaccl")` says
+    frees_s  how long it takes to end after SIGTERM, or after it said its last word; -1: until it is killed
+    mute     after SIGTERM it answers nothing
     die_on   name of a message on which it exits with the status of `code`
     error_on name of a message which is answered by an Error with `code`
     mute_on  name of a message which is never answered
@@ -187,7 +192,15 @@ class FakeRank:
         self._orders.note(self._rank, "shut down")
         self._say(Done())
         self._say(SessionEnd())
+        time.sleep(self._order.get("frees_s", 0))
         os._exit(0)
+
+    def terminated(self, *_: Any) -> None:
+        """SIGTERM, in a rank that takes its time."""
+        if self._order.get("mute"):
+            self._answers = {}
+        if (frees_s := self._order["frees_s"]) >= 0:
+            threading.Timer(frees_s, os._exit, (TERMINATED_STATUS,)).start()
 
 
 def wait_for_arguments(orders: Orders, fd: int) -> list[str]:
@@ -228,6 +241,8 @@ def main() -> None:
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     pipe = Link(socket.socket(fileno=args.pipe_fd), Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
     rank = FakeRank(orders, args.rank, args.epoch, pipe)
+    if "frees_s" in orders.of(args.rank):
+        signal.signal(signal.SIGTERM, rank.terminated)
     if orders.of(args.rank).get("silent"):
         while pipe.receive():
             pass

@@ -308,7 +308,10 @@ def test_a_consequence_alone_is_better_than_nothing() -> None:
 
 def test_a_signal_is_named() -> None:
     assert exit_report(1, -11, None).error.detail == "rank 1 was ended by signal 11"
-    assert "memory runs out" in exit_report(1, -9, None).error.detail
+    assert (
+        exit_report(1, -11, None, phase="idle").error.detail == "rank 1 was ended by signal 11 in phase idle"
+    )
+    assert "memory runs out" in exit_report(1, -9, None, phase="idle").error.detail
 
 
 def test_the_alarm_around_forming_is_named() -> None:

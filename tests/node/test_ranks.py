@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, ModelError
-from mlxtp.node import failures, remote_rank
+from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, MlxtpError, ModelError
+from mlxtp.node import failures, rank_process, remote_rank
 from mlxtp.node.epoch import Watch
-from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks
+from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks, canary_s
 from mlxtp.node.remote_rank import RankWord, RemoteRank
+from mlxtp.node.wired import HERE
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import (
     EndEpoch,
@@ -309,6 +311,86 @@ def test_a_proof_that_hangs_has_a_limit_of_its_own(tmp_path: Path) -> None:
     play(tmp_path, story, proof_s=0.3)
 
 
+SLOW_S = 0.6
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent waits less for a sign than a slow rank takes to end."""
+    monkeypatch.setattr(rank_process, "ANSWER_S", SLOW_S / 3)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize(
+    ("order", "deaf"),
+    [({"frees_s": SLOW_S}, False), ({"frees_s": SLOW_S, "mute": True}, True)],
+    ids=["gives a sign", "wedged"],
+)
+def test_a_rank_that_gives_a_sign_after_sigterm_has_time_to_give_memory_back(
+    tmp_path: Path, order: dict[str, Any], deaf: bool
+) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, **order)
+        await stage.serve()
+        end = await stage.ranks.processes[0].kill()
+        assert (end.deaf, end.status) == (deaf, -signal.SIGKILL if deaf else TERMINATED_STATUS)
+        await stage.ranks.kill()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=SLOW_S)
+        await stage.serve()
+        await stage.ranks.stop()
+        assert stage.ranks.processes[0]._end.status == 0
+        assert not (stage.home / failures.FOLDER).exists()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.usefixtures("_impatient")
+def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_process, "FREE_S", 0.0)
+    monkeypatch.setattr(rank_process, "patience_s", lambda _: SLOW_S)
+
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, frees_s=-1)
+        await stage.serve()
+        end = await stage.ranks.processes[0].kill()
+        assert (end.deaf, end.status) == (True, -signal.SIGKILL)
+        await stage.ranks.kill()
+
+    play(tmp_path, story)
+
+
+def test_memory_is_compared_once_when_an_epoch_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+
+    async def ended(epoch: int, held: int) -> None:
+        compared.append((epoch, held))
+
+    monkeypatch.setattr(HERE, "ended", ended)
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        process = stage.ranks.processes[0]
+        await sees(lambda: process._end.pong is not None)
+        process._end.pong = replace(PONG.pong, memory_bytes=7)
+        stage.ranks.give_up(LOST)
+        await stage.ranks.kill()
+        await stage.ranks.kill()
+        assert compared == [(EPOCH, 7)]
+
+    play(tmp_path, story)
+
+
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the one failure left: of the epoch, and of each rank of this machine."""
     [folder] = (home / failures.FOLDER).iterdir()
@@ -440,6 +522,25 @@ def test_an_address_of_a_cable_that_was_pulled(tmp_path: Path) -> None:
 
 
 # --- JACCL ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "expected_s"), [("jaccl", 20.0), ("ring", 60.0)])
+def test_over_jaccl_an_idle_group_proves_itself_before_a_minute(backend: str, expected_s: float) -> None:
+    assert canary_s(60.0, backend) == expected_s
+    assert canary_s(0.3, backend) == 0.3
+
+
+def test_a_crash_after_idling_over_jaccl_blames_no_cable(tmp_path: Path) -> None:
+    async def story(stage: Story) -> None:
+        stage.orders.give(0, jaccl=True)
+        await stage.serve()
+        [told] = stage.orders.notes("bootstrap")
+        assert told["canary_s"] == 20.0
+        stage.peer.say(trouble(Code.RANK_LOST, "rank 1 was ended by signal 11 in phase idle", outside=True))
+        error = await asyncio.shield(stage.ranks.failed)
+        assert "a known fault of MLX" in error.detail
+
+    play(tmp_path, story, backend="jaccl")
 
 
 def test_the_rounds_of_the_side_channel_pass_through_the_agents(tmp_path: Path) -> None:

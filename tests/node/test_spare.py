@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from mlxtp.config import Settings
 from mlxtp.node import spare
 from mlxtp.node.guest import Guest
 from mlxtp.node.ranks import Ranks
-from mlxtp.node.spare import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, Books, Spares
+from mlxtp.node.spare import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, Books, Spares, new_pipe
 from mlxtp.wire.base import Message
 from mlxtp.wire.control import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
 from mlxtp.wire.messages import Bootstrap, Pong
@@ -357,6 +358,22 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
             await guest.close()
 
     play(tmp_path, story)
+
+
+def test_a_pipe_holds_more_than_a_plain_socket_pair() -> None:
+    """An agent that stands still must not make rank 0 wait. How much more, the system limits."""
+    assert frames_held(new_pipe()) > 1.5 * frames_held(socket.socketpair())
+
+
+def frames_held(ends: tuple[socket.socket, socket.socket]) -> int:
+    """How many small frames a rank can send to an agent that reads none."""
+    ours, theirs = ends
+    sent = 0
+    with ours, theirs, contextlib.suppress(BlockingIOError):
+        theirs.setblocking(False)
+        while theirs.send(bytes(100)):
+            sent += 1
+    return sent
 
 
 # --- ranks that compute -------------------------------------------------------------------------------

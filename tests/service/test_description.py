@@ -57,7 +57,7 @@ def test_an_agent_of_a_session_names_no_user() -> None:
 
 def test_a_long_drain_has_its_time_before_the_system_kills() -> None:
     args = {"python": "/p", "path": "/bin", "passed_on": {}, "login": False, "version": "1"}
-    assert describe(ME, "/h", [], drain_s=600.5, **args).stop_s == 631  # type: ignore[arg-type]
+    assert describe(ME, "/h", [], drain_s=600.5, **args).stop_s == 651  # type: ignore[arg-type]
     assert describe(ME, "/h", [], drain_s=0, **args).stop_s == 60  # type: ignore[arg-type]
 
 

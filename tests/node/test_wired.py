@@ -1,0 +1,97 @@
+"""Memory that stays wired after an epoch: what counts, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+import pytest
+
+from mlxtp.node import wired
+from mlxtp.node.wired import GB, LOOK_S, LOOKS, Wired, left_bytes, wired_bytes
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "held", "left"),
+    [
+        (5, 5, 400, 0),
+        (5, 405, 400, 400),
+        (5, 300, 400, 295),
+        (5, 900, 400, 400),  # the rest is another program's
+        (5, 40, 400, 0),  # a tenth may be
+        (5, 6, 3, 0),
+        (405, 5, 400, 0),
+    ],
+)
+def test_what_is_wired_beyond_what_others_may_have_taken_was_left(
+    before: int, after: int, held: int, left: int
+) -> None:
+    assert left_bytes(before * GB, after * GB, held * GB) == left * GB
+
+
+class Mac(Wired):
+    """A machine whose wired memory is in `now`, in GB; after `settles` looks it is as low as before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, settles: int = -1) -> None:
+        self.now, self.low, self.looks = 5, 5, 0
+        self.settles = settles
+        self.slept_s = 0.0
+        super().__init__(self._look)
+
+        async def sleep(seconds: float) -> None:
+            self.slept_s += seconds
+
+        monkeypatch.setattr(wired.asyncio, "sleep", sleep)
+
+    def _look(self) -> int:
+        self.looks += 1
+        return (self.low if self.looks > self.settles >= 0 else self.now) * GB
+
+    def epoch(self, *held: int) -> None:
+        for _ in held:
+            self.began()
+        self.now += sum(held)
+        for each in held:
+            asyncio.run(self.ended(7, each * GB))
+
+
+def test_what_stays_is_logged_once_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mac = Mac(monkeypatch)
+    mac.epoch(200, 200)
+    assert mac.words.startswith("400.0 GB stayed wired after ranks of this Mac ended; only a restart")
+    assert [record.message for record in caplog.records] == [f"epoch 7: {mac.words}"]
+    mac.epoch(50)
+    assert mac.words.startswith("450.0 GB stayed wired")
+    mac.now = 100
+    assert mac.words == ""
+
+
+def test_what_comes_back_within_seconds_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mac = Mac(monkeypatch, settles=4)
+    mac.epoch(400)
+    assert 0 < mac.slept_s < LOOKS * LOOK_S
+    assert mac.words == ""
+    assert not caplog.records
+
+
+def test_ranks_that_held_little_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    mac = Mac(monkeypatch)
+    mac.epoch(0, 1)
+    assert mac.slept_s == 0
+
+
+def test_only_macos_counts_wired_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfMacOs:
+        wired = 7 * GB
+
+    monkeypatch.setattr(psutil, "virtual_memory", OfMacOs)
+    assert wired_bytes("darwin") == 7 * GB
+    assert wired_bytes("linux") is None
+    idle = Wired(lambda: None)
+    idle.began()
+    asyncio.run(idle.ended(1, 400 * GB))
+    assert idle.words == ""

@@ -16,12 +16,9 @@ from ..wire.machine import Machine
 class AgentFacts:
     """Who looked. `problem`: an agent holds this home, and could not be asked.
 
-        `state`, `reason`, `problem_of_cluster` and `waiting` are what `mlxtp status` says of it; `failures`
-    <<<<<<< HEAD
-        counts the failed groups of which something is kept, `left_out` names those that planning leaves out.
-    =======
-        counts the failed groups of which something is kept. `left_wired` says what ended ranks left wired.
-    >>>>>>> 60d56a2 (Agents compare wired memory before and after ranks, and say what stays)
+    `state`, `reason`, `problem_of_cluster` and `waiting` are what `mlxtp status` says of it; `failures`
+    counts the failed groups of which something is kept, `left_out` names those that planning leaves out.
+    `left_wired` says what ended ranks left wired.
     """
 
     runs_here: bool = False

@@ -147,7 +147,9 @@ class Channels:
         if len(self._beginning):
             yield from self._decide(False)
         rest = self._finder.finish()
-        yield from self._show(self._take(len(rest)), rest)
+        pieces = self._take(len(rest))
+        if not (cut and len(rest) > 1):  # what the budget cut is a marker, not words; "<" alone may be words
+            yield from self._show(pieces, rest)
         if self._kind is Kind.CALL:
             yield from self._close_call(cut)
         elif self._kind is Kind.SAID and (space := self._leading.take()):

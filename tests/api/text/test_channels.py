@@ -176,6 +176,13 @@ def test_a_header_for_a_tool_where_there_are_none() -> None:
     assert read([CHANNEL, "commentary to=functions.add ", *ARGUMENTS], plain) == [(SAID, '{"a": 1}')]
 
 
+def test_a_marker_that_the_budget_cut_is_not_shown() -> None:
+    calls = plan(JSON_CALLS)
+    assert read(["Let me see. <too"], calls, cut_off=True) == [(SAID, "Let me see. ")]
+    assert read(["Let me see. <too"], calls) == [(SAID, "Let me see. <too")]
+    assert read(["1 <"], calls, cut_off=True) == [(SAID, "1 <")]
+
+
 def test_a_cut_call_of_a_family_that_is_read_at_the_end_is_shown_as_it_is() -> None:
     text = 'a[TOOL_CALLS]add[ARGS]{"a": 1}'
     assert read([text], plan(tool_format("mistral")), cut_off=True) == [(SAID, text)]

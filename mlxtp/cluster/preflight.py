@@ -2,14 +2,15 @@
 
 JACCL opens devices one after the other and reports an error number of whatever failed first, on each Mac by
 itself, so a cable in the wrong port is "errno 60" on two Macs and silence on the others. What can be seen
-beforehand is said beforehand, in words, with what to do. The numbers are macOS's.
+beforehand is said beforehand, in words, with what to do. A number alone says nothing: 22 is a missing address
+when a queue pair is connected, and no such thing when a send fails. The numbers are macOS's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..wire.machine import Machine, Port
 from ..wire.rdma import Matrix, devices, fault, peers
@@ -32,6 +33,11 @@ _FREE = (
     "there is nothing, restart it"
 )
 _BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
+
+
+def _by_hand(named: bool) -> str:
+    """Advice about a device; one that was `named` by hand cannot be named again."""
+    return "correct the device that --rdma names" if named else _BY_HAND
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ def preflight(
     rank processes of earlier epochs that still run here.
     """
     if wrong := fault(matrix, ring=ring):
-        return Trouble(wrong, f"correct the cables or the matrix, or {_BY_HAND}")
+        return Trouble(wrong, f"correct the cables or the matrix, or {_by_hand(bool(named))}")
     if ranks_left:
         return Trouble(
             f"{ranks_left} ranks of an earlier group are still here and hold queue pairs, of which a device "
@@ -167,73 +173,95 @@ def _place(port: Port) -> str:
 
 # --- afterwards -------------------------------------------------------------------------------------------
 
-_BY_NUMBER = {
-    trouble.errno: trouble
-    for trouble in (
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What JACCL says (a pattern), the trouble it means, and whether naming a device by hand may help."""
+
+    said: str
+    trouble: Trouble
+    by_hand: bool = False
+
+
+_MEANINGS = (
+    _Meaning(
+        r"Changing queue pair to \w+ failed with errno 22\b|No IPv4-mapped GID",
         Trouble(
-            "errno 22 from JACCL: an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
+            "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
             "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
             "ifconfig en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the "
             f"port came up; take the bridge down, {_BRIDGE_DOWN}",
             22,
         ),
+    ),
+    _Meaning(
+        r"Changing queue pair to \w+ failed with errno 60\b",
         Trouble(
-            "errno 60 from JACCL: the cable of an RDMA device ends in another port than the matrix says",
-            f"move the cable to the port that `mlxtp plan` names, or {_BY_HAND}",
+            "the cable of an RDMA device ends in another port than the matrix says",
+            "move the cable to the port that `mlxtp plan` names",
             60,
         ),
+        by_hand=True,
+    ),
+    _Meaning(
+        r"queue pair\b.* failed with .*\b16\b|Couldn't create completion queue",
         Trouble(
-            "errno 16 from JACCL: all queue pairs of an RDMA device are taken, of which it has about 10, and "
-            "trying again frees none",
+            "all queue pairs of an RDMA device are taken, of which it has about 10, and trying again frees none",
             _FREE,
             16,
         ),
-        Trouble(
-            "errno 2 from JACCL: another rank failed first",
-            "nothing here; what ended the other rank stands in its own report",
-            2,
-        ),
-        Trouble(
-            "errno 65: macOS keeps this process from the local network",
-            "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
-            "not ask: as a LaunchDaemon (`mlxtp service install`), or from a Terminal or SSH session that "
-            "stays open",
-            65,
-        ),
-    )
-}
-
-_BY_WORDS: tuple[tuple[str, Trouble], ...] = (
-    (
-        "protection domain",
+    ),
+    _Meaning(
+        r"Couldn't allocate protection domain",
         Trouble(
             "JACCL got no protection domain: the port of an RDMA device is down, or the device is used up",
             f"{_PORT_UP}; where it is active, {_FREE}",
         ),
     ),
-    (
-        "memory region",
+    _Meaning(
+        r"Register memory region failed",
         Trouble(
             "JACCL could not register its memory: a device has room for 100 regions, of which one connection "
             "takes 64 or more",
             f"use each device for one cable and one group; {_FREE}",
         ),
     ),
-    (
-        "could not (find|open) device",
+    _Meaning(
+        r"Could not (?:find|open) device (?P<device>\S+)",
         Trouble(
             "the matrix names an RDMA device that is not there or cannot be opened",
-            f"look with `ibv_devices`, and {_BY_HAND}; where none is listed, look with `rdma_ctl status`",
+            "look with `ibv_devices` (where it lists none, with `rdma_ctl status`)",
         ),
+        by_hand=True,
     ),
-    (
-        r"couldn't connect\b.*\b60\b",
+    _Meaning(
+        r"valid mesh|valid ring|connectivity|a device file",
         Trouble(
-            "a TCP connection from rank to rank did not come about in time",
-            "see that each Mac reaches the other's address, with no firewall in between",
-            60,
+            "the RDMA devices in the matrix join these Macs neither each with each nor in a circle",
+            "look at the cables that `mlxtp plan` names",
         ),
+        by_hand=True,
     ),
+)
+"""For what `init` says, in the order of search."""
+
+
+def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
+    """The trouble behind an error with which a group did not form; None where JACCL said nothing known.
+
+    `named` are the devices that a person named by hand.
+    """
+    said = message.partition("[jaccl] ")[2]
+    for meaning in _MEANINGS:
+        if match := re.search(meaning.said, said):
+            device = match.groupdict().get("device")
+            hand = _by_hand(bool(named) if device is None else device in named)
+            trouble = meaning.trouble
+            return replace(trouble, fix=f"{trouble.fix}, or {hand}") if meaning.by_hand else trouble
+    return None
+
+
+_CRASHES = (
     (
         "signal 1[01] in phase (idle|proving)",
         Trouble(
@@ -250,20 +278,9 @@ _BY_WORDS: tuple[tuple[str, Trouble], ...] = (
             "see that both ends of each Thunderbolt cable are plugged in; the group starts again by itself",
         ),
     ),
-    ("no ipv4-mapped gid", _BY_NUMBER[22]),
-    ("no route to host", _BY_NUMBER[65]),
 )
-"""Parts of messages that say more than a number in them would, or have none; the first that fits counts."""
-
-_NUMBER = re.compile(r"\b(?:errno|error code|error)\b\W{0,3}(\d{1,3})\b", re.IGNORECASE)
 
 
-def explain(error: int | str) -> str | None:
-    """What an error number, or a message of JACCL's, means and what to do; None for one not known here."""
-    if isinstance(error, int):
-        return str(_BY_NUMBER[error]) if error in _BY_NUMBER else None
-    for words, trouble in _BY_WORDS:
-        if re.search(words, error, re.IGNORECASE):
-            return str(trouble)
-    match = _NUMBER.search(error)
-    return explain(int(match[1])) if match else None
+def explain_crash(message: str) -> Trouble | None:
+    """The trouble behind the end of a rank of a formed group; None for an end that is no known crash."""
+    return next((trouble for ended, trouble in _CRASHES if re.search(ended, message)), None)

@@ -175,7 +175,9 @@ class Process:
 
         def deliver(received: Received) -> None:
             if isinstance(received.message, Error) and link.protocol.state is State.FAILED:
-                self.fail(GroupError(f"rank {rank}: {received.message.detail}", Code(received.message.code)))
+                detail = received.message.detail
+                detail = detail if detail.startswith("rank ") else f"rank {rank}: {detail}"
+                self.fail(GroupError(detail, Code(received.message.code)))
             else:
                 self.mail.post(rank, received)
 

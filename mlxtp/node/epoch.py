@@ -7,6 +7,7 @@ says when to try again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -101,6 +102,16 @@ def pick_cause(reports: Iterable[Report]) -> MlxtpError:
     equals the first report counts.
     """
     return min(reports, key=_distance_from_cause).error
+
+
+def with_name(detail: str, names: Mapping[int, str]) -> str:
+    """The detail behind the name of the Mac whose rank it begins with, whichever rank or agent reported it.
+
+    `names` are those of other Macs, by rank.
+    """
+    match = re.match(r"rank (\d+)\b", detail)
+    name = names.get(int(match[1]), "") if match else ""
+    return f"{name}: {detail}" if name not in detail else detail
 
 
 def _distance_from_cause(report: Report) -> int:
@@ -202,8 +213,8 @@ class Watch:
         return None
 
     def _who_is_behind(self) -> str:
-        # Who has nothing in flight has not started what the others wait for.
-        places = {rank: (pong.in_flight, pong.step) for rank, pong in self.pongs.items()}
+        # Forwards that began count before those that ended: others wait for a rank that has not begun theirs.
+        places = {rank: (pong.forwards + pong.in_flight, pong.step) for rank, pong in self.pongs.items()}
         if len(set(places.values())) == 1:
             return "no rank is behind"
         return f"rank {min(places, key=lambda rank: places[rank])} is behind"

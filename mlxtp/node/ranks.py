@@ -9,10 +9,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ..cluster.preflight import explain
+from ..cluster.preflight import explain, explain_crash
 from ..cluster.side_channel import Answers, Hub
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError
@@ -35,7 +35,7 @@ from ..wire.messages import (
     TimeCollectives,
 )
 from . import failures
-from .epoch import Report, Watch, is_consequence, pick_cause
+from .epoch import Report, Watch, is_consequence, pick_cause, with_name
 from .rank_process import (
     WORKER,
     RankProcess,
@@ -155,8 +155,6 @@ class Ranks:
         """Whether ranks may still wait for each other's bytes."""
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[Report] = []
-        self._refusal: MlxtpError | None = None
-        """What a command came to that failed."""
         self._over = False
         self._ending = False
         self._watch: Watch | None = None
@@ -168,12 +166,9 @@ class Ranks:
         try:
             make_epoch_folder(self._folder, needed=self.group.world_size > 1)
             addresses = await self._spawn()
-        except GroupError as error:
-            self._refusal = self._refusal or error
-            raise
         except OSError as error:  # an address of a cable that was pulled, say
-            self._refusal = GroupError(f"ranks cannot be started on this Mac: {error}", Code.FORM_FAILED)
-            raise self._refusal from None
+            detail = f"ranks cannot be started on this Mac: {error}"
+            raise GroupError(detail, Code.FORM_FAILED) from None
         self._on_stage("spawned")
         await self._bootstrap(addresses)
         self._on_stage("linked")
@@ -293,13 +288,6 @@ class Ranks:
 
     async def unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
         """The result of `work`. Raises the epoch's failure if that comes first, GroupError if it is late."""
-        try:
-            return await self._unless_failed(work, deadline_s, what)
-        except MlxtpError as error:
-            self._refusal = error
-            raise
-
-    async def _unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self.failed}
         try:
@@ -350,9 +338,6 @@ class Ranks:
         theirs = sum(each.rank == report.rank for each in self._reports)
         if self._ending or self.failed.done() or theirs >= MAX_REPORTS:
             return
-        if self.group.backend == "jaccl" and (why := explain(report.error.detail)):
-            error = GroupError(f"{report.error.detail}. {why}", report.error.code)
-            report = replace(report, error=error)
         self._reports.append(report)
         if self._in_rounds:  # ranks that wait for each other's bytes learn that none will come
             self._answer(self._hub.abort(report.error.detail))
@@ -382,7 +367,17 @@ class Ranks:
 
     def _conclude(self) -> None:
         if not self.failed.done():
-            self.failed.set_result(pick_cause(self._reports))
+            self.failed.set_result(self._explained(pick_cause(self._reports)))
+
+    def _explained(self, cause: MlxtpError) -> MlxtpError:
+        """The cause with the Mac of the rank it is about, and with the meaning of JACCL's words."""
+        detail = with_name(cause.detail, {seat.rank: seat.name for seat in self.seats})
+        why = explain_crash(detail) if self.group.backend == "jaccl" else None
+        if cause.code is Code.FORM_FAILED:
+            why = explain(detail, {item.partition("=")[2] for item in self._settings.rdma})
+        if why is not None:
+            detail = f"{detail.rstrip('.')}. Cause: {why}"
+        return cause if detail == cause.detail else type(cause)(detail, cause.code)
 
     async def _heartbeat(self) -> None:
         while not self._ending:
@@ -417,15 +412,17 @@ class Ranks:
             if self._watch is not None:  # while MLX forms a group, no rank hears anything
                 await self._keep(ends, cause)
 
-    async def kill(self) -> None:
+    async def kill(self, cause: MlxtpError | None = None) -> None:
         """End what is left, here and elsewhere, because the epoch failed; what is known of it is kept.
+
+        `cause` is why, where no rank reported it: a model that was refused, a golden proof, a bug.
 
         Of one that somebody wished to end nothing is: whoever looks for failures would be led astray.
         """
         ends = await self._end()
         if not self._over:
             self._over = True
-            cause = self.failed.result() if self.failed.done() else self._refusal
+            cause = self.failed.result() if self.failed.done() else cause
             if cause is None or cause.code not in _WISHED:
                 await self._keep(ends, cause or GroupError("the agent ended it", Code.INTERNAL))
 

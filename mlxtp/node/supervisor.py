@@ -387,7 +387,7 @@ class Supervisor:
         self.history.ended(_now(), error.code, error.detail)
         self._enter(State.RESTARTING)
         self.gateway.pause(error)
-        await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill())
+        await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill(error))
         return error
 
     @property

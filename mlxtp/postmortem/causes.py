@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -132,8 +133,8 @@ def _spoken(case: Case) -> Cause | None:
         for rank in case.ranks
         if (rank.code or rank.exit_code) not in _CONSEQUENCES
     }
-    # Who only passes on what another rank said names that one in front.
-    first_hand = [rank for rank, (_, detail) in said.items() if not detail.startswith("rank ")] or [*said]
+    # A rank that only passes on the words of another one names that one in front.
+    first_hand = [rank for rank, (_, detail) in said.items() if not _names_another(detail, rank)] or [*said]
     agent = case.agent
     speaker: int | None
     if agent is not None and agent.code not in _CONSEQUENCES:
@@ -150,6 +151,11 @@ def _spoken(case: Case) -> Cause | None:
         return _stuck(case.ranks, detail)
     kind, words = _KINDS.get(code, (code.replace("_", " "), "it was said"))
     return Cause(kind, speaker, f"{words} ({code}): {detail}")
+
+
+def _names_another(detail: str, rank: int) -> bool:
+    match = re.match(r"rank (\d+)\b", detail)
+    return match is not None and int(match[1]) != rank
 
 
 def _wedged(case: Case) -> Cause | None:
@@ -182,10 +188,11 @@ def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
     # Whoever obeys begins a step when its frame comes, without waiting for the step before.
     known = [rank for rank in ranks if rank.recorded]
     seq = max(rank.place[0] for rank in known)
-    late = [rank for rank in known if rank.place[0] < seq]
-    how = "never began it"
-    if not late and any(rank.place[1] == seq for rank in known):
-        late, how = [rank for rank in known if rank.place[1] < seq], "was still building it"
+    late, how = list[RankRecord](), ""
+    for at, how in enumerate(("never began it", "was still building it", "did not finish what they finished")):
+        furthest = max(rank.place[at] for rank in known)
+        if late := [rank for rank in known if rank.place[at] < furthest]:
+            break
     waiting = [rank for rank in known if rank not in late]
     waited_s = max((rank.ended_us - rank.steps[-1].started_us) / 1e6 for rank in waiting)
     if not late:

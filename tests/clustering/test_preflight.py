@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from mlxtp.cluster.findings import cable_addresses
-from mlxtp.cluster.preflight import Trouble, explain, preflight
+from mlxtp.cluster.preflight import Trouble, explain, explain_crash, preflight
 from mlxtp.wire.machine import Interface, Machine, Port
+
+from ..mlx_errors import OF_NO_KNOWN_TROUBLE, WHILE_FORMING
 
 THREE = (
     ("", "rdma_en3", "rdma_en4"),
@@ -189,60 +191,91 @@ def test_a_trouble_is_a_sentence_with_its_fix() -> None:
 # --- afterwards -------------------------------------------------------------------------------------------
 
 FIXES = {
-    22: "a /30 for each cable",
-    60: "move the cable to the port that",
-    16: "ranks of an earlier group",
-    2: "stands in its own report",
-    65: "LaunchDaemon",
+    "errno 22": "a /30 for each cable",
+    "No IPv4-mapped GID": "a /30 for each cable",
+    "errno 60": "move the cable to the port that",
+    "errno 16": "ranks of an earlier group",
+    "(16)": "ranks of an earlier group",
+    "completion queue": "ranks of an earlier group",
+    "protection domain": "PORT_ACTIVE",
+    "memory region": "one cable and one group",
+    "device rdma_en9": "ibv_devices",
+    "valid": "the cables that `mlxtp plan` names",
+    "device file": "the cables that `mlxtp plan` names",
 }
+"""Part of each message, and of what to do about it."""
 
 
-@pytest.mark.parametrize("number", FIXES)
-def test_each_number_has_its_fix(number: int) -> None:
-    sentence = explain(number)
-    assert sentence is not None
-    assert f"errno {number}" in sentence
-    assert FIXES[number] in sentence
+@pytest.mark.parametrize(("message", "errno"), WHILE_FORMING.items())
+def test_each_message_of_jaccl_is_read_for_what_it_means(message: str, errno: int | None) -> None:
+    trouble = explain(f"mini: rank 1: jaccl did not form: {message}")
+    assert trouble is not None
+    assert trouble.errno == errno
+    [fix] = {fix for part, fix in FIXES.items() if part in message}
+    assert fix in trouble.fix
+
+
+@pytest.mark.parametrize("message", OF_NO_KNOWN_TROUBLE)
+def test_a_number_alone_means_nothing(message: str) -> None:
+    assert explain(f"rank 1: jaccl did not form: {message}") is None
+
+
+@pytest.mark.parametrize("message", [each.removeprefix("[jaccl] ") for each in WHILE_FORMING])
+def test_nothing_but_jaccls_own_words_is_explained(message: str) -> None:
+    assert explain(message) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["", "std::bad_cast", "[Errno 22] Invalid argument", "[Errno 65] No route to host", "OSError: errno 16"],
+)
+def test_an_errno_of_python_is_not_jaccls(message: str) -> None:
+    assert explain(message) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "named", "advice"),
+    [
+        ("[jaccl] Could not find device rdma_en9 (3 available)", set(), "name the device by hand"),
+        ("[jaccl] Could not find device rdma_en9 (3 available)", {"rdma_en5"}, "name the device by hand"),
+        ("[jaccl] Could not find device rdma_en9 (3 available)", {"rdma_en9"}, "correct the device"),
+        ("[jaccl] Changing queue pair to RTR failed with errno 60", {"rdma_en9"}, "correct the device"),
+    ],
+)
+def test_a_device_that_was_named_by_hand_is_not_to_be_named_again(
+    message: str, named: set[str], advice: str
+) -> None:
+    trouble = explain(message, named)
+    assert trouble is not None
+    assert advice in trouble.fix
+    assert ("name the device by hand" in trouble.fix) == (advice == "name the device by hand")
+
+
+def test_a_matrix_that_was_named_by_hand_is_not_to_be_named_again() -> None:
+    matrix = (("", ""), ("rdma_en5", ""))
+    assert "name the device by hand" in refuse(STUDIO, matrix=matrix).fix
+    assert "correct the device that --rdma names" in refuse(STUDIO, matrix=matrix, named={"rdma_en5"}).fix
 
 
 @pytest.mark.parametrize(
     ("message", "fix"),
     [
-        ("rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22", FIXES[22]),
-        ("[jaccl] Changing queue pair to RTR failed with errno 60", FIXES[60]),
-        ("[jaccl] Creating the queue pair failed with errno 16. Thunderbolt RDMA devices support", FIXES[16]),
-        ("[jaccl] Recv failed with errno=2", FIXES[2]),
-        ("[jaccl] Couldn't connect (error: 65)", FIXES[65]),
-        ("[Errno 65] No route to host", FIXES[65]),
-        ("OSError: No route to host", FIXES[65]),
-        ("[jaccl] Couldn't connect (error: 60)", "no firewall in between"),
-        ("[jaccl] Couldn't allocate protection domain", "PORT_ACTIVE"),
-        ("[jaccl] Register memory region failed", "one cable and one group"),
-        ("[jaccl] Could not find device rdma_en9 (3 available)", "ibv_devices"),
-        ("[jaccl] Could not open device rdma_en5", "ibv_devices"),
         ("rank 1 was ended by signal 11 in phase idle", "nothing; the group starts again"),
         ("mini: rank 1 was ended by signal 10 in phase proving", "nothing; the group starts again"),
         ("rank 1 was ended by signal 11 in phase decode", "each Thunderbolt cable"),
-        ("[jaccl] No IPv4-mapped GID for this device. Thunderbolt RDMA ports only publish", FIXES[22]),
     ],
 )
-def test_a_message_is_read_for_what_it_means(message: str, fix: str) -> None:
-    sentence = explain(message)
-    assert sentence is not None
-    assert fix in sentence
+def test_a_crash_is_explained_by_its_phase(message: str, fix: str) -> None:
+    trouble = explain_crash(message)
+    assert trouble is not None
+    assert fix in trouble.fix
+    assert explain(message) is None
 
 
 def test_a_crash_after_idling_is_no_cables_fault() -> None:
-    sentence = explain("rank 1 was ended by signal 11 in phase idle")
-    assert sentence is not None
-    assert "known fault of MLX" in sentence
-    assert "with all cables in place" in sentence
-    assert explain("rank 1 was ended by signal 11 in phase loading") is None
-    assert explain("rank 1 was ended by signal 9 in phase idle") is None
-
-
-@pytest.mark.parametrize(
-    "error", [0, 99, "", "std::bad_cast", "failed with errno 5", "22 ranks", "errno 220"]
-)
-def test_what_is_not_known_is_not_explained(error: int | str) -> None:
-    assert explain(error) is None
+    trouble = explain_crash("rank 1 was ended by signal 11 in phase idle")
+    assert trouble is not None
+    assert "known fault of MLX" in trouble.what
+    assert "with all cables in place" in trouble.what
+    assert explain_crash("rank 1 was ended by signal 11 in phase loading") is None
+    assert explain_crash("rank 1 was ended by signal 9 in phase idle") is None

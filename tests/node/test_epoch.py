@@ -19,6 +19,7 @@ from mlxtp.node.epoch import (
     is_consequence,
     pick_cause,
     stall_limits_s,
+    with_name,
 )
 from mlxtp.wire.messages import Pong
 
@@ -77,8 +78,15 @@ def test_it_never_gives_up_before_five_failures_in_the_window(gaps: list[float])
 # --- watching ---------------------------------------------------------------------------------------------
 
 
-def pong(phase: str = "idle", phase_s: float = 0.0, step: int = 0, expected_us: int = 0) -> Pong:
-    return Pong(phase, phase_s, 0, step, 0, 0, 0, 0, 0, "", expected_us=expected_us)
+def pong(
+    phase: str = "idle",
+    phase_s: float = 0.0,
+    step: int = 0,
+    expected_us: int = 0,
+    in_flight: int = 0,
+    forwards: int = 0,
+) -> Pong:
+    return Pong(phase, phase_s, in_flight, step, forwards, 0, 0, 0, 0, "", expected_us=expected_us)
 
 
 class Story:
@@ -155,6 +163,27 @@ def test_the_rank_that_is_behind_is_named() -> None:
     )
     assert error is not None
     assert "rank 1 is behind: 0 at step 70, 1 at step 69, 2 at step 70" in error.detail
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "behind"),
+    [
+        # step, forwards that ended, in flight
+        ((70, 40, 1), (70, 40, 0), "rank 1 is behind"),
+        ((70, 40, 0), (70, 40, 1), "rank 0 is behind"),
+        ((71, 41, 0), (70, 40, 1), "rank 1 is behind"),
+        ((70, 40, 1), (73, 41, 0), "rank 0 is behind"),
+        ((70, 40, 2), (71, 41, 0), "rank 1 is behind"),
+        ((70, 40, 1), (70, 40, 1), "no rank is behind"),
+    ],
+)
+def test_the_rank_that_is_ahead_is_not_the_one_that_is_behind(
+    rank_0: tuple[int, int, int], rank_1: tuple[int, int, int], behind: str
+) -> None:
+    pongs = [pong("decode", 11, step, 0, flying, forwards) for step, forwards, flying in (rank_0, rank_1)]
+    error = Story().beats(5, rank_0=pongs[0], rank_1=pongs[1])
+    assert error is not None
+    assert behind in error.detail
 
 
 @pytest.mark.parametrize("slept_s", [4.0, 20.0])
@@ -299,6 +328,22 @@ def test_what_a_rank_wrote_down_counts_when_its_end_is_seen_before_its_last_fram
 def test_among_equals_the_first_report_counts() -> None:
     first = Report(0, GroupError("a", Code.DESYNC))
     assert pick_cause([first, Report(1, GroupError("b", Code.FORWARD_FAILED))]) is first.error
+
+
+@pytest.mark.parametrize(
+    ("detail", "named"),
+    [
+        ("rank 1: no such luck", "mini: rank 1: no such luck"),
+        ("rank 1 has been silent for 3.1 s", "mini: rank 1 has been silent for 3.1 s"),
+        ("mini: rank 1: no such luck", "mini: rank 1: no such luck"),
+        ("rank 1: mini is gone: no link", "rank 1: mini is gone: no link"),
+        ("rank 0: no such luck", "rank 0: no such luck"),
+        ("rank 12 ended", "rank 12 ended"),
+        ("step 7: rank 1 reports digest 1", "step 7: rank 1 reports digest 1"),
+    ],
+)
+def test_a_rank_on_another_mac_is_named_with_its_mac_and_once(detail: str, named: str) -> None:
+    assert with_name(detail, {1: "mini"}) == named
 
 
 def test_a_consequence_alone_is_better_than_nothing() -> None:

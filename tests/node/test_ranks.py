@@ -17,7 +17,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.node import failures, rank_process, remote_rank
-from mlxtp.node.epoch import Watch
+from mlxtp.node.epoch import Report, Watch
 from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks, canary_s
 from mlxtp.node.remote_rank import RankWord, RemoteRank
 from mlxtp.node.wired import HERE
@@ -421,7 +421,7 @@ def test_a_command_that_is_refused_is_the_cause(tmp_path: Path) -> None:
         stage.orders.give(0, error_on="LoadShard", code="model_invalid")
         error = await stage.fails()
         assert not stage.ranks.failed.done()
-        await stage.ranks.kill()
+        await stage.ranks.kill(error)
         told, _ = kept(stage.home)
         assert told["cause"] == {"code": "model_invalid", "detail": error.detail}
 
@@ -494,7 +494,7 @@ def test_silence_of_a_rank_elsewhere_is_noticed_like_one_here(tmp_path: Path) ->
         stage.beat = lambda: None  # type: ignore[method-assign]
         error = await stage.fails()
         assert error.code is Code.RANK_LOST
-        assert error.detail.startswith("rank 1 has been silent for")
+        assert error.detail.startswith("mini-1: rank 1 has been silent for")
 
     play(tmp_path, story)
 
@@ -519,6 +519,30 @@ def test_an_address_of_a_cable_that_was_pulled(tmp_path: Path) -> None:
         assert "192.0.2.1" in error.detail
 
     play(tmp_path, story, fabric="192.0.2.1")
+
+
+JACCL_ENDED = "rank 1: jaccl did not form: [jaccl] Couldn't create completion queue"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("code", [Code.FORM_FAILED, Code.FORWARD_FAILED])
+def test_the_mac_of_a_rank_is_named_whoever_reports_its_error_first(
+    tmp_path: Path, first: int, code: Code
+) -> None:
+    """Its own agent, or rank 0, whose link to it may be faster; JACCL is explained while it forms, and once."""
+
+    async def story(stage: Story) -> None:
+        await stage.serve()
+        here = Report(0, GroupError(JACCL_ENDED, code))
+        there = Report(1, GroupError(f"mini-1: {JACCL_ENDED}", code))
+        for report in [(here, there), (there, here)][first]:
+            stage.ranks.report(report)
+        error = await asyncio.shield(stage.ranks.failed)
+        cause = ". Cause: all queue pairs of an RDMA device are taken" if code is Code.FORM_FAILED else ""
+        assert error.detail.startswith(f"mini-1: {JACCL_ENDED}{cause}")
+        assert ("Cause: " in error.detail) == bool(cause)
+
+    play(tmp_path, story)
 
 
 # --- JACCL ------------------------------------------------------------------------------------------------
@@ -563,12 +587,13 @@ def test_a_rank_that_fails_while_they_form_frees_those_that_wait_for_it(tmp_path
         stage.peer.answers[StartRank] = [STARTED]
         waiting = asyncio.ensure_future(stage.fails())
         await sees(lambda: "linked" in stage.stages)
-        stage.peer.say(trouble(Code.FORM_FAILED, "errno 22"))
+        said = "rank 1: jaccl did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
+        stage.peer.say(trouble(Code.FORM_FAILED, said))
         error = await waiting
         assert error.code is Code.FORM_FAILED
-        assert error.detail.startswith("mini-1: errno 22. ")
+        assert error.detail.startswith(f"mini-1: {said}. Cause: an RDMA port has no IPv4 address")
         await sees(lambda: stage.orders.notes("gathered"))
-        assert stage.orders.notes("gathered")[0]["error"] == error.detail
+        assert stage.orders.notes("gathered")[0]["error"] == f"mini-1: {said}"
 
     play(tmp_path, story, backend="jaccl")
 
@@ -630,7 +655,7 @@ def test_a_disk_too_full_for_the_epochs_folder_is_said(
         assert error.code is Code.FORM_FAILED
         folder = stage.home / "run" / f"epoch-{EPOCH}"
         assert error.detail == f"the disk is full, nothing can be written in {folder}"
-        await stage.ranks.kill()
+        await stage.ranks.kill(error)
         assert kept(stage.home)[0]["cause"]["detail"] == error.detail
 
     play(tmp_path, story)

@@ -169,6 +169,22 @@ def test_a_rank_that_was_still_building_its_graph() -> None:
     assert "rank 1 was still building it" in found.words
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_rank_that_finished_the_step_another_stands_in_is_not_blamed(ahead: int) -> None:
+    done = replace(QUEUED, finished_us=9 * S)
+    steps = [(FINISHED, done) if rank == ahead else (FINISHED, QUEUED) for rank in range(2)]
+    found = cause(replace(WAITING, steps=steps[0]), replace(HEALTHY, steps=steps[1]), by=STALLED)
+    assert (found.kind, found.rank) == ("stuck", 1 - ahead)
+    assert f"rank {1 - ahead} did not finish" in found.words
+
+
+def test_a_rank_that_gave_its_reason_with_its_own_number_in_front() -> None:
+    """The other one passes it on as it came."""
+    detail = "rank 1: jaccl did not form: it said so"
+    ranks = replace(GONE_TOO, code=Code.FORM_FAILED, detail=detail), said(HEALTHY, Code.FORM_FAILED, detail)
+    assert cause(*ranks, by=agent(Code.FORM_FAILED, f"mini: {detail}")).rank == 1
+
+
 def test_all_ranks_in_the_same_forward() -> None:
     found = cause(WAITING, replace(HEALTHY, steps=(FINISHED, QUEUED)), by=STALLED)
     assert (found.kind, found.rank) == ("stuck", None)

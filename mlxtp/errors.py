@@ -63,6 +63,7 @@ class Code(StrEnum):
     RANK_LOST = "rank_lost"
     RANK_STALLED = "rank_stalled"
     OUT_OF_MEMORY = "out_of_memory"
+    GPU_TIMEOUT = "gpu_timeout"
     REQUEST_FATAL = "request_fatal"
     SHUTTING_DOWN = "shutting_down"
     REPLANNED = "group_replanned"

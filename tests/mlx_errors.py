@@ -4,17 +4,17 @@ from __future__ import annotations
 
 # --- JACCL, `mlx/distributed/jaccl/lib/jaccl/` ------------------------------------------------------------
 
-#: rdma.cpp, mesh.cpp, jaccl.cpp: what `init` throws, and the errno of the trouble that it means (None: no number).
+#: rdma.cpp, jaccl.cpp: errors of `init`, and the errno of the trouble that each means (None: no number).
 WHILE_FORMING = {
     "[jaccl] Changing queue pair to RTR failed with errno 22": 22,
-    "[jaccl] No IPv4-mapped GID for this device. Thunderbolt RDMA ports only publish one once the interface has an "
-    "IPv4 address; assign a link-local address to it, for example: ifconfig <interface> inet 169.254.0.1 netmask "
-    "255.255.0.0 alias": 22,
+    "[jaccl] No IPv4-mapped GID for this device. Thunderbolt RDMA ports only publish one once the interface "
+    "has an IPv4 address; assign a link-local address to it, for example: ifconfig <interface> inet "
+    "169.254.0.1 netmask 255.255.0.0 alias": 22,
     "[jaccl] Changing queue pair to RTR failed with errno 60": 60,
     "[jaccl] Changing queue pair to RTR failed with errno 16": 16,
     "[jaccl] Creating the queue pair failed with 'Resource busy (16)'.": 16,
-    "[jaccl] Creating the queue pair failed with errno 16. Thunderbolt RDMA devices support a limited number of "
-    "queue pairs per device and fail here once they are exhausted.": 16,  # mlx #4209, before 0.32.2
+    "[jaccl] Creating the queue pair failed with errno 16. Thunderbolt RDMA devices support a limited number "
+    "of queue pairs per device and fail here once they are exhausted.": 16,  # mlx #4209, before 0.32.2
     "[jaccl] Couldn't create completion queue": 16,
     "[jaccl] Couldn't allocate protection domain": None,
     "[jaccl] Register memory region failed": None,
@@ -27,7 +27,7 @@ WHILE_FORMING = {
     "(JACCL_IBV_DEVICES/MLX_IBV_DEVICES)": None,
 }
 
-#: Errors that mean nothing a person could mend by an address, a cable or a device; rdma.h, tcp.cpp, jaccl.cpp.
+#: Errors that no address, cable or device explains for certain; rdma.cpp, rdma.h, tcp.cpp, ../jaccl.cpp.
 OF_NO_KNOWN_TROUBLE = (
     "[jaccl] Send failed with error code 22",
     "[jaccl] Recv failed with error code 22",
@@ -48,8 +48,8 @@ _FAILED = "[METAL] Command buffer execution failed: "  # mlx/backend/metal/devic
 
 OUT_OF_MEMORY = (
     "[malloc] Unable to allocate 68719476736 bytes.",  # mlx/backend/metal/allocator.cpp
-    "[metal::malloc] Attempting to allocate 309237645312 bytes which is greater than the maximum allowed buffer "
-    "size of 223338299392 bytes.",
+    "[metal::malloc] Attempting to allocate 309237645312 bytes which is greater than the maximum allowed "
+    "buffer size of 223338299392 bytes.",
     "[metal::malloc] Resource limit (499000) exceeded.",
     f"{_FAILED}Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory).",
 )

@@ -6,12 +6,12 @@ The group is left out of planning for a while, or until its Macs change.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from ..errors import Code
+from .preflight import NO_ADDRESS, explain
 from .topology import Member
 
 RETRY_S = 600.0  #: Until a group that failed to form may be tried again.
@@ -22,7 +22,6 @@ ADDRESSES_COME_S = 180.0  #: After the first failure; macOS assigns addresses mi
 DOUBLINGS = 6  #: Of these times, while the group fails again.
 
 _LOSSES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY))
-_NO_ADDRESS = re.compile(r"\berrno 22\b|\berror code 22\b|no ipv4-mapped gid", re.IGNORECASE)
 
 Link = tuple[str, str, str, str]
 """Two node ids in order, and the RDMA device of each; no devices over TCP."""
@@ -89,7 +88,8 @@ class FailedGroups:
             return False
         retry_s = SOON_S if code in _LOSSES else RETRY_S
         retry_s *= 2 ** min(known.strikes - strikes, DOUBLINGS)
-        if _NO_ADDRESS.search(group.reason) and now < known.first_at + ADDRESSES_COME_S:
+        trouble = explain(group.reason)
+        if trouble and trouble.errno == NO_ADDRESS and now < known.first_at + ADDRESSES_COME_S:
             retry_s = ADDRESS_RETRY_S
         known.until = now + retry_s
         return True

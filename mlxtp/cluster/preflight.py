@@ -16,6 +16,8 @@ from ..wire.machine import Machine, Port
 from ..wire.rdma import Matrix, devices, fault, peers
 from .findings import RDMA_SINCE, cable_addresses
 
+NO_ADDRESS = 22
+"""The errno of a port that has no IPv4 address, or an old one."""
 _BRIDGE_DOWN = (
     "until the next restart: sudo ifconfig bridge0 down; for good: turn the Thunderbolt Bridge off in System "
     "Settings > Network"
@@ -119,7 +121,7 @@ def _of_machine(machine: Machine) -> Iterator[Trouble]:
             f"use --backend ring; if it has an RDMA device all the same, {_BY_HAND}",
         )
     if machine.bridge_up:
-        yield Trouble("bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports", _BRIDGE_DOWN, 22)
+        yield Trouble("bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports", _BRIDGE_DOWN, NO_ADDRESS)
 
 
 def _no_such_device(machine: Machine, name: str, peer: int) -> Trouble:
@@ -149,7 +151,7 @@ def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
             f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address",
             f"until the next restart: sudo ifconfig {port.interface} inet {ours} netmask 255.255.255.252, "
             f"and {theirs} at the other end; for good: System Settings > Network",
-            22,
+            NO_ADDRESS,
         )
 
 
@@ -191,7 +193,7 @@ _MEANINGS = (
             "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
             "ifconfig en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the "
             f"port came up; take the bridge down, {_BRIDGE_DOWN}",
-            22,
+            NO_ADDRESS,
         ),
     ),
     _Meaning(
@@ -206,7 +208,7 @@ _MEANINGS = (
     _Meaning(
         r"queue pair\b.* failed with .*\b16\b|Couldn't create completion queue",
         Trouble(
-            "all queue pairs of an RDMA device are taken, of which it has about 10, and trying again frees none",
+            "all queue pairs of an RDMA device are taken, of which it has about 10; trying again frees none",
             _FREE,
             16,
         ),

@@ -14,8 +14,9 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ..errors import Code, ModelError
+from ..errors import Code, GroupError, MlxtpError, ModelError
 from .group import Group, uncounted
+from .mlx_errors import code_of
 from .sharding import Config, check_divisible, check_shardable, context_length, text_config
 from .stored import Folder
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
@@ -28,10 +29,11 @@ _MLX_LM_RAISES = (
     AttributeError,
     AssertionError,
     RuntimeError,
+    MemoryError,
     OSError,
     struct.error,
 )
-"""For missing and surplus tensors, wrong shapes, broken files, and layers that do not divide."""
+"""For missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory."""
 _CHECKED_IN_PARTS = 16
 _CHECKED_AT_LEAST = 1 << 16
 """Into how many parts a tensor is cut to look for NaN, and how many weights are worth a part."""
@@ -69,9 +71,10 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
 
     Nothing is left half-loaded: it returns a whole model or raises ModelError, in the words of whoever chose
-    the folder. No collective runs, so a rank may fail alone. Peak memory is about the share plus one tensor,
-    because each tensor is cut and evaluated before the next is read, and of the vocabulary, which holds the
-    largest, only this rank's rows are.
+    the folder, or GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) when the machine failed and not the model. No
+    collective runs, so a rank may fail alone. Peak memory is about the share plus one tensor, because each
+    tensor is cut and evaluated before the next is read, and of the vocabulary, which holds the largest, only
+    this rank's rows are.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -89,10 +92,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
         peak_bytes = mx.get_peak_memory() - held
         kv_token_bytes = _kv_token_bytes(model)
     except _MLX_LM_RAISES as error:
-        raise ModelError(
-            f"{folder.name}: sharding or reading the weights failed: {type(error).__name__}: {_brief(error)}",
-            Code.MODEL_INVALID,
-        ) from error
+        raise _failure(f"{folder.name}: sharding or reading the weights failed", error) from error
     if not vocabulary.size:
         raise ModelError("config.json names no vocab_size", Code.MODEL_INVALID)
     return LoadedModel(
@@ -244,9 +244,17 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
         detail = f"{folder.name}: mlx-lm's code for this family ends the process that imports it"
         raise ModelError(detail, Code.MODEL_UNSUPPORTED) from error
     except _MLX_LM_RAISES as error:
-        detail = f"{folder.name}: {type(error).__name__}: {_brief(error)}"
-        raise ModelError(detail, Code.MODEL_INVALID) from error
+        raise _failure(folder.name, error) from error
     return model, config
+
+
+def _failure(what: str, error: Exception) -> MlxtpError:
+    """The model's fault, unless this machine had no memory for it or its GPU took too long."""
+    code = code_of(error, Code.MODEL_INVALID)
+    detail = f"{what}: {type(error).__name__}: {_brief(error)}"
+    if code is Code.MODEL_INVALID:
+        return ModelError(detail, code)
+    return GroupError(f"{detail}; MLX held {mx.get_active_memory() / 1e9:.2f} GB", code)
 
 
 def _brief(error: Exception) -> str:

@@ -41,6 +41,7 @@ from .choice import Chooser, Desk
 from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import Exchange, Fabric
 from .loader import LoadedModel, load
+from .mlx_errors import code_of
 from .moves import Score
 from .recorder import PROMPT, PROMPTS, STEP
 from .runner import Chosen, Runner
@@ -226,7 +227,7 @@ class Rank:
         try:
             proof = self._group.prove(expected)
         except RuntimeError as error:
-            raise GroupError(f"a collective failed: {error}", Code.PROOF_FAILED) from error
+            raise GroupError(f"a collective failed: {error}", code_of(error, Code.PROOF_FAILED)) from error
         check_proof(proof, self.bootstrap.world_size, expected)
         self.status.collective_us = self._group.latency_us()
         self.status.enter("idle")
@@ -238,7 +239,7 @@ class Rank:
         try:
             seconds = self._group.timed(kind, command.size, command.rounds, progress)
         except RuntimeError as error:
-            raise GroupError(f"a collective failed: {error}", Code.PROOF_FAILED) from error
+            raise GroupError(f"a collective failed: {error}", code_of(error, Code.PROOF_FAILED)) from error
         self.status.enter("idle")
         return CollectivesTimed(seconds, mx.metal.is_available())
 
@@ -251,9 +252,6 @@ class Rank:
         except MlxtpError as error:
             self._unload()
             return Error(error.code, error.detail, 0)
-        except MemoryError:
-            self._unload()
-            return Error(Code.OUT_OF_MEMORY, f"not enough memory for {path}", 0)
         finally:
             self.status.enter("idle")
         loaded = self.loaded

@@ -39,6 +39,7 @@ from ..wire.protocol import LinkKind, Protocol, Received, Side, State
 from .decode_links import open_links
 from .jaccl import Exchange
 from .mail import AGENT, Mailbox, read_in_background
+from .mlx_errors import code_of
 from .recorder import Recorder
 from .spare import import_all, wait_for_arguments
 from .status import Status
@@ -321,11 +322,11 @@ def _run_or_fail(process: Process, listener: socket.socket | None, identity: Pat
         run(process, listener, identity)
     except MlxtpError as error:
         return process.report(error), not isinstance(error, LinkError)
-    except MemoryError:
-        return process.report(GroupError(f"rank {process.rank} ran out of memory", Code.OUT_OF_MEMORY)), False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: whatever it is, the group must hear of it
-        words = f"rank {process.rank}: {type(error).__name__}: {error}"
-        return process.report(GroupError(words, Code.FORWARD_FAILED)), False
+        code = code_of(error, Code.FORWARD_FAILED)
+        what = " ran out of memory" if code is Code.OUT_OF_MEMORY else ""
+        words = f"rank {process.rank}{what}: {type(error).__name__}: {error}"
+        return process.report(GroupError(words, code)), False
     return 0, True
 
 

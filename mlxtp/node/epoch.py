@@ -59,21 +59,24 @@ def is_legal(before: State, after: State) -> bool:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """Backoff 0.5, 1, 2, 4 s; the fifth failed epoch within 120 s is the last."""
+    """Backoff 0.5, 1, 2, 4 s. The end is the fifth failed epoch within 120 s, and the fifth in a row that
+    never became ready, however long they took.
+    """
 
     failures: list[float] = field(default_factory=list)
+    unready: int = 0
 
-    def delay_s(self, now: float, error: MlxtpError) -> float | None:
+    def delay_s(self, now: float, error: MlxtpError, ready: bool) -> float | None:
         """How long to wait before the next epoch, after one that failed at `now`; None to give up.
 
-        A model that cannot be loaded will not load the next time either.
+        `ready`: that one had become ready. A model that cannot be loaded will not load the next time either.
         """
         if of_the_model(error) or error.code is Code.CONFIG:
             return None
         self.failures = [at for at in self.failures if now - at < FAILURE_WINDOW_S] + [now]
-        if len(self.failures) >= MAX_FAILURES:
-            return None
-        return BACKOFF_S[len(self.failures) - 1]
+        self.unready = 0 if ready else self.unready + 1
+        count = max(len(self.failures), self.unready)
+        return BACKOFF_S[count - 1] if count < MAX_FAILURES else None
 
 
 _OF_THE_MODEL = frozenset(

@@ -140,7 +140,7 @@ class Supervisor:
                 continue
             self.resting = True
             instead = plans is not None and not self._served and plans.failed(error)
-            delay_s = BACKOFF_S[0] if instead else self._policy.delay_s(time.monotonic(), error)
+            delay_s = BACKOFF_S[0] if instead else self._policy.delay_s(time.monotonic(), error, self._served)
             if delay_s is not None:
                 words = "epoch %d ended: %s; next one in %g s"
                 log.warning(words, self.epoch, error.detail, delay_s, extra=self._where)
@@ -353,7 +353,7 @@ class Supervisor:
         try:
             await ranks.start()
         except MlxtpError as error:
-            await _to_its_end(ranks.kill())
+            await _to_its_end(ranks.kill(error))
             return error
         except BaseException:
             await _to_its_end(ranks.stop())
@@ -367,6 +367,7 @@ class Supervisor:
             self.ranks = ranks
             if self._desired is None:
                 self._enter(State.IDLE)
+                self._served = True
             else:
                 async with self._busy:
                     await self._load(ranks, self._desired)

@@ -38,8 +38,9 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     Code.MODEL_UNSUPPORTED: _CONFIGURATION,
     Code.MISMATCH: _CONFIGURATION,
     Code.FORM_FAILED: _FORMING,
-    Code.PROOF_FAILED: _FORMING,
+    Code.PROOF_FAILED: ("forming", "the group did not prove that it computes right"),
     Code.FORWARD_FAILED: ("failed forward", "a forward raised an error"),
+    Code.GPU_TIMEOUT: ("gpu timeout", "a GPU took longer than its system allows"),
 }
 _DIFFERENCES = {
     "presence": "did not do the same steps",
@@ -188,11 +189,8 @@ def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
     # Whoever obeys begins a step when its frame comes, without waiting for the step before.
     known = [rank for rank in ranks if rank.recorded]
     seq = max(rank.place[0] for rank in known)
-    late, how = list[RankRecord](), ""
-    for at, how in enumerate(("never began it", "was still building it", "did not finish what they finished")):
-        furthest = max(rank.place[at] for rank in known)
-        if late := [rank for rank in known if rank.place[at] < furthest]:
-            break
+    behind = [(_behind(known, at), how) for at, how in enumerate(_LATE)]
+    late, how = next((each for each in behind if each[0]), ([], ""))
     waiting = [rank for rank in known if rank not in late]
     waited_s = max((rank.ended_us - rank.steps[-1].started_us) / 1e6 for rank in waiting)
     if not late:
@@ -202,6 +200,15 @@ def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
     names = " and ".join(f"rank {rank.rank}" for rank in waiting)
     words = f"{names} waited in the forward of step {seq} for {waited_s:.1f} s; rank {who} {how}"
     return Cause("stuck", who, f"{words}: {detail}")
+
+
+#: How a rank is late, by the part of `RankRecord.place` in which it is behind.
+_LATE = ("never began it", "was still building it", "did not finish what the others finished")
+
+
+def _behind(ranks: list[RankRecord], at: int) -> list[RankRecord]:
+    furthest = max(rank.place[at] for rank in ranks)
+    return [rank for rank in ranks if rank.place[at] < furthest]
 
 
 def _stuck_elsewhere(ranks: tuple[RankRecord, ...], detail: str) -> Cause:

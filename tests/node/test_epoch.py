@@ -32,20 +32,36 @@ LOST = GroupError("gone")
 
 def test_each_failure_waits_longer_and_the_fifth_is_the_last() -> None:
     policy = RestartPolicy()
-    delays = [policy.delay_s(now, LOST) for now in (0, 5, 10, 20, 30)]
+    delays = [policy.delay_s(now, LOST, ready=True) for now in (0, 5, 10, 20, 30)]
     assert delays == [*BACKOFF_S[: MAX_FAILURES - 1], None]
 
 
 def test_failures_long_ago_are_forgotten() -> None:
     policy = RestartPolicy()
     for now in (0, 1, 2, 3):
-        assert policy.delay_s(now, LOST) is not None
-    assert policy.delay_s(FAILURE_WINDOW_S + 2.5, LOST) == BACKOFF_S[1]
+        assert policy.delay_s(now, LOST, ready=True) is not None
+    assert policy.delay_s(FAILURE_WINDOW_S + 2.5, LOST, ready=True) == BACKOFF_S[1]
 
 
-def test_one_failure_every_forty_seconds_goes_on_for_ever() -> None:
+def test_a_group_that_serves_between_its_failures_goes_on_for_ever() -> None:
     policy = RestartPolicy()
-    assert all(policy.delay_s(now, LOST) is not None for now in range(0, 4000, 40))
+    assert all(policy.delay_s(now, LOST, ready=True) is not None for now in range(0, 4000, 40))
+
+
+@pytest.mark.parametrize("load_s", [1.0, 40.0, 3600.0])
+def test_five_epochs_that_never_became_ready_are_the_end_whatever_they_took(load_s: float) -> None:
+    policy = RestartPolicy()
+    assert policy.delay_s(0.0, LOST, ready=True) is not None
+    began = FAILURE_WINDOW_S  # the one before is forgotten
+    delays = [policy.delay_s(began + load_s * count, LOST, ready=False) for count in range(1, 6)]
+    assert delays == [*BACKOFF_S, None]
+
+
+def test_an_epoch_that_became_ready_begins_the_count_again() -> None:
+    policy = RestartPolicy()
+    for now, ready in enumerate([False, False, False, False, True, False, False, False, False]):
+        assert policy.delay_s(now * FAILURE_WINDOW_S, LOST, ready) is not None
+    assert policy.delay_s(9 * FAILURE_WINDOW_S, LOST, ready=False) is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +74,7 @@ def test_one_failure_every_forty_seconds_goes_on_for_ever() -> None:
     ],
 )
 def test_what_will_not_change_is_not_tried_again(error: MlxtpError) -> None:
-    assert RestartPolicy().delay_s(0, error) is None
+    assert RestartPolicy().delay_s(0, error, ready=True) is None
 
 
 @given(st.lists(st.floats(0, 30), max_size=30))
@@ -68,7 +84,7 @@ def test_it_never_gives_up_before_five_failures_in_the_window(gaps: list[float])
         now += gap
         failures.append(now)
         recent = [at for at in failures if now - at < FAILURE_WINDOW_S]
-        delay_s = policy.delay_s(now, LOST)
+        delay_s = policy.delay_s(now, LOST, ready=True)
         assert (delay_s is None) == (len(recent) >= MAX_FAILURES)
         if delay_s is None:
             return

@@ -529,7 +529,7 @@ JACCL_ENDED = "rank 1: jaccl did not form: [jaccl] Couldn't create completion qu
 def test_the_mac_of_a_rank_is_named_whoever_reports_its_error_first(
     tmp_path: Path, first: int, code: Code
 ) -> None:
-    """Its own agent, or rank 0, whose link to it may be faster; JACCL is explained while it forms, and once."""
+    """Its own agent, or rank 0, whose link to it may be faster. JACCL is explained while it forms, once."""
 
     async def story(stage: Story) -> None:
         await stage.serve()

@@ -179,7 +179,7 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
     tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        RestartPolicy, "delay_s", lambda _, __, error: None if "memory" in str(error) else 0.0
+        RestartPolicy, "delay_s", lambda _, __, error, ___: None if "memory" in str(error) else 0.0
     )
 
     async def story(stage: Stage) -> None:

@@ -1,0 +1,101 @@
+"""MLX's errors of a Mac: which of them are a lack of memory, and which a GPU that took too long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlxtp.engine import loader, worker
+from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.mlx_errors import code_of
+from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
+from mlxtp.wire.messages import Error
+from mlxtp.wire.protocol import State
+
+from ..mlx_errors import GPU_TIMEOUT, NEITHER, OUT_OF_MEMORY
+from .small_models import write_model
+
+RECORDED: list[tuple[Exception, Code | None]] = [
+    (MemoryError(), Code.OUT_OF_MEMORY),
+    *((RuntimeError(text), Code.OUT_OF_MEMORY) for text in OUT_OF_MEMORY),
+    *((RuntimeError(text), Code.GPU_TIMEOUT) for text in GPU_TIMEOUT),
+    *((RuntimeError(text), None) for text in NEITHER),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), RECORDED, ids=str)
+def test_each_recorded_error_has_its_code(error: Exception, code: Code | None) -> None:
+    assert code_of(error, Code.FORWARD_FAILED) is (code or Code.FORWARD_FAILED)
+
+
+def raiser(error: BaseException) -> Any:
+    def err(*_: object, **__: object) -> None:
+        raise error
+
+    return err
+
+
+class Ended(Exception):
+    """A rank process would have ended."""
+
+
+@pytest.mark.parametrize(("error", "code"), RECORDED, ids=str)
+def test_a_rank_ends_with_the_code_of_what_mlx_raised(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: Code | None
+) -> None:
+    monkeypatch.setattr(worker, "run", raiser(error))
+
+    def fail(reason: MlxtpError) -> None:
+        raise Ended(reason.code, reason.detail)
+
+    process: Any = SimpleNamespace(rank=1, fail=fail)
+    with pytest.raises(Ended) as ended:
+        worker._run_or_fail(process, None, None)
+    said, detail = ended.value.args
+    assert said is (code or Code.FORWARD_FAILED)
+    assert str(error) in detail
+    assert detail.startswith("rank 1 ran out of memory: " if said is Code.OUT_OF_MEMORY else "rank 1: ")
+
+
+@pytest.mark.parametrize(("error", "code"), RECORDED, ids=str)
+@pytest.mark.parametrize("at", ["shard", "_evaluate", "load_model"])
+def test_a_lack_of_memory_while_loading_is_no_broken_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, error: Exception, code: Code | None
+) -> None:
+    where = f"mlx_lm.utils.{at}" if at == "load_model" else f"mlxtp.engine.loader.{at}"
+    monkeypatch.setattr(where, raiser(error))
+    with pytest.raises(MlxtpError) as refused:
+        loader.load(write_model(tmp_path / "small"), LoneGroup(), lambda: None)
+    assert type(refused.value) is (GroupError if code else ModelError)
+    assert refused.value.code is (code or Code.MODEL_INVALID)
+    assert str(error)[:100] in refused.value.detail
+    assert ("MLX held 0." in refused.value.detail) == bool(code), "how much of it was there"
+
+
+@pytest.mark.parametrize(
+    ("told", "passed_on"),
+    [
+        ("no such luck", "rank 1: no such luck"),
+        ("rank 1: no such luck", "rank 1: no such luck"),
+        ("rank 2 ran out of memory", "rank 2 ran out of memory"),
+    ],
+)
+def test_an_error_that_is_passed_on_names_its_rank_once(
+    monkeypatch: pytest.MonkeyPatch, told: str, passed_on: str
+) -> None:
+    failed: list[MlxtpError] = []
+    monkeypatch.setattr(
+        worker,
+        "read_in_background",
+        lambda _link, _rank, deliver, _fail: deliver(
+            SimpleNamespace(message=Error(Code.FORM_FAILED, told, 0))
+        ),
+    )
+    process: Any = worker.Process.__new__(worker.Process)
+    process._decode, process.mail, process.fail = [], SimpleNamespace(post=lambda *_: None), failed.append
+    link: Any = SimpleNamespace(protocol=SimpleNamespace(state=State.FAILED))
+    process.listen_to_rank(link, 1)
+    assert [error.detail for error in failed] == [passed_on]

@@ -32,11 +32,12 @@ class Limits:
 
     `form_s`, `proof_s`: forming a group, and its first small sums, which hang where a cable is out.
     `queue_s`: a request's wait for its first forward. `recovery_s`: its wait for another group when its own
-    has ended. `deadline_s`: all of it, from its arrival to its last token. `client_stall_s`: how long a
-    client may leave unread what is there for it. `canary_s`: how long a group idles between two proofs.
-    `max_open_tokens`: of prompts and answers of open requests. `min_free_bytes`: memory of this machine below
-    which nothing new is taken. `load_stall_s`, `prefill_stall_s`, `decode_stall_s`: without any progress. On
-    top a forward has 4 times what it is expected to take in prefill, and 20 times in decode.
+    has ended, or three loads of the model, whichever is longer. `deadline_s`: all of it, from its arrival to
+    its last token. `client_stall_s`: how long a client may leave unread what is there for it. `canary_s`: how
+    long a group idles between two proofs. `max_open_tokens`: of prompts and answers of open requests.
+    `min_free_bytes`: memory of this machine below which nothing new is taken. `load_stall_s`,
+    `prefill_stall_s`, `decode_stall_s`: without any progress. On top a forward has 4 times what it is
+    expected to take in prefill, and 20 times in decode.
     """
 
     spawn_s: float = 60.0

@@ -305,7 +305,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "limits.recovery", SECONDS, parse_limit, 60,
-        "A request's wait for another group when its own has ended.", LIMITS, fields=("recovery_s",),
+        "A request's wait for another group when its own has ended, or three loads of the model.",
+        LIMITS, fields=("recovery_s",),
     ),
     Setting(
         "limits.client_stall", SECONDS, parse_limit, 60,

@@ -121,7 +121,9 @@ def _of_machine(machine: Machine) -> Iterator[Trouble]:
             f"use --backend ring; if it has an RDMA device all the same, {_BY_HAND}",
         )
     if machine.bridge_up:
-        yield Trouble("bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports", _BRIDGE_DOWN, NO_ADDRESS)
+        yield Trouble(
+            "bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports", _BRIDGE_DOWN, NO_ADDRESS
+        )
 
 
 def _no_such_device(machine: Machine, name: str, peer: int) -> Trouble:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Container
 from dataclasses import dataclass, replace
@@ -664,6 +665,7 @@ class Conductor:
             info.context if info is not None else 0,
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
+            math.ceil(supervisor.gateway.load_s),
         )
 
     def _nothing(self) -> Serving:

@@ -132,7 +132,7 @@ class Follower:
             features=source.text.features,
         )
         self._ready = True
-        gateway.serve(self._desk, info, source.text, here=False)
+        gateway.serve(self._desk, info, source.text, here=False, load_s=serving.load_s)
         cluster.changed()
 
     def _opened(self, opening: asyncio.Task[None]) -> None:

@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 WARM_UP_PROMPT = 8
 WARM_UP_TOKENS = 6
+LOADS = 3
+"""So many loads a request waits for: one may fail, and fewer Macs take longer."""
 ASK_AGAIN_S = 0.5
 """When the agent with rank 0 is asked again, if it was not ready after all."""
 
@@ -84,8 +86,9 @@ class Census:
 class Gateway:
     """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error.
 
-    `recovery_s`: how long a request waits for another group before it ends with an error. `deadline_s`: how
-    long it may take in all. `memory` tells how much this machine has left.
+    `recovery_s`: how long a request waits for another group before it ends with an error; or `LOADS` times
+    what the model last took to load, if that is longer. `deadline_s`: how long it may take in all. `memory`
+    tells how much this machine has left.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class Gateway:
         self._health = health
         self._bounds = bounds
         self._recovery_s = recovery_s
+        self.load_s = 0.0
+        """Seconds that the served model took to load; 0 where that is not known."""
         self._deadline_s = deadline_s
         self._memory = memory or FreeMemory()
         self._salt = secrets.token_bytes(16)
@@ -131,12 +136,17 @@ class Gateway:
 
     # --- what the agent tells ------------------------------------------------------------------------
 
-    def serve(self, desk: Desk, model: ModelInfo, text: Text, *, here: bool = True) -> None:
-        """From now on requests go to `desk`. `here`: that is rank 0, and requests of others may go there."""
+    def serve(
+        self, desk: Desk, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
+    ) -> None:
+        """From now on requests go to `desk`. `here`: that is rank 0, and requests of others may go there.
+
+        `load_s`: seconds that the model took to load, 0 where that is not known.
+        """
         if self._served is not None and (self._served.id, self._served.path) != (model.id, model.path):
             self._end_all(GroupError(f"{model.id} is served now", Code.SHUTTING_DOWN))
         self._desk, self._model, self._text, self._here = desk, model, text, here
-        self._served = model
+        self._served, self.load_s = model, load_s
         self._take_up()
         self.on_serving()
 
@@ -422,11 +432,12 @@ class Gateway:
         self._paused[asked] = None
         if asked.pending is None:
             loop = asyncio.get_running_loop()
-            asked.pending = loop.call_later(self._recovery_s, self._give_up, asked, error)
+            recovery_s = max(self._recovery_s, LOADS * self.load_s)
+            asked.pending = loop.call_later(recovery_s, self._give_up, asked, error, recovery_s)
 
-    def _give_up(self, asked: Asked, error: MlxtpError) -> None:
+    def _give_up(self, asked: Asked, error: MlxtpError, waited_s: float) -> None:
         self._abandon(asked)
-        detail = f"no group took this request up again within {self._recovery_s:g} s: {error.detail}"
+        detail = f"no group took this request up again within {waited_s:.3g} s: {error.detail}"
         asked.put(GroupError(detail, error.code))
 
     def _take_up(self) -> None:

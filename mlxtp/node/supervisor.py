@@ -224,6 +224,7 @@ class Supervisor:
                     raise UserError(f"the group ended while it was measured: {error.detail}") from error
 
     async def _load(self, ranks: Ranks, model: ModelSource) -> None:
+        began = time.monotonic()
         self._weight_bytes = await asyncio.to_thread(_weight_bytes, model.path)
         self._enter(State.LOADING)
         try:
@@ -253,7 +254,7 @@ class Supervisor:
             features=model.text.features,
         )
         self._desired, self.reason = model, None
-        self.gateway.serve(ranks, info, model.text)
+        self.gateway.serve(ranks, info, model.text, load_s=time.monotonic() - began)
         self._enter(State.READY)
         self._served = True
         self.recoveries.serving(time.monotonic())

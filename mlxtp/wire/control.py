@@ -264,7 +264,7 @@ class Serving(Message):
     """The agent of rank 0 to all: the state of its group, and what is served when it is ready.
 
     `participants` are node ids in rank order, `key` is what plans are compared by. `eos`, `context` and
-    `vocabulary` are the model's.
+    `vocabulary` are the model's. `load_s` is how long it took to load, in seconds.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -281,6 +281,7 @@ class Serving(Message):
     context: int = _f(integer(0, U32))
     vocabulary: int = _f(integer(0, U32))
     eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
+    load_s: int = _f(integer(0, U32), default=0)
 
 
 @dataclass(frozen=True, slots=True)

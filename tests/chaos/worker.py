@@ -49,6 +49,7 @@ from mlxtp.wire.messages import (
 )
 from mlxtp.wire.protocol import LinkKind, Protocol, Received, Side
 
+from ..mlx_errors import OUT_OF_MEMORY
 from .orders import Order, Orders
 
 orders: Orders
@@ -151,11 +152,15 @@ def hold_shutdown(original: Wrapped, mail: Mailbox) -> None:
     original(mail)
 
 
+NO_MEMORY = OUT_OF_MEMORY[-1]
+"""Of Metal."""
+
+
 @around(Rank, "launch")
 def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
     """The step's frame has gone out already."""
     if order := orders.due("raise_in_forward", type(frame).__name__):
-        raise MemoryError if order.how == "memory" else RuntimeError("no such luck")
+        raise RuntimeError(NO_MEMORY if order.how == "memory" else "no such luck")
     return original(rank, step, frame)
 
 

@@ -79,7 +79,9 @@ def test_a_success_forgives_what_came_before() -> None:
 
 def test_a_missing_address_is_tried_again_soon_for_three_minutes() -> None:
     memory = FailedGroups()
-    group = replace(meshed(0, 1), reason="it did not form: [jaccl] Changing queue pair to RTR failed with errno 22")
+    group = replace(
+        meshed(0, 1), reason="it did not form: [jaccl] Changing queue pair to RTR failed with errno 22"
+    )
     memory.failed(group, Code.FORM_FAILED, MEMBERS, 0.0)
     assert left_out(memory, ADDRESS_RETRY_S) == []
     memory.failed(group, Code.FORM_FAILED, MEMBERS, ADDRESSES_COME_S)

@@ -163,6 +163,15 @@ def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
     assert record.exc_info[0] is ZeroDivisionError
 
 
+def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.hears(replace(READY, load_s=63))
+        await sees(stage.shows(State.READY))
+        assert stage.supervisor.gateway.load_s == 63
+
+    play(tmp_path, story)
+
+
 def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         await stage.follows()

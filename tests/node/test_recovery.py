@@ -195,6 +195,20 @@ def test_nobody_waits_longer_than_the_limit() -> None:
     play(story)
 
 
+@pytest.mark.parametrize(("load_s", "waits_s"), [(0.0, 60.0), (19.0, 60.0), (63.0, 189.0)])
+def test_a_model_that_takes_long_to_load_is_waited_for(load_s: float, waits_s: float) -> None:
+    async def story(stage: Stage) -> None:
+        stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT, load_s=load_s)
+        answer = stage.gateway.generate(Request((1,), 9))
+        began = asyncio.get_running_loop().time()
+        stage.gateway.pause(LOST)
+        assert answer.pending is not None
+        assert answer.pending.when() - began == pytest.approx(waits_s, abs=5.0)
+        await answer.aclose()
+
+    play(story)
+
+
 def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway._recovery_s = 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ import pytest
 from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError
-from mlxtp.node import failures
+from mlxtp.node import failures, golden
 from mlxtp.node.epoch import RestartPolicy, State, is_legal
 from mlxtp.node.ranks import Group
 from mlxtp.node.store.models import ModelSource, open_model
@@ -57,6 +58,9 @@ class Stage:
 
     async def changed(self) -> None:
         await self._changes.get()
+
+    def failed(self, _error: MlxtpError) -> bool:
+        return False
 
     def plan(self, epoch: int) -> None:
         self._plans.put_nowait(Plan(epoch, self.source, Group(1, 1, "none", kind="one Mac alone")))
@@ -219,6 +223,26 @@ def test_a_home_that_takes_no_files_fails_the_epoch_and_not_the_agent(
         assert str(stage.home) in stage.supervisor.reason.detail
         (stage.home / "run").unlink()
         await stage.serves(2)
+
+    play(tmp_path, source, story)
+
+
+def test_the_reason_of_a_golden_proof_that_failed_reaches_the_postmortem(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank reports it: the agent compares."""
+
+    def check(*_: object) -> bool:
+        raise GroupError("golden proof failed: it said so", Code.PROOF_FAILED)
+
+    monkeypatch.setattr(golden, "check", check)
+
+    async def story(stage: Stage) -> None:
+        stage.plan(1)
+        await sees(lambda: stage.asked == 2)
+        [folder] = (stage.home / failures.FOLDER).iterdir()
+        told = json.loads((folder / "epoch.json").read_text())
+        assert told["cause"] == {"code": "group_proof_failed", "detail": "golden proof failed: it said so"}
 
     play(tmp_path, source, story)
 

@@ -38,26 +38,19 @@ def raiser(error: BaseException) -> Any:
     return err
 
 
-class Ended(Exception):
-    """A rank process would have ended."""
-
-
 @pytest.mark.parametrize(("error", "code"), RECORDED, ids=str)
 def test_a_rank_ends_with_the_code_of_what_mlx_raised(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: Code | None
 ) -> None:
     monkeypatch.setattr(worker, "run", raiser(error))
-
-    def fail(reason: MlxtpError) -> None:
-        raise Ended(reason.code, reason.detail)
-
-    process: Any = SimpleNamespace(rank=1, fail=fail)
-    with pytest.raises(Ended) as ended:
-        worker._run_or_fail(process, None, None)
-    said, detail = ended.value.args
-    assert said is (code or Code.FORWARD_FAILED)
-    assert str(error) in detail
-    assert detail.startswith("rank 1 ran out of memory: " if said is Code.OUT_OF_MEMORY else "rank 1: ")
+    reported: list[MlxtpError] = []
+    process: Any = SimpleNamespace(rank=1, report=lambda reason: [reported.append(reason), 77][1])
+    assert worker._run_or_fail(process, None, None) == (77, False)
+    [reason] = reported
+    assert reason.code is (code or Code.FORWARD_FAILED)
+    assert str(error) in reason.detail
+    memory = reason.code is Code.OUT_OF_MEMORY
+    assert reason.detail.startswith("rank 1 ran out of memory: " if memory else "rank 1: ")
 
 
 @pytest.mark.parametrize(("error", "code"), RECORDED, ids=str)
@@ -90,9 +83,7 @@ def test_an_error_that_is_passed_on_names_its_rank_once(
     monkeypatch.setattr(
         worker,
         "read_in_background",
-        lambda _link, _rank, deliver, _fail: deliver(
-            SimpleNamespace(message=Error(Code.FORM_FAILED, told, 0))
-        ),
+        lambda _link, _rank, deliver, *_: deliver(SimpleNamespace(message=Error(Code.FORM_FAILED, told, 0))),
     )
     process: Any = worker.Process.__new__(worker.Process)
     process._decode, process.mail, process.fail = [], SimpleNamespace(post=lambda *_: None), failed.append

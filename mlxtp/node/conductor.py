@@ -143,6 +143,9 @@ class Conductor:
         members = {member.node_id: member for member in self.members()}
         return self._failed.left_out(members, time.monotonic())
 
+    def _failed_groups(self) -> tuple[FailedGroup, ...]:
+        return tuple(group for group, _ in self.left_out())
+
     def left_out_lines(self) -> list[str]:
         """Return one sentence for each group that is left out, for people."""
         lines = []
@@ -465,7 +468,7 @@ class Conductor:
         if not members:
             return None, "every Mac here is about to stop"
         try:
-            options = self._options(desired.nodes, source.id)
+            options = replace(self._options(desired.nodes, source.id), failed=self._failed_groups())
         except MlxtpError as error:  # by the word of a member with another version
             return None, error.detail
         asked = (members, desired, source.id, options)
@@ -505,6 +508,7 @@ class Conductor:
         ]
         try:
             options = self._options(nodes or cluster.coordination.desired.nodes, shape.name)
+            options = replace(options, failed=self._failed_groups())
             placement = plan(members, shape, cluster.node_id, options)
         except MlxtpError as error:
             return error.detail
@@ -548,7 +552,6 @@ class Conductor:
             fast_fences=settings.fast_fences,
             measured=self._cluster.measured(),
             rdma=self._overrides(settings),
-            failed=tuple(group for group, _ in self.left_out()),
         )
 
     def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:

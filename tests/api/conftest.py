@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -311,20 +312,33 @@ class Server:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-@pytest.fixture(scope="session")
-def running(loaded: dict[str, Loaded]) -> Iterator[Server]:
-    backend = FakeBackend(loaded[BYTE_LEVEL].text)
-    app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7)
+@contextlib.contextmanager
+def serving(backend: FakeBackend, tokenizer: Tokenizer, **settings: Any) -> Iterator[Server]:
+    """A running server. `keep_alive_s` of a stream is longer than any test, unless it is given."""
+    app = create_app(backend, max_body_bytes=MAX_BODY_BYTES, **{"keep_alive_s": 600.0} | settings)
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    port = sock.getsockname()[1]
     thread.start()
-    yield Server(backend, port, loaded[BYTE_LEVEL].tokenizer)
+    yield Server(backend, sock.getsockname()[1], tokenizer)
     loop.call_soon_threadsafe(stop.set)
     thread.join(WAIT_S)
     assert not thread.is_alive()
     loop.close()
+
+
+@pytest.fixture(scope="session")
+def running(loaded: dict[str, Loaded]) -> Iterator[Server]:
+    byte_level = loaded[BYTE_LEVEL]
+    with serving(FakeBackend(byte_level.text), byte_level.tokenizer, retry_after_s=7) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keep_alive_running(loaded: dict[str, Loaded]) -> Iterator[Server]:
+    byte_level = loaded[BYTE_LEVEL]
+    with serving(FakeBackend(byte_level.text), byte_level.tokenizer, keep_alive_s=0.5) as server:
+        yield server
 
 
 @pytest.fixture
@@ -332,6 +346,13 @@ def server(running: Server) -> Server:
     """The running server with a fresh script."""
     running.backend.__init__(running.backend.loaded_text)  # type: ignore[misc]
     return running
+
+
+@pytest.fixture
+def keep_alive_server(keep_alive_running: Server) -> Server:
+    """One whose streams are never silent for more than half a second."""
+    keep_alive_running.backend.__init__(keep_alive_running.backend.loaded_text)  # type: ignore[misc]
+    return keep_alive_running
 
 
 # --- a server for anything --------------------------------------------------------------------------------
@@ -370,17 +391,8 @@ def roomy_running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     Roomy.folder = folder
     Roomy.words = tuple(tokenizer.encode("hello world", add_special_tokens=False).ids)
-    backend = Roomy(Text.load(folder))
-    app = create_app(backend, max_body_bytes=MAX_BODY_BYTES, keep_alive_s=0.5)
-    sock = bind("127.0.0.1", 0)
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(app, sock, stop, grace_s=1)))
-    thread.start()
-    yield Server(backend, sock.getsockname()[1], tokenizer)
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    loop.close()
+    with serving(Roomy(Text.load(folder)), tokenizer) as server:
+        yield server
 
 
 @pytest.fixture

@@ -430,15 +430,15 @@ def read_until(sock: socket.socket, wanted: bytes, times: int = 1) -> bytes:
     return read
 
 
-def test_headers_a_comment_and_empty_chunks_come_before_the_first_token(server: Server) -> None:
-    server.backend.script = then([], forever)
-    with connect(server) as sock:
+def test_headers_a_comment_and_empty_chunks_come_before_the_first_token(keep_alive_server: Server) -> None:
+    keep_alive_server.backend.script = then([], forever)
+    with connect(keep_alive_server) as sock:
         send(sock, stream=True)
         read = read_until(sock, b"data: ", times=3)
     assert read.startswith(b"HTTP/1.1 200 ")
     assert b"content-type: text/event-stream" in read
     assert b": mlxtp\n\n" in read
-    assert server.backend.all_closed()
+    assert keep_alive_server.backend.all_closed()
 
 
 @pytest.mark.parametrize("reset", [False, True])

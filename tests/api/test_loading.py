@@ -84,6 +84,11 @@ class Turns:
 
 
 @pytest.fixture
+def server(keep_alive_server: Server) -> Server:
+    return keep_alive_server
+
+
+@pytest.fixture
 def turns(server: Server) -> Turns:
     turns = Turns()
     server.backend.take_turn = turns.take

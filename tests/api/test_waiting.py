@@ -66,6 +66,11 @@ def slowly(server: Server, wait_s: float) -> Callable[[], Any]:
 
 
 @pytest.fixture
+def server(keep_alive_server: Server) -> Server:
+    return keep_alive_server
+
+
+@pytest.fixture
 def late(server: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[Judge], None]:
     """Set what has to be awaited until rank 0 accepts; streams begin long before."""
     monkeypatch.setattr(generation, "ACCEPT_S", 0.1)

@@ -70,7 +70,7 @@ class Orders:
     frees_s  how long it takes to end after SIGTERM, or after it said its last word; -1: until it is killed
     mute     after SIGTERM it answers nothing
     die_on   name of a message on which it exits with the status of `code`
-    error_on name of a message which is answered by an Error with `code`
+    error_on name of a message on which it reports an Error with `code` and exits
     mute_on  name of a message which is never answered
     """
 
@@ -145,6 +145,7 @@ class FakeRank:
             return
         if self._order.get("error_on") == name:
             self._say(Error(code, f"rank {self._rank} was told to fail", 0))
+            os._exit(exit_status(code))
         elif type(message) in self._answers:
             self._answers[type(message)](message)
 

@@ -190,11 +190,11 @@ class RankProcess:
             waiting = asyncio.ensure_future(process.wait())
             if not self._leaves.is_set():
                 end.asked_at = time.monotonic()
-                if self._connection is not None:
-                    self.ping()
                 with contextlib.suppress(ProcessLookupError):
                     # process.terminate() reaps one that has just ended, and asyncio loses its status.
                     os.kill(process.pid, signal.SIGTERM)
+                if self._connection is not None:
+                    self.ping()
                 await asyncio.wait({waiting}, timeout=ANSWER_S)
             if self._leaves.is_set():
                 step_us = max(end.pong.step_us, end.pong.expected_us) if end.pong is not None else 0

@@ -34,8 +34,7 @@ _MLX_LM_RAISES = (
     struct.error,
 )
 """For missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory."""
-_CHECKED_IN_PARTS = 16
-_CHECKED_AT_LEAST = 1 << 16
+_CHECKED_AT_ONCE = 1 << 23  #: numbers
 """Into how many parts a tensor is cut to look for NaN, and how many weights are worth a part."""
 _FLOATS = {
     mx.float32: (mx.uint32, 0x7FFFFFFF, 0x7F800000),
@@ -174,17 +173,23 @@ def _tensors(count: int) -> str:
 def _look(array: mx.array, name: str) -> mx.array | None:
     """Return an array of one boolean: whether some of it are no numbers. None where all values are numbers.
 
-    It is computed in parts, so that it takes no more memory of its own than the array does.
+    A large array is looked at in parts, one after the other, since each takes as much memory as it has.
     """
     row = array.reshape(-1)
-    step = max(row.size // _CHECKED_IN_PARTS, _CHECKED_AT_LEAST)
-    parts = [row[at : at + step] for at in range(0, row.size, step)]
-    if parts and array.dtype in _FLOATS:
-        word, magnitude, infinite = _FLOATS[array.dtype]
-        return mx.stack([(part.view(word) & magnitude).max() for part in parts]).max() >= infinite
-    if parts and array.dtype == mx.uint8 and name.endswith(".scales"):
-        return mx.stack([(part == _NAN_SCALE).any() for part in parts]).any()
-    return None
+    found = None
+    for at in range(0, row.size, _CHECKED_AT_ONCE):
+        part = row[at : at + _CHECKED_AT_ONCE]
+        if array.dtype in _FLOATS:
+            word, magnitude, infinite = _FLOATS[array.dtype]
+            broken = (part.view(word) & magnitude).max() >= infinite
+        elif array.dtype == mx.uint8 and name.endswith(".scales"):
+            broken = (part == _NAN_SCALE).any()
+        else:
+            return None
+        found = broken if found is None else found | broken
+        if row.size > _CHECKED_AT_ONCE:
+            mx.eval(found)
+    return found
 
 
 def _broken(looks: dict[str, mx.array]) -> list[str]:

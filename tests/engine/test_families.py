@@ -56,7 +56,7 @@ WIDE: Mapping[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_hidden_layers": 6,
-    "vocab_size": 16383,
+    "vocab_size": 131071,
     "dtype": mx.bfloat16,
 }
 """Most of it is its vocabulary."""
@@ -231,8 +231,8 @@ def test_every_rank_holds_its_part_of_all_but_the_norms(two: Group, four: Group)
 
 def test_loading_takes_little_more_than_what_is_held(two: Group) -> None:
     for facts in two.facts:
-        assert facts["wide"]["weight_bytes"] > 6_000_000
-        assert facts["wide"]["peak_bytes"] < 1.15 * facts["wide"]["weight_bytes"]
+        assert facts["wide"]["weight_bytes"] > 36_000_000
+        assert facts["wide"]["peak_bytes"] < facts["wide"]["weight_bytes"] + 18_000_000
 
 
 def test_a_token_takes_its_part_of_the_cache(two: Group, four: Group) -> None:

@@ -125,13 +125,13 @@ def _distance_from_cause(report: Report) -> int:
 
 def is_consequence(error: MlxtpError) -> bool:
     """Whether it only says that somebody is gone: why may still be on its way."""
-    if error.code is Code.FORWARD_FAILED:
+    if error.code in (Code.FORWARD_FAILED, Code.PROOF_FAILED):
         return _RING_LOST in error.detail
     return error.code in (Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY)
 
 
 _RING_LOST = "[ring] connection to a peer was lost"
-"""MLX's words, in a forward, when a neighbour's process has ended."""
+"""MLX's words, in a forward or a proof, when a neighbour's process has ended."""
 
 
 _ALARM = 14

@@ -6,6 +6,7 @@ With an error end only those that the contract names: a request that kills, and 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,10 +40,15 @@ POISON = "Repeat exactly: ACONITE-42"
 
 
 def ask_all(cluster: FaultyCluster, kinds: Sequence[Fields]) -> list[list[Answer]]:
-    """All of them at once; the answers of each."""
+    """All of them at once; the answers of each. A client that comes during a pause comes again."""
 
     def ask(fields: Fields) -> list[Answer]:
-        return cluster.read_all(**{"prompt": LONG, "max_tokens": 100, **fields})
+        for _ in range(200):
+            answers = cluster.read_all(**{"prompt": LONG, "max_tokens": 100, **fields})
+            if not any(answer.status == 503 and answer.retry_after for answer in answers):
+                break
+            time.sleep(0.1)
+        return answers
 
     with ThreadPoolExecutor(len(kinds)) as clients:
         return list(clients.map(ask, kinds))

@@ -323,10 +323,11 @@ def test_a_rank_that_left_because_it_lost_another_is_not_the_cause(status: int) 
         assert pick_cause(reports) is crashed.error
 
 
-def test_a_forward_that_lost_its_neighbour_is_not_the_cause() -> None:
+@pytest.mark.parametrize("code", [Code.FORWARD_FAILED, Code.PROOF_FAILED])
+def test_a_forward_or_a_proof_that_lost_its_neighbour_is_not_the_cause(code: Code) -> None:
     """MLX may notice sooner than anybody else."""
     words = "rank 0: RuntimeError: [ring] connection to a peer was lost"
-    followed = Report(0, GroupError(words, Code.FORWARD_FAILED))
+    followed = Report(0, GroupError(words, code))
     killed = exit_report(1, -9, None)
     assert is_consequence(followed.error)
     assert pick_cause([followed, killed]) is killed.error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .shapes import ModelShape
@@ -52,6 +53,11 @@ def rank_memory(
         available=usable_bytes(member) // sharing,
         total=member.machine.memory_bytes,
     )
+
+
+def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:
+    """Return whether ranks have room while those before them still hold `held` bytes, by node id."""
+    return all(each.needed + held.get(each.node_id, 0) <= each.available for each in memory)
 
 
 def usable_bytes(member: Member) -> int:

@@ -456,6 +456,11 @@ class Cluster:
             case Serving():
                 self.knowledge.servings[node_id] = message
                 self.coordination.saw_epoch(message.epoch)
+                if (node_id, message.epoch) == (self.trial_guest.host, self.trial_guest.epoch):
+                    self.guest, self.trial_guest = self.trial_guest, self.guest  # its group serves now
+                    why = f"{self.name_of(node_id)} serves as epoch {message.epoch}"
+                    self.trial_guest.clear(why)
+                    self.supervisor.end_epoch(GroupError(why, Code.REPLANNED))
                 if node_id == self.guest.host and message.epoch > self.guest.epoch:
                     self.guest.clear(f"its host is at epoch {message.epoch}")
         self.changed()

@@ -32,6 +32,7 @@ from .store.models import ModelSource, is_hub_id
 from .store.servable import read_config, shape_in
 from .supervisor import Plan as EpochPlan
 from .surroundings import Surroundings
+from .trials import Trials
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,7 @@ class Conductor:
         self._seats: dict[tuple[str, int], RemoteRank] = {}
         """By node id and epoch."""
         self._failed = FailedGroups()
-        self._proven: set[object] = set()
-        """Groups that formed and proved themselves, see `_identity`."""
-        self._trial: asyncio.Task[None] | None = None
+        self._trials = Trials(cluster, self)
         self._changed = asyncio.Event()
         self._shape: tuple[ModelSource, ModelShape] | None = None
         self._known: tuple[object, Placement | None, str] | None = None
@@ -86,8 +85,7 @@ class Conductor:
         if self._mine is not None and self._mine.placement.backend == "jaccl":
             await self._cluster.look_now()  # with a cable out, JACCL forms all the same
         self._let_go()
-        await self.close()
-        self._seats = {}
+        await self._trials.stop()
         self._ready_for = asyncio.get_running_loop().create_future()
         self._cluster.changed()
         try:
@@ -113,9 +111,9 @@ class Conductor:
         if error.code in _OTHERWISE or of_the_model(error):
             return False
         passing = _PASSING_JACCL if chosen.backend == "jaccl" else _PASSING_TCP
-        return self._leave_out(chosen, error, STRIKES if error.code in passing else 1)
+        return self.leave_out(chosen, error, STRIKES if error.code in passing else 1)
 
-    def _leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
+    def leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
         """Note that a group failed; log and return whether another one takes its place."""
         links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         group = FailedGroup(chosen.kind, links, f"it did not form: {error.detail}")
@@ -157,15 +155,18 @@ class Conductor:
         return lines
 
     async def close(self) -> None:
-        """End the trial of a group, if there is one."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            trial.cancel()
-            await asyncio.wait({trial})
+        """End the group beside what serves, if there is one."""
+        await self._trials.close()
+
+    def forget(self, number: int) -> None:
+        """Drop the seats of epoch `number`, which has ended."""
+        self._seats = {key: seat for key, seat in self._seats.items() if key[1] != number}
 
     def _let_go(self) -> None:
         """The last epoch is over. The others hear it: what they know of it would stand for ever."""
-        last, self._mine = self.serving(), None
+        last, mine, self._mine = self.serving(), self._mine, None
+        if mine is not None:
+            self.forget(mine.form.number)
         if last is not None:
             self._cluster.neighbours.tell_all(last)
 
@@ -176,10 +177,11 @@ class Conductor:
         self._notice_changes()
         placement, why = self.placement()
         best = None
-        if placement is not None and placement.chosen is not None:
-            best = decisions.Plan(
-                placement.ranks, self._key(placement), placement.backend, self._is_proven(placement.chosen)
-            )
+        chosen = placement.chosen if placement is not None else None
+        self._trials.look(chosen)
+        if placement is not None and chosen is not None:
+            proven = self._trials.is_over(chosen)
+            best = decisions.Plan(placement.ranks, self._key(placement), placement.backend, proven)
         elif self._cluster.model.problem and (others := self._others_with_model()):
             best = decisions.Plan((min(others),), (0.0, 0.0))  # it is to coordinate, and will plan for itself
         hold_until, hold = self._hold()
@@ -228,73 +230,28 @@ class Conductor:
         source = self._cluster.model.source
         if self._ready_for is None or self._ready_for.done() or placement is None or source is None:
             return
-        cluster = self._cluster
+        if self._trials.busy:
+            return  # what it held must be free again
+        cluster, chosen = self._cluster, placement.chosen
+        assert chosen is not None
+        ahead = self._trials.take(chosen)
+        if ahead is not None:
+            form = replace(form, number=ahead.epoch)
         self._mine = _Mine(form, placement, cluster.coordination.desired.model, cluster.model.version)
         cluster.coordination.saw_epoch(form.number)
         names = " + ".join(map(cluster.name_of, placement.ranks))
-        chosen = placement.chosen
-        assert chosen is not None
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
         for note in placement.notes:
             log.info("%s", note)
-        self._ready_for.set_result(EpochPlan(form.number, source, self._group(form.number, chosen)))
+        if ahead is not None and (serving := self.serving()) is not None:
+            cluster.neighbours.tell_all(serving)  # its guests are no longer beside something
+        self._ready_for.set_result(ahead or EpochPlan(form.number, source, self.group(form.number, chosen)))
 
     def try_out(self, action: TryGroup) -> None:
-        """Form the group beside what serves, in the background, unless one is being tried already."""
+        """Form the group beside what serves, in the background."""
         placement, _ = self.placement()
-        if self._trial is not None or placement is None or placement.chosen is None:
-            return
-        self._cluster.coordination.saw_epoch(action.number)
-        self._trial = asyncio.ensure_future(self._try(action.number, placement.chosen))
-
-    async def _try(self, number: int, chosen: Alternative) -> None:
-        identity, tried = self._identity(chosen), self._without_busy_devices(chosen)
-        error: MlxtpError | None = None
-        try:
-            if tried is not None:
-                names = " + ".join(map(self._cluster.name_of, tried.ranks))
-                log.info("epoch %d: trying %s on %s beside what serves", number, tried.title, names)
-                plan = EpochPlan(number, None, self._group(number, tried, trial=True))
-                error = await self._cluster.supervisor.try_out(plan)
-        except Exception as bug:  # the boundary of the task: what serves goes on
-            log.exception("epoch %d", number)
-            error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
-        finally:
-            self._seats = {key: seat for key, seat in self._seats.items() if key[1] != number}
-            self._trial = None
-        if error is None:
-            self._proven.add(identity)
-        elif tried is not None and all(self._cluster.membership.standing(n).present for n in tried.ranks):
-            self._leave_out(tried, error, 1)
-        self._cluster.changed()
-
-    def _without_busy_devices(self, chosen: Alternative) -> Alternative | None:
-        """The part of a group that can be tried now, since an RDMA device cannot serve two groups at once.
-
-        Of a mesh this is rank 0 with the newcomers. None where nothing can be tried beforehand.
-        """
-        servings = [self.serving(), *self._cluster.knowledge.servings.values()]
-        over_jaccl = [each.participants for each in servings if each is not None and each.backend == "jaccl"]
-        busy = {node for participants in over_jaccl for node in participants}
-        if chosen.backend != "jaccl" or busy.isdisjoint(chosen.ranks):
-            return chosen
-        kept = [rank for rank, node in enumerate(chosen.ranks) if not rank or node not in busy]
-        if chosen.jaccl_ring or len(kept) == 1:
-            return None
-        return replace(
-            chosen,
-            nodes=len(kept),
-            ranks=tuple(chosen.ranks[rank] for rank in kept),
-            rdma=tuple(tuple(chosen.rdma[i][j] for j in kept) for i in kept),
-        )
-
-    def _identity(self, chosen: Alternative) -> object:
-        """What must be the same for a group to be one that was proven before."""
-        boots = tuple(self._cluster.membership.standing(node).boot_id for node in chosen.ranks)
-        return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses
-
-    def _is_proven(self, chosen: Alternative) -> bool:
-        return chosen.nodes == 1 or self._identity(chosen) in self._proven
+        if placement is not None and placement.chosen is not None:
+            self._trials.begin(action.number, placement.chosen)
 
     def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
         """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
@@ -302,7 +259,8 @@ class Conductor:
         if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
             self._mine = replace(mine, desired=desired.version)
 
-    def _group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+    def group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+        """Return the ranks of epoch `number`. `trial`: they are beside those that serve."""
         cluster = self._cluster
         world = len(chosen.ranks)
         if world == 1:
@@ -345,7 +303,7 @@ class Conductor:
             form = self._mine.form
             chosen = self._mine.placement.chosen
             if cluster.supervisor.state is State.READY and chosen is not None:
-                self._proven.add(self._identity(chosen))
+                self._trials.served(chosen)
                 self._failed.formed(chosen.kind, links_of(chosen.ranks, chosen.rdma))
             return Running(
                 form.number,
@@ -407,7 +365,7 @@ class Conductor:
                     link.remote if link is not None else "",
                     *self._has_model(node_id),
                     jaccl=False if node_id in self._lacking else None,
-                    held_bytes=self._held_bytes(node_id),
+                    held_bytes=self.held_bytes(node_id),
                     boot_id=standing.boot_id,
                 )
             )
@@ -417,13 +375,18 @@ class Conductor:
         """What joins those who are present."""
         return Topology(self.members(), self._overrides(self._cluster.settings))
 
-    def _held_bytes(self, node_id: str) -> int:
-        """What the rank there holds of its machine's memory, and will give back."""
-        ranks = self._cluster.supervisor.ranks
-        if ranks is None or self._mine is None or node_id not in self._mine.form.plan.ranks:
-            return 0
-        pong = ranks.pongs.get(self._mine.form.plan.ranks.index(node_id))
-        return _steps(pong.memory_bytes) if pong is not None else 0
+    def held_bytes(self, node_id: str) -> int:
+        """Return what ranks of this coordinator hold of that Mac's memory, and will give back."""
+        supervisor, mine = self._cluster.supervisor, self._mine
+        groups = [(supervisor.beside, self._trials.ranks)]
+        if mine is not None:
+            groups.append((supervisor.ranks, mine.form.plan.ranks))
+        pongs = [
+            ranks.pongs.get(nodes.index(node_id))
+            for ranks, nodes in groups
+            if ranks is not None and node_id in nodes
+        ]
+        return _steps(sum(pong.memory_bytes for pong in pongs if pong is not None))
 
     def _has_model(self, node_id: str) -> tuple[bool, str]:
         cluster = self._cluster

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from .history import History, Now
 from .load_words import refusal
 from .overload import Bounds
 from .rank_process import WORKER, Worker
-from .ranks import Group, Ranks
+from .ranks import Group, Ranks, Stage
 from .recoveries import Recoveries
 from .store.models import ModelSource
 
@@ -46,12 +46,26 @@ StageListener = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on ranks that are warm and proven. `kv_room` in tokens; it took `load_s` seconds to load."""
+
+    info: ModelInfo
+    kv_room: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The next epoch: its number, its model (None: only the group), and its ranks."""
+    """The next epoch: its number, its model (None: only the group), and its ranks.
+
+    `ranks` and `loaded` are there where it was formed and loaded beside the epoch before.
+    """
 
     epoch: int
     model: ModelSource | None
     group: Group
+    ranks: Ranks | None = None
+    loaded: LoadedModel | None = None
 
 
 class Plans(Protocol):
@@ -91,6 +105,8 @@ class Supervisor:
         """Whether an epoch failed and the next one has to wait: then the state is about that one."""
         self.ranks: Ranks | None = None
         self._current: Ranks | None = None
+        #: Those that are formed, and perhaps loaded, beside the present epoch.
+        self.beside: Ranks | None = None
         self._served = False
         """Whether the present epoch, or the last one, became ready."""
         self.group: Group | None = None
@@ -224,37 +240,44 @@ class Supervisor:
                     raise UserError(f"the group ended while it was measured: {error.detail}") from error
 
     async def _load(self, ranks: Ranks, model: ModelSource) -> None:
-        began = time.monotonic()
         self._weight_bytes = await asyncio.to_thread(_weight_bytes, model.path)
         self._enter(State.LOADING)
         try:
-            loaded = await self._loaded(ranks, model)
-            self._reached("loaded")
-            self.kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
-            with ranks.warming_up():
-                warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
-                answer = await self._warmed_up(ranks, warm_up)
-            await asyncio.to_thread(self._prove, model.path, answer)
-            self._reached("warmed up")
+            loaded = await self._bring_up(ranks, model, self._reached)
         except ModelError as error:
             self.reason = error
             self._enter(State.IDLE)
             raise
-        aliases = ("default",) if model.id != "default" else ()
-        defaults = await asyncio.to_thread(load_defaults, model.path)
+        self._serve(ranks, model, loaded)
+
+    async def _bring_up(
+        self, ranks: Ranks, model: ModelSource, reached: Callable[[str], None]
+    ) -> LoadedModel:
+        began = time.monotonic()
+        loaded = await self._loaded(ranks, model)
+        reached("loaded")
+        with ranks.warming_up():
+            warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
+            answer = await self._warmed_up(ranks, warm_up)
+        await asyncio.to_thread(self._prove, ranks.group, model.path, answer)
+        reached("warmed up")
         info = ModelInfo(
             id=model.id,
-            aliases=aliases,
+            aliases=("default",) if model.id != "default" else (),
             path=model.path,
             context=loaded.context,
             created=int(time.time()),
             eos=loaded.eos,
             vocabulary=loaded.vocabulary,
-            defaults=defaults,
+            defaults=await asyncio.to_thread(load_defaults, model.path),
             features=model.text.features,
         )
-        self._desired, self.reason = model, None
-        self.gateway.serve(ranks, info, model.text, load_s=time.monotonic() - began)
+        kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
+        return LoadedModel(info, kv_room, time.monotonic() - began)
+
+    def _serve(self, ranks: Ranks, model: ModelSource, loaded: LoadedModel) -> None:
+        self._desired, self.reason, self.kv_room = model, None, loaded.kv_room
+        self.gateway.serve(ranks, loaded.info, model.text, load_s=loaded.load_s)
         self._enter(State.READY)
         self._served = True
         self.recoveries.serving(time.monotonic())
@@ -276,10 +299,9 @@ class Supervisor:
             await ranks.do(Unload())
             raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
 
-    def _prove(self, folder: Path, answer: tuple[int, ...]) -> None:
+    def _prove(self, group: Group, folder: Path, answer: tuple[int, ...]) -> None:
         settings = self._settings
-        assert self.group is not None
-        backend, world_size = self.group.backend, self.group.world_size
+        backend, world_size = group.backend, group.world_size
         numeric = {"backend": backend, "compiled": settings.compiled, "kv_bits": settings.kv_bits}
         numeric |= {"draft_model": settings.draft_model}
         numeric |= {"speculation": settings.speculation, "prefill_chunk": settings.prefill_chunk}
@@ -328,14 +350,7 @@ class Supervisor:
         self._enter(State.STARTING)
         self._began = time.monotonic()
         try:
-            ranks = Ranks(
-                self._settings,
-                self.epoch,
-                self.gateway.on_event,
-                self._reached,
-                worker=self._worker,
-                group=plan.group,
-            )
+            ranks = plan.ranks or self._ranks_of(plan, self._reached)
         except OSError as error:  # a disk that is full
             self._enter(State.RESTARTING)
             self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
@@ -343,32 +358,54 @@ class Supervisor:
             self.history.ended(_now(), self.reason.code, self.reason.detail)
             return self.reason
         self._current = ranks
+        if ranks is self.beside:
+            self.beside = None
         try:
-            return await self._through(ranks)
+            return await self._through(ranks, plan.loaded)
         finally:
             self._current = None
 
-    async def try_out(self, plan: Plan) -> MlxtpError | None:
-        """Form and prove the group of `plan` beside the present epoch, and end it. Return why it failed."""
-        ranks = Ranks(self._settings, plan.epoch, lambda _event: None, worker=self._worker, group=plan.group)
-        try:
-            await ranks.start()
-        except MlxtpError as error:
-            await _to_its_end(ranks.kill(error))
-            return error
-        except BaseException:
-            await _to_its_end(ranks.stop())
-            raise
-        await _to_its_end(ranks.stop())
-        return None
+    def _ranks_of(self, plan: Plan, on_stage: Stage = lambda _: None) -> Ranks:
+        events = self.gateway.on_event
+        return Ranks(self._settings, plan.epoch, events, on_stage, worker=self._worker, group=plan.group)
 
-    async def _through(self, ranks: Ranks) -> MlxtpError:
+    async def try_out(self, plan: Plan) -> Plan:
+        """Form and prove the group of `plan` beside the present epoch, and load its model, if it has one.
+
+        Returns the plan, with these ranks for the next epoch if they have a model; else they have ended.
+        Raises MlxtpError.
+        """
+        self.beside = ranks = self._ranks_of(plan)
         try:
             await ranks.start()
+            if plan.model is not None:
+                loaded = await self._bring_up(ranks, plan.model, lambda _stage: None)
+                return replace(plan, ranks=ranks, loaded=loaded)
+        except BaseException as error:
+            await self.end_beside(error if isinstance(error, MlxtpError) else None)
+            raise
+        await self.end_beside()
+        return plan
+
+    async def end_beside(self, error: MlxtpError | None = None) -> None:
+        """End the ranks beside the present epoch, if there are any; at once where they failed by `error`."""
+        if (ranks := self.beside) is not None:
+            try:
+                await _to_its_end(ranks.stop() if error is None else ranks.kill(error))
+            finally:
+                self.beside = None
+
+    async def _through(self, ranks: Ranks, loaded: LoadedModel | None) -> MlxtpError:
+        try:
+            if loaded is None:
+                await ranks.start()
             self.ranks = ranks
             if self._desired is None:
                 self._enter(State.IDLE)
                 self._served = True
+            elif loaded is not None:
+                self._enter(State.LOADING)
+                self._serve(ranks, self._desired, loaded)
             else:
                 async with self._busy:
                     await self._load(ranks, self._desired)

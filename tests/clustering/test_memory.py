@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.memory import HEADROOM_BYTES, rank_memory, usable_bytes
+from mlxtp.cluster.memory import HEADROOM_BYTES, RankMemory, fits_beside, rank_memory, usable_bytes
 
 from .desks import GIB, changed, mac, shape
 
@@ -45,3 +45,14 @@ def test_a_rank_needs_weights_caches_and_headroom() -> None:
     assert rank.fits
     assert rank_memory(mac(0), model, 2, 1000, sharing=4).available == 16 * GIB
     assert not rank_memory(mac(0, memory=8), model, 2, 1000).fits
+
+
+def test_ranks_fit_beside_others_only_in_what_these_leave() -> None:
+    weights, held = 20 * GIB, 25 * GIB
+    member = replace(mac(0, memory=64, free=20, gpu_bytes=48 * GIB), held_bytes=held)
+    needs = [RankMemory(member.node_id, "a", weights, 0, 0, usable_bytes(member), 64 * GIB)]
+    assert usable_bytes(member) == 45 * GIB
+    assert fits_beside(needs, {})
+    assert fits_beside(needs, {member.node_id: held})
+    assert not fits_beside(needs, {member.node_id: held + 1})
+    assert fits_beside(needs, {"another": held + 1})

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -128,7 +129,7 @@ def test_of_a_larger_mesh_the_newcomers_are_tried_while_devices_are_in_use(
         ours = node.cluster.node_id
         ranks = (ours, A, B)
         mesh = Alternative(JACCL_MESH, 3, "possible", ranks=ranks, backend="jaccl", rdma=MATRIX)
-        free = node.cluster.conductor._without_busy_devices
+        free = node.cluster.conductor._trials._without_busy_devices
         assert free(mesh) is mesh
         a = node.meet(A)
         node.hear(a, serving("jaccl", A, ours))
@@ -157,7 +158,7 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
             looked.append(conductor._mine)
 
         node.cluster.look_now = look  # type: ignore[method-assign]
-        mine = type("Mine", (), {"placement": type("Placement", (), {"backend": backend})()})()
+        mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=SimpleNamespace(number=1))
         conductor._mine = cast(Any, mine)
         conductor.serving = lambda: None  # type: ignore[method-assign]
         with pytest.raises(TimeoutError):

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxtp.cluster import failed_groups
+from mlxtp.node import trials
 from mlxtp.node.agent import Agent
 from mlxtp.node.epoch import State
+from mlxtp.node.rank_process import WORKER
 
 from ..cluster import START_S
+from .scenes import sees
 from .test_jaccl_agents import DEVICES, pretending, say
 from .two_agents import two_agents
 
@@ -22,12 +30,25 @@ pytestmark = pytest.mark.group
 BROKEN: dict[str, Any] = {"whole": True, "fault": "raise", "at": 3}
 
 
+BROKEN_LOADER = """
+import sys
+from mlxtp.engine import rank, worker
+from mlxtp.errors import Code, ModelError
+def load(*_, **__):
+    raise ModelError("model.safetensors ends too early", Code.MODEL_INVALID)
+if sys.argv[sys.argv.index("--rank") + 1] == "1":
+    rank.load = load
+worker.main(sys.argv[1:])
+"""
+
+
 class Client:
     """Asks one question after the other, until a group of two has answered, and watches the state."""
 
     def __init__(self, agent: Agent) -> None:
         self.states: set[State] = set()
         self.answers: list[tuple[int, ...]] = []
+        self.pause_s = 0.0
         self._agent = agent
 
     async def run(self) -> None:
@@ -35,6 +56,7 @@ class Client:
         while not (supervisor.state is State.READY and supervisor.group and supervisor.group.world_size == 2):
             self.states.add(supervisor.state)
             self.answers.append(await say(self._agent))
+            await asyncio.sleep(self.pause_s)
         self.answers.append(await say(self._agent))
 
 
@@ -100,7 +122,7 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
             group = first.supervisor.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
-            assert State.FAILED not in client.states
+            assert client.states.isdisjoint({State.FAILED, State.LOADING})
             assert len(set(client.answers)) == 1
             assert first.cluster is not None
             leader = first if first.cluster.coordination.leading else second
@@ -116,3 +138,89 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
     assert [each.partition("trying ")[2].partition(" on ")[0] for each in tried] == [
         "JACCL mesh of 2", "ring within one machine of 2",
     ]  # fmt: skip
+
+
+@asynccontextmanager
+async def joined(
+    tmp_path: Path, worker: Sequence[str] = WORKER
+) -> AsyncIterator[tuple[Agent, Agent, Client]]:
+    """An agent that serves alone, with a client, and another one that has just joined it."""
+    clients: list[Client] = []
+    asking: list[asyncio.Task[None]] = []
+
+    async def alone(first: Agent) -> None:
+        await first.wait_ready()
+        clients.append(Client(first))
+        clients[0].pause_s = 0.2
+        asking.append(asyncio.ensure_future(clients[0].run()))
+
+    async with (
+        asyncio.timeout(2 * START_S),
+        two_agents(tmp_path, worker, fabric="ring", nodes="all", meanwhile=alone) as (first, second),
+    ):
+        try:
+            yield first, second, clients[0]
+        finally:
+            asking[0].cancel()
+            await asyncio.wait(asking)
+
+
+async def serve_together(first: Agent, second: Agent) -> None:
+    await sees(lambda: first.supervisor.group is not None and first.supervisor.group.world_size == 2)
+    await first.wait_ready()
+    await second.wait_ready()
+
+
+def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with joined(tmp_path) as (first, second, client):
+            await serve_together(first, second)
+            assert State.LOADING not in client.states
+            assert first.cluster is not None
+            assert second.cluster is not None
+            epoch = first.supervisor.epoch
+            assert second.cluster.guest.epoch == epoch
+            assert second.cluster.trial_guest.epoch == 0
+            before = await say(second)
+            [stay] = second.cluster.guest._alive
+            assert stay.process is not None
+            os.kill(stay.process.pid, signal.SIGKILL)
+            await sees(lambda: first.supervisor.epoch > epoch)
+            await first.wait_ready()
+            await second.wait_ready()
+            assert await say(second) == before
+
+    asyncio.run(story())
+
+
+def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_one_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trials, "fits_beside", lambda *_: False)
+    caplog.set_level(logging.INFO)
+
+    async def story() -> None:
+        async with joined(tmp_path) as (first, second, client):
+            await serve_together(first, second)
+            assert first.supervisor.beside is None
+            assert len(set(client.answers)) == 1
+
+    asyncio.run(story())
+    [line] = lines(caplog, "beside what serves")
+    assert line.endswith("serves")
+
+
+def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
+            assert first.cluster is not None
+            epoch = first.supervisor.epoch
+            await sees(first.cluster.conductor.left_out)
+            ((failed, _),) = first.cluster.conductor.left_out()
+            assert "model.safetensors ends too early" in failed.reason
+            await second.wait_ready()
+            assert await say(second) == await say(first)
+            assert client.states == {State.READY}
+            assert first.supervisor.epoch == epoch
+
+    asyncio.run(story())

@@ -1,0 +1,205 @@
+"""Groups that are formed beside the one that serves, which goes on until they are known to work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ..cluster.alternatives import Alternative
+from ..cluster.memory import fits_beside
+from ..errors import Code, GroupError, MlxtpError
+from ..wire.control import Serving
+from .epoch import State
+from .ranks import Group
+from .supervisor import Plan
+from .surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+_SERVING = frozenset((State.LOADING, State.READY, State.DRAINING))
+
+
+class Groups(Protocol):
+    """The conductor, as a trial needs it."""
+
+    def group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+        """Return the ranks of epoch `number`."""
+
+    def forget(self, number: int) -> None:
+        """Drop the seats of epoch `number`, which has ended."""
+
+    def serving(self) -> Serving | None:
+        """Return the group of this coordinator, as others know it."""
+
+    def held_bytes(self, node_id: str) -> int:
+        """Return what ranks of this coordinator hold of that Mac's memory."""
+
+    def leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
+        """Note that a group failed. Return whether another one takes its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A group with its model loaded, before its turn."""
+
+    identity: object
+    chosen: Alternative
+    plan: Plan
+
+
+class Trials:
+    """At most one group beside the present epoch: it forms, proves itself, and loads the model where memory
+    permits both. A loaded one stays until the next epoch takes it over.
+    """
+
+    def __init__(self, cluster: Surroundings, groups: Groups) -> None:
+        self.ranks: tuple[str, ...] = ()
+        """Node ids of the group beside, in rank order."""
+        self._cluster = cluster
+        self._groups = groups
+        self._task: asyncio.Task[None] | None = None
+        self._ahead: _Ahead | None = None
+        self._proven: set[object] = set()
+        """Groups that formed and proved themselves, see `_identity`."""
+        self._loaded: set[object] = set()
+        """Groups that loaded beside the present epoch, or tried to: once is enough."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a group is formed, loaded or ended beside the present epoch now."""
+        return self._task is not None
+
+    def served(self, chosen: Alternative) -> None:
+        """Note that a group became ready."""
+        self._proven.add(self._identity(chosen))
+
+    def is_over(self, chosen: Alternative) -> bool:
+        """Return whether the group that serves may end for this one: nothing is left to try beside it."""
+        if chosen.nodes == 1:
+            return True
+        identity = self._identity(chosen)
+        if self._ahead is not None:
+            return self._ahead.identity == identity
+        return not self.busy and identity in self._proven and not self._may_load(chosen)
+
+    def begin(self, number: int, chosen: Alternative) -> None:
+        """Try a group as epoch `number`, in the background, unless there is one already."""
+        if self._task is None and self._ahead is None:
+            self._task = asyncio.ensure_future(self._try(number, chosen))
+
+    def take(self, chosen: Alternative) -> Plan | None:
+        """Return the epoch of the group that is formed next, if its model is loaded already."""
+        ahead = self._ahead
+        self._loaded.clear()
+        if ahead is None or ahead.identity != self._identity(chosen):
+            return None
+        self._ahead, self.ranks = None, ()
+        return ahead.plan
+
+    def look(self, chosen: Alternative | None) -> None:
+        """End the loaded group, in the background, if it failed or is no longer the one that is planned."""
+        ahead = self._ahead
+        if ahead is None or ahead.plan.ranks is None:
+            return
+        failed = ahead.plan.ranks.failed
+        planned = chosen is not None and self._identity(chosen) == ahead.identity
+        wanted = self._cluster.coordination.leading and self._cluster.model.source is ahead.plan.model
+        if failed.done() or not (planned and wanted):
+            self._ahead = None
+            self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
+
+    async def stop(self) -> None:
+        """End a trial that is still on its way. A loaded group stays."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.stop()
+        self._ahead = None
+        await self._cluster.supervisor.end_beside()
+
+    async def _try(self, number: int, chosen: Alternative) -> None:
+        cluster, identity, tried = self._cluster, self._identity(chosen), self._without_busy_devices(chosen)
+        model = cluster.model.source if self._may_load(chosen) else None
+        error: MlxtpError | None = None
+        cluster.coordination.saw_epoch(number)
+        try:
+            if tried is not None:
+                names = " + ".join(map(cluster.name_of, tried.ranks))
+                also = ", with the model" if model is not None else ""
+                log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
+                self.ranks = tried.ranks
+                group = self._groups.group(number, tried, trial=True)
+                plan = await cluster.supervisor.try_out(Plan(number, model, group))
+                if plan.ranks is not None:
+                    self._ahead = _Ahead(identity, chosen, plan)
+                    plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
+        except MlxtpError as failure:
+            error = failure
+        except Exception as bug:  # the boundary of the task: what serves goes on
+            log.exception("epoch %d", number)
+            error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
+        finally:
+            self._task = None
+            if self._ahead is None:
+                self.ranks = ()
+                self._groups.forget(number)
+        if model is not None:
+            self._loaded.add(identity)
+        if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
+            self._proven.add(identity)
+        elif tried is not None:
+            self._leave_out(tried, error)
+        cluster.changed()
+
+    async def _end(self, ahead: _Ahead, error: MlxtpError | None) -> None:
+        try:
+            await self._cluster.supervisor.end_beside(error)
+        finally:
+            self._task, self.ranks = None, ()
+            self._groups.forget(ahead.plan.epoch)
+        if error is not None:
+            self._leave_out(ahead.chosen, error)
+        self._cluster.changed()
+
+    def _leave_out(self, chosen: Alternative, error: MlxtpError) -> None:
+        if all(self._cluster.membership.standing(node).present for node in chosen.ranks):
+            self._groups.leave_out(chosen, error, 1)
+
+    def _may_load(self, chosen: Alternative) -> bool:
+        """Return whether a group can load the model while the present one serves, and has not yet."""
+        if self._identity(chosen) in self._loaded or self._without_busy_devices(chosen) is not chosen:
+            return False
+        others = self._cluster.knowledge.servings.values()
+        if any(each.state in _SERVING and set(each.participants) & set(chosen.ranks) for each in others):
+            return False  # no word here of how much their ranks hold
+        return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
+
+    def _without_busy_devices(self, chosen: Alternative) -> Alternative | None:
+        """The part of a group that can be tried now, since an RDMA device cannot serve two groups at once.
+
+        Of a mesh this is rank 0 with the newcomers. None where nothing can be tried beforehand.
+        """
+        servings = [self._groups.serving(), *self._cluster.knowledge.servings.values()]
+        over_jaccl = [each.participants for each in servings if each is not None and each.backend == "jaccl"]
+        busy = {node for participants in over_jaccl for node in participants}
+        if chosen.backend != "jaccl" or busy.isdisjoint(chosen.ranks):
+            return chosen
+        kept = [rank for rank, node in enumerate(chosen.ranks) if not rank or node not in busy]
+        if chosen.jaccl_ring or len(kept) == 1:
+            return None
+        return replace(
+            chosen,
+            nodes=len(kept),
+            ranks=tuple(chosen.ranks[rank] for rank in kept),
+            rdma=tuple(tuple(chosen.rdma[i][j] for j in kept) for i in kept),
+        )
+
+    def _identity(self, chosen: Alternative) -> object:
+        """What must be the same for a group to be one that was proven before."""
+        boots = tuple(self._cluster.membership.standing(node).boot_id for node in chosen.ranks)
+        return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses

@@ -80,6 +80,7 @@ class Settings:
     prefill_chunk: int = 512
     run_ahead: int = 1
     agreement: str = "auto"
+    repeatable: bool = False
     compiled: bool = True
     speculation: bool = True
     prefix_cache: bool = True

@@ -257,6 +257,12 @@ SETTINGS: tuple[Setting, ...] = (
         TUNING, "auto|broadcast|verify", same_on_all=True,
     ),
     Setting(
+        "repeatable", SWITCH, parse_switch, False,
+        "Join three Macs or more only so that the same sums come out each time: over a JACCL ring or TCP, "
+        "not over a JACCL mesh.",
+        TUNING, same_on_all=True,
+    ),
+    Setting(
         "max_context", NUMBER, parse_tokens, 0,
         "Most tokens of prompt and answer.",
         TUNING, "TOKENS", "0, what the model was made for", same_on_all=True,

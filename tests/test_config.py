@@ -76,6 +76,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("model", "here", "there", "model", ("here", "there")),
         ("http", "127.0.0.1:1000", "localhost:2000", "http_port", (1000, 2000)),
         ("agreement", "verify", "broadcast", "agreement", ("verify", "broadcast")),
+        ("repeatable", "no", "yes", "repeatable", (False, True)),
         ("compiled", "no", "yes", "compiled", (False, True)),
         ("speculation", "no", "yes", "speculation", (False, True)),
         ("prefix_cache", "no", "yes", "prefix_cache", (False, True)),
@@ -480,8 +481,7 @@ STRINGS = (
 )  # fmt: skip
 SWITCHES = (
     "compiled", "speculation", "prefix_cache", "spare", "alone", "discovery", "fast_fences", "keep_awake",
-    "load_on_request",
-    "http_tls",
+    "load_on_request", "http_tls", "repeatable",
 )  # fmt: skip
 TIMES = ("deadline", "queue", "recovery", "client_stall", "load_stall")
 LISTS = ("peers", "rdma", "allowed_hosts", "allowed_origins", "model_folders")

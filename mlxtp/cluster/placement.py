@@ -43,6 +43,7 @@ class Options:
     rdma              RDMA devices given by hand, by node id and peer's node id
     keep_coordinator  whether the coordinator leads every group it can be part of; without, only the fastest
     failed            groups that failed to form a while ago, which are refused
+    repeatable        whether large sums must come out the same each time
     """
 
     backend: str = "auto"
@@ -53,6 +54,7 @@ class Options:
     rdma: Overrides = field(default_factory=dict)
     keep_coordinator: bool = True
     failed: tuple[FailedGroup, ...] = ()
+    repeatable: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -113,6 +115,7 @@ def plan(
         fast_fences=options.fast_fences,
         measured=options.measured,
         failed=options.failed,
+        repeatable=options.repeatable,
     )
     must = coordinator if options.keep_coordinator and coordinator in present else ""
     considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))

@@ -74,6 +74,9 @@ def plan(
     fast_fences: Annotated[
         bool, typer.Option("--fast-fences", help="As if `mlxtp node --fast-fences` ran on each.")
     ] = False,
+    repeatable: Annotated[
+        bool, typer.Option("--repeatable", help="As if `mlxtp node --repeatable` ran on each.")
+    ] = False,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -101,6 +104,7 @@ def plan(
         max_context=max_context,
         fast_fences=fast_fences,
         measured=measured(results, fast_fences=fast_fences),
+        repeatable=repeatable,
     )
     if model not in KNOWN and "/" not in model and not Path(model).exists():
         model = in_folders(model, _model_folders(home))

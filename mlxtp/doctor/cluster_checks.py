@@ -59,6 +59,8 @@ def of_serving(facts: Facts) -> Iterator[Finding]:
         )
     for sentence in agent.left_out:
         yield warning(sentence, "mend what it names: it is tried again as soon as cables or ports change")
+    if agent.proof:
+        yield warning(agent.proof, "try other cables; `mlxtp bench --fabric` proves each collective by value")
     if agent.failures:
         yield info(f"failed groups of which something is kept: {agent.failures}", "mlxtp doctor --postmortem")
 

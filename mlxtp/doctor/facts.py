@@ -17,7 +17,8 @@ class AgentFacts:
     """Who looked. `problem`: an agent holds this home, and could not be asked.
 
     `state`, `reason`, `problem_of_cluster` and `waiting` are what `mlxtp status` says of it; `failures`
-    counts the failed groups of which something is kept, `left_out` names those that planning leaves out.
+    counts the failed groups of which something is kept, `left_out` names those that planning leaves out,
+    `proof` what the golden proof found.
     `left_wired` says what ended ranks left wired.
     """
 
@@ -30,6 +31,7 @@ class AgentFacts:
     problem_of_cluster: str = ""
     waiting: str = ""
     left_out: tuple[str, ...] = ()
+    proof: str = ""
     model: str = ""
     has_rank: bool = False
     keep_awake: bool = True

@@ -193,5 +193,5 @@ class Policy:
     wide: bool = True
     drafts: bool = True
     draft_room: int = 64
-    agreement: Literal["auto", "broadcast", "verify"] = "auto"
+    agreement: Literal["auto", "broadcast", "broadcast-draws", "verify"] = "auto"
     drafter: Drafter | None = None

@@ -441,9 +441,11 @@ class Scheduler:
         return _Row(sequence, drafts, forced)
 
     def _agreement(self, rows: Sequence[_Sequence]) -> Agreement:
-        if self._policy.agreement == "broadcast" or any(s.wants.shaped for s in rows):
-            return "broadcast"
-        return "verify"
+        policy = self._policy.agreement
+        unlike = policy == "broadcast-draws" and _exchange(rows) == "logits"
+        return (
+            "broadcast" if policy == "broadcast" or unlike or any(s.wants.shaped for s in rows) else "verify"
+        )
 
     # --- results -------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from ..config import Settings
@@ -9,9 +11,11 @@ from ..config import Settings
 _PACKAGES = ("mlxtp", "mlx", "mlx-lm")
 _FLAGS = (
     "agreement", "compiled", "speculation", "prefix_cache", "prefill_chunk", "max_context", "kv_bits",
-    "kv_bytes", "fabric", "fast_fences",
+    "kv_bytes", "fabric", "fast_fences", "repeatable",
 )  # fmt: skip
 """Settings by which ranks compute, or of which the coordinator's hold for all."""
+_PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_METAL_FAST_SYNCH")
+"""Variables of MLX that ranks get from their agent, by how they begin."""
 
 
 def versions_here() -> tuple[str, ...]:
@@ -19,14 +23,16 @@ def versions_here() -> tuple[str, ...]:
     return tuple(f"{package}={_version(package)}" for package in _PACKAGES)
 
 
-def flags_of(settings: Settings) -> tuple[str, ...]:
-    """Those that differ from their defaults, "name=value" each."""
+def flags_of(settings: Settings, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return settings that differ from their defaults and MLX's variables, "name=value" each."""
     defaults = type(settings)(settings.home, "", 0, 1, "")
-    return tuple(
+    flags = [
         f"{name}={getattr(settings, name)}"
         for name in _FLAGS
         if getattr(settings, name) != getattr(defaults, name)
-    )
+    ]
+    names = [name for name in environment if name.startswith("MLX_") and not name.startswith(_PER_RANK)]
+    return tuple(flags + [f"{name}={environment[name]}" for name in sorted(names)])
 
 
 def _version(package: str) -> str:

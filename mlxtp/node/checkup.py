@@ -298,6 +298,7 @@ class AgentCheckup(Checkup):
             problem_of_cluster=cluster.problem if cluster is not None else "",
             waiting=cluster.waiting if cluster is not None else "",
             left_out=tuple(cluster.conductor.left_out_lines()) if cluster is not None else (),
+            proof=supervisor.proof,
             model=model.id if model is not None else "",
             has_rank=supervisor.in_epoch or guest,
             keep_awake=self._settings.keep_awake,

@@ -264,7 +264,7 @@ class Conductor:
         cluster = self._cluster
         world = len(chosen.ranks)
         if world == 1:
-            return Group(1, 1, "none", kind=chosen.kind)
+            return Group(1, 1, "none", kind=chosen.kind, machines=(self._machine(cluster.node_id),))
         links = [cluster.neighbours.to(node_id) for node_id in chosen.ranks[1:]]
         fabric = chosen.ring_addresses or ("",) * world
         members = cluster.coordination.roster.members()
@@ -293,8 +293,13 @@ class Conductor:
             kind=chosen.kind,
             rdma=flat(_matrix(chosen)) if chosen.backend == "jaccl" else (),
             jaccl_ring=chosen.jaccl_ring,
+            machines=tuple(map(self._machine, chosen.ranks)),
             without_jaccl=lambda ranks: self._without_jaccl([chosen.ranks[rank] for rank in ranks]),
         )
+
+    def _machine(self, node_id: str) -> str:
+        machine = self._cluster.knowledge.machines[node_id]
+        return f"{machine.chip} {machine.build}"
 
     def _running(self) -> Running | None:
         """The epoch that this node owns, or the one whose guest it is."""
@@ -513,6 +518,7 @@ class Conductor:
             nodes=wanted,
             max_context=settings.max_context,
             fast_fences=settings.fast_fences,
+            repeatable=settings.repeatable,
             measured=self._cluster.measured(),
             rdma=self._overrides(settings),
         )

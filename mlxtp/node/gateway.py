@@ -13,7 +13,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -337,30 +337,39 @@ class Gateway:
         """Whether this machine has less memory left than requests are taken with."""
         return is_short(self._bounds, self._memory())
 
-    async def warm_up(self, ranks: Desk, vocabulary: int) -> tuple[int, ...]:
+    async def warm_up(self, ranks: Desk, prompts: Sequence[tuple[int, ...]]) -> golden.Answers:
         """Run short sequences before anybody waits: a first forward compiles kernels for seconds.
 
-        Returns the answers to the golden prompts, which go first, one by one. Raises what a request would
-        raise.
+        Returns the answers to the golden prompts, which go first. Raises what a request would raise.
         """
-
-        async def run(request: Request) -> tuple[int, ...]:
-            tokens: list[int] = []
-            async for event in self._start(ranks, request):
-                if isinstance(event, Tokens):
-                    tokens += event.tokens
-            return tuple(tokens)
-
-        fixed = golden.prompts(vocabulary)
-        answers = [await run(Request(prompt, golden.ANSWER_TOKENS, ignore_eos=True)) for prompt in fixed]
+        answers = await self.golden_answers(ranks, prompts)
         # Two at once, one of them with something to copy, one that samples: the other kinds of steps.
-        repeated = fixed[0][: max(WARM_UP_PROMPT // 2, 1)] * 2
+        repeated = prompts[0][: max(WARM_UP_PROMPT // 2, 1)] * 2
         sampled = Sampling(temperature=1.0, seed=1)
         await asyncio.gather(
-            run(Request(repeated, WARM_UP_TOKENS, ignore_eos=True)),
-            run(Request(fixed[1][:WARM_UP_PROMPT], WARM_UP_TOKENS, sampled, ignore_eos=True)),
+            self._run(ranks, Request(repeated, WARM_UP_TOKENS, ignore_eos=True)),
+            self._run(ranks, Request(prompts[1][:WARM_UP_PROMPT], WARM_UP_TOKENS, sampled, ignore_eos=True)),
         )
-        return tuple([token for answer in answers for token in answer])
+        return answers
+
+    async def golden_answers(self, ranks: Desk, prompts: Sequence[tuple[int, ...]]) -> golden.Answers:
+        """Return what a group without requests says to each prompt, one by one."""
+        requests = [Request(prompt, golden.ANSWER_TOKENS, ignore_eos=True) for prompt in prompts]
+        return tuple([(await self._run(ranks, request))[0] for request in requests])
+
+    async def most_probable(self, ranks: Desk, prompt: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+        """Return the two most probable tokens after a prompt, with their log-probabilities."""
+        _, scores = await self._run(ranks, Request(prompt, 1, logprobs=2, ignore_eos=True))
+        return scores[0].top
+
+    async def _run(self, ranks: Desk, request: Request) -> tuple[tuple[int, ...], tuple[Score, ...]]:
+        tokens: list[int] = []
+        scores: list[Score] = []
+        async for event in self._start(ranks, request):
+            if isinstance(event, Tokens):
+                tokens += event.tokens
+                scores += event.scores
+        return tuple(tokens), tuple(scores)
 
     # --- one request ---------------------------------------------------------------------------------
 

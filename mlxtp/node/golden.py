@@ -1,8 +1,9 @@
 """The golden proof: what a model says to fixed prompts, compared with what it said before.
 
 A fabric or a build that computes wrong values may still form a group and prove its collectives. So after each
-load the group answers fixed prompts, greedily, and the tokens' digest is compared with the one that this
-machine kept for the same model, number of ranks, versions and settings. The first load keeps it.
+load the group answers fixed prompts, greedily, and the tokens are compared with those that this machine kept
+for the same model, machines, fabric, versions and settings. The first load keeps them. Other tokens are asked
+for again: if they come a second time and are no near-tie of the right ones, the group computes wrong values.
 """
 
 from __future__ import annotations
@@ -10,24 +11,36 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ..errors import Code, GroupError
-
+Answers = tuple[tuple[int, ...], ...]
+"""Tokens, for each prompt."""
+FILE = "golden.json"
 PROMPTS = 4
 PROMPT_TOKENS = 12
 ANSWER_TOKENS = 4
 """Few for each prompt: what a model says at length soon repeats itself and tells nothing new."""
+FIXED_ORDER_BYTES = 32 * 1024  #: mlx/distributed/jaccl/mesh.cpp
+NEAR_TIE = 0.25  #: natural logarithm of how much likelier the one of two tokens may be
 _STRIDE = 7919  # a prime, so that the prompts visit the whole vocabulary
 _SAMPLE_BYTES = 1 << 20
 
 
-def prompts(vocabulary: int) -> list[tuple[int, ...]]:
-    """The fixed prompts for a vocabulary of this size."""
+def prompts(vocabulary: int, tokens: int = PROMPT_TOKENS) -> list[tuple[int, ...]]:
+    """The fixed prompts of so many tokens for a vocabulary of this size."""
     walk = [i * _STRIDE % vocabulary for i in range(PROMPTS * PROMPT_TOKENS)]
-    return [tuple(walk[i::PROMPTS]) for i in range(PROMPTS)]
+    return [tuple(walk[i::PROMPTS][:tokens]) for i in range(PROMPTS)]
+
+
+def prompt_tokens(row_bytes: int, *, mesh: bool) -> int:
+    """Return how many tokens a prompt may have so that its sums are the same each time.
+
+    A JACCL `mesh` of three or more ranks adds what is larger than FIXED_ORDER_BYTES in order of arrival.
+    `row_bytes`: of one token's row in a sum; 0 where that is not known.
+    """
+    return max(min(PROMPT_TOKENS, FIXED_ORDER_BYTES // row_bytes), 1) if mesh and row_bytes else PROMPT_TOKENS
 
 
 def fingerprint(folder: Path) -> str:
@@ -47,43 +60,44 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def key(folder: Path, world_size: int, settings: Mapping[str, object]) -> str:
-    """Under what a digest is kept."""
+def key(folder: Path, group: Mapping[str, object], settings: Mapping[str, object]) -> str:
+    """Return under what answers are kept. `group`: its machines in rank order, its fabric."""
     parts: dict[str, object] = {
         "model": fingerprint(folder),
-        "world_size": world_size,
         "machine": f"{platform.system()} {platform.machine()}",
         **{package: version(package) for package in ("mlxtp", "mlx", "mlx-lm")},
+        **group,
         **settings,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def check(path: Path, key: str, tokens: tuple[int, ...]) -> bool:
-    """Compare an answer with the one that `path` keeps under `key`; True when there was one.
-
-    The first answer is kept. Raises GroupError (PROOF_FAILED) for another one than before.
-    """
-    kept = _read(path)
-    digest = hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
-    if (expected := kept.get(key)) is None:
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(kept | {key: digest}, indent=1))
-        draft.replace(path)
-        return False
-    if expected != digest:
-        raise GroupError(
-            "golden proof failed: the group does not answer fixed prompts as it did before with this model. "
-            "A link, memory or a build computes wrong values; if the machine was changed on purpose, "
-            f"remove {path}",
-            Code.PROOF_FAILED,
-        )
-    return True
+def kept(path: Path, key: str, answers: Answers) -> Answers:
+    """Return the answers that `path` keeps under `key`; these ones, which it then keeps, for want of any."""
+    known = _read(path)
+    found = known.get(key)
+    if isinstance(found, list) and list(map(len, found)) == list(map(len, answers)):
+        return tuple(map(tuple, found))
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(known | {key: answers}))
+    draft.replace(path)
+    return answers
 
 
-def _read(path: Path) -> dict[str, str]:
+def difference(before: Sequence[int], now: Sequence[int]) -> int:
+    """Return the position of the first token that two answers of one length do not share; -1 for none."""
+    return next((at for at, (one, other) in enumerate(zip(before, now, strict=True)) if one != other), -1)
+
+
+def is_near_tie(top: Sequence[tuple[int, float]], one: int, other: int) -> bool:
+    """Whether two tokens are the most probable ones of `top` and nearly as probable as each other."""
+    (first, likely), (second, less) = sorted(top, key=lambda each: -each[1])[:2]
+    return {first, second} == {one, other} and likely - less < NEAR_TIE
+
+
+def _read(path: Path) -> dict[str, object]:
     try:
-        kept = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return kept if isinstance(kept, dict) else {}
+    return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -104,7 +104,8 @@ class Group:
     `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets. `seats`
     makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins` are the
     agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
-    `without_jaccl` is asked what to make of ranks that have none.
+    `without_jaccl` is asked what to make of ranks that have none. `machines`: chip and system build of each
+    rank's Mac, where they are known.
     """
 
     local: int
@@ -117,9 +118,25 @@ class Group:
     kind: str = ""
     rdma: tuple[str, ...] = ()
     jaccl_ring: bool = False
+    machines: tuple[str, ...] = ()
     without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
         f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
     )
+
+    @property
+    def fabric_kind(self) -> str:
+        """Which of MLX's ways to sum it has."""
+        return self.backend if self.backend != "jaccl" else "jaccl ring" if self.jaccl_ring else "jaccl mesh"
+
+    @property
+    def varies(self) -> bool:
+        """Whether large sums are added in order of arrival, so that they differ from one time to the next."""
+        return self.fabric_kind == "jaccl mesh" and self.world_size > 2
+
+
+def agreement(setting: str, machines: Sequence[str]) -> str:
+    """Return how ranks agree. Unlike chips or systems may round a draw otherwise, so that rank 0 makes it."""
+    return "broadcast-draws" if setting == "auto" and len(set(machines)) > 1 else setting
 
 
 class Ranks:
@@ -228,7 +245,7 @@ class Ranks:
                 run_ahead=settings.run_ahead,
                 queue_s=self._limits.queue_s,
                 canary_s=canary_s(self._limits.canary_s, self.group.backend),
-                agreement=settings.agreement,
+                agreement=agreement(settings.agreement, self.group.machines),
                 compiled=settings.compiled,
                 speculation=settings.speculation,
                 prefix_cache=settings.prefix_cache,

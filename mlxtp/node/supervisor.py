@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -116,6 +116,8 @@ class Supervisor:
         self.history = History()
         self.fast_fences = settings.fast_fences
         self.recoveries = Recoveries()
+        self.proof = ""
+        """What the golden proof found that is no failure, for people; empty for nothing."""
         self.kv_room = 0
         """Tokens that the KV caches of the loaded model may hold; 0 is without a bound, or nothing loaded."""
         self._settings = settings
@@ -257,9 +259,7 @@ class Supervisor:
         loaded = await self._loaded(ranks, model)
         reached("loaded")
         with ranks.warming_up():
-            warm_up = self.gateway.warm_up(ranks, loaded.vocabulary)
-            answer = await self._warmed_up(ranks, warm_up)
-        await asyncio.to_thread(self._prove, ranks.group, model.path, answer)
+            await self._warmed_up(ranks, self._warm_up(ranks, model.path, loaded.vocabulary))
         reached("warmed up")
         info = ModelInfo(
             id=model.id,
@@ -290,27 +290,55 @@ class Supervisor:
         except ModelError as error:
             raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
 
-    async def _warmed_up(
-        self, ranks: Ranks, warm_up: Coroutine[Any, Any, tuple[int, ...]]
-    ) -> tuple[int, ...]:
+    async def _warmed_up(self, ranks: Ranks, warm_up: Coroutine[Any, Any, None]) -> None:
         try:
-            return await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
+            await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
         except RequestError as error:
             await ranks.do(Unload())
             raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
 
-    def _prove(self, group: Group, folder: Path, answer: tuple[int, ...]) -> None:
-        settings = self._settings
-        backend, world_size = group.backend, group.world_size
-        numeric = {"backend": backend, "compiled": settings.compiled, "kv_bits": settings.kv_bits}
-        numeric |= {"draft_model": settings.draft_model}
-        numeric |= {"speculation": settings.speculation, "prefill_chunk": settings.prefill_chunk}
-        key = golden.key(folder, world_size, numeric)
+    async def _warm_up(self, ranks: Ranks, folder: Path, vocabulary: int) -> None:
+        """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
+        row_bytes = await asyncio.to_thread(timing.row_bytes, folder)
+        prompts = golden.prompts(vocabulary, golden.prompt_tokens(row_bytes, mesh=ranks.group.varies))
+        answers = await self.gateway.warm_up(ranks, prompts)
+        kept = answers
         try:
-            if golden.check(settings.home / "golden.json", key, answer):
-                log.info("golden proof: the answer is that of earlier loads")
+            kept = await asyncio.to_thread(self._kept, ranks.group, folder, answers)
         except OSError as error:  # a disk that is full proves nothing about the group
             log.warning("golden proof: %s", error)
+        self.proof = ""
+        if kept != answers:
+            await self._judge(ranks, prompts, kept, answers)
+
+    def _kept(self, group: Group, folder: Path, answers: golden.Answers) -> golden.Answers:
+        settings = self._settings
+        numbers = ("compiled", "kv_bits", "draft_model", "speculation", "prefill_chunk", "agreement")
+        about = {"fabric": group.fabric_kind, "machines": group.machines, "world_size": group.world_size}
+        key = golden.key(folder, about, {name: getattr(settings, name) for name in numbers})
+        return golden.kept(settings.home / golden.FILE, key, answers)
+
+    async def _judge(
+        self, ranks: Ranks, prompts: Sequence[tuple[int, ...]], kept: golden.Answers, answers: golden.Answers
+    ) -> None:
+        """Decide what other answers than before mean."""
+        if await self.gateway.golden_answers(ranks, prompts) != answers:
+            self.proof = "the group answers fixed prompts otherwise than before, and otherwise each time"
+            log.warning("golden proof: %s", self.proof)
+            return
+        for prompt, before, now in zip(prompts, kept, answers, strict=True):
+            at = golden.difference(before, now)
+            if at < 0:
+                continue
+            top = await self.gateway.most_probable(ranks, prompt + before[:at])
+            if not golden.is_near_tie(top, before[at], now[at]):
+                raise GroupError(
+                    "golden proof failed: the group does not answer fixed prompts as it did before with this "
+                    "model, twice alike. A link, memory or a build computes wrong values; if the machine was "
+                    f"changed on purpose, remove {self._settings.home / golden.FILE}",
+                    Code.PROOF_FAILED,
+                )
+        log.info("golden proof: near-ties fell otherwise than before")
 
     async def _unload(self, ranks: Ranks) -> None:
         self._enter(State.LOADING)

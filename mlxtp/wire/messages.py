@@ -200,7 +200,7 @@ class Bootstrap(Message):
     run_ahead: int = _f(integer(0, 1))
     queue_s: float = _f(_seconds, default=300.0)
     canary_s: float = _f(_seconds, default=60.0)
-    agreement: str = _f(choice("auto", "broadcast", "verify"), default="auto")
+    agreement: str = _f(choice("auto", "broadcast", "broadcast-draws", "verify"), default="auto")
     compiled: bool = _f(boolean(), default=True)
     speculation: bool = _f(boolean(), default=True)
     prefix_cache: bool = _f(boolean(), default=True)

@@ -30,6 +30,7 @@ from mlxtp.api.tally import MAX_MODELS, OTHER, Histogram, Tally
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 from mlxtp.logs import JsonLines
+from mlxtp.node import golden
 from mlxtp.node.api_keys import KeyFile
 from mlxtp.node.epoch import State
 from mlxtp.node.key_ring import KeyRing
@@ -387,7 +388,7 @@ def test_what_an_agent_asks_itself_or_passes_on_is_not_counted(stage: Stage) -> 
     gateway = stage.supervisor.gateway
 
     def warm_up() -> Any:
-        return asyncio.ensure_future(gateway.warm_up(stage.desk, VOCABULARY))
+        return asyncio.ensure_future(gateway.warm_up(stage.desk, golden.prompts(VOCABULARY)))
 
     stage.desk.held = True
     warming = stage.do(warm_up)

@@ -110,6 +110,20 @@ def test_four_macs_in_a_circle_make_a_jaccl_ring() -> None:
     )
 
 
+def test_repeatable_sums_want_a_jaccl_ring_of_three_and_a_mesh_of_two_will_do() -> None:
+    divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
+    for nodes, kind in ((3, JACCL_RING), (2, JACCL_MESH)):
+        made = plan(desk(3), divides, A, replace(FAST, nodes=nodes, repeatable=True))
+        assert made.chosen is not None
+        assert made.chosen.kind == kind
+    without = plan(desk(3), divides, A, replace(FAST, nodes=3))
+    assert without.chosen is not None
+    assert without.chosen.kind == JACCL_MESH
+    assert "not repeatable" in refusal(
+        plan(desk(3), divides, A, replace(FAST, nodes=3, repeatable=True)), JACCL_MESH, 3
+    )
+
+
 def test_without_rdma_the_ring_runs_over_the_same_cables_and_says_why() -> None:
     members = [changed(m, rdma="disabled") for m in desk(2)]
     made = plan(members, shape(**LARGE), A)

@@ -187,6 +187,8 @@ def test_what_only_rank_0_can_choose_it_says_to_all() -> None:
 def test_agreement_can_be_ordered() -> None:
     assert agreements([GREEDY], agreement="broadcast") == [("winners", "broadcast")] * 2
     assert agreements([SHAPED], agreement="verify") == [("logits", "broadcast")] * 2
+    assert agreements([GREEDY], agreement="broadcast-draws") == [("winners", "verify")] * 2
+    assert agreements([WARM], agreement="broadcast-draws") == [("logits", "broadcast")] * 2
 
 
 # --- several requests -------------------------------------------------------------------------------------

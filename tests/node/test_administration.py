@@ -235,8 +235,10 @@ def test_only_settings_that_ranks_must_have_in_common_are_compared(tmp_path: Pat
     own = replace(
         plain, home=tmp_path / "x", http_port=1, name="studio", interface="10.0.0.1", nodes="2", model="m"
     )
-    assert flags_of(plain) == flags_of(own) == ()
-    assert flags_of(replace(plain, kv_bits=8, compiled=False)) == ("compiled=False", "kv_bits=8")
+    assert flags_of(plain, {}) == flags_of(own, {}) == ()
+    assert flags_of(replace(plain, kv_bits=8, compiled=False), {}) == ("compiled=False", "kv_bits=8")
+    environment = {"MLX_ENABLE_TF32": "0", "MLX_RANK": "1", "MLX_METAL_FAST_SYNCH": "1", "PATH": "/bin"}
+    assert flags_of(plain, environment) == ("MLX_ENABLE_TF32=0",)
     assert [each.partition("=")[0] for each in versions_here()] == ["mlxtp", "mlx", "mlx-lm"]
     assert "none" not in " ".join(versions_here())
 

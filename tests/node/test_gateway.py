@@ -483,7 +483,8 @@ def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> Non
 
 def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once() -> None:
     async def story(stage: Stage) -> None:
-        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), 5))
+        golden_prompts = golden.prompts(5)
+        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), golden_prompts))
 
         async def sent(count: int) -> list[Generate]:
             for _ in range(20):
@@ -491,7 +492,6 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
             assert len(stage.ranks.sent) == count
             return [message for message in stage.ranks.sent if isinstance(message, Generate)]
 
-        golden_prompts = golden.prompts(5)
         for uid, prompt in enumerate(golden_prompts, 1):
             newest = (await sent(uid))[-1]
             assert newest == Generate(uid, prompt, golden.ANSWER_TOKENS, ignore_eos=True)
@@ -502,14 +502,14 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
         assert pair[1].sampling.temperature > 0
         for request in pair:
             stage.finish(request.uid)
-        assert await warming == tuple(range(1, len(golden_prompts) + 1))
+        assert await warming == tuple((uid,) for uid in range(1, len(golden_prompts) + 1))
 
     play(story)
 
 
 def test_warming_up_fails_as_a_request_would() -> None:
     async def story(stage: Stage) -> None:
-        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), 512))
+        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), golden.prompts(512)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         stage.gateway.suspend(GroupError("rank 1 is gone"))

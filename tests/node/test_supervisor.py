@@ -232,10 +232,10 @@ def test_the_reason_of_a_golden_proof_that_failed_reaches_the_postmortem(
 ) -> None:
     """No rank reports it: the agent compares."""
 
-    def check(*_: object) -> bool:
+    def kept(*_: object) -> golden.Answers:
         raise GroupError("golden proof failed: it said so", Code.PROOF_FAILED)
 
-    monkeypatch.setattr(golden, "check", check)
+    monkeypatch.setattr(golden, "kept", kept)
 
     async def story(stage: Stage) -> None:
         stage.plan(1)

@@ -1,0 +1,119 @@
+"""The golden proof: what other answers than before mean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlxtp.cluster.speed import RING_ETHERNET
+from mlxtp.config import Settings
+from mlxtp.errors import Code, GroupError
+from mlxtp.node import golden
+from mlxtp.node.ranks import Group, agreement
+from mlxtp.node.supervisor import Supervisor
+
+KEPT = ((1, 2, 3), (4, 5, 6))
+OTHER = ((1, 2, 3), (4, 9, 9))
+PROMPTS = [(10, 11), (12, 13)]
+WHERE_THEY_PART = (12, 13, 4)
+TIE = ((9, -1.0), (5, -1.1))
+
+
+class Answering:
+    """A gateway whose group says `again` to the prompts, and has `top` as most probable tokens."""
+
+    def __init__(self, again: golden.Answers, top: tuple[tuple[int, float], ...] = TIE) -> None:
+        self.again = again
+        self.top = top
+        self.asked: list[tuple[int, ...]] = []
+
+    async def golden_answers(self, _ranks: Any, prompts: Any) -> golden.Answers:
+        assert prompts == PROMPTS
+        return self.again
+
+    async def most_probable(self, _ranks: Any, prompt: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+        self.asked.append(prompt)
+        return self.top
+
+
+def judged(tmp_path: Path, gateway: Answering) -> str:
+    """Return what is said of a group that answers OTHER for the first time."""
+    supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
+    supervisor.gateway = cast(Any, gateway)
+    asyncio.run(supervisor._judge(cast(Any, None), PROMPTS, KEPT, OTHER))
+    return supervisor.proof
+
+
+def test_a_near_tie_that_falls_the_other_way_is_no_failure(tmp_path: Path) -> None:
+    gateway = Answering(OTHER)
+    assert judged(tmp_path, gateway) == ""
+    assert gateway.asked == [WHERE_THEY_PART]
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        pytest.param(((9, -1.0), (5, -1.0 - golden.NEAR_TIE)), id="a clear winner"),
+        pytest.param(((9, -1.0), (6, -1.1)), id="another runner-up"),
+        pytest.param(((8, -1.0), (5, -1.1)), id="another winner"),
+    ],
+)
+def test_the_same_wrong_answer_twice_is_an_error(tmp_path: Path, top: Any) -> None:
+    with pytest.raises(GroupError, match="golden proof failed") as failed:
+        judged(tmp_path, Answering(OTHER, top))
+    assert failed.value.code is Code.PROOF_FAILED
+
+
+@pytest.mark.parametrize("again", [KEPT, ((1, 2, 3), (4, 9, 8))])
+def test_an_answer_that_does_not_come_again_is_a_warning(tmp_path: Path, again: golden.Answers) -> None:
+    gateway = Answering(again)
+    assert "otherwise each time" in judged(tmp_path, gateway)
+    assert gateway.asked == []
+
+
+def test_the_first_answers_are_kept_and_files_of_old_versions_replaced(tmp_path: Path) -> None:
+    path = tmp_path / golden.FILE
+    path.write_text(json.dumps({"a": "a digest", "b": [[1], [2]]}))
+    assert golden.kept(path, "a", KEPT) == KEPT
+    assert golden.kept(path, "a", OTHER) == KEPT
+    assert golden.kept(path, "b", OTHER) == OTHER
+    assert golden.kept(path, "b", KEPT) == OTHER
+
+
+def test_sums_of_a_large_mesh_stay_below_what_comes_in_order_of_arrival() -> None:
+    assert golden.prompt_tokens(4096, mesh=True) == 8
+    assert golden.prompt_tokens(4096, mesh=False) == golden.PROMPT_TOKENS
+    assert golden.prompt_tokens(0, mesh=True) == golden.PROMPT_TOKENS
+    assert golden.prompt_tokens(1 << 20, mesh=True) == 1
+    assert golden.prompt_tokens(16, mesh=True) == golden.PROMPT_TOKENS
+    long, short = golden.prompts(500), golden.prompts(500, 3)
+    assert [prompt[:3] for prompt in long] == short
+
+
+def test_only_a_jaccl_mesh_of_three_varies() -> None:
+    assert Group(1, 3, "jaccl").varies
+    assert not Group(1, 2, "jaccl").varies
+    assert not Group(1, 3, "jaccl", jaccl_ring=True).varies
+    assert not Group(1, 3, "ring", kind=RING_ETHERNET).varies
+
+
+def test_each_part_of_the_key_counts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    group = {"fabric": "ring", "machines": ("M3 24A", "M4 24A"), "world_size": 2}
+    keys = {
+        golden.key(tmp_path, group | other, settings)
+        for other in ({}, {"fabric": "jaccl mesh"}, {"machines": ("M4 24A", "M3 24A")}, {"world_size": 3})
+        for settings in ({}, {"agreement": "broadcast"})
+    }
+    assert len(keys) == 8
+
+
+def test_unlike_macs_let_rank_0_draw() -> None:
+    assert agreement("auto", ("M3 24A", "M3 24A")) == "auto"
+    assert agreement("auto", ()) == "auto"
+    assert agreement("auto", ("M3 24A", "M4 24A")) == "broadcast-draws"
+    assert agreement("verify", ("M3 24A", "M4 24A")) == "verify"

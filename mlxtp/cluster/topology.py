@@ -81,6 +81,11 @@ class Topology:
         """How two members reach each other in this kind of network."""
         return self._tcp.get(network, {}).get(frozenset((one, other)))
 
+    def fastest(self, one: str, other: str) -> list[TcpLink]:
+        """Return how two members reach each other, the fastest network first."""
+        links = (self.tcp(network, one, other) for network in NETWORKS)
+        return [link for link in links if link is not None]
+
     def rdma(self, one: str, other: str) -> RdmaLink | None:
         """The cable by which two members reach each other's memory."""
         return self._rdma.get(frozenset((one, other)))

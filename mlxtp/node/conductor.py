@@ -265,7 +265,6 @@ class Conductor:
         world = len(chosen.ranks)
         if world == 1:
             return Group(1, 1, "none", kind=chosen.kind, machines=(self._machine(cluster.node_id),))
-        links = [cluster.neighbours.to(node_id) for node_id in chosen.ranks[1:]]
         fabric = chosen.ring_addresses or ("",) * world
         members = cluster.coordination.roster.members()
 
@@ -288,7 +287,7 @@ class Conductor:
             chosen.backend,
             fabric=fabric[0],
             seats=seats,
-            decode_hosts=("127.0.0.1", *(link.local if link is not None else "" for link in links)),
+            decode_hosts=("127.0.0.1", *map(self._addresses_for, chosen.ranks[1:])),
             pins=tuple(members[node_id].fingerprint for node_id in chosen.ranks),
             kind=chosen.kind,
             rdma=flat(_matrix(chosen)) if chosen.backend == "jaccl" else (),
@@ -296,6 +295,12 @@ class Conductor:
             machines=tuple(map(self._machine, chosen.ranks)),
             without_jaccl=lambda ranks: self._without_jaccl([chosen.ranks[rank] for rank in ranks]),
         )
+
+    def _addresses_for(self, node_id: str) -> str:
+        """Where a member finds this node: on the fastest network first, by the control link last."""
+        me, link = self._cluster.node_id, self._cluster.neighbours.to(node_id)
+        faster = [each.addresses[me] for each in self.topology().fastest(me, node_id)[:1]]
+        return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
 
     def _machine(self, node_id: str) -> str:
         machine = self._cluster.knowledge.machines[node_id]

@@ -172,9 +172,11 @@ class Watch:
         """First forwards may have kernels compiled: a forward may then take as long as warming up may."""
 
     def heard(self, rank: int, pong: Pong, now: float) -> None:
-        """A rank answered."""
+        """A rank answered. A forward that ended on rank 0 is a sign of all: each takes its part in it."""
+        before, self.pongs[rank] = self.pongs.get(rank), pong
         self._heard[rank] = now
-        self.pongs[rank] = pong
+        if rank == 0 and before is not None and pong.forwards > before.forwards:
+            self._heard = dict.fromkeys(self._heard, now)
 
     def tick(self, now: float) -> GroupError | None:
         """Call at every heartbeat; the first rank that is silent or stuck for too long, as an error.

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..cluster.manifests import Manifest, is_commit
 from ..cluster.sources import Held, choose
-from ..cluster.topology import NETWORKS, Member, Topology
+from ..cluster.topology import Member, Topology
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
 from ..wire.certificates import NodeIdentity
 from ..wire.control import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
@@ -460,8 +460,7 @@ class Getting:
         found: list[str] = []
         if me in machines and node_id in machines:
             both = [Member(me, "", machines[me]), Member(node_id, "", machines[node_id], near)]
-            links = (Topology(both).tcp(network, me, node_id) for network in NETWORKS)
-            found = [each.addresses[node_id] for each in links if each is not None]
+            found = [each.addresses[node_id] for each in Topology(both).fastest(me, node_id)]
         return list(dict.fromkeys(filter(None, [*found, near])))
 
     # --- what all say --------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ class Ranks:
     async def _spawn(self) -> tuple[str, ...]:
         """Start every rank process; returns where each rank finds rank 0 ("ip:port")."""
         hosts = self.group.decode_hosts or ("127.0.0.1",) * self.group.world_size
-        here = set(hosts[1:]) or set(hosts)
+        here = {address for host in hosts[1:] or hosts for address in host.split(",")}
         # Where the others know this machine by several addresses, rank 0 listens on all of them.
         listener = listen(here.pop() if len(here) == 1 else "0.0.0.0") if self.group.world_size > 1 else None
         identity = self._settings.home / "identity" if self.group.pins else None
@@ -226,7 +226,9 @@ class Ranks:
                 "say hello",
             )
         )
-        return tuple(f"{host}:{port}" if port else "" for host in hosts)
+        return tuple(
+            ",".join(f"{address}:{port}" for address in host.split(",")) if port else "" for host in hosts
+        )
 
     async def _bootstrap(self, decode_addresses: tuple[str, ...]) -> None:
         settings, world = self._settings, self.group.world_size

@@ -181,6 +181,7 @@ class Pong(Message):
 class Bootstrap(Message):
     """Agent to its rank: the group this process will be part of, for one epoch.
 
+    `decode_address` has where rank 0 listens, "ip:port": on the fastest network first, with commas between.
     `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s` proves itself.
     `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring` it joins only
     neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns MLX_METAL_FAST_SYNCH on.
@@ -193,7 +194,7 @@ class Bootstrap(Message):
     world_size: int = _f(integer(1, MAX_RANKS))
     backend: str = _f(choice("none", "ring", "jaccl"))
     hosts: tuple[str, ...] = _f(texts(MAX_RANKS, 100))
-    decode_address: str = _f(text(100))
+    decode_address: str = _f(text(200))
     epoch_key: bytes = _f(binary(32, 32))
     deadline_s: float = _f(_seconds)
     ack_deadline_s: float = _f(_seconds)

@@ -127,6 +127,18 @@ def test_ranks_of_several_macs_find_each_other(tmp_path: Path) -> None:
         joined(group.rank(0), others[1], others[2], others[0])
 
 
+def test_the_next_address_of_rank_0_is_tried_where_the_faster_one_is_of_no_use(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cable is out, or another machine has that address on a network of its own."""
+    monkeypatch.setattr(decode_links, "FASTER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        zero = group.rank(0)
+        one = group.rank(1, decode_address=f"127.0.0.1:1,127.0.0.1:{port},127.0.0.1:{group.port}")
+        joined(zero, one)
+
+
 def test_ranks_of_one_agent_need_no_certificates(tmp_path: Path) -> None:
     with contextlib.closing(Group(tmp_path, 2, pinned=False)) as group:
         joined(group.rank(0), group.rank(1))

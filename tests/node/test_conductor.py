@@ -70,6 +70,22 @@ def test_a_group_of_two_and_where_its_ranks_find_each_other(
     play(tmp_path, member, story, machine=machines[""], nodes="2")
 
 
+def test_a_decode_link_takes_the_cable_though_the_control_link_does_not(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        a.local = "192.168.7.1"
+        node.lead(weights, machines)
+        group = formed(node, a)
+        cable = next(each.address for each in machines[""].interfaces if each.kind == "thunderbolt")
+        assert group.decode_hosts == ("127.0.0.1", f"{cable},192.168.7.1")
+
+    play(tmp_path, member, story, machine=machines[""], nodes="2")
+
+
 @pytest.mark.parametrize(
     ("status", "words"),
     [

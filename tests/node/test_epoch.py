@@ -143,6 +143,18 @@ def test_silence_is_noticed_after_its_limit_and_not_before() -> None:
     assert error.detail.startswith("rank 1 has been silent for 3.")
 
 
+def test_a_forward_that_ended_is_a_sign_of_every_rank() -> None:
+    """Pongs of other Macs come over the control link, which may be slow; their part of a forward does not."""
+    story = Story()
+    forwards = 0
+    while story.now < 160.0:
+        forwards += 1
+        assert story.beats(LIMITS.heartbeat_s, rank_0=pong("decode", forwards=forwards)) is None
+    error = story.beats(10, rank_0=pong("decode", forwards=forwards))
+    assert error is not None
+    assert "rank 1 has been silent for 3." in error.detail
+
+
 def test_a_rank_that_never_answers_is_silent_too() -> None:
     error = Story().beats(10, rank_0=pong())
     assert error is not None

@@ -63,6 +63,8 @@ class Runner:
         self._compiled = compiled and caches.slots
         self._prefilling: dict[int, Caches] = {}
         self._kept: dict[int, Caches] = {}
+        #: What each of them holds; to ask all their arrays takes tens of milliseconds.
+        self._kept_bytes: dict[int, int] = {}
         self._forwards: dict[int, int] = {}
         self._samplings: dict[int, Sampling] = {}
         self._lengths: dict[int, range] = {}
@@ -177,23 +179,24 @@ class Runner:
             kept = self._leave(uid, keep)
         if kept is not None:
             self._kept[uid] = kept
+            self._kept_bytes[uid] = _bytes(kept)
         return self._forwards.pop(uid)
 
     def evict(self, uids: tuple[int, ...]) -> None:
         """Drop KV caches that were kept."""
         for uid in uids:
-            del self._kept[uid]
+            del self._kept[uid], self._kept_bytes[uid]
 
     def clear(self) -> None:
         """Forget every sequence and everything that was kept."""
         for uid in tuple(self._forwards):
             self.stop(uid, 0)
         self._kept.clear()
+        self._kept_bytes.clear()
 
     def kv_bytes(self) -> int:
         """What the KV caches of all sequences hold, in bytes."""
-        detached = [*self._prefilling.values(), *self._kept.values()]
-        held = sum(array.nbytes for caches in detached for array in _arrays(caches))
+        held = sum(self._kept_bytes.values()) + sum(map(_bytes, self._prefilling.values()))
         return held + sum(array.nbytes for array in self._batch_arrays())
 
     # --- inside --------------------------------------------------------------------------------------
@@ -212,7 +215,10 @@ class Runner:
                 f"sequence {uid} starts behind {offset} tokens of sequence {source}; this rank keeps {held}",
                 Code.DESYNC,
             )
-        return cut(self._kept.pop(source), offset) if take else share(kept, offset)
+        if not take:
+            return share(kept, offset)
+        del self._kept_bytes[source]
+        return cut(self._kept.pop(source), offset)
 
     def _feed(self, frame: StepToken, width: int) -> mx.array:
         """int32 [rows, width]: what each row feeds, padded with zeros that no row will ever see."""
@@ -392,6 +398,10 @@ def _left_padded(frame: PromptBatch) -> mx.array:
         table.append([0] * (max(rests) - rest) + list(frame.tokens[at : at + rest]))
         at += rest
     return mx.array(table, dtype=mx.int32)
+
+
+def _bytes(caches: Caches) -> int:
+    return sum(array.nbytes for array in _arrays(caches))
 
 
 def _arrays(caches: Caches) -> list[mx.array]:

@@ -47,8 +47,8 @@ MAX_WIDTH = 64
 """Tokens one row may feed in one step."""
 MAX_DELTA = MAX_ROWS * (MAX_WIDTH + 1)
 MAX_FRAME_TOKENS = 1 << 20
-MAX_STRIKES = 9
 """Tokens one frame may carry: half of what the largest frame would hold."""
+MAX_STRIKES = 9  #: failed epochs that one request may have been part of
 
 MAX_BIASES = 1024
 MAX_GRAMMAR = 1 << 19

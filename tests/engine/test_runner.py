@@ -14,7 +14,7 @@ from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.choice import Chooser, NoDesk
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
-from mlxtp.engine.runner import Chosen, Runner
+from mlxtp.engine.runner import Chosen, Runner, _arrays
 from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import PromptTokens, Sampling, StepToken
 
@@ -182,6 +182,28 @@ def test_what_is_held_is_counted_and_let_go(runner: Runner) -> None:
     runner.prefill(PromptTokens(3, 0, 8, PROMPT[:3]))
     runner.clear()
     assert runner.kv_bytes() == 0
+
+
+def test_what_kept_caches_hold_is_the_sum_of_their_arrays(runner: Runner) -> None:
+    def same() -> bool:
+        return runner._kept_bytes == {
+            uid: sum(array.nbytes for array in _arrays(kept)) for uid, kept in runner._kept.items()
+        }
+
+    for uid in (1, 2, 3):
+        prefill(runner, uid, PROMPT)
+        runner.stop(uid, 4 + uid)
+        assert same()
+    prefill(runner, 4, (*PROMPT[:5], 55), offset=5, source=1)
+    prefill(runner, 5, (*PROMPT[:5], 66), offset=5, source=2, take=True)
+    assert same()
+    assert runner._kept.keys() == {1, 3}
+    runner.stop(4, 5)
+    runner.evict((1,))
+    assert same()
+    assert len(runner._kept_bytes) == 2
+    runner.clear()
+    assert runner._kept_bytes == {}
 
 
 # --- what is refused --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ waits, nobody else does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,9 @@ from .loader import LoadedModel
 CLEAR_EVERY = 256
 """Forwards after which buffers that MLX keeps for reuse go back to the system, as mlx-lm does it."""
 MAX_GRAPHS = 128
-"""Traced graphs that are kept: one for each size of the KV arrays and of the view of them."""
+"""Traced graphs that are kept: one for each number of rows, size of the KV arrays and view of them."""
+MAX_SHAPES = 1024
+STEPS_BEFORE_TRACE = 3  #: of several rows; few enough that warming up has the kernels compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class Runner:
         self._embeddings: mx.array | None = None
         """Their embeddings [rows, hidden], where choosing has brought them."""
         self._graphs: dict[tuple[int, ...], tuple[Callable[..., Any], int]] = {}
+        #: How many steps of several rows had the shape of such a key.
+        self._shapes: Counter[tuple[int, ...]] = Counter()
         self.forwards = 0
         """Forwards of this runner, prefill chunks and steps."""
 
@@ -260,8 +265,12 @@ class Runner:
             given = self._vocabulary.embedding(tokens)
         arrays, self._batch.arrays = self._batch.arrays, []  # nobody else owns them: written in place
         inputs = (tokens, [] if given is None else [given], shape, arrays)
-        if self._compiled and (len(frame.rows), width) == (1, 1):
-            outcome, self._batch.arrays = self._replay((*room, view, winners), winners, inputs)
+        if (
+            self._compiled
+            and width == 1
+            and self._comes_again(key := (len(frame.rows), *room, view, winners))
+        ):
+            outcome, self._batch.arrays = self._replay(key, winners, inputs)
         else:
             outcome, self._batch.arrays = self._body(winners, *inputs)
         return outcome[0], (outcome[0], outcome[1]) if winners else None
@@ -281,6 +290,15 @@ class Runner:
         local = self._vocabulary.forward(self._model, tokens, layers, given=embeddings)
         outcome = list(self._vocabulary.winners(local)) if winners else [local]
         return outcome, [array for layer in layers for array in (layer.keys, layer.values)]
+
+    def _comes_again(self, key: tuple[int, ...]) -> bool:
+        """Whether a graph for steps of this shape pays. Rows come and go, and tracing takes time."""
+        if key[0] == 1 or key in self._graphs:
+            return True
+        if len(self._shapes) > MAX_SHAPES:
+            self._shapes.clear()
+        self._shapes[key] += 1
+        return self._shapes[key] > STEPS_BEFORE_TRACE
 
     def _replay(self, key: tuple[int, ...], winners: bool, inputs: tuple[Any, ...]) -> Any:
         """The body by a graph that was traced before: for one row, building it costs as much as running

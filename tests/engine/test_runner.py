@@ -14,7 +14,7 @@ from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.choice import Chooser, NoDesk
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
-from mlxtp.engine.runner import Chosen, Runner, _arrays
+from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner, _arrays
 from mlxtp.errors import Code, GroupError
 from mlxtp.wire.messages import PromptTokens, Sampling, StepToken
 
@@ -86,6 +86,14 @@ def test_rows_say_together_what_they_say_alone(tmp_path: Path, family: str) -> N
             said[uid].append(token)
     assert tuple(said[1]) == reference(PROMPT, 13, folder)
     assert tuple(said[2]) == reference(OTHER, 13, folder)
+
+
+def test_steps_of_several_rows_are_traced_once_they_come_again(folder: Path, runner: Runner) -> None:
+    prefill(runner, 1, PROMPT)
+    prefill(runner, 2, OTHER)
+    for i in range(STEPS_BEFORE_TRACE + 2):
+        assert len(runner._graphs) == (i > STEPS_BEFORE_TRACE)
+        step(runner, {1: 8 + i, 2: 5 + i})
 
 
 def test_a_prompt_in_chunks_is_one_prompt(folder: Path, runner: Runner) -> None:

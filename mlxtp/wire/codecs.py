@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+_FEW = 65  # integers of one field whose format is kept
 Wire = Any
 """What msgpack packs: int, str, bytes, bool, float, list, dict."""
 
@@ -114,8 +115,11 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
     """A tuple of integers as packed little-endian 32-bit words: four bytes an item, no object each."""
     unsigned = high > 2**31 - 1
     kind = "I" if unsigned else "i"
+    few = [struct.Struct(f"<{count}{kind}") for count in range(_FEW)]
 
     def pack(value: tuple[int, ...]) -> bytes:
+        if len(value) < _FEW:
+            return few[len(value)].pack(*value)
         return struct.pack(f"<{len(value)}{kind}", *value)
 
     def check(value: Wire) -> tuple[int, ...]:
@@ -123,8 +127,12 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
             return ()
         if type(value) is not bytes or len(value) % 4 or not min_items <= len(value) // 4 <= max_items:
             raise ValueError(f"{min_items} to {max_items} packed 32-bit integers")
-        items = struct.unpack(f"<{len(value) // 4}{kind}", value)
-        if items and not (low <= min(items) and max(items) <= high):
+        count = len(value) // 4
+        items = few[count].unpack(value) if count < _FEW else struct.unpack(f"<{count}{kind}", value)
+        least, most = (
+            (items[0], items[0]) if count == 1 else (min(items), max(items)) if items else (low, high)
+        )
+        if not (low <= least and most <= high):
             raise ValueError(f"integers from {low} to {high}")
         return items
 

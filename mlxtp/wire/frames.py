@@ -118,17 +118,15 @@ def _decode(payload: bytearray, limit: int) -> Frame:
     if type(frame) is not list or len(frame) != 4:
         raise _malformed("not an array of type, epoch, seq and body")
     number, epoch, seq, body = frame
-    if type(number) is not int or not _is_count(epoch) or not _is_count(seq):
+    # Exact types: True is an int to isinstance.
+    if type(number) is not int or type(epoch) is not int or type(seq) is not int:
+        raise _malformed("type, epoch and seq must be whole numbers")
+    if not (0 <= epoch <= U63 and 0 <= seq <= U63):
         raise _malformed("type, epoch and seq must be whole numbers")
     message_type = MESSAGES.get(number)
     if message_type is None:
         raise RemoteProtocolError(f"no message has type {number:#04x}", Code.UNKNOWN_TYPE)
     return Frame(from_body(message_type, body), epoch, seq)
-
-
-def _is_count(value: object) -> bool:
-    # Exact type: True is an int to isinstance.
-    return type(value) is int and 0 <= value <= U63
 
 
 def _unpack(payload: bytearray, scan: bool) -> Any:
@@ -154,8 +152,7 @@ def _malformed(detail: str) -> RemoteProtocolError:
 
 
 def _unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
+    if len(result := dict(pairs)) != len(pairs):
         raise ValueError("a key stands twice in one map")
     return result
 

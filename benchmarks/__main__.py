@@ -34,7 +34,7 @@ from . import (
     strangers,
 )
 from .errors import Unmeasured
-from .measures import Row
+from .measures import Row, met, verdict
 from .stage import Stage
 from .table import show
 
@@ -74,9 +74,11 @@ def main() -> None:
     rows, failed = outcome
     show(rows)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n")
+        found = [asdict(row) | {"met": met(row)} for row in rows]
+        args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     if not (failed or args.quick or args.only or args.no_docs):
         docs.write(rows)
+    print(verdict(rows))
     sys.exit(1 if failed else 0)
 
 

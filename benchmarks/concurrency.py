@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import statistics
+import time
 from collections.abc import Callable
+
+from mlxtp.api.backend import Request
+from mlxtp.node.agent import Agent
 
 from . import prompts
 from .http_client import Answer, Ask, median_ttft_ms, total_rate, total_s, user
 from .measures import Row, compare
-from .stage import Stage, endpoint
+from .stage import Stage, decode, endpoint, text_of
 
 AT_ONCE = (8, 16)
 GAP_S = 0.1
@@ -26,18 +31,33 @@ async def _at_once(stage: Stage) -> list[Row]:
     tokens = stage.pick(full=100, quick=64)
     numbers = itertools.count()  # a prompt is asked once at each server: no cache knows it whole
     rows = []
+    agent = await stage.agent(speculation=False)
     for streams in AT_ONCE:
-        pairs = []
+        pairs, at_pipe = [], []
         for number in stage.rounds(f"{streams} streams at once", full=5, quick=2):
             pair = await _both(
                 stage, [Ask(user(prompts.count(next(numbers))), tokens) for _ in range(streams)]
             )
+            inside = [
+                Request(text_of(agent).prompt_ids(list(user(prompts.count(next(numbers))))), tokens)
+                for _ in range(streams)
+            ]
+            rate = await _pipe_rate(agent, inside)
             if number:
                 pairs.append(pair)
-        name = f"{streams} streams at once, HTTP vs mlx_lm.server"
-        rows.append(compare(name, *_columns(pairs, total_rate)))
+                at_pipe.append(rate)
+        http, server = _columns(pairs, total_rate)
+        rows.append(compare(f"{streams} streams at once, pipe vs mlx_lm.server", at_pipe, server))
+        rows.append(compare(f"{streams} streams at once, HTTP vs mlx_lm.server", http, server))
     ttft = "16 streams at once, median time to first token vs mlx_lm.server"
     return [*rows, compare(ttft, *_columns(pairs, median_ttft_ms))]
+
+
+async def _pipe_rate(agent: Agent, requests: list[Request]) -> float:
+    """Return the tokens a second of all requests together, where they leave the engine."""
+    began = time.perf_counter()
+    done = await asyncio.gather(*(decode(agent, request) for request in requests))
+    return sum(len(each.tokens) for each in done) / (time.perf_counter() - began)
 
 
 async def _arrivals(stage: Stage) -> list[Row]:

@@ -58,6 +58,8 @@ class Row:
     goal: str
 
 
+_OVER_HTTP = "Tokens of all streams, from the first request to the last token."
+_AT_THE_PIPE = "The same where tokens leave the engine, beside the same server over HTTP."
 _ALL = (
     # --- decode
     Measure("bare loop, one stream", "tokens/s",
@@ -80,12 +82,12 @@ _ALL = (
             "From the beginning of one step to the next, by the rank's own flight recorder. One rank on the "
             "first core; agent and client share the second.", "the same without HTTP", Goal("<", 1.1)),
     # --- concurrency
-    Measure("8 streams at once, HTTP vs mlx_lm.server", "tokens/s",
-            "Tokens of all streams, from the first request to the last token.", SERVER, Goal("≥", 1.5)),
-    Measure("16 streams at once, HTTP vs mlx_lm.server", "tokens/s",
-            "Tokens of all streams, from the first request to the last token.", SERVER, Goal("≥", 1.7)),
+    Measure("8 streams at once, pipe vs mlx_lm.server", "tokens/s", _AT_THE_PIPE, SERVER, Goal("≥", 1.5)),
+    Measure("8 streams at once, HTTP vs mlx_lm.server", "tokens/s", _OVER_HTTP, SERVER, Goal("≥", 1.25)),
+    Measure("16 streams at once, pipe vs mlx_lm.server", "tokens/s", _AT_THE_PIPE, SERVER, Goal("≥", 1.7)),
+    Measure("16 streams at once, HTTP vs mlx_lm.server", "tokens/s", _OVER_HTTP, SERVER, Goal("≥", 1.4)),
     Measure("16 streams at once, median time to first token vs mlx_lm.server", "ms",
-            "From a stream's request to its first text; the median of the sixteen.", SERVER, Goal("≤", 0.5)),
+            "From a stream's request to its first text; the median of the sixteen.", SERVER, Goal("≤", 0.4)),
     Measure("arrivals over time, total time vs mlx_lm.server", "s",
             "Requests at random moments, the same for both: from the first to the last token.", SERVER),
     Measure("arrivals over time, median time to first token vs mlx_lm.server", "ms",
@@ -121,7 +123,7 @@ _ALL = (
     # --- links
     Measure("decode link with 1 ms each way vs none", "tokens/s",
             "Every frame between the ranks is delivered 1 ms late, both ways; MLX's ring is not delayed.",
-            "undelayed", Goal("≥", 0.95)),
+            "undelayed", Goal("≥", 0.92)),
     Measure("model behind the delayed link, one step", "ms",
             "Its step without the delay; the case wants 5 ms or more."),
     Measure("steps begun after a client's disconnect", "steps",
@@ -198,6 +200,18 @@ def met(row: Row) -> bool | None:
     if goal is None:
         return None
     return goal.met(row.value if row.ratio is None else row.ratio)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Say which goals were missed, in one line."""
+    with_goals = [row for row in rows if met(row) is not None]
+    missed = [
+        f"{row.name} ({row.value if row.ratio is None else row.ratio:.3g}, goal {row.goal})"
+        for row in with_goals
+        if not met(row)
+    ]
+    count = f"{len(missed)} of {len(with_goals)} goals missed"
+    return f"{count}: {'; '.join(missed)}" if missed else f"all {len(with_goals)} goals met"
 
 
 def spread(values: Sequence[float]) -> float | None:

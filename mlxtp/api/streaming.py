@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
+PARTS_AT_ONCE = 16  #: of one answer, before other tasks get their turn
 
 COMMENT = b": mlxtp\n\n"
 """A server-sent event that says nothing."""
@@ -83,12 +84,16 @@ class AnswerStream(Response):
             self._quiet_since = asyncio.get_running_loop().time()
             keeper = asyncio.create_task(self._keep_alive(send))
             try:
+                at_once = 0
                 async for part in parts:
                     if part:
                         await _send_body(send, part)
                         self._quiet_since = asyncio.get_running_loop().time()
-                    # Neither `parts` nor `send` has to wait: give the others, and a disconnect, their turn.
-                    await asyncio.sleep(0)
+                    at_once += 1
+                    if at_once == PARTS_AT_ONCE:
+                        # Neither `parts` nor `send` has to wait: others, and a disconnect, get their turn.
+                        at_once = 0
+                        await asyncio.sleep(0)
             finally:
                 keeper.cancel()
                 await asyncio.gather(keeper, return_exceptions=True)

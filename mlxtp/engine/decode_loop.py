@@ -80,6 +80,7 @@ class DecodeLoop:
                 self._requests.compiled(*compiled)
             self._requests.give_up_waiting()
             moved = self._move()
+            self._confirm()
             settled = self._settle(keep=self._run_ahead if moved else 0)
             self._confirm()
             if not moved and not settled:
@@ -177,6 +178,7 @@ class DecodeLoop:
         self._requests.moves(move)
         frame = _frame(move)
         step = self._followers.send(frame)
+        self._confirm()  # launching may wait for the device: what is acknowledged by now leaves before
         match frame:
             case SessionStop():
                 self._rank.stop(frame.uid, frame.forwards, frame.keep)

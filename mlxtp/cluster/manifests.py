@@ -29,7 +29,10 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ +=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._ +=-]{0,199}){0,3}")
-_WANTED = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*.jinja")
+_WANTED = (
+    *("*.json", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model"),
+    "additional_chat_templates/*.jinja",
+)
 
 
 @dataclass(frozen=True, slots=True)

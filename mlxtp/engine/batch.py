@@ -308,6 +308,10 @@ def cut(caches: Caches, length: int) -> Caches:
     return caches
 
 
+#: mlx-lm's rotary embedding that compares a position with the model's context: rows must not have their own.
+_ONE_OFFSET = "DynamicNTKScalingRoPE"
+
+
 class CacheKind:
     """What a model's KV caches can do. `kv_bits` 0 leaves keys and values as they are.
 
@@ -323,8 +327,9 @@ class CacheKind:
         self._kv_bits = kv_bits
         self.group_size = self._find_group_size() if kv_bits else 0
         kinds = {type(cache).__name__ for cache in self.new()}
-        self.slots = kinds == {"KVCache"}
-        self.batches = all(hasattr(cache, "merge") for cache in self.new()) and not kv_bits
+        alone = kv_bits or any(type(module).__name__ == _ONE_OFFSET for module in model.modules())
+        self.slots = kinds == {"KVCache"} and not alone
+        self.batches = all(hasattr(cache, "merge") for cache in self.new()) and not alone
         self.reusable = kinds <= {"KVCache", "QuantizedKVCache"}
         self._empty = self._shapes() if self.slots else []
 

@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import Code, RequestError
+from ..errors import Code, ModelError, RequestError
+from ..tokenizer_file import tokenizer_json
 from ..wire.messages import MAX_GRAMMAR
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ def read_tokenizer(folder: Path, vocabulary: int, eos: frozenset[int]) -> LLToke
         return RequestError(f"this model cannot be held to a grammar: {why}", Code.NOT_SUPPORTED)
 
     try:
-        content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        content = tokenizer_json(folder)
     except OSError:
         raise refusal("it has no tokenizer.json") from None
+    except ModelError as error:
+        raise refusal(error.detail) from None
     try:
         # Most models: the tokenizer fits the vocabulary and knows every end token.
         return LLTokenizer(content, n_vocab=vocabulary, eos_token=sorted(eos))

@@ -326,6 +326,16 @@ def test_what_caches_can_do_is_seen_from_their_kind(
     assert (kind.slots, kind.batches, kind.reusable) == (slots, batches, reusable)
 
 
+def test_a_model_whose_rotation_takes_one_position_serves_one_row_at_a_time(tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "factor": 2.0}
+    model, _ = load_model(write_model(tmp_path, rope_scaling=scaling, max_position_embeddings=16))
+    (rope,) = {type(each): each for each in model.modules() if "RoPE" in type(each).__name__}.values()
+    with pytest.raises((TypeError, ValueError)):
+        rope(mx.zeros((2, 1, 1, 8)), offset=mx.array([1, 2]))
+    kind = CacheKind(model)
+    assert (kind.slots, kind.batches, kind.reusable) == (False, False, True)
+
+
 def test_quantized_caches_serve_one_at_a_time_and_can_be_kept(tmp_path: Path) -> None:
     model, _ = load_model(write_model(tmp_path, head_dim=64))
     kind = CacheKind(model, kv_bits=8)

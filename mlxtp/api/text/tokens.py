@@ -15,16 +15,20 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from ...errors import Code, ModelError, RequestError
+from ...tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
 from ..ask import Conversation
 from .call_style import CallStyle, answer_prefix, call_style
 from .calls import JSON_CALLS, tool_format, tool_json
 from .conversation import plainer_messages, template_messages, template_options
 from .markup import call_format, thinking_markup
+from .template_modules import Render, template_module
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _SHOWN = 200  # characters of another library's error
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
+_SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "chat_template_type")
+_MODULE_ERRORS = (AssertionError, NotImplementedError, IndexError)  # of templates written in Python
 _LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
 
 
@@ -52,8 +56,10 @@ class Text:
     `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, render: Render | None = None) -> None:
+        """`render` replaces the tokenizer's own chat template."""
         self._tokenizer = tokenizer
+        self._render = render
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -70,7 +76,7 @@ class Text:
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.longest_token = max(map(len, vocabulary))
         """In characters: `n` tokens make at most `n` times as many."""
-        template = _whole_template(tokenizer.chat_template)
+        template = "" if render else _whole_template(tokenizer.chat_template)
         own = call_format(template, vocabulary) if "tools" in template else None
         self.knows_tools = own is not None
         """Whether the chat template has a way with tools that can be read."""
@@ -91,10 +97,20 @@ class Text:
             raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
         with _IMPORTING:  # its lazy import fails where two threads begin it at once
-            from transformers import AutoTokenizer
+            from tokenizers import Tokenizer
+            from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            if (path / TIKTOKEN_FILE).is_file():
+                backend, settings = Tokenizer.from_str(tokenizer_json(path)), tokenizer_settings(path)
+                options = {name: _plain(settings[name]) for name in _SETTINGS if name in settings}
+                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False
+                )
+        except ModelError:
+            raise
         except Exception as error:  # the Rust side raises plain Exception for a broken file
             what = " ".join(str(error).split())[:_SHOWN]
             raise ModelError(
@@ -103,11 +119,13 @@ class Text:
             ) from error
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ModelError(f"{path} has no tokenizer.json; tokenizers written in Python are not supported")
-        return cls(tokenizer)
+        if not (path / "tokenizer.json").is_file():
+            _check_added_tokens(tokenizer, path)
+        return cls(tokenizer, _template_module(tokenizer, path))
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self._render or self._tokenizer.chat_template)
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -216,6 +234,10 @@ class Text:
                 param="messages",
             )
         try:
+            if self._render is not None:
+                known = {name: options[name] for name in ("enable_thinking",) if name in options}
+                plain = [dict(message) for message in messages]
+                return str(self._render(plain, add_generation_prompt=prompting, **known))
             return str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
@@ -225,7 +247,7 @@ class Text:
                     **options,
                 )
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, *_MODULE_ERRORS, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -263,6 +285,36 @@ class Text:
         if self._decoding is not None:
             return _ByteDetokenizer(self._decoding, frozenset(skip))
         return _LibraryDetokenizer(self._backend, frozenset(skip))
+
+
+def _plain(setting: Any) -> Any:
+    """Return a special token's text where its flags are written beside it."""
+    return setting.get("content") if isinstance(setting, Mapping) else setting
+
+
+def _template_module(tokenizer: Any, path: Path) -> Render | None:
+    """Return mlx-lm's template module: the one that the tokenizer names, or the family's for want of any."""
+    name = tokenizer.init_kwargs.get("chat_template_type")
+    if name is None and not tokenizer.chat_template:
+        with contextlib.suppress(OSError, ValueError):
+            name = table(path / "config.json").get("model_type")
+    return template_module(name) if isinstance(name, str) else None
+
+
+def _check_added_tokens(tokenizer: Any, path: Path) -> None:
+    """Raise ModelError where a tokenizer that the library made has other ids than tokenizer_config.json."""
+    try:
+        added = table(path / "tokenizer_config.json").get("added_tokens_decoder", {})
+        wanted = {int(id_): token["content"] for id_, token in added.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return  # nothing to compare with
+    for id_, content in wanted.items():
+        if (found := tokenizer.backend_tokenizer.token_to_id(content)) != id_:
+            raise ModelError(
+                f"{path} has no tokenizer.json, and what is made of its other files has {content!r} as token "
+                f"{found} instead of {id_}; use a conversion that has tokenizer.json",
+                Code.MODEL_UNSUPPORTED,
+            )
 
 
 def _whole_template(template: Any) -> str:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ...tokenizer_file import TIKTOKEN_FILE
+
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 READ_ERRORS = (OSError, ValueError, RecursionError)
 """Of a file that cannot be read, or holds no table."""
@@ -21,6 +23,8 @@ def lacks(folder: Path) -> str:
     """What this folder would need to be a complete model, in words; empty for nothing. Reads the disk."""
     try:
         missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+        if (folder / TIKTOKEN_FILE).is_file() and (folder / "tokenizer_config.json").is_file():
+            missing = [name for name in missing if name != "tokenizer.json"]  # made of them
         weights = {path.name for path in folder.glob("model*.safetensors") if path.is_file()}
         indices = list(folder.glob("*.safetensors.index.json"))
         wanted = {name for index in indices for name in table_of(index)["weight_map"].values()}

@@ -28,6 +28,7 @@ from ...cluster.manifests import (
     wanted,
 )
 from ...errors import Code, ModelError, is_disk_full
+from ...tokenizer_file import TIKTOKEN_FILE, refusal, table
 from .hub_cache import Damaged, Part, Repo, Stopped
 
 TIMEOUT_S = 15.0
@@ -61,6 +62,7 @@ def look_up(name: str, revision: str) -> Manifest:
         if not any(file.path.endswith(".safetensors") for file in found):
             raise ModelError(f"cannot get {name}: it has no weights in the safetensors format")
         manifest = from_bytes(to_bytes(check(Manifest(name, info.sha or "", found))))
+    _check_tokenizer(manifest)
     if is_commit(revision) and manifest.revision != revision:
         raise ModelError(
             f"cannot get {named}: the Hub answered with another commit, {manifest.revision}; try again, or "
@@ -68,6 +70,25 @@ def look_up(name: str, revision: str) -> Manifest:
             Code.MODEL_NOT_FOUND,
         )
     return manifest
+
+
+def _check_tokenizer(manifest: Manifest) -> None:
+    """Raise ModelError for a model whose text cannot be made, before anything large of it comes."""
+    paths = {file.path for file in manifest.files}
+    if paths & {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"}:
+        return
+    if not {TIKTOKEN_FILE, "tokenizer_config.json"} <= paths:
+        raise ModelError(
+            f"cannot get {manifest.name}: it has no tokenizer.json; use a conversion that has one",
+            Code.MODEL_UNSUPPORTED,
+        )
+    folder = fetch_some(manifest, ("config.json", "tokenizer_config.json"))
+    with _understood(manifest.name, manifest.name):
+        settings = table(folder / "tokenizer_config.json")
+        template = "chat_template" in settings or "chat_template.jinja" in paths
+        why = refusal(table(folder / "config.json"), settings, template=template)
+    if why:
+        raise ModelError(f"cannot get {manifest.name}: {why}", Code.MODEL_UNSUPPORTED)
 
 
 def fetch(manifest: Manifest, part: Part, stopped: Callable[[], bool]) -> None:

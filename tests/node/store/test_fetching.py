@@ -284,8 +284,10 @@ def test_sizes_that_no_disk_has_are_refused_before_anything_is_kept(
         weights = [
             {"rfilename": f"model-{i}.safetensors", "size": size, "blobId": f"{i:040x}"} for i in range(count)
         ]
-        config = {"rfilename": "config.json", "size": 8, "blobId": "f" * 40}
-        return json.dumps({"id": NAME, "sha": COMMIT, "siblings": [config, *weights]}).encode()
+        small = [
+            {"rfilename": name, "size": 8, "blobId": "f" * 40} for name in ("config.json", "tokenizer.json")
+        ]
+        return json.dumps({"id": NAME, "sha": COMMIT, "siblings": [*small, *weights]}).encode()
 
     monkeypatch.setattr("mlxtp.node.store.fetching.Part", lambda *_: pytest.fail("pieces are counted"))
     hub.models[NAME].answer = claimed(1 << 43, 4000)

@@ -1,0 +1,166 @@
+"""A model's tokenizer.json, or the same made of `tiktoken.model`. Runs nothing of the model's Python code.
+
+Kimi's repositories have a list of byte strings instead, and Python code with the pattern that splits text.
+The pattern stands here, for each family that is known to use it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import Code, ModelError
+
+TIKTOKEN_FILE = "tiktoken.model"
+RESERVED = 256  # special tokens behind those of the list; Kimi's `num_reserved_special_tokens`
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+"""Kimi's `pat_str`: tokenization_kimi.py and tokenization_moonshot.py have the same."""
+#: Model types whose tiktoken.model goes with that pattern. Moonlight is a deepseek_v3.
+_KIMI = frozenset({"kimi_k2", "kimi_k25", "kimi_k3", "kimi_linear", "kimi_vl", "deepseek_v3"})
+_PROBE = " Hello,  world's END .\n\té 日本語ABC 12345 😀 e\u0301\r\n x"
+
+
+def refusal(config: Mapping[str, Any], tokenizer_config: Mapping[str, Any], *, template: bool) -> str:
+    """Return the reason why a model without tokenizer.json cannot be used; empty for none. Pure.
+
+    `template` is True where the model has a chat template.
+    """
+    family, kind = config.get("model_type"), tokenizer_config.get("tokenizer_class")
+    if family not in _KIMI or kind != "TikTokenTokenizer":
+        return (
+            f"the tokenizer of the family {family!r}, {kind!r} over {TIKTOKEN_FILE}, is Python code in its "
+            "repository, which mlxtp does not run; use a conversion that has tokenizer.json"
+        )
+    if family == "kimi_k3" and not template:
+        return (
+            "kimi_k3 writes its chats with Python code in its repository, which mlxtp does not run; "
+            "use a conversion that has chat_template.jinja"
+        )
+    return ""
+
+
+def tokenizer_json(folder: Path) -> str:
+    """Return the text of tokenizer.json, made of tiktoken.model where only that is there.
+
+    A conversion takes about three seconds for 160,000 tokens. Raises OSError where neither is there, and
+    ModelError for a tiktoken.model that cannot be converted.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file() or not (folder / TIKTOKEN_FILE).is_file():
+        return path.read_text(encoding="utf-8")
+    try:
+        config, settings = table(folder / "config.json"), tokenizer_settings(folder)
+        why = refusal(config, settings, template="chat_template" in settings)
+        found = "" if why else converted((folder / TIKTOKEN_FILE).read_bytes(), settings)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        why = f"{TIKTOKEN_FILE} or tokenizer_config.json is damaged: {error}"
+    if why:
+        raise ModelError(f"{folder}: {why}", Code.MODEL_UNSUPPORTED)
+    return found
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, with the chat template that a file of its own has. Raises as `table`."""
+    settings = table(folder / "tokenizer_config.json")
+    if (path := folder / "chat_template.jinja").is_file():
+        settings["chat_template"] = path.read_text(encoding="utf-8")
+    return settings
+
+
+def table(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError and ValueError."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds no table")
+    return found
+
+
+def converted(ranks: bytes, settings: Mapping[str, Any]) -> str:
+    """Return the tokenizer.json of a list of "BASE64 RANK" lines and of its tokenizer_config.json.
+
+    Raises ValueError for a damaged list, and for one that does not come back as it went in.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pairs = [line.split() for line in ranks.splitlines() if line]
+    tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    if sorted(tokens.values()) != list(range(len(pairs))) or not all(
+        bytes([byte]) in tokens for byte in range(256)
+    ):
+        raise ValueError(
+            f"its {len(pairs)} lines do not have the ranks 0 to {len(pairs) - 1}, with each byte"
+        )
+    name = {token: token.decode("latin-1").translate(_SHOWN) for token in tokens}
+    # tiktoken joins the pair whose result has the smallest rank; every pair that makes a token may be joined.
+    merges = [
+        (rank, tokens[token[:at]], tokens[token[at:]], name[token[:at]], name[token[at:]])
+        for token, rank in tokens.items()
+        for at in range(1, len(token))
+        if token[:at] in tokens and token[at:] in tokens
+    ]
+    model = models.BPE(
+        vocab={name[token]: rank for token, rank in tokens.items()},
+        merges=[merge[3:] for merge in sorted(merges)],
+        ignore_merges=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(KIMI_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    known = {int(id_): token for id_, token in settings.get("added_tokens_decoder", {}).items()}
+    added = [
+        AddedToken(
+            known.get(id_, {}).get("content", f"<|reserved_token_{id_}|>"),
+            special=known.get(id_, {}).get("special", True),
+            normalized=False,
+        )
+        for id_ in range(len(tokens), len(tokens) + RESERVED)
+    ]
+    tokenizer.add_tokens(added)
+    _check_round_trip(tokenizer, len(tokens), [token.content for token in added], known)
+    return str(tokenizer.to_str())
+
+
+def _check_round_trip(tokenizer: Any, first: int, added: list[str], known: Mapping[int, Any]) -> None:
+    """Raise ValueError unless each added token has its id, and text comes back."""
+    for id_, content in {
+        **{id_: token["content"] for id_, token in known.items()},
+        **dict(enumerate(added, first)),
+    }.items():
+        found = tokenizer.encode(content, add_special_tokens=False).ids
+        if found != [id_]:
+            raise ValueError(f"the token {content!r} must be {id_} and is {found}")
+    text = _PROBE + added[0] + _PROBE
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        raise ValueError(f"the text {text!r} does not come back from its tokens")
+
+
+def _shown_bytes() -> dict[int, str]:
+    """GPT-2's table: a character for each byte, those that cannot be seen from U+0100 on."""
+    hidden = [byte for byte in range(256) if not (0x21 <= byte < 0x7F or byte >= 0xA1) or byte == 0xAD]
+    return {byte: chr(0x100 + at) for at, byte in enumerate(hidden)}
+
+
+_SHOWN = _shown_bytes()

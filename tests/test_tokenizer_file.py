@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import base64
+import json
+import random
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+from mlxtp.api.text.template_modules import template_module
+from mlxtp.api.text.tokens import Text
+from mlxtp.engine.grammar_trial import build, read_tokenizer
+from mlxtp.errors import ModelError, RequestError
+from mlxtp.node.store import hub
+from mlxtp.node.store.complete import lacks
+from mlxtp.tokenizer_file import _SHOWN, KIMI_PATTERN, RESERVED, converted, tokenizer_json
+
+from .api.conftest import byte_level, save
+from .hub import Model, put, running_hub
+
+NAMED = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|tool_call_begin|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_user|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>{% endif %}"
+)
+HAN = "日本語漢字中文"
+
+
+def trained() -> list[bytes]:
+    """A small vocabulary in tiktoken's order, made of the words below."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(KIMI_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    texts = [Path(__file__).read_text(), (Path(__file__).parent / "hub.py").read_text(), HAN, HAN[::-1]]
+    tokenizer.train_from_iterator(texts * 3, trainer)
+    byte_of = {shown: byte for byte, shown in _SHOWN.items()}
+    by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return [bytes(byte_of.get(sign, ord(sign)) for sign in token) for token, _ in by_id]
+
+
+TOKENS = trained()
+RANKS = {token: rank for rank, token in enumerate(TOKENS)}
+SETTINGS: dict[str, Any] = {
+    "added_tokens_decoder": {
+        str(len(TOKENS) + at): {"content": name, "special": not name.startswith("<|tool")}
+        for at, name in enumerate(NAMED)
+    },
+    "bos_token": "[BOS]",
+    "eos_token": {"content": "[EOS]", "special": True},
+    "tokenizer_class": "TikTokenTokenizer",
+    "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+}
+
+
+def lines(tokens: list[bytes]) -> bytes:
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+
+
+def kimi(folder: Path, family: str = "kimi_k2", template: str | None = TEMPLATE, **settings: object) -> Path:
+    """A folder as Kimi's repositories have it, without weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tiktoken.model").write_bytes(lines(TOKENS))
+    (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS | settings))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": family, "auto_map": {"AutoConfig": "configuration_deepseek.Config"}})
+    )
+    (folder / "tokenization_kimi.py").write_text("raise SystemExit('the code of the model ran')")
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def reference(text: str) -> list[int]:
+    """tiktoken's algorithm, step by step: special tokens, the pattern, and the pair of the smallest rank."""
+    ids = {name: len(TOKENS) + at for at, name in enumerate(NAMED)}
+    ids |= {
+        f"<|reserved_token_{id_}|>": id_ for id_ in range(len(TOKENS) + len(NAMED), len(TOKENS) + RESERVED)
+    }
+    pattern = regex.compile(KIMI_PATTERN, regex.VERSION1)
+    found: list[int] = []
+    for part in regex.split("(" + "|".join(map(regex.escape, ids)) + ")", text):
+        if part in ids:
+            found.append(ids[part])
+            continue
+        for word in pattern.findall(part):
+            pieces = [bytes([byte]) for byte in word.encode()]
+            while word.encode() not in RANKS:
+                joined = [RANKS.get(a + b, len(RANKS)) for a, b in pairwise(pieces)]
+                if not joined or min(joined) == len(RANKS):
+                    break
+                at = joined.index(min(joined))
+                pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+            found += [RANKS[word.encode()]] if word.encode() in RANKS else [RANKS[piece] for piece in pieces]
+    return found
+
+
+def random_texts(count: int) -> list[str]:
+    random_ = random.Random(7)
+    words = [*NAMED, f"<|reserved_token_{len(TOKENS) + 200}|>", " ", "  ", "\n", "\r\n", "\t", "'s", "'LL"]
+    words += [
+        "Hello",
+        " folder",
+        "def ",
+        "return",
+        "12345",
+        "é",
+        "e\u0301",
+        "😀",
+        "👩‍👧",
+        "ǅ",
+        "\u3000",
+        "ʰ",
+        "½",
+    ]
+    letters = [chr(code) for code in [*range(0x20, 0x250), *range(0x3B1, 0x3C9), *range(0x5D0, 0x5EA)]]
+    return [
+        "".join(random_.choice((words, letters, HAN))[random_.randrange(7)] for _ in range(3))
+        + "".join(
+            random_.choice(random_.choice((words, letters, HAN))) for _ in range(random_.randint(0, 12))
+        )
+        for _ in range(count)
+    ]
+
+
+def test_a_converted_tokenizer_has_the_ids_of_tiktoken_and_gives_the_text_back() -> None:
+    tokenizer = Tokenizer.from_str(converted(lines(TOKENS), SETTINGS))
+    for text in random_texts(1500):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == reference(text), text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_kimi_chats_without_running_the_code_of_its_repository(tmp_path: Path) -> None:
+    text = Text.load(kimi(tmp_path))
+    prompt = text.prompt_ids([{"role": "user", "content": "Hello 日本"}])
+    assert prompt == tuple(reference("<|im_user|>Hello 日本<|im_end|><|im_assistant|>"))
+    assert text.eos == (len(TOKENS) + 1,)
+    begin = len(TOKENS) + NAMED.index("<|tool_call_begin|>")
+    assert begin not in text.specials, "answers show it, for the calls in them"
+    shown = text.detokenizer()
+    assert shown.push([*reference("日本😀"), len(TOKENS) + 2, begin]) == "日本😀<|tool_call_begin|>"
+    assert lacks(tmp_path) == "weights (model*.safetensors)"
+
+
+def test_kimi_answers_can_be_held_to_a_grammar(tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(kimi(tmp_path), len(TOKENS) + RESERVED, frozenset({len(TOKENS) + 1}))
+    matcher = build(tokenizer, "regex", "Hello")
+    assert matcher.consume_tokens(reference("Hello"))
+    assert not matcher.consume_tokens(reference("x"))
+    with pytest.raises(RequestError, match="kimi_k9"):
+        read_tokenizer(kimi(tmp_path, "kimi_k9"), len(TOKENS) + RESERVED, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"family": "qwen"}, "the tokenizer of the family 'qwen'"),
+        ({"tokenizer_class": "OtherTokenizer"}, "'OtherTokenizer' over tiktoken.model, is Python code"),
+        ({"family": "kimi_k3", "template": None}, "kimi_k3 writes its chats with Python code"),
+        ({"added_tokens_decoder": {"5": {"content": "[BOS]"}}}, r"'\[BOS\]' must be 5 and is \["),
+        ({"added_tokens_decoder": {"x": {}}}, "tokenizer_config.json is damaged"),
+    ],
+)
+def test_a_tiktoken_model_that_cannot_be_converted_is_refused(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        Text.load(kimi(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "damage", [lines(TOKENS[1:]), lines(TOKENS)[5:], b"x", b"", lines(TOKENS) + b"QUFB 9999\n"]
+)
+def test_a_damaged_list_of_tokens_is_refused(tmp_path: Path, damage: bytes) -> None:
+    (kimi(tmp_path) / "tiktoken.model").write_bytes(damage)
+    with pytest.raises(ModelError, match=r"damaged"):
+        tokenizer_json(tmp_path)
+
+
+def test_other_ids_than_the_model_says_are_refused(tmp_path: Path) -> None:
+    """Without tokenizer.json the library makes a tokenizer of whatever is there."""
+    folder = save(byte_level(), tmp_path)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(vocabulary["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in vocabulary["merges"]))
+    settings = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        "unk_token": "<s>",
+    }
+    for id_, refused in ((1, False), (300, True)):
+        added = {str(id_): {"content": "</s>", "special": True}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": added}))
+        if refused:
+            with pytest.raises(ModelError, match="'</s>' as token 1 instead of 300"):
+                Text.load(folder)
+        else:
+            Text.load(folder)
+
+
+# --- before a download ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "lost", "why"),
+    [
+        ("kimi_k2", "", ""),
+        ("kimi_k3", "", ""),
+        ("kimi_k3", "chat_template.jinja", "kimi_k3 writes its chats with Python code"),
+        ("qwen", "", "the tokenizer of the family 'qwen'"),
+        ("kimi_k2", "tiktoken.model", "it has no tokenizer.json"),
+    ],
+)
+def test_a_model_without_text_is_refused_before_a_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, lost: str, why: str
+) -> None:
+    folder = kimi(tmp_path / "model", family)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != lost}
+    with running_hub() as there:
+        put(there.url, tmp_path / "cache", monkeypatch)
+        there.models["o/kimi"] = Model(files | {"model.safetensors": b"x" * 100})
+        if why:
+            with pytest.raises(ModelError, match=why):
+                hub.look_up("o/kimi", "main")
+        else:
+            found = {file.path for file in hub.look_up("o/kimi", "main").files}
+            assert "tiktoken.model" in found
+            assert "tokenization_kimi.py" not in found
+        assert "model.safetensors" not in there.models["o/kimi"].sent
+
+
+# --- template modules -------------------------------------------------------------------------------------
+
+
+def deepseek(folder: Path, template: str | None = None, **settings: object) -> Path:
+    save(byte_level(), folder, template)
+    found = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(found | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "family", "begins"),
+    [
+        ({"chat_template_type": "deepseek_v32"}, "llama", "<｜begin▁of▁sentence｜>"),
+        ({"chat_template_type": "deepseek_v32", "template": "jinja"}, "llama", "<｜begin▁of▁sentence｜>"),
+        ({}, "deepseek_v32", "<｜begin▁of▁sentence｜>"),
+        ({"template": "jinja"}, "deepseek_v32", "jinja"),
+    ],
+)
+def test_deepseek_chats_by_the_template_of_mlx_lm(
+    tmp_path: Path, settings: dict[str, Any], family: str, begins: str
+) -> None:
+    folder = deepseek(tmp_path, **settings)
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    text = Text.load(folder)
+    assert text.has_chat_template
+    for thinking, end in ((True, "<think>"), (False, "</think>")):
+        options = {"enable_thinking": thinking, "thinking": thinking}
+        prompt = text.decoded(text.prompt_ids([{"role": "user", "content": "hello"}], (), options))
+        assert prompt.startswith(begins)
+        assert begins == "jinja" or prompt.endswith(f"<｜User｜>hello<｜Assistant｜>{end}")
+
+
+def test_a_template_module_refuses_what_it_cannot_write(tmp_path: Path) -> None:
+    text = Text.load(deepseek(tmp_path, chat_template_type="deepseek_v32"))
+    for messages in ([{"role": "pope", "content": "x"}], [{"role": "tool", "content": "x"}]):
+        with pytest.raises(RequestError, match="refuses these messages"):
+            text.prompt_ids(messages)
+
+
+@pytest.mark.parametrize("name", ["muse_spark", "missing", "../utils", "__init__", "os.path", ""])
+def test_other_names_are_no_template_module(name: str) -> None:
+    assert template_module(name) is None
+
+
+def test_a_template_module_brings_no_mlx() -> None:
+    code = (
+        "import sys\nfrom mlxtp.api.text.template_modules import template_module\n"
+        "assert template_module('deepseek_v32')([{'role': 'user', 'content': 'x'}])\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -35,7 +35,7 @@ from ..wire.messages import (
     Unload,
 )
 from .desk import RequestDesk
-from .draft_model import DraftModel
+from .draft_model import CACHES_SHARE, DraftModel
 from .emitter import Emitter
 from .followers import Followers
 from .mail import AGENT, COMPILER, Mailbox
@@ -118,6 +118,8 @@ class DecodeLoop:
             except ModelError as error:
                 self._everywhere(Unload())
                 return Error(error.code, error.detail, 0)
+            if drafter is not None and reply.kv_token_bytes:
+                reply = replace(reply, kv_bytes=_beside(drafter, reply.kv_bytes))
             fits = self._requests.open(command, reply, drafter)
             return replace(reply, context=min(reply.context, max(fits, 1)))
         return reply
@@ -198,7 +200,7 @@ class DecodeLoop:
         while len(self._running) > keep:
             result = self._rank.settle(self._running.popleft())
             assert self._requests.scheduler is not None
-            outcomes = tuple(self._requests.scheduler.record(result.tokens, result.scores))
+            outcomes = tuple(self._requests.scheduler.record(result.tokens, result.scores, result.took_s))
             self._unconfirmed.append(Unconfirmed(result, outcomes, time.monotonic()))
         return True
 
@@ -247,6 +249,13 @@ class DecodeLoop:
         while self._unconfirmed:
             self._mail.wait(max(self._ack_time_left_s(), 0.0))
             self._confirm()
+
+
+def _beside(drafter: DraftModel, room_bytes: int) -> int:
+    """Share the room for KV caches with a draft model; returns what is left."""
+    left = max(room_bytes - drafter.weight_bytes, 0)
+    drafter.room_bytes = left // CACHES_SHARE
+    return left - drafter.room_bytes
 
 
 def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop | Evict:

@@ -13,12 +13,14 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ..errors import Code, ModelError
-from .batch import Caches, cut
+from .batch import KVCACHE_STEP, Caches, cut
 from .group import LoneGroup
 from .loader import load
 
-MAX_CACHES = 8
+MAX_CACHES = 4
 """Sequences whose caches it keeps."""
+CACHES_SHARE = 8
+"""What part of the room for KV caches they may take."""
 CHUNK = 512
 
 
@@ -39,6 +41,10 @@ class DraftModel:
                 f"the model's has {vocabulary}; they must be the same",
                 Code.MODEL_INVALID,
             )
+        self.weight_bytes = loaded.weight_bytes
+        self.room_bytes = 1 << 62
+        """What its caches may take."""
+        self._token_bytes = max(loaded.kv_token_bytes, 1)
         self._model = loaded.model
         self._new: Any = make_prompt_cache
         if not can_trim_prompt_cache(self._new(self._model)):
@@ -50,22 +56,33 @@ class DraftModel:
         """Tokens and caches of the sequences it drafted for, latest last."""
 
     def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
-        """The most likely `limit` tokens after `tokens`."""
+        """The most likely `limit` tokens after `tokens`; none while it still reads a long prompt.
+
+        It reads one chunk each time it is asked, so that nobody waits for all of it.
+        """
+        if self._bytes(len(tokens) + limit) > self.room_bytes:
+            return ()
         fed, caches = self._resume(tokens)
         todo = list(tokens[len(fed) :])
         drafts: list[int] = []
+        if len(todo) > CHUNK:
+            self._model(mx.array([todo[:CHUNK]]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+            fed += todo[:CHUNK]
+            limit = 0
         while len(drafts) < limit:
-            while len(todo) > CHUNK:
-                self._model(mx.array([todo[:CHUNK]]), cache=caches)
-                mx.eval([cache.state for cache in caches])
-                fed += todo[:CHUNK]
-                del todo[:CHUNK]
             logits = self._model(mx.array([todo]), cache=caches)
             fed += todo
             todo = [cast(int, mx.argmax(logits[0, -1]).item())]
             drafts += todo
         self._fed = [*self._fed[-MAX_CACHES + 1 :], (fed, caches)]
+        while sum(self._bytes(len(tokens)) for tokens, _ in self._fed) > self.room_bytes:
+            self._fed.pop(0)
         return tuple(drafts)
+
+    def _bytes(self, tokens: int) -> int:
+        """What the caches of one sequence take."""
+        return -(-tokens // KVCACHE_STEP) * KVCACHE_STEP * self._token_bytes
 
     def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:
         """What the sequence that shares most with `tokens` has fed of them; at least one token is left."""

@@ -71,6 +71,7 @@ class Result:
     """A forward whose tokens are known on this rank: of each row as many as it was fed, in row order.
 
     `scores` holds, for each uid that wanted them, one Score a token. `step_us` and `wait_us` as in Ack.
+    `took_s`: seconds since the forward before it, or since it began.
     """
 
     step: int
@@ -81,6 +82,7 @@ class Result:
     digest: int
     step_us: int
     wait_us: int
+    took_s: float
 
 
 class Rank:
@@ -161,7 +163,7 @@ class Rank:
         now = time.monotonic()
         tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
         status = self.status
-        status.settled(now)
+        took_s = status.settled(now)
         status.step = forward.step
         status.forwards = forward.forwards
         status.collectives = forward.collectives
@@ -178,6 +180,7 @@ class Rank:
             chose,
             step_us,
             wait_us,
+            took_s,
         )
 
     def stop(self, uid: int, forwards: int, keep: int) -> None:

@@ -21,6 +21,7 @@ from . import kv
 from .moves import (
     Agreement,
     Decode,
+    Drafter,
     Drop,
     End,
     Exchange,
@@ -38,7 +39,7 @@ from .moves import (
     Wants,
 )
 from .prefix_cache import PrefixCache
-from .speculation import Adaptive, Lookup
+from .speculation import Adaptive, Lookup, Payoff
 from .turns import Turns
 
 MAX_PREFILLING = 4
@@ -105,6 +106,9 @@ _Feed = tuple[tuple[int, ...], tuple[int, ...]]
 _NOTHING: _Feed = ((), ())
 
 
+DRAFTED_ROWS = 2  #: for which a draft model proposes
+
+
 class Scheduler:
     """Books of every sequence from admission to its end."""
 
@@ -116,7 +120,9 @@ class Scheduler:
         self._requests: dict[int, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self._queued: deque[tuple[_Row, ...]] = deque()
+        self._queued: deque[tuple[tuple[_Row, ...], bool]] = deque()
+        """Rows of each forward under way, and whether it is a decode step."""
+        self._payoff = Payoff()
         self._moves: deque[Stop | Drop] = deque()
         self._late: list[Outcome] = []
         """What clients get with the next results."""
@@ -277,18 +283,18 @@ class Scheduler:
         move = self._chunk(sequence, limit)
         if move.last:
             self._join(sequence)
-            self._queued.append((self._queue(sequence, (), ()),))
+            self._queued.append(((self._queue(sequence, (), ()),), False))
             return move
         sequence.forwards += 1
         self._waiting.append(sequence)  # behind the others: long prompts take turns
-        self._queued.append(())
+        self._queued.append(((), False))
         return move
 
     def _prefill_together(self, group: Sequence[_Sequence]) -> PrefillTogether:
         prompts = tuple([self._chunk(sequence, sequence.prompt, may_take=False) for sequence in group])
         for sequence in group:
             self._join(sequence)
-        self._queued.append(tuple([self._queue(sequence, (), ()) for sequence in group]))
+        self._queued.append((tuple([self._queue(sequence, (), ()) for sequence in group]), False))
         return PrefillTogether(prompts, _exchange(group), self._agreement(group))
 
     def _chunk(self, sequence: _Sequence, limit: int, *, may_take: bool = True) -> Prefill:
@@ -382,7 +388,7 @@ class Scheduler:
             if not drafts:
                 sequence.position += 1 + len(forced)
             rows.append(self._queue(sequence, drafts, forced))
-        self._queued.append(tuple(rows))
+        self._queued.append((tuple(rows), True))
         return move
 
     def _must_wait(self, sequence: _Sequence) -> bool:
@@ -395,7 +401,7 @@ class Scheduler:
             return False
         # With a likely continuation, knowing the token on its way is worth more than running ahead of it.
         assert sequence.lookup is not None
-        if self._policy.drafter is None and not sequence.lookup.peek(1):
+        if self._drafter is None and not sequence.lookup.peek(1):
             return False
         sequence.known_at = sequence.generated + 1
         return True
@@ -407,10 +413,12 @@ class Scheduler:
         return sequence.lookup is not None and self._draft_limit(sequence) > 0
 
     def _draft_limit(self, sequence: _Sequence) -> int:
+        if not self._payoff.pays:
+            return 0
         # Every row is padded to the widest one, so drafts of one cost all of them.
         share = min(self._policy.draft_room // len(self._running) - 1, DRAFT_TOKENS)
         room = sequence.wants.max_tokens - sequence.generated - 1
-        matched = None if self._policy.drafter or sequence.lookup is None else sequence.lookup.matched
+        matched = None if self._drafter or sequence.lookup is None else sequence.lookup.matched
         return max(min(sequence.adaptive.limit(matched), share, room, MAX_WIDTH - 1), 0)
 
     def _feed(self, sequence: _Sequence) -> _Feed | None:
@@ -424,9 +432,14 @@ class Scheduler:
         assert sequence.lookup is not None
         limit = self._draft_limit(sequence)
         drafts = sequence.lookup.draft(limit)
-        if not drafts and self._policy.drafter is not None:
-            drafts = self._policy.drafter.propose(sequence.tokens, limit)
+        if not drafts and (drafter := self._drafter) is not None:
+            drafts = drafter.propose(sequence.tokens, limit)
         return drafts
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        """It proposes for one row after the other, which soon takes longer than it saves."""
+        return self._policy.drafter if len(self._running) <= DRAFTED_ROWS else None
 
     def _queue(self, sequence: _Sequence, drafts: tuple[int, ...], forced: tuple[int, ...]) -> _Row:
         """Book a forward that will choose tokens for a row."""
@@ -450,15 +463,20 @@ class Scheduler:
     # --- results -------------------------------------------------------------------------------------
 
     def record(
-        self, tokens: tuple[int, ...], scores: Mapping[int, Sequence[Score]] | None = None
+        self,
+        tokens: tuple[int, ...],
+        scores: Mapping[int, Sequence[Score]] | None = None,
+        took_s: float = 0.0,
     ) -> list[Outcome]:
         """Take what the oldest recorded forward chose; returns what the clients get of it.
 
         `tokens`: every row's in row order, as many as it was fed. `scores`: of each uid that wanted them.
+        `took_s`: seconds, 0 where that is not known.
         """
         outcomes, self._late = self._late, []
-        at = 0
-        for row in self._queued.popleft():
+        at = given_tokens = live = 0
+        rows, decodes = self._queued.popleft()
+        for row in rows:
             width = 1 + len(row.drafts) + len(row.forced)
             chosen = tokens[at : at + width]
             at += width
@@ -468,7 +486,12 @@ class Scheduler:
             sequence.in_flight -= 1
             given = scores.get(sequence.uid) if scores else None
             new = self._new_tokens(sequence, row, chosen)
+            given_tokens += len(new)
+            live += 1
             self._extend(sequence, new, len(new) - 1 if row.drafts else 0, given, outcomes)
+        if decodes and took_s and live == len(rows) and not any(row.forced for row in rows):
+            drafted = any(row.drafts for row in rows)
+            self._payoff.step(live, given_tokens, took_s, drafted=drafted)
         return outcomes
 
     def late(self) -> list[Outcome]:

@@ -1,8 +1,8 @@
 """Drafts: what may come next, looked up in what has been.
 
 A draft is checked by one forward over all its tokens; what is right in it saves forwards, what is wrong costs
-the width of one. `Lookup` finds drafts, `Adaptive` decides how long they may be. Neither touches logits: a
-wrong draft changes no token.
+the width of one. `Lookup` finds drafts, `Adaptive` decides how long they may be, `Payoff` whether any
+pay. None touches logits: a wrong draft changes no token.
 """
 
 from __future__ import annotations
@@ -152,6 +152,47 @@ class Adaptive:
         if is_wrong(drafted, accepted):
             self._credit -= 1.0
         self._credit = min(self._credit, MOST_CREDIT)
+
+
+RECENT = 0.2  #: weight of the newest step in the averages
+LEAST_STEPS = 16  #: with drafts, before they are judged
+PAUSE_STEPS = 256  #: without, before drafts are tried again
+
+
+class Payoff:
+    """Whether steps with drafts give more tokens a second than steps without, by what both have taken.
+
+    A wide step may cost many times as much: models with a compressed cache unpack all of it then. Steps are
+    compared with those without drafts of equally many rows.
+    """
+
+    def __init__(self) -> None:
+        self._plain_s: dict[int, float] = {}
+        self._gain = self._cost = 0.0
+        """Tokens of a row, and time in plain steps: averages of recent steps with drafts."""
+        self._seen = self._pause = 0
+
+    @property
+    def pays(self) -> bool:
+        """Whether steps may have drafts now."""
+        return not self._pause
+
+    def step(self, rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:
+        """A step of `rows` rows gave so many tokens in all."""
+        if not drafted:
+            usual = self._plain_s.get(rows, seconds)
+            self._plain_s[rows] = usual + RECENT * (seconds - usual)
+            self._pause = max(self._pause - 1, 0)
+            return
+        if rows not in self._plain_s:
+            return
+        weight = RECENT if self._seen else 1.0
+        self._gain += weight * (tokens / rows - self._gain)
+        # One that compiled kernels is no measure.
+        self._cost += weight * (min(seconds / self._plain_s[rows], MOST_DRAFTED) - self._cost)
+        self._seen += 1
+        if self._seen >= LEAST_STEPS and self._cost > self._gain:
+            self._seen, self._pause = 0, PAUSE_STEPS
 
 
 def is_wrong(drafted: int, accepted: int) -> bool:

@@ -76,10 +76,10 @@ class Status:
             self._since = self._began = now  # the time since the last forward was idling
             self._runs(phase, tokens)
 
-    def settled(self, now: float) -> None:
-        """The oldest of the forwards in flight has ended."""
+    def settled(self, now: float) -> float:
+        """The oldest of the forwards in flight has ended. Returns the seconds it took; 0 without one."""
         if not self._flying:  # one that failed on its way was counted out: what is wrong shows in the ledgers
-            return
+            return 0.0
         phase, tokens = self._flying.popleft()
         self.in_flight -= 1
         took_s = now - self._began
@@ -89,6 +89,7 @@ class Status:
             self._step_s = _followed(self._step_s, took_s)
         if self._flying:
             self._runs(*self._flying[0])
+        return took_s
 
     def _runs(self, phase: Phase, tokens: int) -> None:
         self.phase = phase

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxtp.engine.moves import Decode, Drop, End, Move, Policy, Prefill, PrefillTogether, Stop, Wants
 from mlxtp.engine.prefix_cache import Hit, PrefixCache
-from mlxtp.engine.scheduler import MAX_PREFILLING, Scheduler
+from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import Sampling, Shaping
 
@@ -516,6 +516,17 @@ def test_a_drafter_proposes_where_nothing_is_found(run_ahead: int) -> None:
     simulation.drain()
     check_answer(request)
     assert request.ends[0].accepted > 20
+
+
+@pytest.mark.parametrize(("rows", "drafts"), [(DRAFTED_ROWS, True), (DRAFTED_ROWS + 1, False)])
+def test_a_drafter_proposes_for_few_rows(rows: int, drafts: bool) -> None:
+    says = tuple(range(2000, 2040))
+    simulation = Simulation(drafts=True, drafter=Parrot(says))
+    requests = [simulation.add(3, 40, says) for _ in range(rows)]
+    simulation.drain()
+    for request in requests:
+        check_answer(request)
+        assert (request.ends[0].accepted > 0) == drafts
 
 
 def test_a_drafter_that_is_always_wrong_is_soon_left_alone() -> None:

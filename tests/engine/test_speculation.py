@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from mlxtp.engine import speculation
 from mlxtp.engine.speculation import (
     CANDIDATES,
+    LEAST_STEPS,
     LONGEST_MATCH,
     MOST_DRAFTED,
+    PAUSE_STEPS,
     SHORTEST_MATCH,
     Adaptive,
     Lookup,
+    Payoff,
     is_wrong,
 )
 
@@ -310,3 +313,48 @@ def test_drafts_grow_while_they_are_right() -> None:
         adaptive.report(lengths[-1], lengths[-1])
     assert lengths == [8, 16, 16, 16]
     assert Adaptive(most=3).limit() == Adaptive(most=3).limit(20) == 3
+
+
+# --- whether drafts pay -----------------------------------------------------------------------------------
+
+
+def paid(wide_s: float, tokens: int, *, steps: int = LEAST_STEPS) -> Payoff:
+    """After plain steps of one second, and so many steps with drafts."""
+    payoff = Payoff()
+    payoff.step(2, 2, 1.0, drafted=False)
+    for _ in range(steps):
+        payoff.step(2, 2 * tokens, wide_s, drafted=True)
+    return payoff
+
+
+def test_drafts_go_on_as_long_as_steps_give_more_than_they_cost() -> None:
+    assert paid(wide_s=2.9, tokens=3).pays
+    assert not paid(wide_s=3.1, tokens=3).pays
+    assert paid(wide_s=3.1, tokens=3, steps=LEAST_STEPS - 1).pays
+
+
+def test_one_slow_step_stops_no_drafts() -> None:
+    """Its kernels were compiled, say."""
+    payoff = Payoff()
+    payoff.step(1, 1, 1.0, drafted=False)
+    payoff.step(1, 4, 100.0, drafted=True)
+    for _ in range(2 * LEAST_STEPS):
+        payoff.step(1, 4, 2.0, drafted=True)
+    assert payoff.pays
+
+
+def test_drafts_are_tried_again_after_a_pause() -> None:
+    payoff = paid(wide_s=9.0, tokens=3)
+    for _ in range(PAUSE_STEPS - 1):
+        payoff.step(2, 2, 1.0, drafted=False)
+    assert not payoff.pays
+    payoff.step(2, 2, 1.0, drafted=False)
+    assert payoff.pays
+
+
+def test_steps_are_compared_with_those_of_as_many_rows() -> None:
+    payoff = Payoff()
+    payoff.step(16, 16, 1.0, drafted=False)
+    for _ in range(2 * LEAST_STEPS):
+        payoff.step(1, 2, 100.0, drafted=True)
+    assert payoff.pays

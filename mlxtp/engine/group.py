@@ -43,16 +43,20 @@ class CollectiveCounter:
     """
 
     paused = False
+    #: The ranks of the group whose other ranks are left out, see `alone`.
+    alone_of = 0
 
     def __init__(self) -> None:
         self.count = 0
 
     def install(self) -> None:
         for name in _COLLECTIVES:
-            setattr(mx.distributed, name, self._counted(getattr(mx.distributed, name)))
+            setattr(mx.distributed, name, self._counted(name, getattr(mx.distributed, name)))
 
-    def _counted(self, collective: Any) -> Any:
+    def _counted(self, name: str, collective: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
+            if ranks := CollectiveCounter.alone_of:
+                return _own_part(name, args[0], ranks)
             self.count += not CollectiveCounter.paused
             return collective(*args, **kwargs)
 
@@ -67,6 +71,27 @@ def uncounted() -> Iterator[None]:
         yield
     finally:
         CollectiveCounter.paused = False
+
+
+@contextlib.contextmanager
+def alone(ranks: int) -> Iterator[None]:
+    """Forwards run without the other `ranks` - 1: collectives give what this rank puts in, in their shape.
+
+    Their numbers mean nothing. Nothing is traced meanwhile, since a traced graph would stay like that.
+    """
+    mx.disable_compile()
+    CollectiveCounter.alone_of = ranks
+    try:
+        yield
+    finally:
+        CollectiveCounter.alone_of = 0
+        mx.enable_compile()
+
+
+def _own_part(name: str, array: mx.array, ranks: int) -> mx.array:
+    if name == "all_gather":
+        return mx.concatenate([array] * ranks)
+    return array[: array.shape[0] // ranks] if name == "sum_scatter" else array
 
 
 @dataclass(frozen=True, slots=True)

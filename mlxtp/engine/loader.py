@@ -6,7 +6,7 @@ import contextlib
 import json
 import struct
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from .group import Group, uncounted
+from .group import Group, alone, uncounted
 from .mlx_errors import code_of
 from .sharding import Config, check_divisible, check_shardable, context_length, text_config
 from .stored import Folder
@@ -210,6 +210,21 @@ def _cache_bytes(model: Any, tokens: int) -> int:
     model(mx.zeros((1, tokens), dtype=mx.int32), cache=cache)
     states = tree_flatten([c.state for c in cache if not c.empty()])
     return sum(array.nbytes for _, array in states if isinstance(array, mx.array))
+
+
+def run_alone(loaded: LoadedModel, ranks: int, widths: Iterable[int]) -> None:
+    """Run one forward of each width without the other ranks.
+
+    Metal loads and compiles kernels at a first forward. In a joint one, the other ranks' command buffers
+    would wait for that, and macOS ends what waits for some seconds. Raises as `load` does.
+    """
+    try:
+        with alone(ranks):
+            for width in widths:
+                tokens, cache = mx.zeros((1, width), dtype=mx.int32), make_cache(loaded.model)
+                mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, last_only=True))
+    except _MLX_LM_RAISES as error:
+        raise _failure(f"{loaded.name}: a first forward failed", error) from error
 
 
 def make_cache(model: Any) -> list[Any]:

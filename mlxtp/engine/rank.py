@@ -40,7 +40,7 @@ from .batch import CacheKind
 from .choice import Chooser, Desk
 from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
 from .jaccl import Exchange, Fabric
-from .loader import LoadedModel, load
+from .loader import LoadedModel, load, run_alone
 from .mlx_errors import code_of
 from .moves import Score
 from .recorder import PROMPT, PROMPTS, STEP
@@ -252,6 +252,8 @@ class Rank:
         try:
             self.loaded = load(Path(path), self._group, self.status.progress)
             self.caches = CacheKind(self.loaded.model, command.kv_bits)
+            if self._group.size > 1 and mx.metal.is_available():
+                run_alone(self.loaded, self._group.size, (1, command.prefill_chunk))
         except MlxtpError as error:
             self._unload()
             return Error(error.code, error.detail, 0)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxtp.engine.group import CollectiveCounter, Group, form
-from mlxtp.engine.loader import LoadedModel, load, make_cache
+from mlxtp.engine.loader import LoadedModel, load, make_cache, run_alone
 from mlxtp.engine.vocabulary import Vocabulary
 from mlxtp.errors import ModelError
 
@@ -97,6 +97,8 @@ def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dic
     loaded: LoadedModel | ModelError
     try:
         loaded = load(folder, group, lambda: None)
+        if group.rank:
+            run_alone(loaded, group.size, (1, 8))  # rank 0 would not answer a collective
     except ModelError as error:
         loaded = error
     counted = counter.count - before

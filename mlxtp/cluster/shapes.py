@@ -55,6 +55,10 @@ _NORM_SUMS = frozenset({"minimax"})
 """Families that sum over the ranks for the norms of queries and keys too."""
 
 
+_COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")
+"""Families of which several ranks may have the same KV head."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model as far as its placement depends on it. Bytes are bytes, of weights as they are stored.
@@ -113,7 +117,7 @@ class ModelShape:
 
     def rank_kv(self, ranks: int, tokens: int) -> int:
         """Bytes of the KV caches of `tokens` tokens on each rank."""
-        return -(-self.kv_token_bytes * tokens // (ranks if self.kv_divides else 1))
+        return -(-self.kv_token_bytes * tokens // (min(ranks, self.kv_heads) if self.kv_divides else 1))
 
     def obstacles(self, ranks: int) -> tuple[str, ...]:
         """Why it cannot be divided among `ranks`, by the rules that `engine/sharding.py` checks at a load."""
@@ -127,6 +131,8 @@ class ModelShape:
             "intermediate size": self.intermediate,
             "expert intermediate size": self.expert_width,
         }
+        if self.family in _COPIES_KV_HEADS and ranks % self.kv_heads == 0:
+            del sizes["KV heads"]
         found = []
         for what, size in sizes.items():
             if size % ranks:

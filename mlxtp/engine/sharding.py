@@ -32,6 +32,10 @@ def check_divisible(config: Config, world_size: int) -> None:
         )
 
 
+_COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")
+"""Families whose `shard` gives several ranks the same KV head where there are fewer heads than ranks."""
+
+
 def _indivisible(config: Config, world_size: int) -> list[str]:
     if world_size == 1:
         return []
@@ -44,6 +48,8 @@ def _indivisible(config: Config, world_size: int) -> list[str]:
         "intermediate size": _number(text, "intermediate_size"),
         "expert intermediate size": _number(text, "moe_intermediate_size"),
     }
+    if config.get("model_type") in _COPIES_KV_HEADS and world_size % sizes["KV heads"] == 0:
+        del sizes["KV heads"]
     problems = [f"{size} {what} ({size} / {world_size})" for what, size in sizes.items() if size % world_size]
     group = (
         _number(_table(config, "quantization") or _table(config, "quantization_config"), "group_size") or 1

@@ -37,13 +37,22 @@ sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 9
     expert=st.one_of(st.just(0), sizes),
     group=st.sampled_from([0, 16, 32, 64]),
     ranks=st.integers(1, MAX_RANKS),
+    family=st.sampled_from(["llama", "qwen3_5"]),
 )
 @settings(max_examples=300, deadline=None)
 def test_what_a_load_would_refuse_is_never_planned(
-    heads: int, kv_heads: int, head_dim: int, intermediate: int, expert: int, group: int, ranks: int
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    expert: int,
+    group: int,
+    ranks: int,
+    family: str,
 ) -> None:
     config: dict[str, Any] = {
         **LLAMA,
+        "model_type": family,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -73,6 +82,14 @@ def test_obstacles_say_what_does_not_divide() -> None:
     assert grouped.obstacles(4) == (
         "intermediate size 320 / 4 = 80 is no multiple of the quantization group 64",
     )
+
+
+def test_a_family_that_copies_kv_heads_goes_on_more_ranks_than_it_has_of_them() -> None:
+    qwen = shape(model_type="qwen3_5", num_key_value_heads=2)
+    assert qwen.obstacles(4) == ()
+    assert qwen.rank_kv(4, 1000) == qwen.rank_kv(2, 1000) > 0
+    assert shape(num_key_value_heads=2).obstacles(4) == ("2 KV heads do not divide by 4",)
+    assert shape(model_type="qwen3_5", num_key_value_heads=3, num_attention_heads=24).obstacles(4) != ()
 
 
 def test_families_that_mlx_lm_cannot_divide_stay_whole() -> None:

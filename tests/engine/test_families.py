@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model
 from mlxtp.engine.sharding import shardable_families
 
 from ..cluster import WAIT_S
-from .families import FAMILIES
+from .families import FAMILIES, QWEN3_5
 from .small_models import change_weights, write_model
 from .test_parallel_numerics import free_hosts
 from .vocabulary_member import STEPS, hard_rows, prompts
@@ -63,6 +63,7 @@ WIDE: Mapping[str, Any] = {
 FOUR: Mapping[str, Mapping[str, Any]] = {
     "four": {"num_key_value_heads": 4, "vocab_size": 509, "head_dim": 32, "quantize": 32},
     "five": {"num_key_value_heads": 4, "vocab_size": 5, "tie_word_embeddings": False},
+    "copied": {"model_type": "qwen3_5", "text_config": {**QWEN3_5, "linear_num_key_heads": 4}},
 }
 """For four ranks. Of five tokens the last rank has none."""
 

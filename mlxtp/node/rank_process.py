@@ -57,6 +57,7 @@ from .wired import HERE
 log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
+EXIT_S = 1.0  #: from the end of a pipe to that of its process
 _CLOSED = -1
 
 Worker = Sequence[str] | Spares
@@ -240,6 +241,10 @@ class RankProcess:
                     self._dispatch(connection, received.message)
         except MlxtpError as error:
             code = Code.RANK_LOST if isinstance(error, LinkError) else error.code
+            if code is Code.RANK_LOST:  # its process ends as well, and how it did says more
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EXIT_S):
+                        await self._leaves.wait()
             self._report(Report(self.rank, GroupError(f"rank {self.rank}: {error.detail}", code)))
 
     def _dispatch(self, connection: Connection, message: Message) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -41,7 +42,8 @@ class Mac(Wired):
         async def sleep(seconds: float) -> None:
             self.slept_s += seconds
 
-        monkeypatch.setattr(wired.asyncio, "sleep", sleep)
+        # Not asyncio's own: servers of other tests run on in their threads.
+        monkeypatch.setattr(wired, "asyncio", SimpleNamespace(sleep=sleep))
 
     def _look(self) -> int:
         self.looks += 1

@@ -6,8 +6,9 @@ import contextlib
 import json
 import struct
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from ..errors import Code, GroupError, MlxtpError, ModelError
 from .group import Group, alone, uncounted
 from .mlx_errors import code_of
 from .sharding import Config, check_divisible, check_shardable, context_length, text_config
-from .stored import Folder
+from .stored import Folder, Stored, read_share, share_of
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200
@@ -86,8 +87,10 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
     model, config = _read_weights(folder)
     try:
         with _unkept():
-            vocabulary = shard(model, group, cut=Folder(folder).cut, size=_vocabulary(config))
-            _evaluate(model, folder.name, progress)
+            tensors = Folder(folder)
+            stored = tensors.untouched(_weights(model)) if group.size > 1 else {}
+            vocabulary = shard(model, group, cut=tensors.cut, size=_vocabulary(config))
+            _evaluate(model, folder.name, progress, partial(_own_bytes, stored, group))
         peak_bytes = mx.get_peak_memory() - held
         kv_token_bytes = _kv_token_bytes(model)
     except _MLX_LM_RAISES as error:
@@ -118,13 +121,27 @@ def _unkept() -> Iterator[None]:
         mx.clear_cache()
 
 
-def _evaluate(model: Any, name: str, progress: Callable[[], None]) -> None:
-    """Read every weight, one after the other: the vocabulary, the layers, the rest.
+def _weights(model: Any) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def _own_bytes(stored: Mapping[str, Stored], group: Group, name: str, weight: mx.array) -> mx.array:
+    """Return a weight as it is, or, where it is some rows of a file's tensor, read from these rows alone."""
+    whole = stored.get(name)
+    if whole is None or not share_of(whole, weight, group.size):
+        return weight
+    return read_share(whole, group.rank, group.size)
+
+
+def _evaluate(
+    model: Any, name: str, progress: Callable[[], None], own: Callable[[str, mx.array], mx.array]
+) -> None:
+    """Read every weight, one after the other: the vocabulary, the layers, the rest. `own` may replace one.
 
     Raises ModelError (MODEL_INVALID) with the names of weights that are not numbers.
     """
     done: set[str] = set()
-    weights = dict(tree_flatten(model.parameters()))
+    weights = _weights(model)
     paths = {id(module): path for path, module in model.named_modules()}
     parts = [
         path for path, module in model.named_modules() if isinstance(module, ShardedEmbedding | ShardedHead)
@@ -134,6 +151,9 @@ def _evaluate(model: Any, name: str, progress: Callable[[], None]) -> None:
         names = [n for n in weights if n not in done and (not prefix or n.startswith(f"{prefix}."))]
         looks: dict[str, mx.array] = {}
         for weight in names:
+            if (share := own(weight, weights[weight])) is not weights[weight]:
+                weights[weight] = share
+                model.update(tree_unflatten([(weight, share)]))
             if (look := _look(weights[weight], weight)) is not None:
                 looks[weight] = look
             mx.eval(weights[weight], look)

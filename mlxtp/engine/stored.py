@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -63,6 +64,19 @@ class Folder:
             alike = [s for s in alike if f".{s.name}".endswith(f".{name}")]
         return alike[0] if len(alike) == 1 else None
 
+    def untouched(self, parameters: Mapping[str, mx.array]) -> dict[str, Stored]:
+        """Return where parameters are stored, by name, of those that are just what a file holds."""
+        by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[Stored]] = {}
+        for stored in self._stored:
+            by_shape.setdefault((stored.shape, TYPES.get(stored.type)), []).append(stored)
+        found = {}
+        for name, array in parameters.items():
+            alike = [s for s in by_shape.get((array.shape, array.dtype), ()) if _same_end(s.name, name)]
+            alike = [s for s in alike if s.name == name] or alike
+            if len(alike) == 1 and _is_untouched(array):
+                found[name] = alike[0]
+        return found
+
     @cached_property
     def _stored(self) -> list[Stored]:
         return [s for path in sorted(self._folder.glob("model*.safetensors")) for s in _read_header(path)]
@@ -79,17 +93,40 @@ def _read_header(path: Path) -> list[Stored]:
     ]
 
 
+def share_of(stored: Stored, array: mx.array, ranks: int) -> bool:
+    """Whether `array` is one of `ranks` equal parts of a stored tensor, cut between its rows.
+
+    Rows are the last axis but one. mlx-lm's `shard` splits and takes the part of its own rank.
+    """
+    whole = (*array.shape[:-2], array.shape[-2] * ranks, array.shape[-1]) if array.ndim > 1 else ()
+    return whole == stored.shape and _steps(array) == ["Load", "Split", "Contiguous"]
+
+
+def read_share(stored: Stored, rank: int, ranks: int) -> mx.array:
+    """Read that part of rank `rank`, and nothing else of the tensor."""
+    rows = stored.shape[-2] // ranks
+    return _read_rows(stored, rank * rows, rows, axis=len(stored.shape) - 2)
+
+
+def _same_end(one: str, other: str) -> bool:
+    """Whether one name ends with the other: files and models differ in what comes before."""
+    return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
+
+
 def _is_untouched(array: mx.array) -> bool:
     """Whether it is what a file holds and nothing has been computed from it: its whole graph is one Load."""
+    return _steps(array) == ["Load"]
+
+
+def _steps(array: mx.array) -> list[str]:
+    """The operations of its graph."""
     graph = io.StringIO()
     mx.export_to_dot(graph, array)
-    return [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line] == [
-        "Load"
-    ]
+    return [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line]
 
 
-def _read_rows(stored: Stored, first: int, rows: int) -> mx.array:
-    with _Window(stored, first, rows) as window:
+def _read_rows(stored: Stored, first: int, rows: int, axis: int = 0) -> mx.array:
+    with _Window(stored, first, rows, axis) as window:
         loaded = mx.load(cast("BinaryIO", window), format="safetensors")
     return cast("dict[str, mx.array]", loaded)["rows"]
 
@@ -97,21 +134,27 @@ def _read_rows(stored: Stored, first: int, rows: int) -> mx.array:
 class _Window(io.RawIOBase):
     """A file that holds some rows of a stored tensor, and zeros for those that it lacks.
 
+    Rows are along `axis`. Where others come before it, there is a run of rows for each of their indices, and
+    none is lacking.
     MLX reads such a file at once, straight into the array's memory.
     """
 
-    def __init__(self, stored: Stored, first: int, rows: int) -> None:
-        row_bytes = TYPES[stored.type].size * prod(stored.shape[1:])
-        here = max(min(stored.shape[0] - first, rows), 0)
+    def __init__(self, stored: Stored, first: int, rows: int, axis: int) -> None:
+        before, after = stored.shape[:axis], stored.shape[axis + 1 :]
+        row_bytes = TYPES[stored.type].size * prod(after)
+        here = max(min(stored.shape[axis] - first, rows), 0)
+        runs = prod(before)
+        assert here == rows or runs == 1
+        self._run, self._stride = here * row_bytes, stored.shape[axis] * row_bytes
         tensor = {
             "dtype": stored.type,
-            "shape": [rows, *stored.shape[1:]],
-            "data_offsets": [0, rows * row_bytes],
+            "shape": [*before, rows, *after],
+            "data_offsets": [0, runs * rows * row_bytes],
         }
         text = json.dumps({"rows": tensor}).encode()
         self._header = struct.pack("<Q", len(text)) + text
-        self._body = here * row_bytes
-        self._size = len(self._header) + rows * row_bytes
+        self._body = runs * self._run
+        self._size = len(self._header) + runs * rows * row_bytes
         self._begins = stored.offset + first * row_bytes
         self._file = stored.path.open("rb", buffering=0)
         self._at = 0
@@ -146,8 +189,9 @@ class _Window(io.RawIOBase):
             view[: len(part)] = part
             return len(part)
         if at < body:
-            self._file.seek(self._begins + at - header)
-            count = self._file.readinto(view[: body - at])
+            run, within = divmod(at - header, self._run)
+            self._file.seek(self._begins + run * self._stride + within)
+            count = self._file.readinto(view[: self._run - within])
             if not count:
                 raise OSError(f"{self._file.name} ends within a tensor")
             return count

@@ -245,6 +245,17 @@ def test_a_token_takes_its_part_of_the_cache(two: Group, four: Group) -> None:
     assert four.facts[0]["four"]["kv_token_bytes"] == 2 * 2 * 1 * 32 * 4
 
 
+def test_a_rank_reads_its_own_rows_and_gets_what_it_would_cut_from_the_whole(two: Group, four: Group) -> None:
+    for group, models in ((two, MODELS), (four, FOUR)):
+        for facts in group.facts:
+            assert [name for name in models if not facts[name]["same"]] == []
+    for facts in two.facts:
+        # Of each of two layers q, k, v, gate and up; and of quantized ones scales and biases as well.
+        assert facts["llama"]["own"] == 2 * 5
+        assert facts["qwen2-4bit"]["own"] == 2 * 5 * 3
+        assert facts["qwen3_moe-4bit"]["own"] > 0
+
+
 def test_a_load_enters_no_collective_whether_it_works_or_not(two: Group) -> None:
     for facts in two.facts:
         assert all(model.get("counted") == 0 for model in facts.values())

@@ -94,8 +94,8 @@ def test_the_head_dimension_need_not_be_the_quotient() -> None:
 
 
 def test_numbers_of_a_text_config_count() -> None:
-    nested = {"model_type": "qwen3_5", "text_config": LLAMA_8B | {"num_key_value_heads": 2}}
-    with pytest.raises(ModelError, match="2 KV heads"):
+    nested = {"model_type": "qwen3_5", "text_config": LLAMA_8B | {"num_key_value_heads": 3}}
+    with pytest.raises(ModelError, match="3 KV heads"):
         check_divisible(nested, 4)
 
 

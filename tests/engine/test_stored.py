@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxtp.engine.stored import Folder
+from mlxtp.engine.stored import Folder, read_share, share_of
 from mlxtp.engine.vocabulary import cut_rows
 
 from .small_models import split_weights, write_model
@@ -101,3 +102,34 @@ def test_a_file_that_ends_within_the_rows_is_an_error(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises((OSError, RuntimeError)):
         whole.cut(array, name_of(EMBEDDING), 254, 255)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shape", [(8, 6), (5, 8, 6), (2, 3, 8, 1)])
+def test_a_share_is_the_part_of_the_rows_behind_every_other_index(
+    tmp_path: Path, shape: tuple[int, ...], ranks: int
+) -> None:
+    whole = mx.arange(prod(shape)).reshape(shape).astype(mx.float32)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"layers.0.up.weight": whole})
+    folder = Folder(tmp_path)
+    for rank in range(ranks):
+        loaded = weights(tmp_path)["layers.0.up.weight"]  # evaluating a part makes the whole no Load any more
+        [stored] = folder.untouched({"model.layers.0.up.weight": loaded}).values()
+        part = mx.contiguous(mx.split(loaded, ranks, axis=-2)[rank])
+        assert share_of(stored, part, ranks)
+        assert mx.array_equal(read_share(stored, rank, ranks), part)
+
+
+def test_what_is_no_run_of_rows_of_one_tensor_is_no_share(tmp_path: Path) -> None:
+    whole = mx.zeros((8, 8))
+    tensors = {"text.layers.1.up.weight": whole, "vision.layers.1.up.weight": whole}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    folder, array = Folder(tmp_path), weights(tmp_path)["text.layers.1.up.weight"]
+    assert folder.untouched({"layers.1.up.weight": array}) == {}, "either could be meant"
+    assert folder.untouched({"layers.11.up.weight": array}) == {}
+    assert folder.untouched({"text.layers.1.up.weight": array + 0}) == {}
+    [stored] = folder.untouched({"text.layers.1.up.weight": array}).values()
+    assert stored.name == "text.layers.1.up.weight"
+    assert not share_of(stored, mx.contiguous(mx.split(array, 2, axis=-1)[0]), 2)
+    assert not share_of(stored, mx.contiguous(mx.split(array + 0, 2, axis=-2)[0]), 2)
+    assert not share_of(stored, mx.contiguous(mx.split(array, 4, axis=-2)[0]), 2)

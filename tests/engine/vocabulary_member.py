@@ -10,12 +10,16 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 
+from mlxtp.engine import loader
 from mlxtp.engine.group import CollectiveCounter, Group, form
 from mlxtp.engine.loader import LoadedModel, load, make_cache, run_alone
+from mlxtp.engine.stored import Stored, read_share
 from mlxtp.engine.vocabulary import Vocabulary
 from mlxtp.errors import ModelError
 
@@ -91,12 +95,34 @@ def bits(array: mx.array) -> mx.array:
     return array.view({2: mx.uint16, 4: mx.uint32}[array.dtype.size])
 
 
+def reads_own_bytes(loaded: LoadedModel, folder: Path, group: Group) -> tuple[int, bool]:
+    """How many tensors were read by this rank's rows alone, and whether all are as if read whole."""
+    calls = 0
+
+    def counted(stored: Stored, rank: int, ranks: int) -> mx.array:
+        nonlocal calls
+        calls += 1
+        return read_share(stored, rank, ranks)
+
+    with patch.object(loader, "read_share", counted):
+        parts = dict(tree_flatten(load(folder, group, lambda: None).model.parameters()))
+    with patch.object(loader, "share_of", lambda *_: False):
+        wholes = dict(tree_flatten(load(folder, group, lambda: None).model.parameters()))
+    ours = dict(tree_flatten(loaded.model.parameters()))
+    same = ours.keys() == parts.keys() == wholes.keys() and all(
+        mx.array_equal(ours[name], whole).item() and mx.array_equal(parts[name], whole).item()
+        for name, whole in wholes.items()
+    )
+    return calls, same
+
+
 def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
     """`run` a model, or the words that refuse it."""
     before = counter.count
     loaded: LoadedModel | ModelError
     try:
         loaded = load(folder, group, lambda: None)
+        own, same = reads_own_bytes(loaded, folder, group)
         if group.rank:
             run_alone(loaded, group.size, (1, 8))  # rank 0 would not answer a collective
     except ModelError as error:
@@ -106,7 +132,7 @@ def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dic
     if isinstance(loaded, ModelError):
         return {"code": loaded.code, "detail": loaded.detail, "counted": counted}, {}
     facts, arrays = run(loaded, counter) if everywhere else ({}, {})
-    return {**facts, "counted": counted}, arrays
+    return {**facts, "counted": counted, "own": own, "same": same}, arrays
 
 
 def main() -> None:

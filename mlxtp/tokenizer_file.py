@@ -84,6 +84,22 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
+def token_count(folder: Path) -> int:
+    """Return the largest id of a model's tokenizer plus 1; 0 where its files do not tell. Reads the disk."""
+    path = folder / "tokenizer.json"
+    try:
+        if not path.is_file():
+            return len((folder / TIKTOKEN_FILE).read_bytes().split()) // 2 + RESERVED
+        found, settings = table(path), table(folder / "tokenizer_config.json")
+        vocabulary = found["model"]["vocab"]
+        ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
+        ids |= {token["id"] for token in found["added_tokens"]}
+        ids |= {int(id_) for id_ in settings.get("added_tokens_decoder", {})}
+        return int(max(ids)) + 1
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0
+
+
 def table(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError and ValueError."""
     found = json.loads(path.read_text(encoding="utf-8"))

@@ -13,13 +13,14 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
+from mlxtp.api.ask import Call, Conversation, Tool, Turn
 from mlxtp.api.text.template_modules import template_module
 from mlxtp.api.text.tokens import Text
 from mlxtp.engine.grammar_trial import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
 from mlxtp.node.store import hub
 from mlxtp.node.store.complete import lacks
-from mlxtp.tokenizer_file import _SHOWN, KIMI_PATTERN, RESERVED, converted, tokenizer_json
+from mlxtp.tokenizer_file import _SHOWN, KIMI_PATTERN, RESERVED, converted, token_count, tokenizer_json
 
 from .api.conftest import byte_level, save
 from .hub import Model, put, running_hub
@@ -212,6 +213,24 @@ def test_other_ids_than_the_model_says_are_refused(tmp_path: Path) -> None:
             Text.load(folder)
 
 
+def test_the_count_of_tokens_is_the_largest_id_plus_1(tmp_path: Path) -> None:
+    assert token_count(kimi(tmp_path / "kimi")) == len(TOKENS) + RESERVED
+    folder = save(byte_level(), tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    count = Tokenizer.from_str(json.dumps(content)).get_vocab_size()
+    assert token_count(folder) == count
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"700": {}}}))
+    assert token_count(folder) == 701
+    content["added_tokens"].append({"id": 900, "content": "<x>"})
+    content["model"] = {"vocab": [["a", -1.0]] * 800}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert token_count(folder) == 901
+    for damaged in ("[]", "{", '{"model": {"vocab": {"a": "b"}}, "added_tokens": []}'):
+        (folder / "tokenizer.json").write_text(damaged)
+        assert token_count(folder) == 0
+    assert token_count(tmp_path / "nothing") == 0
+
+
 # --- before a download ------------------------------------------------------------------------------------
 
 
@@ -274,6 +293,19 @@ def test_deepseek_chats_by_the_template_of_mlx_lm(
         prompt = text.decoded(text.prompt_ids([{"role": "user", "content": "hello"}], (), options))
         assert prompt.startswith(begins)
         assert begins == "jinja" or prompt.endswith(f"<｜User｜>hello<｜Assistant｜>{end}")
+
+
+def test_a_template_module_gets_tools_and_their_calls_as_text(tmp_path: Path) -> None:
+    text = Text.load(deepseek(tmp_path, chat_template_type="deepseek_v32"))
+    turns = (
+        Turn("user", "Rain?"),
+        Turn("assistant", "", calls=(Call("7", "weather", '{"city": "Oslo"}'),)),
+        Turn("tool", "wet", call_id="7", name="weather"),
+    )
+    prompt = text.rendered(Conversation(turns, tools=(Tool("weather", "Tells it.", {"type": "object"}),)))
+    assert '"description": "Tells it."' in prompt
+    assert '"name": "weather", "arguments": {"city": "Oslo"}' in prompt
+    assert "<tool_response>\nwet\n</tool_response>" in prompt
 
 
 def test_a_template_module_refuses_what_it_cannot_write(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..tokenizer_file import token_count
 from .group import Group, alone, uncounted
 from .mlx_errors import code_of
 from .sharding import Config, check_divisible, check_shardable, context_length, text_config
@@ -97,6 +98,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
         raise _failure(f"{folder.name}: sharding or reading the weights failed", error) from error
     if not vocabulary.size:
         raise ModelError("config.json names no vocab_size", Code.MODEL_INVALID)
+    vocabulary.limit(max(token_count(folder), *(end + 1 for end in _eos(config)), 0))
     return LoadedModel(
         model=model,
         name=folder.name,

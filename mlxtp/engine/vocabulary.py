@@ -134,7 +134,17 @@ class Vocabulary:
         self.first = group.rank * self.share
         self.embedding = embedding
         self.head = head
+        self._real = size
         self._padded = self.first + self.share > size
+
+    def limit(self, tokens: int) -> None:
+        """Let ids from `tokens` on be padding: the tokenizer has none of them.
+
+        Does nothing where most of the vocabulary would be, because such a count is another tokenizer's.
+        """
+        if 2 * tokens > self.size:
+            self._real = min(tokens, self.size)
+            self._padded = self.first + self.share > self._real
 
     def forward(
         self,
@@ -166,7 +176,7 @@ class Vocabulary:
             logits = logits[:, -1:]
         if self._padded:
             # Here and not in the head: some models bend logits afterwards, and -inf would become a number.
-            rows = mx.arange(self.share) < self.size - self.first
+            rows = mx.arange(logits.shape[-1]) < self._real - self.first
             logits = mx.where(rows, logits, mx.array(-mx.inf, dtype=logits.dtype))
         return logits
 

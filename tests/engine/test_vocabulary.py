@@ -130,6 +130,34 @@ def test_padding_stays_minus_infinity_when_logits_are_bent(tied: bool) -> None:
         assert mx.isfinite(logits[..., : 128 - padded]).all().item()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "padded"),
+    [
+        (500, [0, 0, 0, 12]),
+        (383, [0, 0, 1, 128]),
+        (509, [0, 0, 0, 3]),
+        (600, [0, 0, 0, 3]),
+        (9, [0, 0, 0, 3]),
+    ],
+)
+def test_ids_that_the_tokenizer_lacks_are_padding(tokens: int, padded: list[int]) -> None:
+    for rank, count in enumerate(padded):
+        model = Toy(509)
+        vocabulary = shard(model, Seat(rank, 4))
+        vocabulary.limit(tokens)
+        logits = vocabulary.forward(model, mx.array([[1]]), [], given=mx.random.normal((1, 1, HIDDEN)))
+        assert vocabulary._padded == bool(count), "other ranks' forwards have nothing to mask"
+        assert (logits[0, 0] == -mx.inf).tolist() == [False] * (128 - count) + [True] * count
+
+
+@pytest.mark.parametrize(("size", "real"), [(600, 512), (512, 512), (2000, 2000)])
+def test_a_load_learns_from_the_tokenizer_what_is_padding(tmp_path: Path, size: int, real: int) -> None:
+    model = loaded(tmp_path / "model", vocab_size=size)
+    logits = model.vocabulary.forward(model.model, mx.array([[3]]), make_cache(model.model))
+    assert mx.isfinite(logits[0, 0]).tolist() == [True] * real + [False] * (size - real)
+    assert model.vocabulary._padded == (size > real)
+
+
 def test_a_family_that_gathers_its_own_head_no_longer_does() -> None:
     model = Toy(509, own_gather=True)
     shard(model, Seat(0, 2))

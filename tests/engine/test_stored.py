@@ -38,6 +38,7 @@ def name_of(tensor: str) -> str:
 def cut_and_peak(folder: Path, array: mx.array, tensor: str, first: int, rows: int) -> tuple[mx.array, int]:
     """The rows, and the memory that was taken for them."""
     mx.synchronize()
+    mx.clear_cache()  # a kept buffer that is somewhat larger would be taken for the rows
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     part = Folder(folder).cut(array, name_of(tensor), first, rows)

@@ -118,6 +118,8 @@ def integers(low: int, high: int, min_items: int, max_items: int) -> FieldCodec:
     few = [struct.Struct(f"<{count}{kind}") for count in range(_FEW)]
 
     def pack(value: tuple[int, ...]) -> bytes:
+        if value == ():
+            return b""
         if len(value) < _FEW:
             return few[len(value)].pack(*value)
         return struct.pack(f"<{len(value)}{kind}", *value)

@@ -156,15 +156,8 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        StepToken((), (2,)),
-        StepToken((0,), (2,)),
         StepToken((2**32,), (2,)),
         StepToken(("one",), (2,)),  # type: ignore[arg-type]
-        StepToken((1,), ()),
-        StepToken((1,), (-1,)),
-        StepToken((1,), (2,), (MAX_WIDTH + 1,), (5,) * (MAX_WIDTH + 1)),
-        StepToken((1,), (2,), exchange="losers"),
-        StepToken((1,), (2,), agreement="auto"),
         PromptTokens(1, 0, 1, (5,), take=1),  # type: ignore[arg-type]
         PromptTokens(1, 0, 1, (5,), sampling=None),  # type: ignore[arg-type]
         PromptTokens(1, 0, 1, (5,), sampling=PLAIN),  # type: ignore[arg-type]
@@ -188,8 +181,6 @@ def test_the_longest_error_fits_a_link_that_is_not_open() -> None:
         SessionStop(1, "bored", 1),
         Evict(()),
         LoadShard("x" * 4001, 512, ()),
-        Ack(-1, 0, 0, 0),
-        Ack(True, 0, 0, 0),
         Ack(2**70, 0, 0, 0),
         PromptTokens(1, 0, 1, (-1,)),
         PromptTokens(1, 0, 1, None),  # type: ignore[arg-type]
@@ -208,6 +199,25 @@ def test_a_value_that_no_peer_would_take_is_not_sent(message: Message) -> None:
         encode(message, 1, 1)
     assert caught.value.code is Code.FIELD_INVALID
     assert type(message).__name__ in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StepToken((), (2,)),
+        StepToken((0,), (2,)),
+        StepToken((1,), ()),
+        StepToken((1,), (-1,)),
+        StepToken((1,), (2,), (MAX_WIDTH + 1,), (5,) * (MAX_WIDTH + 1)),
+        StepToken((1,), (2,), exchange="losers"),
+        StepToken((1,), (2,), agreement="auto"),
+        Ack(-1, 0, 0, 0),
+        Ack(True, 0, 0, 0),
+    ],
+    ids=lambda message: repr(message)[:100],
+)
+def test_a_bad_value_of_a_hot_message_is_refused_by_its_receiver(message: Message) -> None:
+    assert refusal(encode(message, 1, 1)[4:]) is Code.FIELD_INVALID
 
 
 @pytest.mark.parametrize(

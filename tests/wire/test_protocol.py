@@ -394,7 +394,7 @@ def test_frames_are_numbered_from_1_in_each_direction() -> None:
 def test_a_bad_value_is_not_sent() -> None:
     pair = pair_in(LinkKind.DECODE, State.LOADED)
     with pytest.raises(LocalProtocolError) as caught:
-        pair.upper.send(StepToken((), ()))
+        pair.upper.send(Evict(()))
     assert caught.value.code is Code.FIELD_INVALID
     assert pair.upper.state is State.FAILED
 

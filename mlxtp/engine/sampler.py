@@ -53,9 +53,11 @@ def uniforms(keys: mx.array, positions: mx.array) -> mx.array:
 # `logprobs` is float32 [R, L, V], settings are [R, 1, 1] or [R, L, 1].
 
 
-def keep_top_p(logprobs: mx.array, top_p: mx.array) -> mx.array:
-    """The most likely tokens up to a probability of `top_p`, with the token that reaches it; all above 1."""
-    ascending = mx.sort(logprobs, axis=-1)
+def keep_top_p(logprobs: mx.array, top_p: mx.array, ascending: mx.array) -> mx.array:
+    """The most likely tokens up to a probability of `top_p`, with the token that reaches it; all above 1.
+
+    `ascending` is `logprobs` sorted.
+    """
     probabilities = mx.exp(ascending)
     above = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
     total = above[..., :1] + probabilities[..., :1]
@@ -84,10 +86,13 @@ def exclude_top(
     return mx.where(applies & excluded, -mx.inf, logprobs)
 
 
-def keep_top_k(logprobs: mx.array, top_k: mx.array, largest_k: int) -> mx.array:
-    """The `top_k` (int32, 1 to `largest_k`) most likely tokens, lower ids first among equals."""
-    leaders = mx.sort(mx.topk(logprobs, largest_k, axis=-1), axis=-1)
-    which = mx.broadcast_to(largest_k - top_k, (*logprobs.shape[:-1], 1))
+def keep_top_k(logprobs: mx.array, top_k: mx.array, leaders: mx.array) -> mx.array:
+    """The `top_k` (int32) most likely tokens, lower ids first among equals.
+
+    `leaders` are at least the `top_k` largest of `logprobs`, ascending. Where filters took out some of them
+    since, the rest stays.
+    """
+    which = mx.broadcast_to(leaders.shape[-1] - top_k, (*logprobs.shape[:-1], 1))
     last = mx.take_along_axis(leaders, which, axis=-1)
     above, level = logprobs > last, (logprobs == last).astype(mx.int32)
     room = top_k - above.sum(axis=-1, keepdims=True)
@@ -161,7 +166,8 @@ class Sampler:
         logits = logits.astype(mx.float32)
         kept = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self._some_top_p:
-            kept = keep_top_p(kept, self._top_p)
+            leaders = mx.sort(kept, axis=-1)
+            kept = keep_top_p(kept, self._top_p, leaders)
         if self._some_min_p:
             kept = keep_min_p(kept, self._log_min_p)
         if self._some_xtc:
@@ -170,7 +176,9 @@ class Sampler:
             vocabulary = logits.shape[-1]
             top_k = mx.where(self._all_k, vocabulary, mx.clip(self._top_k, 1, vocabulary))
             largest_k = vocabulary if self._largest_k >= vocabulary else self._largest_k
-            kept = mx.where(self._all_k, kept, keep_top_k(kept, mx.minimum(top_k, largest_k), largest_k))
+            if not self._some_top_p or self._some_xtc:  # which takes out the most likely ones
+                leaders = mx.sort(mx.topk(kept, largest_k, axis=-1), axis=-1)
+            kept = mx.where(self._all_k, kept, keep_top_k(kept, mx.minimum(top_k, largest_k), leaders))
         return kept
 
     def _draw(self, logits: mx.array, positions: mx.array) -> mx.array:

@@ -180,7 +180,7 @@ def _place(port: Port) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """What JACCL says (a pattern), the trouble it means, and whether naming a device by hand may help."""
+    """A pattern of JACCL's words, the trouble it means, and whether to name a device by hand helps."""
 
     said: str
     trouble: Trouble

@@ -20,7 +20,7 @@ from .loader import load
 MAX_CACHES = 4
 """Sequences whose caches it keeps."""
 CACHES_SHARE = 8
-"""What part of the room for KV caches they may take."""
+"""Their part of the room for KV caches: one in so many."""
 CHUNK = 512
 
 
@@ -43,7 +43,7 @@ class DraftModel:
             )
         self.weight_bytes = loaded.weight_bytes
         self.room_bytes = 1 << 62
-        """What its caches may take."""
+        """Bytes that its caches may take."""
         self._token_bytes = max(loaded.kv_token_bytes, 1)
         self._model = loaded.model
         self._new: Any = make_prompt_cache
@@ -58,7 +58,7 @@ class DraftModel:
     def propose(self, tokens: Sequence[int], limit: int) -> tuple[int, ...]:
         """The most likely `limit` tokens after `tokens`; none while it still reads a long prompt.
 
-        It reads one chunk each time it is asked, so that nobody waits for all of it.
+        It reads one chunk each time it is asked, so that other requests do not wait for all of it.
         """
         if self._bytes(len(tokens) + limit) > self.room_bytes:
             return ()
@@ -81,7 +81,7 @@ class DraftModel:
         return tuple(drafts)
 
     def _bytes(self, tokens: int) -> int:
-        """What the caches of one sequence take."""
+        """Return the bytes of one sequence's caches."""
         return -(-tokens // KVCACHE_STEP) * KVCACHE_STEP * self._token_bytes
 
     def _resume(self, tokens: Sequence[int]) -> tuple[list[int], Caches]:

@@ -292,7 +292,7 @@ class Runner:
         return outcome, [array for layer in layers for array in (layer.keys, layer.values)]
 
     def _comes_again(self, key: tuple[int, ...]) -> bool:
-        """Whether a graph for steps of this shape pays. Rows come and go, and tracing takes time."""
+        """Return True if a graph for steps of this shape pays: tracing takes time, and rows come and go."""
         if key[0] == 1 or key in self._graphs:
             return True
         if len(self._shapes) > MAX_SHAPES:

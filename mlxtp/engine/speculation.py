@@ -160,7 +160,7 @@ PAUSE_STEPS = 256  #: without, before drafts are tried again
 
 
 class Payoff:
-    """Whether steps with drafts give more tokens a second than steps without, by what both have taken.
+    """Judge of drafts: do steps with them give more tokens a second than steps without?
 
     A wide step may cost many times as much: models with a compressed cache unpack all of it then. Steps are
     compared with those without drafts of equally many rows.
@@ -174,7 +174,7 @@ class Payoff:
 
     @property
     def pays(self) -> bool:
-        """Whether steps may have drafts now."""
+        """True while steps may have drafts."""
         return not self._pause
 
     def step(self, rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:

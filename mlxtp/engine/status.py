@@ -16,7 +16,7 @@ Phase = Literal[
 
 
 LEAST_PATIENCE_S = 1.0
-"""How long the main thread always has to come back, however little there is to wait for."""
+"""Seconds that the main thread always has to come back, however little there is to wait for."""
 RECENT = 0.1
 """Weight of the newest forward in the averages."""
 _SLOWER, _FASTER = 0.05, 0.3
@@ -105,7 +105,7 @@ class Status:
 
     @property
     def in_collective(self) -> bool:
-        """Whether the main thread may be waiting for other ranks where nothing else wakes it."""
+        """True where the main thread may wait for other ranks and nothing else wakes it."""
         return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
 
     def patience_s(self) -> float:

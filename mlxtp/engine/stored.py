@@ -94,7 +94,7 @@ def _read_header(path: Path) -> list[Stored]:
 
 
 def share_of(stored: Stored, array: mx.array, ranks: int) -> bool:
-    """Whether `array` is one of `ranks` equal parts of a stored tensor, cut between its rows.
+    """Return True for one of `ranks` equal parts of a stored tensor, cut between its rows.
 
     Rows are the last axis but one. mlx-lm's `shard` splits and takes the part of its own rank.
     """
@@ -109,7 +109,7 @@ def read_share(stored: Stored, rank: int, ranks: int) -> mx.array:
 
 
 def _same_end(one: str, other: str) -> bool:
-    """Whether one name ends with the other: files and models differ in what comes before."""
+    """Return True where one name ends with the other: files and models differ in what comes before."""
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 

@@ -45,10 +45,11 @@ from .spare import import_all, wait_for_arguments
 from .status import Status
 
 PIPE_STALL_S = 60.0
-"""How long rank 0 waits for an agent that does not read. One that stands still comes back; the end of one is
-seen at once."""
+"""Seconds that rank 0 waits for an agent that does not read. One that stands still comes back; the end of
+one is seen at once."""
 REPORT_S = 5.0
-"""How long telling every link of a failure may take: an agent that stands still must not hold up the end."""
+"""Seconds that the report of a failure to every link may take: an agent that stands still must not hold up
+the end."""
 
 
 class Terminated(BaseException):
@@ -56,7 +57,7 @@ class Terminated(BaseException):
 
 
 class Memory(Interface):
-    """What holds the memory of a rank."""
+    """The holder of a rank's memory."""
 
     def finish(self) -> None: ...
 
@@ -84,7 +85,7 @@ class Process:
         self._exit_status = 0
         """That of the failure that was reported; 0 for none."""
         self._lost = False
-        """Whether the link to another rank is over."""
+        """True once the link to another rank is over."""
         self._leaving = threading.Event()
 
     def report(self, error: MlxtpError) -> int:

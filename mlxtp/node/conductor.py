@@ -297,7 +297,7 @@ class Conductor:
         )
 
     def _addresses_for(self, node_id: str) -> str:
-        """Where a member finds this node: on the fastest network first, by the control link last."""
+        """Return the node's addresses for a member: that on the fastest network, that of the control link."""
         me, link = self._cluster.node_id, self._cluster.neighbours.to(node_id)
         faster = [each.addresses[me] for each in self.topology().fastest(me, node_id)[:1]]
         return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))

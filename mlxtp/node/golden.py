@@ -90,7 +90,7 @@ def difference(before: Sequence[int], now: Sequence[int]) -> int:
 
 
 def is_near_tie(top: Sequence[tuple[int, float]], one: int, other: int) -> bool:
-    """Whether two tokens are the most probable ones of `top` and nearly as probable as each other."""
+    """Return True where two tokens are the most probable ones of `top`, and nearly equally probable."""
     (first, likely), (second, less) = sorted(top, key=lambda each: -each[1])[:2]
     return {first, second} == {one, other} and likely - less < NEAR_TIE
 

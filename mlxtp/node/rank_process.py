@@ -110,7 +110,7 @@ class RankProcess:
         self._recording = folder / f"rank-{rank}.recording"
         self._recorder = _CLOSED
         self._counted = False
-        """Whether it is among those whose memory is compared."""
+        """True while its memory is compared."""
         self._end = RankEnd(rank)
 
     @property

@@ -53,7 +53,7 @@ CAUSE_GRACE_S = 0.1
 """After the first sign of an end, how long to wait for a rank that can say why."""
 
 JACCL_CANARY_S = 20.0
-"""How long a group over JACCL idles at most between two proofs: after a minute the next sum may crash."""
+"""Seconds that a group over JACCL idles at most between two proofs: after a minute the next sum may crash."""
 
 MAX_REPORTS = 8
 """Of each rank: its agent may go on talking, and the first ones say why."""
@@ -130,7 +130,7 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Whether large sums are added in order of arrival, so that they differ from one time to the next."""
+        """True where large sums are added in order of arrival, so that they differ each time."""
         return self.fabric_kind == "jaccl mesh" and self.world_size > 2
 
 

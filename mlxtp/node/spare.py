@@ -37,7 +37,7 @@ ANSWER_S = 1.0
 RETRY_S = 1.0
 MAX_RETRY_S = 600.0
 PIPE_BYTES = 1 << 20
-"""What a pipe holds each way: minutes of tokens while the agent stands still. macOS's default is 8 KiB."""
+"""Bytes that a pipe holds each way: minutes of tokens while the agent stands still. macOS has 8 KiB."""
 _STDERR_FD = 2
 
 

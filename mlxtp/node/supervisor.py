@@ -108,7 +108,7 @@ class Supervisor:
         #: Those that are formed, and perhaps loaded, beside the present epoch.
         self.beside: Ranks | None = None
         self._served = False
-        """Whether the present epoch, or the last one, became ready."""
+        """True once the present epoch, or the last one, became ready."""
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
         self._weight_bytes = 0
@@ -117,7 +117,7 @@ class Supervisor:
         self.fast_fences = settings.fast_fences
         self.recoveries = Recoveries()
         self.proof = ""
-        """What the golden proof found that is no failure, for people; empty for nothing."""
+        """The golden proof's finding that is no failure, for people; empty for none."""
         self.kv_room = 0
         """Tokens that the KV caches of the loaded model may hold; 0 is without a bound, or nothing loaded."""
         self._settings = settings

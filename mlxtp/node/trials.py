@@ -68,7 +68,7 @@ class Trials:
 
     @property
     def busy(self) -> bool:
-        """Whether a group is formed, loaded or ended beside the present epoch now."""
+        """True while a group is formed, loaded or ended beside the present epoch."""
         return self._task is not None
 
     def served(self, chosen: Alternative) -> None:
@@ -200,6 +200,6 @@ class Trials:
         )
 
     def _identity(self, chosen: Alternative) -> object:
-        """What must be the same for a group to be one that was proven before."""
+        """Return the properties that a group shares with one that was proven before."""
         boots = tuple(self._cluster.membership.standing(node).boot_id for node in chosen.ranks)
         return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses

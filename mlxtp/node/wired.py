@@ -60,7 +60,7 @@ class Wired:
 
     @property
     def words(self) -> str:
-        """What ended epochs left wired, for people; empty for nothing."""
+        """The memory that ended epochs left wired, for people; empty for none."""
         if not self._left or self._left > (self.look() or 0):
             return ""
         return (

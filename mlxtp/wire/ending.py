@@ -1,4 +1,4 @@
-"""How long a rank process may take to end. A rank and its agent count alike."""
+"""Time limits for the end of a rank process. A rank and its agent count alike."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "repeatable", SWITCH, parse_switch, False,
         "Join three Macs or more only so that the same sums come out each time: over a JACCL ring or TCP, "
-        "not over a JACCL mesh.",
+        "not over a JACCL mesh; and let no time that was measured decide what is computed.",
         TUNING, same_on_all=True,
     ),
     Setting(

@@ -118,6 +118,7 @@ class Cluster:
     ) -> None:
         if ranks > 1:
             assert_marked()
+        settings.setdefault("repeatable", True)  # drafts would depend on how busy this machine is
         self.home = home
         self.stages: list[tuple[str, float]] = []
         self.settings = Settings(

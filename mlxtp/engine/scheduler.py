@@ -489,7 +489,8 @@ class Scheduler:
             given_tokens += len(new)
             live += 1
             self._extend(sequence, new, len(new) - 1 if row.drafts else 0, given, outcomes)
-        if decodes and took_s and live == len(rows) and not any(row.forced for row in rows):
+        timed = took_s and self._policy.timed
+        if decodes and timed and live == len(rows) and not any(row.forced for row in rows):
             drafted = any(row.drafts for row in rows)
             self._payoff.step(live, given_tokens, took_s, drafted=drafted)
         return outcomes

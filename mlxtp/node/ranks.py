@@ -255,6 +255,7 @@ class Ranks:
                 rdma=self.group.rdma,
                 jaccl_ring=self.group.jaccl_ring,
                 fast_fences=settings.fast_fences,
+                repeatable=settings.repeatable,
             )
 
         joined = _all(

@@ -185,6 +185,7 @@ class Bootstrap(Message):
     `queue_s` bounds a request's wait for its first forward. A group that idled for `canary_s` proves itself.
     `rdma` is JACCL's matrix of devices, row by row as in `wire/rdma.py`; with `jaccl_ring` it joins only
     neighbours. `round_s` bounds one round of the side channel. `fast_fences` turns MLX_METAL_FAST_SYNCH on.
+    `repeatable`: nothing that is computed depends on how long something took.
     `pins` are the key fingerprints of the ranks' agents, in rank order: decode links are TLS then. Without
     them all ranks are of one agent and its machine.
     """
@@ -210,6 +211,7 @@ class Bootstrap(Message):
     fast_fences: bool = _f(boolean(), default=False)
     round_s: float = _f(_seconds, default=15.0)
     pins: tuple[str, ...] = _f(texts(MAX_RANKS, 64), default=())
+    repeatable: bool = _f(boolean(), default=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,6 +282,7 @@ class Simulation:
         kv_tokens: int = 1 << 40,
         drafts: bool = False,
         together: int = 0,
+        slow_when_wide: bool = False,
         **policy: Any,
     ) -> None:
         self.policy = Policy(
@@ -293,6 +294,7 @@ class Simulation:
         self.ranks = Ranks(self.requests, kv_tokens)
         self.moves: list[Move] = []
         self._run_ahead = run_ahead
+        self._slow_when_wide = slow_when_wide
         self._running: deque[tuple[tuple[int, int], ...]] = deque()
 
     def add(
@@ -368,7 +370,9 @@ class Simulation:
             for uid, token in chosen:
                 if self.requests[self.ranks.request_of[uid]].scored:
                     scores.setdefault(uid, []).append((-float(token), ()))
-            for outcome in self.scheduler.record(tuple(token for _, token in chosen), scores or None):
+            tokens = tuple(token for _, token in chosen)
+            took_s = len(tokens) ** 2.0 if self._slow_when_wide else 0.0
+            for outcome in self.scheduler.record(tokens, scores or None, took_s):
                 self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:

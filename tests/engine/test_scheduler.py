@@ -446,6 +446,19 @@ def test_right_drafts_save_forwards(run_ahead: int) -> None:
     assert end.forwards == simulation.forwards_of(1) == 64 - end.accepted
 
 
+def test_drafts_whose_steps_cost_more_than_they_give_pause_where_time_may_decide() -> None:
+    says = tuple(token for verse in range(60) for token in (*VERSE, 100 + verse))
+
+    def accepted(*, timed: bool) -> int:
+        simulation = Simulation(drafts=True, slow_when_wide=True, timed=timed)
+        request = simulation.add(VERSE * 3, len(says), says)
+        simulation.drain()
+        check_answer(request)
+        return request.ends[0].accepted
+
+    assert accepted(timed=True) < 0.6 * accepted(timed=False)
+
+
 @RUN_AHEAD
 def test_wrong_drafts_cost_few_forwards_and_no_token(run_ahead: int) -> None:
     simulation = Simulation(drafts=True, run_ahead=run_ahead)

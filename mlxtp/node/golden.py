@@ -64,7 +64,8 @@ def key(folder: Path, group: Mapping[str, object], settings: Mapping[str, object
     """Return under what answers are kept. `group`: its machines in rank order, its fabric."""
     parts: dict[str, object] = {
         "model": fingerprint(folder),
-        "machine": f"{platform.system()} {platform.machine()}",
+        # On macOS the version names the chip, too.
+        "machine": f"{platform.system()} {platform.machine()} {platform.version()}",
         **{package: version(package) for package in ("mlxtp", "mlx", "mlx-lm")},
         **group,
         **settings,

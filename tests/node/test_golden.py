@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import pytest
 
 from mlxtp.cluster.speed import RING_ETHERNET
 from mlxtp.config import Settings
+from mlxtp.engine.prefix_cache import SHORTEST_HIT
 from mlxtp.errors import Code, GroupError
 from mlxtp.node import golden
 from mlxtp.node.ranks import Group, agreement
@@ -21,6 +23,7 @@ OTHER = ((1, 2, 3), (4, 9, 9))
 PROMPTS = [(10, 11), (12, 13)]
 WHERE_THEY_PART = (12, 13, 4)
 TIE = ((9, -1.0), (5, -1.1))
+CLEAR = ((9, -1.0), (5, -1.0 - golden.NEAR_TIE))
 
 
 class Answering:
@@ -48,8 +51,9 @@ def judged(tmp_path: Path, gateway: Answering) -> str:
     return supervisor.proof
 
 
-def test_a_near_tie_that_falls_the_other_way_is_no_failure(tmp_path: Path) -> None:
-    gateway = Answering(OTHER)
+@pytest.mark.parametrize("again", [OTHER, KEPT])
+def test_a_near_tie_that_falls_the_other_way_is_no_finding(tmp_path: Path, again: golden.Answers) -> None:
+    gateway = Answering(again)
     assert judged(tmp_path, gateway) == ""
     assert gateway.asked == [WHERE_THEY_PART]
 
@@ -57,7 +61,7 @@ def test_a_near_tie_that_falls_the_other_way_is_no_failure(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "top",
     [
-        pytest.param(((9, -1.0), (5, -1.0 - golden.NEAR_TIE)), id="a clear winner"),
+        pytest.param(CLEAR, id="a clear winner"),
         pytest.param(((9, -1.0), (6, -1.1)), id="another runner-up"),
         pytest.param(((8, -1.0), (5, -1.1)), id="another winner"),
     ],
@@ -70,9 +74,11 @@ def test_the_same_wrong_answer_twice_is_an_error(tmp_path: Path, top: Any) -> No
 
 @pytest.mark.parametrize("again", [KEPT, ((1, 2, 3), (4, 9, 8))])
 def test_an_answer_that_does_not_come_again_is_a_warning(tmp_path: Path, again: golden.Answers) -> None:
-    gateway = Answering(again)
-    assert "otherwise each time" in judged(tmp_path, gateway)
-    assert gateway.asked == []
+    assert "otherwise each time" in judged(tmp_path, Answering(again, CLEAR))
+
+
+def test_the_second_answer_is_computed_and_not_taken_from_kept_caches() -> None:
+    assert golden.PROMPT_TOKENS + golden.ANSWER_TOKENS <= SHORTEST_HIT
 
 
 def test_the_first_answers_are_kept_and_files_of_old_versions_replaced(tmp_path: Path) -> None:
@@ -110,6 +116,15 @@ def test_each_part_of_the_key_counts(tmp_path: Path) -> None:
         for settings in ({}, {"agreement": "broadcast"})
     }
     assert len(keys) == 8
+
+
+def test_a_machine_without_a_cluster_has_its_chip_and_system_in_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    before = golden.key(tmp_path, {}, {})
+    monkeypatch.setattr(platform, "version", lambda: "Darwin Kernel Version 25.4.0: RELEASE_ARM64_T6031")
+    assert golden.key(tmp_path, {}, {}) != before
 
 
 def test_unlike_macs_let_rank_0_draw() -> None:

@@ -180,17 +180,19 @@ class DecodeLoop:
         self._requests.moves(move)
         frame = _frame(move)
         step = self._followers.send(frame)
-        self._confirm()  # launching may wait for the device: what is acknowledged by now leaves before
-        match frame:
-            case SessionStop():
-                self._rank.stop(frame.uid, frame.forwards, frame.keep)
-            case Evict():
-                self._rank.evict(frame.uids)
-            case PromptTokens() | PromptBatch() | StepToken():
-                self._running.append(self._rank.launch(step, frame))
-                if isinstance(move, Prefill):
-                    self._settle(keep=1)  # everything before this chunk
-                    self._requests.prefilled(move)
+        try:
+            self._confirm()  # launching may wait for the device: what is acknowledged by now leaves before
+        finally:  # the other ranks run what they got, and their forward ends only with this one
+            match frame:
+                case SessionStop():
+                    self._rank.stop(frame.uid, frame.forwards, frame.keep)
+                case Evict():
+                    self._rank.evict(frame.uids)
+                case PromptTokens() | PromptBatch() | StepToken():
+                    self._running.append(self._rank.launch(step, frame))
+        if isinstance(move, Prefill):
+            self._settle(keep=1)  # everything before this chunk
+            self._requests.prefilled(move)
         return True
 
     def _settle(self, keep: int) -> bool:

@@ -17,9 +17,15 @@ AGENT = -1
 """The sender that is this rank's own agent; senders from 0 on are ranks."""
 COMPILER = -2
 """The sender of compiled grammars."""
+LEADER = 0
+"""The sender whose frames ranks above 0 obey."""
 
 Failure = Callable[[MlxtpError], None]
 """Called by a reader thread whose link broke."""
+
+
+class Terminated(BaseException):
+    """SIGTERM: the step that runs is finished, then the process ends."""
 
 
 class Mailbox:
@@ -30,14 +36,17 @@ class Mailbox:
         self._by_sender: dict[int, deque[Any]] = {}
 
     def post(self, sender: int, received: Any) -> None:
-        """Any thread: hand over one message."""
+        """Any thread or signal handler: hand over one message, or Terminated, to be raised in its turn."""
         self._arrived.put((sender, received))
 
     def take(self, sender: int) -> Any:
-        """The sender's oldest message that is here, or None."""
+        """The sender's oldest message that is here, or None. Raises Terminated in its turn."""
         self._sort()
         waiting = self._by_sender.get(sender)
-        return waiting.popleft() if waiting else None
+        received = waiting.popleft() if waiting else None
+        if received is Terminated:
+            raise Terminated
+        return received
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until another message arrives; False when the time is up."""

@@ -19,10 +19,9 @@ from ..wire.messages import (
     Shutdown,
     StepToken,
 )
-from .mail import Mailbox
+from .mail import LEADER, Mailbox
 from .rank import Forward, Rank
 
-LEADER = 0
 NEXT_FRAME_WAIT_S = 0.002
 """How long to look out for the next frame before waiting for the forward that is running.
 

@@ -38,11 +38,11 @@ from ..wire.messages import (
 from ..wire.protocol import LinkKind, Protocol, Received, Side, State
 from .decode_links import open_links
 from .jaccl import Exchange
-from .mail import AGENT, Mailbox, read_in_background
+from .mail import AGENT, LEADER, Mailbox, Terminated, read_in_background
 from .mlx_errors import code_of
 from .recorder import Recorder
 from .spare import import_all, wait_for_arguments
-from .status import Status
+from .status import LEAST_PATIENCE_S, Status
 
 PIPE_STALL_S = 60.0
 """Seconds that rank 0 waits for an agent that does not read. One that stands still comes back; the end of
@@ -50,10 +50,6 @@ one is seen at once."""
 REPORT_S = 5.0
 """Seconds that the report of a failure to every link may take: an agent that stands still must not hold up
 the end."""
-
-
-class Terminated(BaseException):
-    """SIGTERM: the step that runs is finished, then the process ends."""
 
 
 class Memory(Interface):
@@ -84,8 +80,12 @@ class Process:
         self._reporting = threading.Lock()
         self._exit_status = 0
         """That of the failure that was reported; 0 for none."""
+        self.obeying = False
+        """True while frames of rank 0 are taken."""
+        self._finishes = False
+        """True once another rank has said that it ends, but not before its forwards."""
         self._lost = False
-        """True once the link to another rank is over."""
+        """True once the link to another rank is over that has not said so."""
         self._leaving = threading.Event()
 
     def report(self, error: MlxtpError) -> int:
@@ -118,10 +118,18 @@ class Process:
 
     def _over(self) -> None:
         """Another rank's link is over. After a failure, a main thread that waits for that rank will not come
-        back, so the process ends without it."""
-        self._lost = True
-        if self._exit_status and self.status.in_collective and not self._leaving.is_set():
+        back, so the process ends without it: at once, unless that rank has finished its forwards."""
+        self._lost = not self._finishes
+        patience_s = LEAST_PATIENCE_S if self._finishes else 0.0
+        if self._exit_status and self.status.in_collective and not self._leaving.wait(patience_s):
             os._exit(self._exit_status)
+
+    def terminate(self, _signal: int, _frame: FrameType | None) -> None:
+        """Handle SIGTERM. Frames that are here come first: rank 0 runs them, too, and waits for this rank."""
+        if self.obeying and self.status.phase in ("prefill", "decode", "idle"):
+            self.mail.post(LEADER, Terminated)
+        else:
+            raise Terminated
 
     def leave(self, status: int = 0, *, wait: bool = True) -> NoReturn:
         """Main thread: give memory back, then end without destructors that could wait for other ranks.
@@ -179,7 +187,9 @@ class Process:
             if isinstance(received.message, Error) and link.protocol.state is State.FAILED:
                 detail = received.message.detail
                 detail = detail if detail.startswith("rank ") else f"rank {rank}: {detail}"
-                self.fail(GroupError(detail, Code(received.message.code)))
+                code = Code(received.message.code)
+                self._finishes = code is Code.DESYNC
+                self.fail(GroupError(detail, code))
             else:
                 self.mail.post(rank, received)
 
@@ -241,7 +251,9 @@ def run(process: Process, listener: socket.socket | None, identity: Path | None)
     else:
         from .serve_loop import ServeLoop
 
+        process.obeying = True
         ServeLoop(rank, mail, links[0]).run()
+        process.obeying = False
         _await_shutdown(mail)
     pipe.send(Done())
     pipe.send(SessionEnd())
@@ -301,13 +313,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--recorder", type=Path, help="a file that is memory for the flight recorder")
     parser.add_argument("--identity", type=Path, help="folder of this node's key and certificate")
     args = parser.parse_args(told(sys.argv[1:] if argv is None else argv))
-    signal.signal(signal.SIGTERM, _on_sigterm)
     recorder = Recorder() if args.recorder is None else Recorder.at(args.recorder)
     recorder.catch_crashes()
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
     pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), PIPE_STALL_S)
     process = Process(args.rank, args.epoch, args.folder, pipe, recorder)
+    signal.signal(signal.SIGTERM, process.terminate)
     process.end_when_wedged()
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
     status, wait = TERMINATED_STATUS, True
@@ -329,10 +341,6 @@ def _run_or_fail(process: Process, listener: socket.socket | None, identity: Pat
         words = f"rank {process.rank}{what}: {type(error).__name__}: {error}"
         return process.report(GroupError(words, code)), False
     return 0, True
-
-
-def _on_sigterm(_signal: int, _frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def _die_with_parent() -> None:

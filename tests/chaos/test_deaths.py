@@ -225,9 +225,11 @@ def test_ranks_that_disagree_give_their_memory_back(cluster: FaultyCluster) -> N
     was = before(cluster)
     cluster.order("lie", 1, on="Ack", how="digest", at=20)
     answer = cluster.read(LONG)
-    left = {note["rank"]: note["active"] + note["cached"] for note in cluster.wait_note("given back", 2)}
-    assert left.keys() == {0, 1}
-    assert max(left.values()) < 1000, "bytes; the weights are megabytes"
+    ends = {note["rank"]: note for note in cluster.wait_note("given back", 2)}
+    assert ends.keys() == {0, 1}
+    assert ends[0]["launched"] == ends[1]["launched"]
+    left = [end["active"] + end["cached"] for end in ends.values()]
+    assert max(left) < 1000, "bytes; the weights are megabytes"
     assert_recovered(
         cluster,
         was,

@@ -167,8 +167,10 @@ def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptToke
 @around(Rank, "give_back")
 def note_memory(original: Wrapped, rank: Rank) -> None:
     """Write down what is left of a rank's memory when it ends."""
+    launched = 0 if rank._runner is None else rank._runner.forwards
     original(rank)
-    orders.note("given back", active=mx.get_active_memory(), cached=mx.get_cache_memory())
+    memory = {"active": mx.get_active_memory(), "cached": mx.get_cache_memory()}
+    orders.note("given back", launched=launched, **memory)
 
 
 @around(Rank, "launch")

@@ -19,7 +19,7 @@ from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.mail import AGENT, Mailbox
 from mlxtp.engine.rank import Rank
 from mlxtp.engine.status import Status
-from mlxtp.errors import Code, ModelError
+from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.wire.messages import (
     Accepted,
     Bootstrap,
@@ -30,7 +30,9 @@ from mlxtp.wire.messages import (
     LoadShard,
     Message,
     Prefilled,
+    PromptTokens,
     Shutdown,
+    StepToken,
 )
 
 from .small_models import write_model
@@ -61,7 +63,7 @@ class Story:
         self._orders = [*orders, Shutdown()]
         self._mail = Mailbox()
         desk = RequestDesk()
-        rank = Rank(
+        self.rank = Rank(
             replace(ALONE, **bootstrap),
             1,
             tmp_path,
@@ -71,7 +73,8 @@ class Story:
             exchange=None,  # type: ignore[arg-type]  # JACCL's
         )
         pipe: Any = self
-        self._loop = DecodeLoop(rank, self._mail, pipe, Followers({}, self._mail), desk)
+        self.followers = Followers({}, self._mail)
+        self._loop = DecodeLoop(self.rank, self._mail, pipe, self.followers, desk)
 
     def play(self) -> list[Message]:
         """All that rank 0 said about requests and loads, in order."""
@@ -114,6 +117,33 @@ def test_each_chunk_of_a_prompt_reports_what_is_computed(
     said = Story(tmp_path, load, Generate(1, PROMPT, 1), again, run_ahead=run_ahead).play()
     reports = [(each.uid, each.computed, each.cached) for each in said if isinstance(each, Prefilled)]
     assert reports == [(1, 0, 0), (1, 8, 0), (1, 16, 0), (2, 20, 20), (2, 28, 20), (2, 36, 20)]
+
+
+def test_what_the_others_got_is_run_here_too_when_they_disagree(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it their forward would never end, nor their memory be given back."""
+    story = Story(tmp_path, LoadShard(str(folder), 8, ()), Generate(1, PROMPT, 9))
+    sent, launched = [], []
+    send, launch = story.followers.send, story.rank.launch
+
+    def disagree(_result: Any) -> bool:
+        between = len(sent) > len(launched)
+        if between and len(sent) > 4:
+            raise GroupError("rank 1 reports another digest", Code.DESYNC)
+        return between
+
+    def note(message: Message) -> int:
+        if isinstance(message, PromptTokens | StepToken):
+            sent.append(message)
+        return send(message)
+
+    monkeypatch.setattr(story.followers, "send", note)
+    monkeypatch.setattr(story.followers, "acknowledged", disagree)
+    monkeypatch.setattr(story.rank, "launch", lambda *args: (launched.append(args[1]), launch(*args))[1])
+    with pytest.raises(GroupError, match="another digest"):
+        story.play()
+    assert launched == sent
 
 
 def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mlxtp.wire.ending import PATIENCE_S
 from ..cluster import WAIT_S
 
 RANK = """
-import ctypes, os, sys, threading
+import ctypes, os, signal, sys, threading, time
 from mlxtp.engine import status, worker
 from mlxtp.errors import Code, GroupError
 
@@ -144,6 +144,34 @@ def test_a_rank_whose_peer_reports_waits_for_its_own_forward_and_then_ends() -> 
     """The peer is still there, so the forward that both run comes to its end."""
     story = "process.status.in_flight = 1\nelsewhere(lambda: process.fail(desync()))\nidle(process)"
     assert ended(story) == (exit_status(Code.DESYNC), FREED)
+
+
+OBEYS = """
+process.obeying = True
+process.status.enter("{phase}")
+process.mail.post(0, "frame")
+os.kill(os.getpid(), signal.SIGTERM)
+process.mail.post(0, "late frame")
+while True:
+    print(process.mail.take(0), flush=True)
+"""
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "idle"])
+def test_frames_from_before_sigterm_are_run_first(phase: str) -> None:
+    """Rank 0 runs them, too, and in another process's collective nobody can be told to stop."""
+    assert ended(OBEYS.format(phase=phase)) == (TERMINATED_STATUS, ["frame", *FREED])
+
+
+def test_sigterm_ends_a_load_at_once() -> None:
+    assert ended(OBEYS.format(phase="loading")) == (TERMINATED_STATUS, FREED)
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_peer_that_ended_after_its_forwards_leaves_time_to_end_this_rank_s(finishes: bool) -> None:
+    story = "worker.LEAST_PATIENCE_S = 60\nprocess.status.in_flight = 1\nprocess.report(desync())"
+    story += f"\nprocess._finishes = {finishes}\nelsewhere(process._over)\ntime.sleep(0.3)\nraise desync()"
+    assert ended(story) == (exit_status(Code.DESYNC), FREED if finishes else [])
 
 
 def of(phase: str, *, stood_s: float = 0.0, weights: int = 1, step_s: float = 0.0) -> float:

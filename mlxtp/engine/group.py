@@ -85,7 +85,8 @@ def alone(ranks: int) -> Iterator[None]:
         yield
     finally:
         CollectiveCounter.alone_of = 0
-        mx.enable_compile()
+        if "MLX_DISABLE_COMPILE" not in os.environ:  # MLX reads it once, and this would overrule it
+            mx.enable_compile()
 
 
 def _own_part(name: str, array: mx.array, ranks: int) -> mx.array:

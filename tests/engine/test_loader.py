@@ -13,7 +13,7 @@ import pytest
 
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
-from mlxtp.engine.group import LoneGroup
+from mlxtp.engine.group import LoneGroup, alone
 from mlxtp.engine.loader import LoadedModel, load, make_cache, read_config
 from mlxtp.errors import Code, ModelError
 
@@ -364,3 +364,18 @@ def test_after_a_refusal_the_next_model_loads(folder: Path, tmp_path: Path) -> N
 def test_read_config_gives_what_stands_there(tmp_path: Path) -> None:
     write_config(tmp_path, {"model_type": "llama", "x": [1, {"y": None}]})
     assert read_config(tmp_path) == {"model_type": "llama", "x": [1, {"y": None}]}
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_forwards_alone_leave_compiling_as_the_user_wants_it(
+    disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(mx, "disable_compile", lambda: calls.append("off"))
+    monkeypatch.setattr(mx, "enable_compile", lambda: calls.append("on"))
+    monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
+    if disabled:
+        monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
+    with alone(2):
+        pass
+    assert calls == (["off"] if disabled else ["off", "on"])

@@ -15,7 +15,8 @@ _FLAGS = (
 )  # fmt: skip
 """Settings by which ranks compute, or of which the coordinator's hold for all."""
 _PER_RANK = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL", "MLX_METAL_FAST_SYNCH")
-"""Variables of MLX that ranks get from their agent, by how they begin."""
+"""Variables of MLX that ranks get from their agent, by how they begin. All others must be equal: with another
+MLX_BFS_MAX_WIDTH a rank runs collectives of one layer in another order, which gives wrong numbers."""
 
 
 def versions_here() -> tuple[str, ...]:

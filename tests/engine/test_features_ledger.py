@@ -59,7 +59,7 @@ def some_request(random: Random) -> Wanted:
     elif random.random() < 0.08:
         kind, text = random.choice(GRAMMARS)
         shaping = Shaping(grammar_kind=kind, grammar=text)
-    max_tokens = random.choice((1, 1, 2, 3, 5, 8, 14)) if random.random() < 0.98 else 100_000
+    max_tokens = random.choice((1, 1, 2, 3, 5, 8, 14)) if random.random() < 0.95 else 100_000
     logprobs = random.choice((-1, -1, -1, -1, 0, 3))
     return Wanted(prompt, max_tokens, sampling, shaping, logprobs, ignore_eos=random.random() < 0.3)
 

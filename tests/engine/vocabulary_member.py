@@ -54,6 +54,9 @@ def run(loaded: LoadedModel, counter: CollectiveCounter) -> tuple[dict[str, Any]
         arrays[f"embeddings-{step}"] = bits(embeddings)
         if vocabulary.embedding is not None:
             arrays[f"looked-up-{step}"] = bits(vocabulary.embedding(tokens))
+        if vocabulary.group.rank == 0:
+            # As for logprobs. Numbers are equal only where the sums of a layer come in an equal order.
+            mx.async_eval(tokens, [mx.logsumexp(full[row]) for row in range(2)])
         mx.eval(arrays, [c.state for c in cache])
         # The next forward takes the embeddings that came with the winners, every other time.
         x, given = tokens[:, None], embeddings[:, None] if step % 2 == 0 else None

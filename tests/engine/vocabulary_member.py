@@ -45,6 +45,9 @@ def run(loaded: LoadedModel, counter: CollectiveCounter) -> tuple[dict[str, Any]
         before = counter.count
         local = vocabulary.forward(model, x, cache, given=given, last_only=step == 2)
         forward, before = counter.count - before, counter.count
+        if vocabulary.group.rank == 0:  # as for logprobs: own outputs must not change the order of sums
+            mx.async_eval(local, [mx.logsumexp(local[row]) for row in range(2)])
+        mx.async_eval(local, [c.state for c in cache])
         tokens, embeddings = vocabulary.winners(local[:, -1])
         winners, before = counter.count - before, counter.count
         full = vocabulary.gather(local)
@@ -54,9 +57,6 @@ def run(loaded: LoadedModel, counter: CollectiveCounter) -> tuple[dict[str, Any]
         arrays[f"embeddings-{step}"] = bits(embeddings)
         if vocabulary.embedding is not None:
             arrays[f"looked-up-{step}"] = bits(vocabulary.embedding(tokens))
-        if vocabulary.group.rank == 0:
-            # As for logprobs. Numbers are equal only where the sums of a layer come in an equal order.
-            mx.async_eval(tokens, [mx.logsumexp(full[row]) for row in range(2)])
         mx.eval(arrays, [c.state for c in cache])
         # The next forward takes the embeddings that came with the winners, every other time.
         x, given = tokens[:, None], embeddings[:, None] if step % 2 == 0 else None

@@ -1,7 +1,7 @@
 """Complete answers under a grammar: JSON closes before its budget ends. On rank 0 alone, without MLX.
 
-A string or an array without a bound goes on for as long as the model likes. Near the end of the budget,
-`Room` allows only tokens after which the shortest known ending still fits.
+A string or an array without a bound goes on for as long as the model likes, and so does text up to a suffix.
+Near the end of the budget, `Room` allows only tokens after which the shortest known ending still fits.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Room:
         An answer that cannot be complete in time keeps the mask of its grammar. Raises as `Matcher.mask`.
         """
         words = matcher.mask()
-        if left > self._check_at:
+        if not self.watched(left):
             return words
-        ending = self._ending(matcher, left)
+        found = _ending(matcher, left)
+        ending = self._continued(matcher, left, found)
         spare = 0 if ending is None else left - len(ending)
         if ending is None or spare > self._margin:  # without an ending: perhaps there is one later
             self._check_at = left - max(1, (left if ending is None else spare - self._margin) // GROWTH)
@@ -50,23 +51,41 @@ class Room:
             kept = [each for each in allowed if each in ending[:1] or _fits(matcher, each, left - 1)]
             self.cut = self.cut or len(kept) == 1 < len(allowed)
             return _mask(kept, len(words))
-        free = np.zeros_like(words) if ending else words
-        if ending and spare > SLACK:
-            hints, escapes = matcher.hints, spare > ESCAPE
-            free = words & (hints.inside if escapes and _in_string(matcher, words) else hints.plain)
-        elif ending:
-            self.cut = True
+        if not ending:
+            return words
+        # Any other token than the ending's makes the ending begin again.
+        free = words & _text(matcher, words, 0 if found is None else left - len(found))
+        self.cut = self.cut or (ending is found and not free.any())
         return free | _mask(ending[:1], len(words))
 
-    def _ending(self, matcher: Matcher, left: int) -> tuple[int, ...] | None:
-        """Return the shortest known ending, perhaps the rest of the last one, and remember it."""
+    def watched(self, left: int) -> bool:
+        """Return True where `fitting` may leave tokens out."""
+        return left <= self._check_at
+
+    def _continued(
+        self, matcher: Matcher, left: int, found: tuple[int, ...] | None
+    ) -> tuple[int, ...] | None:
+        """Return the rest of the last ending if it is shorter than `found`, else `found`; remember it."""
         last, room = self._planned
         rest = last[room - left :] if room > left else ()
-        ending = _ending(matcher, left)
-        if rest and (ending is None or len(rest) < len(ending)) and _completes(matcher, rest):
-            ending = rest
+        shorter = rest and (found is None or len(rest) < len(found)) and _completes(matcher, rest)
+        ending = rest if shorter else found
         self._planned = ending or (), left
         return ending
+
+
+def _text(matcher: Matcher, words: NDArray[np.uint32], spare: int) -> NDArray[np.uint32]:
+    """Return the mask of tokens that lengthen the shortest ending by less than `spare` tokens."""
+    hints = matcher.hints
+    if spare <= 0:
+        return np.zeros_like(words)
+    if spare > SLACK:
+        if _in_text(matcher, words):
+            return hints.text
+        return hints.inside if spare > ESCAPE and _in_string(matcher, words) else hints.plain
+    if _in_text(matcher, words):
+        return hints.text & hints.whole
+    return hints.plain & hints.whole if _in_string(matcher, words) else np.zeros_like(words)
 
 
 def _fits(matcher: Matcher, token: int, left: int) -> bool:
@@ -95,9 +114,9 @@ def _ending(matcher: Matcher, most: int) -> tuple[int, ...] | None:
     most = min(most, LONGEST_ENDING)
     try:
         while not state.complete:
-            tokens = state.forced(most + 1) or (_closing(state, found[-SAME:]),)
+            tokens = state.forced(most + 1) or _closing(state, found[-SAME:])
             found += tokens
-            if len(found) > most:
+            if not tokens or len(found) > most:
                 return None
             for token in tokens:
                 state.accept(token)
@@ -106,25 +125,44 @@ def _ending(matcher: Matcher, most: int) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _closing(state: Matcher, last: list[int]) -> int:
-    """Return the token that brings JSON closest to its end; for other text, any that is allowed.
+def _closing(state: Matcher, last: list[int]) -> tuple[int, ...]:
+    """Return tokens that bring JSON or a text closest to its end; for anything else, one that is allowed.
 
-    A token that all of `last` repeat leads nowhere.
+    A token that all of `last` repeat leads nowhere. Empty where nothing known ends a text.
     """
     words, hints = state.mask(), state.hints
-    if _in_string(state, words):
-        return hints.quote
     stale = last[0] if len(last) == SAME and len(set(last)) == 1 else -1
+    if _in_text(state, words):
+        ends = (*hints.suffixes, (hints.quote,))
+        return next((end for end in ends if _leads_out(state, end)), ())
+    if _in_string(state, words):
+        return () if hints.quote == stale else (hints.quote,)
     for token in hints.closing:
         if token != stale and _has(words, token):
-            return token
+            return (token,)
     allowed = np.flatnonzero(unpack(words, 32 * len(words)))
-    return next((int(token) for token in allowed if token != stale), int(allowed[0]))
+    return (next((int(token) for token in allowed if token != stale), int(allowed[0])),)
+
+
+def _leads_out(state: Matcher, end: tuple[int, ...]) -> bool:
+    """Return True if `end` ends the text in which `state` stands."""
+    after = state.copy()
+    try:
+        for token in end:
+            after.accept(token)
+        return after.complete or not _in_text(after, after.mask())
+    except MlxtpError:
+        return False
 
 
 def _in_string(state: Matcher, words: NDArray[np.uint32]) -> bool:
     """Return True in a string of JSON without a pattern: it may end, and it may go on with any letter."""
     return _has(words, state.hints.quote) and _has(words, state.hints.letter)
+
+
+def _in_text(state: Matcher, words: NDArray[np.uint32]) -> bool:
+    """Return True in text that is no JSON: no string of JSON has a line break in it."""
+    return _in_string(state, words) and _has(words, state.hints.newline)
 
 
 def _has(words: NDArray[np.uint32], token: int) -> bool:

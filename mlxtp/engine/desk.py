@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from ..wire.messages import PLAIN, Generate
 from .choice import Desk
@@ -27,14 +28,23 @@ class _Order:
 class Guided:
     """Implements `scheduler.Guide`: a matcher, and the mask for the token that is chosen next."""
 
-    def __init__(self, matcher: Matcher, vocabulary: int, left: int) -> None:
-        """Begin with `left` tokens of room. Raises MlxtpError when no token can come."""
+    def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
+        """Begin with `left` tokens of room, of which the answer has `answered` already.
+
+        Raises MlxtpError when no token can come, or one of `answered` could not.
+        """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._left = left
         self._room = Room(matcher, left)
-        self.mask = unpack(self._room.fitting(matcher, left), vocabulary)
+        for token in answered:
+            if self._room.watched(self._left):  # it may have been cut before it was interrupted
+                self._room.fitting(matcher, self._left)
+            self.accept(token)
+        self.mask = np.zeros(vocabulary, np.bool_)
         """Bool [vocabulary]: what may come after the tokens that `forced` named last."""
+        if not self.finished:
+            self.mask = unpack(self._room.fitting(matcher, self._left), vocabulary)
 
     @property
     def finished(self) -> bool:

@@ -12,11 +12,13 @@ schema's order.
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +40,7 @@ _WORD_BITS = 32
 
 PLAIN_TEXT = r'[^"\\{}\[\],:]+'
 INSIDE_STRINGS = r'[^"]+'
+_SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)+")\]|<\[\^(\d+)\]>')  # of a text, in a Lark grammar
 CLOSING = '}],:"@-./0123456789tfn{['  # in this order: an object or a list ends before it goes on
 
 Outcome = Callable[["Grammar | RequestError"], None]
@@ -48,14 +51,22 @@ class Hints:
     """Tokens of one vocabulary that help to end JSON; -1 for one that it lacks.
 
     `closing` are the tokens to try outside strings, the most helpful first. `plain` is the mask of text
-    without a character of JSON's own, such as a quote or a brace, `inside` the mask of text without a quote.
+    without a character of JSON's own, such as a quote or a brace, `inside` the mask of text without a quote,
+    `whole` the mask of tokens that end with a whole character.
+
+    `suffixes` are token sequences that end a text in this grammar. `text` is the mask of tokens that add
+    nothing behind such an end. Where there are any, `plain` has digits only: letters name optional fields.
     """
 
     quote: int
     letter: int
+    newline: int
     closing: tuple[int, ...]
     plain: NDArray[np.uint32]
     inside: NDArray[np.uint32]
+    whole: NDArray[np.uint32]
+    text: NDArray[np.uint32]
+    suffixes: tuple[tuple[int, ...], ...] = ()
 
 
 class Matcher:
@@ -232,6 +243,8 @@ class Grammars:
             raise refused(kind, f"it takes {size >> 20} MiB; {self._max_kept_bytes >> 20} are the most")
         start = build(tokenizer, kind, text)
         length = len(tokenizer.tokenize_str(text))
+        if kind == "lark":
+            hints = _with_suffixes(hints, text, tokenizer, self._vocabulary)
         return Grammar(kind, text, size, start, tokenizer.vocab_size, self._vocabulary, hints, length)
 
     def _read(self) -> tuple[LLTokenizer, Hints]:
@@ -256,9 +269,50 @@ def _hints(tokenizer: LLTokenizer, vocabulary: int) -> Hints:
         found = tokenizer.tokenize_bytes(character.encode())
         return found[0] if len(found) == 1 and found[0] < vocabulary else -1
 
-    def text(regex: str) -> NDArray[np.uint32]:
-        none = Hints(-1, -1, (), np.zeros(0, np.uint32), np.zeros(0, np.uint32))
-        return Matcher(build(tokenizer, "regex", regex), tokenizer.vocab_size, vocabulary, none).mask()
-
     closing = tuple(found for each in CLOSING if (found := token(each)) >= 0)
-    return Hints(token('"'), token("~"), closing, text(PLAIN_TEXT), text(INSIDE_STRINGS))
+    inside = _allowed(INSIDE_STRINGS, tokenizer, vocabulary)
+    return Hints(
+        token('"'),
+        token("~"),
+        token("\n"),
+        closing,
+        plain=_allowed(PLAIN_TEXT, tokenizer, vocabulary),
+        inside=inside,
+        whole=_whole(tokenizer, vocabulary),
+        text=inside,
+    )
+
+
+def _with_suffixes(hints: Hints, text: str, tokenizer: LLTokenizer, vocabulary: int) -> Hints:
+    """Return the hints with the suffixes that a Lark grammar names."""
+    suffixes, last = list[tuple[int, ...]](), ""
+    for written, token in dict.fromkeys(_SUFFIX.findall(text)):
+        if token:
+            suffixes.append((int(token),))
+            continue
+        with contextlib.suppress(ValueError):  # in a client's own grammar: an escape that JSON does not know
+            suffix = json.loads(written)
+            suffixes.append(tuple(tokenizer.tokenize_str(suffix)))
+            last += f"\\x{{{ord(suffix[-1]):x}}}"
+    if not suffixes:
+        return hints
+    mask = _allowed(f"[^{last}]*[{last}]" if last else "(?s:.+)", tokenizer, vocabulary)
+    digits = _allowed("[0-9]+", tokenizer, vocabulary)
+    return replace(hints, suffixes=tuple(suffixes), text=mask, plain=digits)
+
+
+def _allowed(regex: str, tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
+    """Return the mask of tokens with which a text that matches `regex` may begin."""
+    none = np.zeros(0, np.uint32)
+    hints = Hints(-1, -1, -1, (), none, none, none, none)
+    return Matcher(build(tokenizer, "regex", regex), tokenizer.vocab_size, vocabulary, hints).mask()
+
+
+def _whole(tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
+    """Return the mask of tokens without a part of a character."""
+    whole = np.zeros(-(-vocabulary // _WORD_BITS) * _WORD_BITS, np.bool_)
+    for token in range(min(vocabulary, tokenizer.vocab_size)):
+        with contextlib.suppress(UnicodeDecodeError):
+            tokenizer.decode_bytes([token]).decode()
+            whole[token] = True
+    return np.packbits(whole, bitorder="little").view("<u4").astype(np.uint32, copy=False)

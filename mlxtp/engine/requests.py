@@ -192,17 +192,14 @@ class Requests:
         assert loaded is not None
         guide: Guided | None = None
         if grammar is not None:
-            matcher = grammar.matcher()
+            begun = request.tokens[len(request.tokens) - request.answered :]
             try:
-                for token in request.tokens[len(request.tokens) - request.answered :]:
-                    matcher.accept(token)
-                if matcher.finished:  # all was said but that it is the end
-                    self.emit((End(request.uid, "stop", request.answered, 0),))
-                    return
-                left = request.max_tokens - request.answered
-                guide = Guided(matcher, loaded.vocabulary.size, left)
+                guide = Guided(grammar.matcher(), loaded.vocabulary.size, request.max_tokens, begun)
             except MlxtpError as error:
                 self._emitter.fail(request.uid, error.code, error.detail)
+                return
+            if guide.finished:  # all was said but that it is the end
+                self.emit((End(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
                 return
         wants = Wants(
             request.max_tokens,

@@ -530,7 +530,7 @@ class Scheduler:
                 sequence.generated += 1
                 sequence.accepted += i < drafted
                 if token in self._policy.eos and not wants.ignore_eos:
-                    outcomes.append(self._finish(sequence, "stop"))
+                    outcomes.append(self._finish(sequence, _ended(wants)))
                     return
                 if sequence.lookup is not None:
                     sequence.lookup.append(token)
@@ -539,7 +539,7 @@ class Scheduler:
                 score = scores[i] if scores is not None else None
                 outcomes.append(Token(sequence.request, sequence.generated - 1, token, score))
                 if wants.guide is not None and wants.guide.finished:
-                    outcomes.append(self._finish(sequence, "length" if wants.guide.cut else "stop"))
+                    outcomes.append(self._finish(sequence, _ended(wants)))
                     return
                 if sequence.generated == wants.max_tokens:
                     outcomes.append(self._finish(sequence, "length"))
@@ -672,6 +672,11 @@ class Scheduler:
                 self._late.append(self._fail(sequence, error))
                 return False
         return True
+
+
+def _ended(wants: Wants) -> Reason:
+    """Return the reason of an answer that came to its end by itself, or under a guide that cut it."""
+    return "length" if wants.guide is not None and wants.guide.cut else "stop"
 
 
 def _exchange(rows: Sequence[_Sequence]) -> Exchange:

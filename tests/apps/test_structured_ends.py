@@ -80,9 +80,37 @@ def test_ollama(rambling: Stage) -> None:
     assert begins_as_told(json.loads(answer.message.content or ""))
 
 
-def test_a_string_that_would_not_fit_is_closed_before_the_budget_ends(rambling: Stage) -> None:
-    text = chat(rambling, messages=LONG, response_format=CHAT_FORMAT, max_tokens=BUDGET).message.content
-    assert set(json.loads(text)) == set(VALUES)
+def test_a_string_that_would_not_fit_is_closed_and_the_answer_says_that_it_was_cut(rambling: Stage) -> None:
+    """In the words of each dialect."""
+    found = chat(rambling, messages=LONG, response_format=CHAT_FORMAT, max_tokens=BUDGET)
+    assert set(json.loads(found.message.content)) == set(VALUES)
+    assert found.finish_reason == "length"
+
+    library = openai.OpenAI(base_url=f"{rambling.url}/v1", api_key="none", max_retries=0)
+    format_: Any = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
+    answer = library.responses.create(model="actor", input=LONG, text=format_, max_output_tokens=BUDGET)
+    assert set(json.loads(answer.output_text)) == set(VALUES)
+    assert answer.incomplete_details is not None
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+    output: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    claude = anthropic.Anthropic(base_url=rambling.url, api_key="none", max_retries=0)
+    message = claude.messages.create(
+        model="actor", messages=LONG, max_tokens=BUDGET, extra_body={"output_config": output}
+    )
+    assert set(json.loads(message.content[0].text)) == set(VALUES)  # type: ignore[union-attr]
+    assert message.stop_reason == "max_tokens"
+
+    line = ollama.Client(host=rambling.url).chat(
+        "actor", LONG, format=SCHEMA, options={"num_predict": BUDGET}
+    )
+    assert set(json.loads(line.message.content or "")) == set(VALUES)
+    assert line.done_reason == "length"
+
+
+def test_an_answer_that_ends_by_itself_was_not_cut() -> None:
+    with stage(context=4096) as found:
+        assert chat(found, response_format=CHAT_FORMAT, max_tokens=BUDGET).finish_reason == "stop"
 
 
 def test_there_is_no_loose_whitespace(rambling: Stage) -> None:

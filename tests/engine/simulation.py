@@ -83,16 +83,23 @@ class Request:
 class FakeGuide(Guide):
     """A grammar that allows exactly `says`, and leaves no choice at the indices in `forced_at`.
 
-    It is finished after `ends` tokens, and refuses the one at index `fails`.
+    It is finished after `ends` tokens, and refuses the one at index `fails`. It has cut the answer once
+    `cuts` tokens came.
     """
 
     def __init__(
-        self, says: Sequence[int], forced_at: frozenset[int] = frozenset(), ends: int = -1, fails: int = -1
+        self,
+        says: Sequence[int],
+        forced_at: frozenset[int] = frozenset(),
+        ends: int = -1,
+        fails: int = -1,
+        cuts: int = 1 << 40,
     ) -> None:
         self._says = says
         self._forced_at = forced_at
         self._ends = ends
         self._fails = fails
+        self._cuts = cuts
         self.accepted = 0
         self.prepared = 0
         """The index of the token that may be chosen under what was prepared last."""
@@ -105,7 +112,7 @@ class FakeGuide(Guide):
 
     @property
     def cut(self) -> bool:
-        return False
+        return self.accepted >= self._cuts
 
     def accept(self, token: int) -> None:
         if self.accepted == self._fails:

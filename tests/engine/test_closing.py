@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from mlxtp.api.ask import Tool
+from mlxtp.api.text.call_style import CallStyle
+from mlxtp.api.text.calls import tool_format, tool_json
+from mlxtp.api.text.tool_grammar import call_grammar, marked_call_grammar
+from mlxtp.engine.closing import Room
 from mlxtp.engine.desk import Guided
-from mlxtp.engine.grammar import Grammars
+from mlxtp.engine.grammar import Grammars, Matcher
 
 from ..reference import TINY, model_of
 
@@ -70,6 +75,29 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
+def tool(required: int, *optional: str) -> Tool:
+    """A tool with optional strings before, and a number behind, those that are required."""
+    names = [f"f{n}" for n in range(required)]
+    fields = {name: {"type": "string"} for name in (*optional, *names)} | {"n": {"type": "integer"}}
+    return Tool("write", "", {"type": "object", "properties": fields, "required": [*names, "n"]})
+
+
+WRITES = {"short": tool(2, "note"), "long": tool(12, "note", "mode", "owner", "group", "flags")}
+CODER = tool_format("qwen3_coder")
+CODER_STYLE = CallStyle(
+    "<tool_call>\n<function=",
+    ">\n",
+    "</function>\n</tool_call>",
+    field=("<parameter=", ">\n", "\n</parameter>\n"),
+)
+ANSWER = {"properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": False}
+OTHERWISE = "", json.dumps({"type": "object", **ANSWER})
+MARKED = {
+    "letters": marked_call_grammar(CODER, (), OTHERWISE),
+    "a token": marked_call_grammar(CODER, ((CODER.end, 3),), OTHERWISE),
+}
+
+
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[Grammars]:
     held = Grammars(TINY, VOCABULARY, EOS)
@@ -81,6 +109,12 @@ def rambles(allowed: Sequence[int], dice: random.Random) -> int:
     """Prefer letters, so that no string ever ends by itself."""
     letters = [token for token in allowed if (TOKENIZER.id_to_token(token) or "").isalpha()]
     return dice.choice(letters or allowed)
+
+
+def strays(allowed: Sequence[int], dice: random.Random) -> int:
+    """Begin tags, and write letters where an optional field could have its name."""
+    tags = [token for token in allowed if (TOKENIZER.id_to_token(token) or "").startswith(("<", "p"))]
+    return dice.choice(tags) if tags and dice.random() < 0.5 else anything(allowed, dice)
 
 
 def anything(allowed: Sequence[int], dice: random.Random) -> int:
@@ -114,11 +148,84 @@ def test_json_is_complete_within_its_budget(grammars: Grammars, name: str, choos
         json.loads(answer(guide, budget, chooses, dice))
 
 
+@pytest.mark.parametrize("chooses", [rambles, anything, strays])
+@pytest.mark.parametrize(
+    ("name", "budgets"), [("short", (150, 163, 200, 1000)), ("long", (296, 298, 303, 520))]
+)
+def test_a_call_with_plain_text_in_it_is_complete_within_its_budget(
+    grammars: Grammars, name: str, budgets: tuple[int, ...], chooses: Chooses
+) -> None:
+    dice, schema = random.Random(5), WRITES[name].parameters or {}
+    matcher = grammars.compile("lark", call_grammar({"write": schema}, CODER_STYLE)).matcher
+    for budget in budgets:
+        guide = Guided(matcher(), VOCABULARY, budget)
+        text = answer(guide, budget, chooses, dice)
+        assert guide.finished
+        assert guide.cut or chooses is not rambles
+        inner = text.removeprefix(CODER.start).removesuffix(CODER.end)
+        found: Any = CODER.parse(inner, [tool_json(WRITES[name])])
+        assert set(schema["required"]) <= set(found["arguments"])
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_any_call_beside_an_answer_is_complete_within_its_budget(grammars: Grammars, name: str) -> None:
+    dice = random.Random(name)
+    for budget in (60, 67, 400):
+        guide = Guided(grammars.compile("lark", MARKED[name]).matcher(), VOCABULARY, budget)
+        for token in TOKENIZER.encode(CODER.start, add_special_tokens=False).ids:
+            guide.accept(token)
+        answer(guide, budget, rambles, dice)
+        assert guide.finished
+        assert guide.cut
+
+
+def test_text_whose_end_is_unknown_is_not_searched(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher = grammars.compile("regex", "[^;]*;").matcher()
+    room, steps = Room(matcher, 1000), list[int]()
+    mask = Matcher.mask
+    monkeypatch.setattr(Matcher, "mask", lambda self: steps.append(1) or mask(self))
+    room.fitting(matcher, 1000)
+    assert len(steps) < 10
+
+
 def test_an_answer_that_was_cut_says_so(grammars: Grammars) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     guide = guided(grammars, schema, 60)
     assert len(json.loads(answer(guide, 60, rambles, random.Random(1)))["a"]) > 20
     assert guide.cut
+
+
+def letters(text: str) -> list[int]:
+    """One token for each letter."""
+    return [token for each in text for token in TOKENIZER.encode(each, add_special_tokens=False).ids]
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 3])
+def test_only_an_answer_without_room_for_another_letter_was_cut(grammars: Grammars, spare: int) -> None:
+    begun, end = letters('{"a": "gray'), letters('"}')
+    guide = guided(grammars, {"type": "object", **ANSWER}, len(begun) + len(end) + spare)
+    for token in begun:
+        assert guide.mask[token]
+        guide.accept(token)
+        guide.forced(0)
+    assert guide.mask[end[0]]
+    assert guide.cut == (guide.mask.sum() == 1) == (spare == 0)
+
+
+def answered(grammars: Grammars, tokens: Sequence[int], budget: int) -> Guided:
+    """The guide of an answer that goes on behind `tokens`."""
+    matcher = grammars.compile("json_schema", json.dumps({"type": "object", **ANSWER})).matcher()
+    return Guided(matcher, VOCABULARY, budget, tokens)
+
+
+@pytest.mark.parametrize("text", ['{"a": "gray', '{"a": "gray"', '{"a": "gray"}'])
+def test_an_answer_that_goes_on_still_knows_that_it_was_cut(grammars: Grammars, text: str) -> None:
+    tokens = letters(text)
+    whole = len(tokens) + len('{"a": "gray"}') - len(text)
+    assert answered(grammars, tokens, whole).cut
+    assert not answered(grammars, tokens, whole + 1).cut
 
 
 def test_a_choice_stays_the_models_where_every_choice_fits(grammars: Grammars) -> None:

@@ -7,10 +7,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tokenizers import Tokenizer
 
+from mlxtp.engine.desk import RequestDesk
+from mlxtp.engine.grammar import Grammars
+from mlxtp.engine.moves import End
 from mlxtp.engine.requests import MAX_COMPILING, Requests
 from mlxtp.errors import Code
 from mlxtp.wire.messages import Generate, Shaping
+
+from ..reference import TINY, model_of
+
+TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
 
 
 class NeverDone:
@@ -64,3 +72,20 @@ def test_of_too_many_grammars_the_new_ones_are_refused_and_never_an_answer_that_
     requests._compile(guided(101, "c", answered=3))
     requests._compile(guided(102, "a0"))
     assert refused == {100: Code.OVERLOADED}
+
+
+@pytest.mark.parametrize(("budget", "reason"), [(5, "length"), (8, "stop")])
+def test_an_answer_that_only_lacks_its_end_says_whether_it_was_cut(budget: int, reason: str) -> None:
+    ended: list[End] = []
+    rank = SimpleNamespace(loaded=SimpleNamespace(vocabulary=SimpleNamespace(size=512)))
+    emitter = SimpleNamespace(emit=ended.extend)
+    requests = Requests(*cast(Any, (rank, None, RequestDesk(), emitter)))
+    requests.scheduler = cast(Any, object())
+    grammars = Grammars(TINY, 512, model_of(TINY)[1])
+    try:
+        grammar = grammars.compile("json_schema", '{"type": "string"}')
+        tokens = [token for each in '"gra"' for token in TOKENIZER.encode(each, add_special_tokens=False).ids]
+        requests._start(Generate(1, (9, *tokens), budget, answered=len(tokens)), grammar)
+    finally:
+        grammars.close()
+    assert [end.reason for end in ended] == [reason]

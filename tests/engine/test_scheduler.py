@@ -583,6 +583,19 @@ def test_a_forced_end_token_is_the_end() -> None:
     check_answer(request)
 
 
+@pytest.mark.parametrize("says", [tuple(range(50, 70)), (*range(50, 70), EOS)])
+@pytest.mark.parametrize(("cuts", "reason"), [(18, "length"), (21, "stop")])
+def test_an_answer_that_its_guide_cut_ends_for_its_length(
+    says: tuple[int, ...], cuts: int, reason: str
+) -> None:
+    simulation = Simulation()
+    ends = -1 if EOS in says else len(says)
+    request = simulation.add(3, 40, says, guide=FakeGuide(says, ends=ends, cuts=cuts))
+    simulation.drain()
+    assert tuple(request.tokens) == tuple(range(50, 70))
+    assert [end.reason for end in request.ends] == [reason]
+
+
 def test_a_scored_row_is_forced_nothing() -> None:
     says = tuple(range(50, 70))
     simulation = Simulation()

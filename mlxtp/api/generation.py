@@ -101,11 +101,13 @@ class _Job:
         if format_ is None:
             return Plan(markup, self.thinking)
         calls = CallReader(format_, prompt.tools, forced, self._most_calls())
-        return Plan(markup.with_calls(format_), self.thinking, calls, forced)
+        return Plan(markup.with_calls(format_), self.thinking, calls, forced, self.held.dropped)
 
     def _most_calls(self) -> int:
         prompt = self.about.ask.prompt
-        return 0 if not isinstance(prompt, Conversation) or prompt.parallel else 1
+        if not isinstance(prompt, Conversation) or prompt.parallel or self.held.dropped:
+            return 0
+        return 1
 
 
 @dataclass(frozen=True, slots=True)

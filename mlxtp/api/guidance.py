@@ -25,13 +25,14 @@ class Guidance:
 
     `grammar` is its kind and text, empty for free text. `calls` says how calls are found in the answer; None:
     there are none. `forced`: the answer is one call in plain JSON. `banned` tokens begin calls, which must
-    not come.
+    not come. `dropped`: calls must not come, and those that come are left out of the answer.
     """
 
     grammar: tuple[str, str] = ("", "")
     calls: ToolFormat | None = None
     forced: bool = False
     banned: tuple[int, ...] = ()
+    dropped: bool = False
 
 
 def guidance(ask: Ask, text: Text, eos: tuple[int, ...]) -> Guidance:
@@ -50,11 +51,23 @@ def guidance(ask: Ask, text: Text, eos: tuple[int, ...]) -> Guidance:
     if prompt.tool_choice in (AUTO, NONE):
         answer = _grammar(format_, Separators() if style is None else style.separators)
         if prompt.tool_choice == NONE:
-            return Guidance(_behind_prefix(answer, text), banned=text.call_tokens)
+            return _without_calls(_behind_prefix(answer, text), text)
         return Guidance(_or_call(answer, schemas, style, text), text.tool_calls)
     required = None if prompt.tool_choice == REQUIRED else prompt.tool_choice
     grammar = call_grammar(schemas, style or JSON_STYLE, text.grammar_tokens, required=required)
     return Guidance(("lark", grammar), text.tool_calls if style else JSON_CALLS, forced=style is None)
+
+
+def _without_calls(grammar: tuple[str, str], text: Text) -> Guidance:
+    """Ban the token that begins a call.
+
+    Without such a token, and where bare JSON is a call, the model stays free to write one. It is then read
+    like any other and left out, so that no client sees markup. A grammar allows no call anyway.
+    """
+    banned, calls = text.call_tokens, text.tool_calls
+    if grammar[0] or (banned and not calls.bare):
+        return Guidance(grammar, banned=banned)
+    return Guidance(grammar, calls, banned=banned, dropped=True)
 
 
 def _behind_prefix(grammar: tuple[str, str], text: Text) -> tuple[str, str]:

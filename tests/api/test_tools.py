@@ -127,10 +127,17 @@ def test_the_model_is_told_of_tools_and_of_what_they_returned(server: Server) ->
     assert "<tool_response>\ntwo\n</tool_response>" in prompt
 
 
-def test_none_is_none(server: Server) -> None:
-    answers_with(server, CALL)
-    message = create(server, tools=TOOLS, tool_choice="none").choices[0].message
-    assert (message.content, message.tool_calls) == (CALL, None)
+@pytest.mark.parametrize("stream", [False, True])
+def test_none_is_none(server: Server, stream: bool) -> None:
+    """No token of this model begins a call, so that none can be banned."""
+    answers_with(server, f"Sure. {CALL}\n{CALL} Really.")
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}
+    if stream:
+        choice = put_together(create(server, stream=True, **fields))
+    else:
+        choice = create(server, **fields).choices[0].model_dump()
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "Sure.Really.")
+    assert not choice["message"]["tool_calls"]
     assert "You can call" in server.backend.loaded_text.decoded(server.backend.request.prompt)
 
 

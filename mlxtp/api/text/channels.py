@@ -37,12 +37,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one answer is read. `forced`: nothing but a call may come. `calls` None: none are looked for."""
+    """How one answer is read.
+
+    `forced`: nothing but a call may come. `calls` None: none are looked for. `dropped`: calls are left out.
+    """
 
     markup: Markup
     thinking: bool = False
     calls: CallReader | None = None
     forced: bool = False
+    dropped: bool = False
 
 
 class Channels:
@@ -54,6 +58,7 @@ class Channels:
     def __init__(self, plan: Plan, stops: StopFinder | None = None) -> None:
         self._markup = plan.markup
         self._reader = plan.calls
+        self._dropped = plan.dropped
         self._stops = stops
         self._pieces: deque[tuple[int, bool]] = deque()
         """Length of the pieces that the finder holds, and whether they are special tokens."""
@@ -247,7 +252,7 @@ class Channels:
         calls, raw = self._reader.close(cut)
         for call in calls:
             yield Part(Kind.CALL, call=call)
-        if raw:
+        if raw and not (cut and self._dropped):
             end = "" if cut or not self._opened else self._markup.call[1]
             yield Part(Kind.SAID, raw if self._reader.began else f"{self._opened}{raw}{end}")
         self._opened, self._reader.began = "", False
@@ -300,7 +305,7 @@ class Channels:
             shown = part.text.rstrip()
             if shown:
                 yield Part(part.kind, self._trailing.take() + shown)
-            elif part.call is not None:
+            elif part.call is not None and not self._dropped:
                 yield part
             self._trailing.add(part.text[len(shown) :])
 

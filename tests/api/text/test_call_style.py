@@ -250,5 +250,15 @@ def test_a_call_that_must_not_come_has_its_first_token_banned(tmp_path: Path) ->
     text, _, end = loaded("hermes", tmp_path)
     none = held(text, end, "none")
     assert none.banned == (text._backend.token_to_id("<tool_call>"),)
-    assert none.calls is None
+    assert (none.calls, none.dropped) == (None, False)
     assert none.grammar == ("", "")
+
+
+@pytest.mark.parametrize("name", ["llama", "harmony"])
+def test_calls_that_no_token_begins_are_left_out_of_an_answer_that_may_be_anything(
+    name: str, tmp_path: Path
+) -> None:
+    text, _, end = loaded(name, tmp_path)
+    none = held(text, end, "none")
+    assert (none.calls, none.dropped) == (text.tool_calls, True)
+    assert not held(text, end, "none", ANSWER).dropped  # JSON that looks like a call is the answer

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -186,6 +187,21 @@ def test_a_marker_that_the_budget_cut_is_not_shown() -> None:
 def test_a_cut_call_of_a_family_that_is_read_at_the_end_is_shown_as_it_is() -> None:
     text = 'a[TOOL_CALLS]add[ARGS]{"a": 1}'
     assert read([text], plan(tool_format("mistral")), cut_off=True) == [(SAID, text)]
+
+
+DROPPED: dict[str, tuple[Plan, list[str | tuple[str]], list[tuple[str, str]]]] = {
+    "JSON": (plan(JSON_CALLS), [f"Sure. <tool_call>{CALL}</tool_call> Done."], [(SAID, "Sure.Done.")]),
+    "bare": (plan(LLAMA_CALLS), ['{"name": "add", "parameters": {"a": 1}}'], []),
+    "another object": (plan(LLAMA_CALLS), ['{"name": "Ada"}'], [(SAID, '{"name": "Ada"}')]),
+    "gpt-oss": (gpt_oss(), [*HARMONY["two, the first before a call"][0]], [(SAID, "Well.")]),
+    "cut": (plan(tool_format("mistral")), ['a[TOOL_CALLS]add[ARGS]{"a": 1'], [(SAID, "a")]),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_calls_that_must_not_come_are_left_out(name: str) -> None:
+    how, message, expected = DROPPED[name]
+    assert read(message, replace(how, dropped=True), cut_off=name == "cut") == expected
 
 
 def test_calls_are_counted() -> None:

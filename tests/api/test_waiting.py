@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 
 from mlxtp.api import generation
 from mlxtp.api.adapter import About
-from mlxtp.api.backend import End, Progress
+from mlxtp.api.backend import AtOnce, End, Progress
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.api.events import Event, Finish, Said
@@ -27,7 +29,7 @@ from mlxtp.api.waiting import Waiting
 from mlxtp.errors import Code, RequestError
 
 from ..cluster import SLOWNESS
-from .conftest import WAIT_S, Server, forever, says, then
+from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, Server, forever, says, serving, then
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "A whole answer."
@@ -169,6 +171,98 @@ def test_nothing_follows_the_last_part(fails: bool) -> None:
         assert alive == [True, True, True, False]  # opened, begun, a text, the end
 
     asyncio.run(story())
+
+
+def is_idle(path: str, event: dict[str, Any]) -> bool:
+    """Return True for an event of the dialect's own kind that only says that the answer is on its way."""
+    match path:
+        case "/v1/chat/completions":
+            return bool(event["choices"]) and not event["choices"][0]["delta"].get("content")
+        case "/v1/completions":
+            return bool(event["choices"]) and not event["choices"][0]["text"]
+        case "/v1/responses":
+            return bool(event["type"] == "response.in_progress")
+        case "/v1/messages":
+            return bool(event["type"] == "ping")
+        case _:
+            return not event["done"] and not text_of(path, event)
+
+
+def text_of(path: str, event: dict[str, Any]) -> str:
+    """The piece of the answer in an event."""
+    match path:
+        case "/v1/chat/completions":
+            found = event["choices"][0]["delta"].get("content") if event["choices"] else ""
+        case "/v1/completions":
+            found = event["choices"][0]["text"] if event["choices"] else ""
+        case "/v1/responses":
+            found = event["delta"] if event["type"] == "response.output_text.delta" else ""
+        case "/v1/messages":
+            found = event["delta"].get("text") if event["type"] == "content_block_delta" else ""
+        case "/api/chat":
+            found = event["message"]["content"]
+        case _:
+            found = event["response"]
+    return found or ""
+
+
+@pytest.fixture(scope="module")
+def lively_running(loaded: dict[str, Loaded]) -> Iterator[Server]:
+    """A server whose streams are never silent for more than a moment."""
+    byte_level = loaded[BYTE_LEVEL]
+    with serving(FakeBackend(byte_level.text), byte_level.tokenizer, keep_alive_s=0.05) as server:
+        yield server
+
+
+@dataclass
+class LoadingTurn(AtOnce):
+    """The turn of a request whose model is loaded after a wait."""
+
+    awaited: Callable[[], Awaitable[None]]
+    come: bool = False
+
+    def progress(self) -> str:
+        return "loading 10 %"
+
+    async def wait(self) -> AsyncIterator[str]:
+        yield self.progress()
+        await self.awaited()
+        self.come = True
+
+
+@pytest.mark.parametrize("state", ["loading", "not accepted", "prefill"])
+@pytest.mark.parametrize("path", BODIES)
+def test_each_dialect_shows_life_in_each_state_before_the_first_text(
+    lively_running: Server, monkeypatch: pytest.MonkeyPatch, path: str, state: str
+) -> None:
+    monkeypatch.setattr(generation, "ACCEPT_S", 0.02)
+    backend, come = lively_running.backend, threading.Event()
+    backend.__init__(backend.loaded_text)  # type: ignore[misc]
+    answer = says([*lively_running.ids(ANSWER), 1])
+
+    async def wait() -> None:
+        await asyncio.to_thread(come.wait, WAIT_S)
+
+    async def slow() -> Any:
+        await wait()
+        async for event in answer():
+            yield event
+
+    backend.script = slow if state == "prefill" else answer
+    if state == "not accepted":
+        backend.judge = wait
+    if state == "loading":
+        backend.take_turn = lambda _name, _within_s: LoadingTurn(wait)
+    idle, text = 0, ""
+    with events(lively_running, path) as found:
+        for event in found:
+            idle += is_idle(path, event)
+            text += text_of(path, event)
+            assert not text or come.is_set()
+            if idle == 3:  # one of them may be the answer's own beginning
+                come.set()
+    assert come.is_set()
+    assert text == ANSWER
 
 
 # --- real clients whose patience is shorter than the prefill ----------------------------------------------

@@ -98,6 +98,17 @@ def codex(bench: Bench) -> Iterator[Check]:
     )
 
 
+def codex_plain(bench: Bench) -> Iterator[Check]:
+    """The provider alone, without `mlxtp launch`: Codex then offers the hosted web search as well."""
+    home = codex_home(bench)
+
+    def run(prompt: str) -> Output:
+        return bench.run(["codex", "exec", "--skip-git-repo-check", prompt], home)
+
+    yield says("text", run(SAY), ANSWER)
+    yield says("shell", run('DO call exec_command {"cmd": "cat secret.txt"}'), FALCON)
+
+
 def codex_mcp(bench: Bench) -> Iterator[Check]:
     script = HERE / "libraries" / "mcp_server.py"
     server = f'[mcp_servers.numbers]\ncommand = "{bench.python("clients")}"\nargs = ["{script}"]\n'

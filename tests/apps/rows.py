@@ -82,6 +82,7 @@ ROWS = [
     Row("codex", "Codex", "npm", CODEX, programs.codex, ROOMY),
     Row("codex-schema", "Codex `--output-schema`", "npm", CODEX, programs.codex_schema, ROOMY),
     Row("codex-mcp", "Codex with an MCP server", "npm", CODEX, programs.codex_mcp, ROOMY),
+    Row("codex-plain", "Codex, its own settings alone", "npm", CODEX, programs.codex_plain, ROOMY),
     Row("codex-idle", "Codex, slow prefill", "npm", CODEX, programs.codex_slow, SLOW),
     Row("opencode", "opencode", "npm", "opencode-ai", programs.opencode, ROOMY),
     Row("opencode-full", "opencode, context nearly full", "npm", "opencode-ai", programs.opencode_full,
@@ -104,7 +105,8 @@ ROWS = [
               "pydantic_ai_python.py", part)
       for part, name in (
           ("chat", "OpenAI chat"), ("responses", "OpenAI responses"), ("anthropic", "Anthropic"))),
-    library("instructor", "instructor, every mode", "instructor", "instructor", "instructor_python.py"),
+    library("instructor", "instructor, every mode but those of other providers", "instructor", "instructor",
+            "instructor_python.py"),
     library("dspy", "DSPy", "dspy", "dspy", "dspy_python.py"),
     *(library(f"ai-{part}", f"AI SDK, {name}", "npm", SDK, "ai_sdk.mjs", part)
       for part, name in (

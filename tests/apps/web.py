@@ -1,4 +1,4 @@
-"""Open WebUI in the browser's stead, and in a browser where one is installed."""
+"""Open WebUI: what its page would send to its own server, sent without a browser."""
 
 from __future__ import annotations
 

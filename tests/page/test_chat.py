@@ -281,7 +281,7 @@ def test_a_question_while_the_model_loads_waits_for_it(site: Site, visiting: Any
 
 
 def test_a_pause_for_recovery_says_what_it_waits_for(site: Site, visit: Visit) -> None:
-    """Comments alone come meanwhile; the cluster's own events say why."""
+    """Nothing of the answer comes meanwhile; the cluster's own events say why."""
     site.says("Before the pause, ", "and after it.")
     visit.send("Go")
     visit.shows("Before")

@@ -35,7 +35,7 @@ def model():
                       use_responses_api=PART == "responses")  # fmt: skip
 
 
-METHODS = {"anthropic": ["function_calling", "json_schema"], "responses": ["function_calling", "json_schema"]}
+METHODS = {"anthropic": ["function_calling", "json_schema"]}  # it has no other
 last = lambda found: str(found["messages"][-1].text)  # noqa: E731
 asked = lambda text: {"messages": [("user", text)]}  # noqa: E731
 beside = lambda: create_agent(model(), [look_up], response_format=ProviderStrategy(Answer))  # noqa: E731

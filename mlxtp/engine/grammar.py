@@ -40,7 +40,8 @@ _WORD_BITS = 32
 
 PLAIN_TEXT = r'[^"\\{}\[\],:]+'
 INSIDE_STRINGS = r'[^"]+'
-_SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)+")\]|<\[\^(\d+)\]>')  # of a text, in a Lark grammar
+# How a text ends in a Lark grammar, as `api/text/tool_grammar.py` writes it.
+_SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)+")\]|\btext <\[(\d+)\]>')
 CLOSING = '}],:"@-./0123456789tfn{['  # in this order: an object or a list ends before it goes on
 
 Outcome = Callable[["Grammar | RequestError"], None]

@@ -84,6 +84,7 @@ def tool(required: int, *optional: str) -> Tool:
 
 WRITES = {"short": tool(2, "note"), "long": tool(12, "note", "mode", "owner", "group", "flags")}
 CODER = tool_format("qwen3_coder")
+VALUE_END = ("</parameter>", 4)  # a token that ends a value, as in GLM
 CODER_STYLE = CallStyle(
     "<tool_call>\n<function=",
     ">\n",
@@ -148,18 +149,22 @@ def test_json_is_complete_within_its_budget(grammars: Grammars, name: str, choos
         json.loads(answer(guide, budget, chooses, dice))
 
 
+@pytest.mark.parametrize("token", [False, True])
 @pytest.mark.parametrize("chooses", [rambles, anything, strays])
 @pytest.mark.parametrize(
     ("name", "budgets"), [("short", (150, 163, 200, 1000)), ("long", (296, 298, 303, 520))]
 )
 def test_a_call_with_plain_text_in_it_is_complete_within_its_budget(
-    grammars: Grammars, name: str, budgets: tuple[int, ...], chooses: Chooses
+    grammars: Grammars, name: str, budgets: tuple[int, ...], chooses: Chooses, token: bool
 ) -> None:
     dice, schema = random.Random(5), WRITES[name].parameters or {}
-    matcher = grammars.compile("lark", call_grammar({"write": schema}, CODER_STYLE)).matcher
+    tokens = [VALUE_END] if token else []
+    matcher = grammars.compile("lark", call_grammar({"write": schema}, CODER_STYLE, tokens)).matcher
     for budget in budgets:
         guide = Guided(matcher(), VOCABULARY, budget)
         text = answer(guide, budget, chooses, dice)
+        if token:
+            text = text.replace(TOKENIZER.id_to_token(VALUE_END[1]), VALUE_END[0])
         assert guide.finished
         assert guide.cut or chooses is not rambles
         inner = text.removeprefix(CODER.start).removesuffix(CODER.end)

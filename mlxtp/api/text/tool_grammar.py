@@ -64,6 +64,8 @@ def call_grammar(
         else:
             lines += _fields(index, schema, style, writes, where)
         lines.append(f"call_{index}: {writes(written + style.between)} {rule}")
+    if style.field is not None and writes.behind_text(style.field[2]):
+        lines.append(writes.text())
     lines += [f"{rule}: %json {text}" for text, rule in rules.items()]
     return _either(lines, writes, otherwise)
 
@@ -77,7 +79,8 @@ def marked_call_grammar(
     """
     writes, end = _Literals(tokens), dict(tokens).get(format_.end)
     if end is not None:
-        return _either([f"call: {writes(format_.start)} <[^{end}]>* <[{end}]>"], writes, otherwise)
+        lines = [f"call: {writes(format_.start)} text <[{end}]>", f"text: <[^{end}]>*"]
+        return _either(lines, writes, otherwise)
     suffix = f"[suffix={json.dumps(format_.end)}]" if format_.end else ""
     return _either([f"call: {writes(format_.start)} text", f"text{suffix}: /(?s:.*)/"], writes, otherwise)
 
@@ -137,6 +140,9 @@ def _fields(index: int, schema: Json, style: CallStyle, writes: _Literals, where
         names.append(rule if name in required else f"{rule}?")
         head = writes(opening + name + inside)
         if isinstance(value, dict) and value.get("type") == "string" and "enum" not in value:
+            if end := writes.behind_text(closing):
+                yield f"{rule}: {head} text {end}"
+                continue
             yield f"{rule}: {head} {rule}_text"
             yield f"{rule}_text[suffix={json.dumps(closing)}]: /(?s:.*)/"
         elif isinstance(value, dict) and isinstance(choices := value.get("enum"), list) and choices:
@@ -179,7 +185,10 @@ def _checked(tool: Any, where: str) -> tuple[str, Json]:
 
 
 class _Literals:
-    """Text as a Lark grammar writes it; tokens that stand for themselves are written `<[id]>`."""
+    """Text as a Lark grammar writes it; tokens that stand for themselves are written `<[id]>`.
+
+    `engine/grammar.py` reads from `text <[id]>` and from `[suffix="..."]` how a text ends.
+    """
 
     def __init__(self, tokens: Collection[tuple[str, int]]) -> None:
         self._ids = dict(tokens)
@@ -187,9 +196,23 @@ class _Literals:
         self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
 
     def __call__(self, text: str) -> str:
-        pieces = self._split.split(text) if self._split is not None else [text]
         return " ".join(
             f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece, ensure_ascii=False)
-            for piece in pieces
+            for piece in self._pieces(text)
             if piece
         )
+
+    def behind_text(self, closing: str) -> str:
+        """Return the end of a text that a token ends; empty where `closing` holds no such token.
+
+        White space before the token belongs to the text.
+        """
+        found = next((piece for piece in self._pieces(closing.lstrip()) if piece), "")
+        return self(closing.lstrip()) if found in self._ids else ""
+
+    def text(self) -> str:
+        """Return the rule of a text that a token ends."""
+        return f"text: <[^{','.join(map(str, sorted(self._ids.values())))}]>*"
+
+    def _pieces(self, text: str) -> list[str]:
+        return self._split.split(text) if self._split is not None else [text]

@@ -30,6 +30,11 @@ XML_CALL = (
     "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
     "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
 )
+GLM_CALL = (
+    "<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
+    "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+)
+GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 HARMONY = (
     "{% for m in messages %}{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}<|start|>assistant"
     " to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
@@ -83,6 +88,7 @@ FAMILIES = {
         chatml(JSON_CALL.replace("| tojson", "| tojson(separators=(',', ':'))")), IM, ("<tool_call>",)
     ),
     "qwen3_coder": Family(chatml("{# <tool_call>\\n<function= #}" + XML_CALL), IM, ("<tool_call>",)),
+    "glm": Family(chatml("{# <arg_key> #}" + GLM_CALL), IM, GLM),
     "harmony": Family(
         HARMONY, ("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|end|>"), end="<|call|>"
     ),

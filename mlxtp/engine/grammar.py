@@ -313,7 +313,5 @@ def _whole(tokenizer: LLTokenizer, vocabulary: int) -> NDArray[np.uint32]:
     """Return the mask of tokens without a part of a character."""
     whole = np.zeros(-(-vocabulary // _WORD_BITS) * _WORD_BITS, np.bool_)
     for token in range(min(vocabulary, tokenizer.vocab_size)):
-        with contextlib.suppress(UnicodeDecodeError):
-            tokenizer.decode_bytes([token]).decode()
-            whole[token] = True
+        whole[token] = "\ufffd" not in tokenizer.decode_str([token])
     return np.packbits(whole, bitorder="little").view("<u4").astype(np.uint32, copy=False)

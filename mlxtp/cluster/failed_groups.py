@@ -83,15 +83,15 @@ class FailedGroups:
         if known is None or known.circumstances != circumstances:
             known = self._failures[key] = _Failure(group, circumstances, now)
         known.group = group
+        trouble = explain(group.reason)
+        if trouble and trouble.errno == NO_ADDRESS and now < known.first_at + ADDRESSES_COME_S:
+            known.until = now + ADDRESS_RETRY_S
+            return True
         known.strikes += 1
         if known.strikes < strikes:
             return False
         retry_s = SOON_S if code in _LOSSES else RETRY_S
-        retry_s *= 2 ** min(known.strikes - strikes, DOUBLINGS)
-        trouble = explain(group.reason)
-        if trouble and trouble.errno == NO_ADDRESS and now < known.first_at + ADDRESSES_COME_S:
-            retry_s = ADDRESS_RETRY_S
-        known.until = now + retry_s
+        known.until = now + retry_s * 2 ** min(known.strikes - strikes, DOUBLINGS)
         return True
 
     def formed(self, kind: str, links: Links) -> None:

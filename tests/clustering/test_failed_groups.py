@@ -88,6 +88,19 @@ def test_a_missing_address_is_tried_again_soon_for_three_minutes() -> None:
     assert left_out(memory, ADDRESSES_COME_S + RETRY_S - 1) == [group]
 
 
+def test_retries_for_an_address_do_not_lengthen_the_next_wait() -> None:
+    memory, now = FailedGroups(), 0.0
+    group = replace(meshed(0, 1), reason="[jaccl] Changing queue pair to RTR failed with errno 22")
+    while now < ADDRESSES_COME_S:
+        memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
+        [(_, left_s)] = memory.left_out(MEMBERS, now)
+        assert left_s == ADDRESS_RETRY_S
+        now += left_s
+    memory.failed(group, Code.FORM_FAILED, MEMBERS, now)
+    [(_, left_s)] = memory.left_out(MEMBERS, now)
+    assert left_s == RETRY_S
+
+
 @pytest.mark.parametrize(
     "change",
     [

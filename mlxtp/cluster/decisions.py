@@ -251,7 +251,7 @@ def _follow(view: View) -> Action:
     if mine is None or mine.owner != view.self_id:
         return Nothing()
     for other in _elsewhere(view):
-        if other.owner == view.claim.node_id and not better(mine.key, other.key):
+        if other.ready and other.owner == view.claim.node_id and not better(mine.key, other.key):
             reason = f"{view.name(other.owner)} coordinates and serves the model"
             return _when_idle(view, [mine], StopEpoch(reason))
     return Nothing()
@@ -264,14 +264,14 @@ def _improve(view: View, mine: Running) -> Action:
         return StopEpoch(f"{who} is about to stop, and another group goes on")
     if not mine.ready:
         return Nothing()
-    best = _best_of_others(view)
+    best = _best(other for other in _elsewhere(view) if other.ready)
     if best is not None and better(best.key, mine.key):
         return _unrest(view) or _when_idle(
             view, [mine], StopEpoch(f"{view.name(best.owner)} has a better group")
         )
     plan = view.plan
-    if plan is None or not better(plan.key, mine.key):
-        return Nothing()
+    if plan is None or plan.ranks[0] != view.self_id or not better(plan.key, mine.key):
+        return Nothing()  # a group whose rank 0 is elsewhere cannot be tried from here
     return _replace(view, mine, plan)
 
 
@@ -296,7 +296,7 @@ def _form(view: View) -> Action:
         return Nothing()
     if waiting := _unrest(view):
         return waiting
-    best, plan = _best_of_others(view), view.plan
+    best, plan = _best(_elsewhere(view)), view.plan
     if best is not None and (plan is None or not better(plan.key, best.key)):
         return HandOver(best.owner)
     if plan is None:
@@ -332,9 +332,9 @@ def _elsewhere(view: View) -> list[Running]:
     ]
 
 
-def _best_of_others(view: View) -> Running | None:
+def _best(epochs: Iterable[Running]) -> Running | None:
     best: Running | None = None
-    for other in sorted(_elsewhere(view), key=lambda running: running.owner):
+    for other in sorted(epochs, key=lambda running: running.owner):
         if best is None or better(other.key, best.key):
             best = other
     return best

@@ -225,6 +225,12 @@ def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None
     assert isinstance(decided(plan=unproven), FormEpoch), "nothing serves that it could disturb"
 
 
+def test_a_better_plan_with_rank_0_elsewhere_ends_nothing_here() -> None:
+    for proven in (True, False):
+        elsewhere = replace(plan("b", "c"), proven=proven)
+        assert decided(running=ALONE, plan=elsewhere) == Nothing()
+
+
 def test_a_faster_fabric_between_the_same_macs_takes_over() -> None:
     ring, jaccl = epoch("a", "b", backend="ring"), Plan(("a", "b"), (9.0,), "jaccl")
     assert decided(running=ring, plan=jaccl) == StopEpoch("a better group is there with jaccl")
@@ -302,6 +308,17 @@ def test_of_two_epochs_the_worse_one_ends() -> None:
     assert decided(others=[epoch("b")], **mine) == Nothing()
 
 
+def test_an_epoch_that_serves_does_not_end_for_one_that_is_not_ready() -> None:
+    loading = replace(PAIR, ready=False)
+    assert decided(running=ALONE, others=[loading], plan=None) == Nothing()
+    mine = {"running": epoch("a", "d"), "standings": here(*"abcd"), **FOLLOWING}
+    assert decided(others=[loading], **mine) == Nothing()
+    best = replace(loading, ranks=("b", "c", "d"), key=(3.0,))
+    both = [best, replace(PAIR, ranks=("c", "d"))]
+    action = decided(running=ALONE, others=both, plan=None, standings=here(*"abcd"))
+    assert action == StopEpoch("book has a better group")
+
+
 def test_the_better_of_several_is_handed_over_to() -> None:
     several = [epoch("b"), epoch("d", "e"), epoch("c", "f"), epoch("e", "g")]
     assert decided(standings=here(*"abcdefg"), others=several) == HandOver("c")
@@ -342,7 +359,13 @@ def test_of_two_owners_never_both_give_way_and_never_both_go_on(
     follower = decided(running=theirs, others=[mine], self_id="b", leading=False, **both)
     stops = [isinstance(action, StopEpoch) and not action.lost for action in (leader, follower)]
     assert stops != [True, True]
-    if mine.ready and since and not any(isinstance(a, StopEpoch) and a.lost for a in (leader, follower)):
+    settled = theirs.ready or not better(theirs.key, mine.key)
+    if (
+        mine.ready
+        and settled
+        and since
+        and not any(isinstance(a, StopEpoch) and a.lost for a in (leader, follower))
+    ):
         assert any(stops)
 
 

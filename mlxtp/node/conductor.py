@@ -115,6 +115,7 @@ class Conductor:
 
     def leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
         """Note that a group failed; log and return whether another one takes its place."""
+        self._trials.failed(chosen)
         links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         group = FailedGroup(chosen.kind, links, f"it did not form: {error.detail}")
         members = {member.node_id: member for member in self.members()}

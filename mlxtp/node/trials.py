@@ -75,6 +75,12 @@ class Trials:
         """Note that a group became ready."""
         self._proven.add(self._identity(chosen))
 
+    def failed(self, chosen: Alternative) -> None:
+        """Note that a group failed: the next time it has to prove itself again."""
+        identity = self._identity(chosen)
+        self._proven.discard(identity)
+        self._loaded.discard(identity)
+
     def is_over(self, chosen: Alternative) -> bool:
         """Return whether the group that serves may end for this one: nothing is left to try beside it."""
         if chosen.nodes == 1:
@@ -167,6 +173,7 @@ class Trials:
         self._cluster.changed()
 
     def _leave_out(self, chosen: Alternative, error: MlxtpError) -> None:
+        self.failed(chosen)
         if all(self._cluster.membership.standing(node).present for node in chosen.ranks):
             self._groups.leave_out(chosen, error, 1)
 

@@ -161,6 +161,30 @@ def test_of_a_larger_mesh_the_newcomers_are_tried_while_devices_are_in_use(
     play(tmp_path, member, story)
 
 
+def test_a_group_that_fails_after_it_served_is_proven_no_longer(
+    tmp_path: Path, member: Member, weights: ModelSource
+) -> None:
+    machines = desk()
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        node.lead(weights, machines)
+        node.live(a)
+        conductor = node.cluster.conductor
+        placement, _ = conductor.placement()
+        assert placement is not None
+        chosen = placement.chosen
+        assert chosen is not None
+        assert chosen.nodes == 2
+        conductor._trials.served(chosen)
+        conductor._trials._loaded.add(conductor._trials._identity(chosen))
+        assert conductor._trials.is_over(chosen)
+        conductor.leave_out(chosen, GroupError("it hangs", Code.FORM_FAILED), 1)
+        assert not conductor._trials.is_over(chosen)
+
+    play(tmp_path, member, story, machine=machines[""], nodes="all")
+
+
 @pytest.mark.parametrize(("backend", "looks"), [("jaccl", 1), ("ring", 0)])
 def test_ports_are_read_again_after_a_group_over_jaccl(
     tmp_path: Path, member: Member, weights: ModelSource, backend: str, looks: int

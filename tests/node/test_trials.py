@@ -36,7 +36,7 @@ class Stage:
         self.go = asyncio.Event()
         self.go.set()
         self.model: Any = MODEL
-        standing = SimpleNamespace(boot_id="boot", present=True)
+        self.standing = standing = SimpleNamespace(boot_id="boot", present=True)
         cluster = SimpleNamespace(
             model=SimpleNamespace(source=self.model),
             coordination=SimpleNamespace(leading=True, saw_epoch=lambda _number: None),
@@ -125,6 +125,31 @@ def test_a_group_that_fails_is_left_out(code: Code) -> None:
         assert stage.left_out == [stage.error]
         assert not stage.trials.is_over(PAIR)
         assert stage.trials.ranks == ()
+
+    play(story)
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_group_that_served_once_and_fails_has_to_prove_itself_again(present: bool) -> None:
+    async def story(stage: Stage) -> None:
+        stage.trials.served(PAIR)
+        stage.error = GroupError("it failed", Code.FORM_FAILED)
+        stage.standing.present = present
+        await stage.tries()
+        assert len(stage.left_out) == present
+        stage.held = 6  # by now memory is short, so that nothing is left but the proof
+        assert not stage.trials.is_over(PAIR)
+
+    play(story)
+
+
+def test_a_group_that_did_not_load_may_load_once_it_is_planned_again() -> None:
+    async def story(stage: Stage) -> None:
+        stage.error = GroupError("a file is damaged", Code.MODEL_INVALID)
+        await stage.tries()
+        stage.error = None
+        await stage.tries(6)
+        assert [plan.model for plan in stage.tried] == [MODEL, MODEL]
 
     play(story)
 

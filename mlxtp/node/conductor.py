@@ -37,6 +37,7 @@ from .trials import Trials
 log = logging.getLogger(__name__)
 
 MEMORY_STEP_BYTES = 1 << 30
+MIB = 1 << 20
 KEY_NUMBERS = 2
 """Of what plans are compared by, see `_key`."""
 TELL_S = 3.0
@@ -387,7 +388,13 @@ class Conductor:
         return Topology(self.members(), self._overrides(self._cluster.settings))
 
     def held_bytes(self, node_id: str) -> int:
-        """Return what ranks of this coordinator hold of that Mac's memory, and will give back."""
+        """Return what ranks hold of that Mac's memory, and give back for a group of this node."""
+        told = self._cluster.knowledge.servings.values()
+        theirs = [dict(zip(each.participants, each.held_mib, strict=False)) for each in told]
+        return _steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in theirs))
+
+    def _held_here(self, node_id: str) -> int:
+        """Return what ranks of this node's groups hold of that Mac's memory."""
         supervisor, mine = self._cluster.supervisor, self._mine
         groups = [(supervisor.beside, self._trials.ranks)]
         if mine is not None:
@@ -397,7 +404,7 @@ class Conductor:
             for ranks, nodes in groups
             if ranks is not None and node_id in nodes
         ]
-        return _steps(sum(pong.memory_bytes for pong in pongs if pong is not None))
+        return sum(pong.memory_bytes for pong in pongs if pong is not None)
 
     def _has_model(self, node_id: str) -> tuple[bool, str]:
         cluster = self._cluster
@@ -629,6 +636,7 @@ class Conductor:
         reason = supervisor.reason.detail if supervisor.reason is not None else ""
         if state is State.LOADING:
             reason = supervisor.progress
+        loaded = state in (State.READY, State.DRAINING)
         return Serving(
             mine.form.number,
             str(state),
@@ -644,6 +652,7 @@ class Conductor:
             info.vocabulary if info is not None else 0,
             info.eos if info is not None else (),
             math.ceil(supervisor.gateway.load_s),
+            tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
         )
 
     def _nothing(self) -> Serving:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..cluster.alternatives import Alternative
 from ..cluster.memory import fits_beside
+from ..cluster.speed import JACCL_RING
+from ..cluster.topology import Topology
+from ..cluster.trying import Device, devices_of, parts
 from ..errors import Code, GroupError, MlxtpError
 from ..wire.control import Serving
-from .epoch import State
 from .ranks import Group
+from .store.models import ModelSource
 from .supervisor import Plan
 from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
-
-_SERVING = frozenset((State.LOADING, State.READY, State.DRAINING))
 
 
 class Groups(Protocol):
@@ -34,7 +35,10 @@ class Groups(Protocol):
         """Return the group of this coordinator, as others know it."""
 
     def held_bytes(self, node_id: str) -> int:
-        """Return what ranks of this coordinator hold of that Mac's memory."""
+        """Return what ranks hold of that Mac's memory."""
+
+    def topology(self) -> Topology:
+        """Return what joins those who are present."""
 
     def leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
         """Note that a group failed. Return whether another one takes its place."""
@@ -65,6 +69,8 @@ class Trials:
         """Groups that formed and proved themselves, see `_identity`."""
         self._loaded: set[object] = set()
         """Groups that loaded beside the present epoch, or tried to: once is enough."""
+        self._held_back: Alternative | None = None
+        """The last one that could not be tried."""
 
     @property
     def busy(self) -> bool:
@@ -85,15 +91,23 @@ class Trials:
         """Return whether the group that serves may end for this one: nothing is left to try beside it."""
         if chosen.nodes == 1:
             return True
-        identity = self._identity(chosen)
         if self._ahead is not None:
-            return self._ahead.identity == identity
-        return not self.busy and identity in self._proven and not self._may_load(chosen)
+            return self._ahead.identity == self._identity(chosen)
+        return not self.busy and self._untried(chosen) == [] and not self._may_load(chosen)
 
     def begin(self, number: int, chosen: Alternative) -> None:
-        """Try a group as epoch `number`, in the background, unless there is one already."""
-        if self._task is None and self._ahead is None:
-            self._task = asyncio.ensure_future(self._try(number, chosen))
+        """Try a group, or its next part, as epoch `number`, in the background, unless one is there."""
+        if self._task is not None or self._ahead is not None:
+            return
+        untried = self._untried(chosen)
+        if untried is not None:
+            tried = next(iter(untried), chosen)
+            model = self._cluster.model.source if tried is chosen and self._may_load(chosen) else None
+            self._task = asyncio.ensure_future(self._try(number, tried, model))
+        elif self._held_back != chosen:
+            self._held_back = chosen
+            words = "%s would be better, but no free cable of %s joins it: what serves goes on"
+            log.info(words, chosen.title, self._cluster.name_of(chosen.ranks[0]))
 
     def take(self, chosen: Alternative) -> Plan | None:
         """Return the epoch of the group that is formed next, if its model is loaded already."""
@@ -128,22 +142,20 @@ class Trials:
         self._ahead = None
         await self._cluster.supervisor.end_beside()
 
-    async def _try(self, number: int, chosen: Alternative) -> None:
-        cluster, identity, tried = self._cluster, self._identity(chosen), self._without_busy_devices(chosen)
-        model = cluster.model.source if self._may_load(chosen) else None
+    async def _try(self, number: int, tried: Alternative, model: ModelSource | None) -> None:
+        cluster, identity = self._cluster, self._identity(tried)
         error: MlxtpError | None = None
         cluster.coordination.saw_epoch(number)
+        names = " + ".join(map(cluster.name_of, tried.ranks))
+        also = ", with the model" if model is not None else ""
+        log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
+        self.ranks = tried.ranks
         try:
-            if tried is not None:
-                names = " + ".join(map(cluster.name_of, tried.ranks))
-                also = ", with the model" if model is not None else ""
-                log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
-                self.ranks = tried.ranks
-                group = self._groups.group(number, tried, trial=True)
-                plan = await cluster.supervisor.try_out(Plan(number, model, group))
-                if plan.ranks is not None:
-                    self._ahead = _Ahead(identity, chosen, plan)
-                    plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
+            group = self._groups.group(number, tried, trial=True)
+            plan = await cluster.supervisor.try_out(Plan(number, model, group))
+            if plan.ranks is not None:
+                self._ahead = _Ahead(identity, tried, plan)
+                plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
         except MlxtpError as failure:
             error = failure
         except Exception as bug:  # the boundary of the task: what serves goes on
@@ -158,7 +170,7 @@ class Trials:
             self._loaded.add(identity)
         if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
             self._proven.add(identity)
-        elif tried is not None:
+        else:
             self._leave_out(tried, error)
         cluster.changed()
 
@@ -179,32 +191,33 @@ class Trials:
 
     def _may_load(self, chosen: Alternative) -> bool:
         """Return whether a group can load the model while the present one serves, and has not yet."""
-        if self._identity(chosen) in self._loaded or self._without_busy_devices(chosen) is not chosen:
+        if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
             return False
         others = self._cluster.knowledge.servings.values()
-        if any(each.state in _SERVING and set(each.participants) & set(chosen.ranks) for each in others):
+        if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
             return False  # no word here of how much their ranks hold
         return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
 
-    def _without_busy_devices(self, chosen: Alternative) -> Alternative | None:
-        """The part of a group that can be tried now, since an RDMA device cannot serve two groups at once.
-
-        Of a mesh this is rank 0 with the newcomers. None where nothing can be tried beforehand.
-        """
-        servings = [self._groups.serving(), *self._cluster.knowledge.servings.values()]
-        over_jaccl = [each.participants for each in servings if each is not None and each.backend == "jaccl"]
-        busy = {node for participants in over_jaccl for node in participants}
-        if chosen.backend != "jaccl" or busy.isdisjoint(chosen.ranks):
-            return chosen
-        kept = [rank for rank, node in enumerate(chosen.ranks) if not rank or node not in busy]
-        if chosen.jaccl_ring or len(kept) == 1:
+    def _untried(self, chosen: Alternative) -> list[Alternative] | None:
+        """Return the parts of a group that have yet to prove themselves; None where they cannot."""
+        if self._identity(chosen) in self._proven:
+            return []
+        found = parts(chosen, self._devices_in_use())
+        if found is None:
             return None
-        return replace(
-            chosen,
-            nodes=len(kept),
-            ranks=tuple(chosen.ranks[rank] for rank in kept),
-            rdma=tuple(tuple(chosen.rdma[i][j] for j in kept) for i in kept),
-        )
+        return [part for part in found if self._identity(part) not in self._proven]
+
+    def _devices_in_use(self) -> set[Device]:
+        servings = [self._groups.serving(), *self._cluster.knowledge.servings.values()]
+        over_jaccl = [each for each in servings if each is not None and each.backend == "jaccl"]
+        if not over_jaccl:
+            return set()
+        topology = self._groups.topology()
+        return {
+            device
+            for each in over_jaccl
+            for device in devices_of(each.participants, topology, circle=each.kind == JACCL_RING)
+        }
 
     def _identity(self, chosen: Alternative) -> object:
         """Return the properties that a group shares with one that was proven before."""

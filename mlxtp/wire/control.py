@@ -264,7 +264,8 @@ class Serving(Message):
     """The agent of rank 0 to all: the state of its group, and what is served when it is ready.
 
     `participants` are node ids in rank order, `key` is what plans are compared by. `eos`, `context` and
-    `vocabulary` are the model's. `load_s` is how long it took to load, in seconds.
+    `vocabulary` are the model's. `load_s` is how long it took to load, in seconds. `held_mib` is what each
+    rank holds of its Mac's memory, in MiB; empty before all of them have loaded.
     """
 
     TYPE: ClassVar[int] = 0x45
@@ -282,6 +283,7 @@ class Serving(Message):
     vocabulary: int = _f(integer(0, U32))
     eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
     load_s: int = _f(integer(0, U32), default=0)
+    held_mib: tuple[int, ...] = _f(integers(0, U32, 0, MAX_RANKS), default=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.alternatives import Alternative
-from mlxtp.cluster.speed import JACCL_MESH
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.node.conductor import TELL_S
@@ -136,27 +134,18 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
     play(tmp_path, member, story, machine=machines[""])
 
 
-def test_of_a_larger_mesh_the_newcomers_are_tried_while_devices_are_in_use(
+def test_memory_that_ranks_of_another_coordinator_hold_counts_as_held(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
-    """A device cannot serve two groups at once."""
-
     async def story(node: Node) -> None:
-        ours = node.cluster.node_id
-        ranks = (ours, A, B)
-        mesh = Alternative(JACCL_MESH, 3, "possible", ranks=ranks, backend="jaccl", rdma=MATRIX)
-        free = node.cluster.conductor._trials._without_busy_devices
-        assert free(mesh) is mesh
-        a = node.meet(A)
-        node.hear(a, serving("jaccl", A, ours))
-        tried = free(mesh)
-        assert tried is not None
-        assert (tried.nodes, tried.ranks) == (2, (ours, B))
-        assert tried.rdma == ((None, "rdma_en3"), ("rdma_en6", None))
-        assert free(replace(mesh, jaccl_ring=True)) is None
-        assert free(replace(mesh, ranks=(ours, A), rdma=MATRIX)) is None, "no newcomer"
-        node.hear(a, serving("ring", A, ours))
-        assert free(mesh) is mesh
+        conductor, a = node.cluster.conductor, node.meet(A)
+        node.lead(weights)
+        node.hear(a, serving("ring", A, B))
+        assert conductor.held_bytes(A) == 0
+        node.hear(a, replace(serving("ring", A, B), held_mib=(3072, 1024)))
+        assert [conductor.held_bytes(each) >> 30 for each in (A, B, node.cluster.node_id)] == [3, 1, 0]
+        [member] = [each for each in conductor.members() if each.node_id == A]
+        assert member.held_bytes >> 30 == 3
 
     play(tmp_path, member, story)
 
@@ -207,9 +196,6 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
         assert looked == [mine] * looks
 
     play(tmp_path, member, story)
-
-
-MATRIX = ((None, "rdma_en2", "rdma_en3"), ("rdma_en4", None, "rdma_en5"), ("rdma_en6", "rdma_en7", None))
 
 
 def serving(backend: str, *participants: str) -> Serving:

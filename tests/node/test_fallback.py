@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -208,6 +209,26 @@ def test_where_memory_forbids_two_models_the_group_is_proven_before_the_other_on
     asyncio.run(story())
     [line] = lines(caplog, "beside what serves")
     assert line.endswith("serves")
+
+
+def test_a_newcomer_that_coordinates_loads_beside_what_serves_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def story() -> None:
+        async with joined(tmp_path) as (first, second, client):
+            assert first.cluster is not None
+            assert second.cluster is not None
+            first.cluster.coordination.hand_over(second.cluster.node_id, time.monotonic())
+            await serve_together(first, second)
+            assert second.supervisor.in_epoch
+            assert not first.supervisor.in_epoch
+            assert len(set(client.answers)) == 1
+
+    asyncio.run(story())
+    tried = lines(caplog, "beside what serves")
+    assert tried[-1].endswith("on b + a beside what serves, with the model")
 
 
 def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path) -> None:

@@ -10,17 +10,38 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.cluster.alternatives import Alternative
+from mlxtp.cluster.fabrics import Fabrics
 from mlxtp.cluster.memory import RankMemory
-from mlxtp.cluster.speed import ALONE, RING_ETHERNET
+from mlxtp.cluster.speed import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET
+from mlxtp.cluster.topology import Topology
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.node.supervisor import Plan
 from mlxtp.node.trials import Trials
+from mlxtp.wire.control import Serving
 
+from ..clustering.desks import cabled, mac
 from .scenes import run, sees
 
 NEEDS = RankMemory("b", "b", 10, 0, 0, 15, 100)
 PAIR = Alternative(RING_ETHERNET, 2, "chosen", ranks=("a", "b"), backend="ring", memory=(NEEDS,))
 MODEL = object()
+
+MACS = cabled([mac(place) for place in range(3)], [(0, 1), (0, 2), (1, 2)])
+TOPOLOGY = Topology(MACS)
+A, B, C = (each.node_id for each in MACS)
+
+
+def jaccl(*ranks: str, circle: bool = False) -> Alternative:
+    """A group over JACCL on Macs of `TOPOLOGY`."""
+    fabrics = Fabrics({each.node_id: each for each in MACS}, TOPOLOGY)
+    kind, matrix = JACCL_RING if circle else JACCL_MESH, fabrics.matrix(ranks, circle=circle)
+    return Alternative(kind, len(ranks), ranks=ranks, backend="jaccl", jaccl_ring=circle, rdma=matrix)
+
+
+def serving(backend: str, *participants: str, held_mib: tuple[int, ...] = ()) -> Serving:
+    """Another coordinator's word of its group."""
+    words = ("ready", "", backend, "", participants, (0.0, 1.0), 0, "tiny", 1, 0, 0, (), 0, held_mib)
+    return Serving(3, *words)
 
 
 class Stage:
@@ -29,10 +50,12 @@ class Stage:
     def __init__(self) -> None:
         self.error: MlxtpError | None = None
         self.held = 0
+        self.serving: Any = None
         self.left_out: list[MlxtpError] = []
         self.forgotten: list[int] = []
         self.ended: list[MlxtpError | None] = []
         self.tried: list[Plan] = []
+        self.groups: list[tuple[int, tuple[str, ...]]] = []
         self.go = asyncio.Event()
         self.go.set()
         self.model: Any = MODEL
@@ -48,11 +71,12 @@ class Stage:
         )
         self.cluster = cluster
         groups = SimpleNamespace(
-            group=lambda *_, **__: None,
+            group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
             forget=self.forgotten.append,
             held_bytes=lambda _node: self.held,
             leave_out=lambda _chosen, error, _strikes: self.left_out.append(error),
-            serving=lambda: None,
+            serving=lambda: self.serving,
+            topology=lambda: TOPOLOGY,
         )
         self.trials = Trials(cast(Any, cluster), cast(Any, groups))
 
@@ -69,8 +93,8 @@ class Stage:
     async def end_beside(self, error: MlxtpError | None = None) -> None:
         self.ended.append(error)
 
-    async def tries(self, number: int = 5) -> None:
-        self.trials.begin(number, PAIR)
+    async def tries(self, number: int = 5, chosen: Alternative = PAIR) -> None:
+        self.trials.begin(number, chosen)
         await sees(lambda: not self.trials.busy)
 
 
@@ -207,5 +231,70 @@ def test_a_loaded_group_that_is_no_longer_planned_is_ended(change: str) -> None:
         await sees(lambda: not stage.trials.busy)
         assert (stage.ended, stage.left_out) == ([None], [])
         assert stage.trials.is_over(PAIR), "it is not loaded a second time beside this epoch"
+
+    play(story)
+
+
+@pytest.mark.parametrize("circle", [False, True])
+def test_of_a_larger_group_the_newcomer_s_cable_is_tried_while_devices_are_in_use(circle: bool) -> None:
+    async def story(stage: Stage) -> None:
+        chosen = jaccl(A, B, C, circle=circle)
+        stage.serving = serving("jaccl", A, B, held_mib=(1, 1))
+        assert not stage.trials.is_over(chosen)
+        await stage.tries(5, chosen)
+        assert stage.groups == [(5, (A, C))]
+        assert [plan.model for plan in stage.tried] == [None]
+        assert stage.trials.is_over(chosen)
+
+    play(story)
+
+
+def test_a_newcomer_that_coordinates_tries_each_of_its_cables() -> None:
+    async def story(stage: Stage) -> None:
+        chosen = jaccl(A, B, C)
+        stage.cluster.knowledge.servings = {B: serving("jaccl", B, C, held_mib=(1, 1))}
+        await stage.tries(5, chosen)
+        assert not stage.trials.is_over(chosen)
+        stage.error = GroupError("errno 60", Code.FORM_FAILED)
+        await stage.tries(6, chosen)
+        assert stage.groups == [(5, (A, B)), (6, (A, C))]
+        assert stage.left_out == [stage.error]
+        assert not stage.trials.is_over(chosen)
+
+    play(story)
+
+
+def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def story(stage: Stage) -> None:
+        chosen = jaccl(A, B, C)
+        stage.cluster.knowledge.servings = {
+            B: serving("jaccl", B, A, held_mib=(1, 1)),
+            C: serving("jaccl", C, A, held_mib=(1, 1)),
+        }
+        for number in (5, 6):
+            stage.trials.begin(number, chosen)
+            assert not stage.trials.busy
+            assert not stage.trials.is_over(chosen)
+        stage.cluster.knowledge.servings = {}
+        await stage.tries(7, chosen)
+        assert stage.trials.is_over(chosen)
+
+    play(story)
+    assert len([each for each in caplog.messages if "what serves goes on" in each]) == 1
+
+
+def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() -> None:
+    async def story(stage: Stage) -> None:
+        servings = stage.cluster.knowledge.servings
+        servings["b"] = serving("none", "b")
+        await stage.tries()
+        assert [plan.model for plan in stage.tried] == [None], "it is not known what b's rank holds"
+        servings["b"] = serving("none", "b", held_mib=(1,))
+        assert not stage.trials.is_over(PAIR)
+        await stage.tries(6)
+        assert [plan.model for plan in stage.tried] == [None, MODEL]
+        assert stage.trials.take(PAIR) is not None
 
     play(story)

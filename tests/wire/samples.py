@@ -468,6 +468,7 @@ _STRATEGIES |= {
     Serving: st.builds(
         Serving, _count, st.sampled_from(("ready", "failed", "restarting")), _text, _short, _short, _shorts,
         _floats(-(2.0**39), 2.0**39, 0, 8), _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
+        _u32, _ints(0, U32, 0, MAX_RANKS),
     ),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),

@@ -101,7 +101,7 @@ class Conductor:
         self._cluster.changed()
         await self._changed.wait()
 
-    def failed(self, error: MlxtpError) -> bool:
+    def failed(self, error: MlxtpError, formed: bool) -> bool:
         """Leave out the group that failed on its way up, if there is another one to form.
 
         One failure is enough, except for a lost process or a TCP port that was taken, which may pass.
@@ -112,13 +112,15 @@ class Conductor:
         if error.code in _OTHERWISE or of_the_model(error):
             return False
         passing = _PASSING_JACCL if chosen.backend == "jaccl" else _PASSING_TCP
-        return self.leave_out(chosen, error, STRIKES if error.code in passing else 1)
+        strikes = STRIKES if error.code in passing else 1
+        return self.leave_out(chosen, error, formed=formed, strikes=strikes)
 
-    def leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
+    def leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed; log and return whether another one takes its place."""
         self._trials.failed(chosen)
         links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
-        group = FailedGroup(chosen.kind, links, f"it did not form: {error.detail}")
+        what = "formed, and failed then" if formed else "did not form"
+        group = FailedGroup(chosen.kind, links, f"it {what}: {error.detail}")
         members = {member.node_id: member for member in self.members()}
         if not self._failed.failed(group, error.code, members, now, strikes=strikes):
             return False
@@ -128,10 +130,11 @@ class Conductor:
             return False
         again_s = next(left_s for each, left_s in self.left_out() if each == group)
         log.warning(
-            "%s does not form on %s: %s; %s serves instead. The next try is in %.0f s, or when cables, ports "
-            "or versions change",
+            "%s on %s %s: %s; %s serves instead. The next try is in %.0f s, or when cables, ports or "
+            "versions change",
             chosen.title,
             " + ".join(map(self._cluster.name_of, chosen.ranks)),
+            what,
             error.detail,
             placement.chosen.title,
             again_s,

@@ -77,8 +77,11 @@ class Plans(Protocol):
     async def changed(self) -> None:
         """Wait until something is different from when the last epoch failed for good."""
 
-    def failed(self, error: MlxtpError) -> bool:
-        """Note that an epoch failed on its way up. Return whether another plan takes its place."""
+    def failed(self, error: MlxtpError, formed: bool) -> bool:
+        """Note that an epoch failed on its way up, before or after it had `formed` and proven itself.
+
+        Return whether another plan takes its place.
+        """
 
 
 class Supervisor:
@@ -107,8 +110,8 @@ class Supervisor:
         self._current: Ranks | None = None
         #: Those that are formed, and perhaps loaded, beside the present epoch.
         self.beside: Ranks | None = None
-        self._served = False
-        """True once the present epoch, or the last one, became ready."""
+        self._formed = self._served = False
+        """True once the present epoch, or the last one, had formed and proven itself, and became ready."""
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
         self._weight_bytes = 0
@@ -157,8 +160,10 @@ class Supervisor:
                 log.info("epoch %d ended: %s", self.epoch, error.detail, extra=self._where)
                 continue
             self.resting = True
-            instead = plans is not None and not self._served and plans.failed(error)
-            delay_s = BACKOFF_S[0] if instead else self._policy.delay_s(time.monotonic(), error, self._served)
+            instead = plans is not None and not self._served and plans.failed(error, self._formed)
+            delay_s = self._policy.delay_s(time.monotonic(), error, self._served)
+            if delay_s is None and instead and not self._formed:
+                delay_s = BACKOFF_S[-1]  # it loaded nothing, and another plan may form
             if delay_s is not None:
                 words = "epoch %d ended: %s; next one in %g s"
                 log.warning(words, self.epoch, error.detail, delay_s, extra=self._where)
@@ -373,7 +378,7 @@ class Supervisor:
             # Whoever was answered by another Mac until now will be by this one.
             self.gateway.pause(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
-        self._served = False
+        self._formed = self._served = False
         self.history.began(
             plan.epoch,
             _now(),
@@ -400,21 +405,22 @@ class Supervisor:
         finally:
             self._current = None
 
-    def _ranks_of(self, plan: Plan, on_stage: Stage = lambda _: None) -> Ranks:
+    def _ranks_of(self, plan: Plan, on_stage: Stage) -> Ranks:
         events = self.gateway.on_event
         return Ranks(self._settings, plan.epoch, events, on_stage, worker=self._worker, group=plan.group)
 
-    async def try_out(self, plan: Plan) -> Plan:
+    async def try_out(self, plan: Plan, on_stage: Stage) -> Plan:
         """Form and prove the group of `plan` beside the present epoch, and load its model, if it has one.
 
+        `on_stage` is called with the name of each stage.
         Returns the plan, with these ranks for the next epoch if they have a model; else they have ended.
         Raises MlxtpError.
         """
-        self.beside = ranks = self._ranks_of(plan)
+        self.beside = ranks = self._ranks_of(plan, on_stage)
         try:
             await ranks.start()
             if plan.model is not None:
-                loaded = await self._bring_up(ranks, plan.model, lambda _stage: None)
+                loaded = await self._bring_up(ranks, plan.model, on_stage)
                 return replace(plan, ranks=ranks, loaded=loaded)
         except BaseException as error:
             await self.end_beside(error if isinstance(error, MlxtpError) else None)
@@ -434,7 +440,7 @@ class Supervisor:
         try:
             if loaded is None:
                 await ranks.start()
-            self.ranks = ranks
+            self.ranks, self._formed = ranks, True
             if self._desired is None:
                 self._enter(State.IDLE)
                 self._served = True

@@ -40,7 +40,7 @@ class Groups(Protocol):
     def topology(self) -> Topology:
         """Return what joins those who are present."""
 
-    def leave_out(self, chosen: Alternative, error: MlxtpError, strikes: int) -> bool:
+    def leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed. Return whether another one takes its place."""
 
 
@@ -145,6 +145,7 @@ class Trials:
     async def _try(self, number: int, tried: Alternative, model: ModelSource | None) -> None:
         cluster, identity = self._cluster, self._identity(tried)
         error: MlxtpError | None = None
+        stages: list[str] = []
         cluster.coordination.saw_epoch(number)
         names = " + ".join(map(cluster.name_of, tried.ranks))
         also = ", with the model" if model is not None else ""
@@ -152,7 +153,7 @@ class Trials:
         self.ranks = tried.ranks
         try:
             group = self._groups.group(number, tried, trial=True)
-            plan = await cluster.supervisor.try_out(Plan(number, model, group))
+            plan = await cluster.supervisor.try_out(Plan(number, model, group), stages.append)
             if plan.ranks is not None:
                 self._ahead = _Ahead(identity, tried, plan)
                 plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
@@ -171,7 +172,7 @@ class Trials:
         if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
             self._proven.add(identity)
         else:
-            self._leave_out(tried, error)
+            self._leave_out(tried, error, formed="proven" in stages)
         cluster.changed()
 
     async def _end(self, ahead: _Ahead, error: MlxtpError | None) -> None:
@@ -181,13 +182,13 @@ class Trials:
             self._task, self.ranks = None, ()
             self._groups.forget(ahead.plan.epoch)
         if error is not None:
-            self._leave_out(ahead.chosen, error)
+            self._leave_out(ahead.chosen, error, formed=True)
         self._cluster.changed()
 
-    def _leave_out(self, chosen: Alternative, error: MlxtpError) -> None:
+    def _leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool) -> None:
         self.failed(chosen)
         if all(self._cluster.membership.standing(node).present for node in chosen.ranks):
-            self._groups.leave_out(chosen, error, 1)
+            self._groups.leave_out(chosen, error, formed=formed)
 
     def _may_load(self, chosen: Alternative) -> bool:
         """Return whether a group can load the model while the present one serves, and has not yet."""

@@ -168,7 +168,7 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         conductor._trials.served(chosen)
         conductor._trials._loaded.add(conductor._trials._identity(chosen))
         assert conductor._trials.is_over(chosen)
-        conductor.leave_out(chosen, GroupError("it hangs", Code.FORM_FAILED), 1)
+        conductor.leave_out(chosen, GroupError("it hangs", Code.FORM_FAILED), formed=False)
         assert not conductor._trials.is_over(chosen)
 
     play(tmp_path, member, story, machine=machines[""], nodes="all")

@@ -88,7 +88,9 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
             assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
 
     asyncio.run(story())
-    [line] = lines(caplog, "does not form")
+    [line] = lines(caplog, "serves instead")
+    assert line.startswith("JACCL mesh of 2 on ")
+    assert " did not form: " in line
     assert "ring within one machine of 2 serves instead" in line
 
 
@@ -133,8 +135,8 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
             assert left_s > 0
 
     asyncio.run(story())
-    assert len(lines(caplog, "does not form")) == 1
-    assert "Changing queue pair" in lines(caplog, "does not form")[0]
+    assert len(lines(caplog, "serves instead")) == 1
+    assert "Changing queue pair" in lines(caplog, "serves instead")[0]
     tried = [each for each in lines(caplog, "trying ") if "beside what serves" in each]
     assert [each.partition("trying ")[2].partition(" on ")[0] for each in tried] == [
         "JACCL mesh of 2", "ring within one machine of 2",
@@ -238,6 +240,7 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path)
             epoch = first.supervisor.epoch
             await sees(first.cluster.conductor.left_out)
             ((failed, _),) = first.cluster.conductor.left_out()
+            assert failed.reason.startswith("it formed, and failed then: ")
             assert "model.safetensors ends too early" in failed.reason
             await second.wait_ready()
             assert await say(second) == await say(first)

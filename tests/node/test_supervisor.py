@@ -19,8 +19,8 @@ import pytest
 from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError
-from mlxtp.node import failures, golden
-from mlxtp.node.epoch import RestartPolicy, State, is_legal
+from mlxtp.node import epoch, failures, golden, supervisor
+from mlxtp.node.epoch import MAX_FAILURES, RestartPolicy, State, is_legal
 from mlxtp.node.ranks import Group
 from mlxtp.node.store.models import ModelSource, open_model
 from mlxtp.node.supervisor import Plan, Supervisor
@@ -47,6 +47,8 @@ class Stage:
         self._plans: asyncio.Queue[Plan] = asyncio.Queue()
         self._changes: asyncio.Queue[None] = asyncio.Queue()
         self.asked = 0
+        self.instead = False
+        self.formed: list[bool] = []
         self.running: asyncio.Future[None]
         self.states: list[State] = []
         enter = self.supervisor._enter
@@ -59,8 +61,9 @@ class Stage:
     async def changed(self) -> None:
         await self._changes.get()
 
-    def failed(self, _error: MlxtpError) -> bool:
-        return False
+    def failed(self, _error: MlxtpError, formed: bool) -> bool:
+        self.formed.append(formed)
+        return self.instead
 
     def plan(self, epoch: int) -> None:
         self._plans.put_nowait(Plan(epoch, self.source, Group(1, 1, "none", kind="one Mac alone")))
@@ -205,6 +208,46 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
         await sees(lambda: stage.asked == 3)
         assert not stage.supervisor.resting
         await stage.serves(3)
+
+    play(tmp_path, source, story)
+
+
+@pytest.mark.parametrize(("message", "code"), [("LoadShard", "out_of_memory"), ("Generate", "gpu_timeout")])
+def test_groups_that_formed_and_failed_are_counted_although_other_plans_are_left(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch, message: str, code: str
+) -> None:
+    monkeypatch.setattr(epoch, "BACKOFF_S", (0.0,) * (MAX_FAILURES - 1))
+
+    async def story(stage: Stage) -> None:
+        stage.instead = True
+        stage.orders.give(0, error_on=message, code=code)
+        for number in range(1, MAX_FAILURES + 2):
+            stage.plan(number)
+        await sees(lambda: State.FAILED in stage.states or stage.asked > MAX_FAILURES)
+        assert stage.supervisor.state is State.FAILED
+        assert stage.supervisor.epoch == MAX_FAILURES
+        assert stage.formed == [True] * MAX_FAILURES
+
+    play(tmp_path, source, story)
+
+
+def test_groups_that_do_not_form_are_replaced_as_long_as_other_plans_are_left(
+    tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (epoch, supervisor):
+        monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * (MAX_FAILURES - 1))
+
+    async def story(stage: Stage) -> None:
+        stage.instead = True
+        stage.orders.give(0, die_on="Init", code="group_form_failed")
+        for number in range(1, MAX_FAILURES + 2):
+            stage.plan(number)
+        await sees(lambda: State.FAILED in stage.states or stage.asked == MAX_FAILURES + 2)
+        assert State.FAILED not in stage.states
+        assert stage.formed == [False] * (MAX_FAILURES + 1)
+        stage.instead = False
+        stage.plan(MAX_FAILURES + 2)
+        await stage.until(State.FAILED)
 
     play(tmp_path, source, story)
 

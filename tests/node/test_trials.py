@@ -52,6 +52,8 @@ class Stage:
         self.held = 0
         self.serving: Any = None
         self.left_out: list[MlxtpError] = []
+        self.formed: list[bool] = []
+        self.stages = ["spawned", "linked", "formed", "proven"]
         self.forgotten: list[int] = []
         self.ended: list[MlxtpError | None] = []
         self.tried: list[Plan] = []
@@ -74,15 +76,21 @@ class Stage:
             group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
             forget=self.forgotten.append,
             held_bytes=lambda _node: self.held,
-            leave_out=lambda _chosen, error, _strikes: self.left_out.append(error),
+            leave_out=self.leave_out,
             serving=lambda: self.serving,
             topology=lambda: TOPOLOGY,
         )
         self.trials = Trials(cast(Any, cluster), cast(Any, groups))
 
-    async def try_out(self, plan: Plan) -> Plan:
+    def leave_out(self, _chosen: Alternative, error: MlxtpError, *, formed: bool) -> None:
+        self.left_out.append(error)
+        self.formed.append(formed)
+
+    async def try_out(self, plan: Plan, on_stage: Callable[[str], None]) -> Plan:
         self.tried.append(plan)
         await self.go.wait()
+        for stage in self.stages:
+            on_stage(stage)
         if self.error is not None:
             raise self.error
         if plan.model is None:
@@ -149,6 +157,16 @@ def test_a_group_that_fails_is_left_out(code: Code) -> None:
         assert stage.left_out == [stage.error]
         assert not stage.trials.is_over(PAIR)
         assert stage.trials.ranks == ()
+
+    play(story)
+
+
+@pytest.mark.parametrize("stages", [[], ["formed"], ["formed", "proven"]])
+def test_a_group_that_failed_after_its_proof_is_no_group_that_does_not_form(stages: list[str]) -> None:
+    async def story(stage: Stage) -> None:
+        stage.error, stage.stages = GroupError("it failed", Code.RANK_LOST), stages
+        await stage.tries()
+        assert stage.formed == ["proven" in stages]
 
     play(story)
 

@@ -12,9 +12,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from ..cluster import hardware
 from ..cluster.builds import Build, compare
 from ..cluster.coordination import Coordination, Situation
 from ..cluster.decisions import (
@@ -51,6 +50,7 @@ from ..wire.control import (
     FabricReport,
     FabricWanted,
     MachineReport,
+    MachineWanted,
     Members,
     ModelHeld,
     ModelLender,
@@ -87,6 +87,7 @@ from .follower import Follower
 from .getting import Getting
 from .guest import Guest
 from .issuing import Issuing
+from .machine_here import MachineHere
 from .model_here import ModelHere
 from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER, Worker
@@ -104,9 +105,6 @@ NOTHING_WANTED = "nothing shall be served; `mlxtp serve MODEL` changes that"
 BEAT_S = 0.5
 REPORT_S = 10.0
 """How often this machine's memory, addresses and power are read again."""
-PROBE_S = 60.0
-"""How often everything is, cables included."""
-LOOK_S = 5.0  #: For reading this machine before a group is planned.
 
 
 class Cluster:
@@ -165,6 +163,7 @@ class Cluster:
         self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
         self.guest.last_epoch = kept.beliefs.epoch
         self.trial_guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
+        self.machine = MachineHere(self)
         self.conductor = Conductor(self)
         self.fabric = Fabric(self, self.conductor)
         self.records = Records(self)
@@ -181,9 +180,7 @@ class Cluster:
         """Where other nodes were reached last."""
         self._saved: Kept | None = None
         self._wake = asyncio.Event()
-        self._announced, self._until, self._rewired = (0, False), 0.0, False
-        self._probe_at = now + PROBE_S
-        self._looking: asyncio.Task[None] | None = None
+        self._announced, self._until = (0, False), 0.0
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when this agent has no more to do: this node is no member any more, or a bug, as an error."""
         self.over.add_done_callback(_retrieved)
@@ -346,7 +343,7 @@ class Cluster:
             link.send(self.coordination.desired)
             for members in self.coordination.roster.messages():
                 link.send(members)
-            link.send(self.report())
+            link.send(self.machine.report())
             link.send(self.model.status)
             if (serving := self.conductor.serving()) is not None:
                 link.send(serving)
@@ -366,6 +363,7 @@ class Cluster:
             self.membership.link_down(link.number, now)
         if link.node_id not in self.neighbours.nodes():
             self.knowledge.forget(link.node_id)
+            self.machine.reported(link.node_id)
             self.conductor.lost(link.node_id, why)
             self.guest.lost(link.node_id)
             self.trial_guest.lost(link.node_id)
@@ -399,7 +397,7 @@ class Cluster:
                 self._prepare(node_id, message)
             case StartRank() | EndEpoch() | RankGathered():
                 if isinstance(message, EndEpoch) and not message.in_order:
-                    self._look_again()
+                    self.machine.look_again()
                 of_trial = message.epoch == self.trial_guest.epoch
                 (self.trial_guest if of_trial else self.guest).received(node_id, message)
             case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
@@ -410,6 +408,8 @@ class Cluster:
     def _about_commands(self, node_id: str, message: Message) -> None:
         """What somebody typed on one Mac and another one has to do, and complaints."""
         match message:
+            case MachineWanted():
+                self.machine.wanted(node_id)
             case TokenWanted() | TokenIssued():
                 self.issuing.received(node_id, message)
             case ModelTurn() | ModelQueue():
@@ -451,6 +451,7 @@ class Cluster:
         match message:
             case MachineReport():
                 self.knowledge.machines[node_id] = message
+                self.machine.reported(node_id)
             case ModelStatus():
                 self.knowledge.models[node_id] = message
             case Serving():
@@ -510,11 +511,6 @@ class Cluster:
         """Something is different: look at everything again, soon."""
         self._wake.set()
 
-    def report(self) -> MachineReport:
-        """What this machine is, as it is told."""
-        machine = self.knowledge.machines[self.node_id]
-        return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
-
     def _model_changed(self) -> None:
         self.neighbours.tell_all(self.model.status)
         self.changed()
@@ -570,9 +566,9 @@ class Cluster:
             if now >= echo_at:
                 echo_at = now + ASK_S
                 self.echoes.ask(now)
-            if now >= report_at or self._rewired:
+            if now >= report_at or self.machine.rewired:
                 report_at = now + REPORT_S
-                self._look_again()
+                self.machine.look_again()
                 self.model.look_again()
                 self.getting.look_at_disk()
             self._tick(now)
@@ -707,43 +703,21 @@ class Cluster:
             guest.clear(f"{self.name} slept for {slept_s:.0f} s")
         for link in self.neighbours.links():
             link.close()
-        self._rewired = True
+        self.machine.rewired = True
         self.changed()
 
     def rewired(self) -> None:
         """This machine's addresses changed: its cables may have, too."""
-        self._rewired = True
+        self.machine.rewired = True
         self.changed()
 
-    async def look_now(self) -> None:
-        """Read what changes of this machine, ports of RDMA among it, before a group is planned."""
-        self._look_again()
-        if self._looking is not None:
-            await asyncio.wait({self._looking}, timeout=LOOK_S)
-
-    def _look_again(self) -> None:
-        """Read this machine in the background, one reading at a time."""
-        if self._looking is not None and not self._looking.done():
-            return
-        everything = self._rewired or time.monotonic() >= self._probe_at
-        if everything:
-            self._probe_at = time.monotonic() + PROBE_S
-        self._rewired = False
-        self._looking = asyncio.ensure_future(self._read_machine(everything))
-        self._looking.add_done_callback(_log_failure)
-
-    async def _read_machine(self, everything: bool) -> None:
-        before, interface = self.knowledge.machines[self.node_id], self.settings.interface
-        machine = await (hardware.probe(interface) if everything else hardware.refresh(before, interface))
-        if machine != before:
-            self.knowledge.machines[self.node_id] = machine
-            self.neighbours.tell_all(self.report())
-            self.changed()
+    async def look_now(self, nodes: Iterable[str]) -> None:
+        """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
+        await self.machine.look_now(nodes)
 
     async def close(self) -> None:
         """Say goodbye and end what runs here for others."""
-        if self._looking is not None:
-            self._looking.cancel()
+        await self.machine.close()
         await self.fabric.close()
         await self.records.close()
         await self.reach.close()
@@ -763,8 +737,3 @@ def _retrieved(over: asyncio.Future[None]) -> None:
     """The error was logged where it came up; who stops the agent meanwhile never asks for it."""
     if not over.cancelled():
         over.exception()
-
-
-def _log_failure(task: asyncio.Future[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("this machine could not be looked at: %s", error)

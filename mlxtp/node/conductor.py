@@ -84,7 +84,8 @@ class Conductor:
     async def next(self) -> EpochPlan:
         """Wait until this node shall form an epoch."""
         if self._mine is not None and self._mine.placement.backend == "jaccl":
-            await self._cluster.look_now()  # with a cable out, JACCL forms all the same
+            # With a cable out, between whichever ranks, JACCL forms all the same.
+            await self._cluster.look_now(self._mine.form.plan.ranks)
         self._let_go()
         await self._trials.stop()
         self._ready_for = asyncio.get_running_loop().create_future()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -70,8 +71,8 @@ class Surroundings(Protocol):
     def coming(self, model: str) -> str:
         """How far a model is on its way to this node, for people; empty when it is not."""
 
-    async def look_now(self) -> None:
-        """Read what changes of this machine, ports of RDMA among it, before a group is planned."""
+    async def look_now(self, nodes: Iterable[str]) -> None:
+        """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
 
     def changed(self) -> None:
         """Something is different: look at everything again, soon."""

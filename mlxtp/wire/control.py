@@ -142,6 +142,13 @@ class MachineReport(Machine, Message):
 
 
 @dataclass(frozen=True, slots=True)
+class MachineWanted(Message):
+    """Read your machine again. Answered by MachineReport, whether or not it changed."""
+
+    TYPE: ClassVar[int] = 0x3B
+
+
+@dataclass(frozen=True, slots=True)
 class ModelStatus(Message):
     """Whether the sender has the desired model: `fingerprint` of its files, or why not (`problem`).
 
@@ -498,9 +505,9 @@ class ModelsHere(Message):
 
 
 BOTH_WAYS: tuple[type[Message], ...] = (
-    Beat, DesiredState, Members, MachineReport, ModelStatus, Prepare, Prepared, StartRank, RankStarted,
-    RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted, TokenIssued,
-    FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
+    Beat, DesiredState, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
+    RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted,
+    TokenIssued, FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
     ModelQueue, Echo, ReachWanted, ReachTold, ModelHeld, ModelLender, ModelPull, ModelsHere,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""

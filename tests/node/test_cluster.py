@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlxtp.cluster import hardware
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
+from mlxtp.node import machine_here
 from mlxtp.node.cluster import Cluster
 from mlxtp.node.overload import Memory
 from mlxtp.node.store.models import ModelSource
@@ -25,6 +27,7 @@ from mlxtp.wire.control import (
     EndEpoch,
     EpochEnded,
     MachineReport,
+    MachineWanted,
     Members,
     ModelHeld,
     ModelLender,
@@ -40,12 +43,13 @@ from mlxtp.wire.control import (
     TokenWanted,
 )
 from mlxtp.wire.frames import encode
-from mlxtp.wire.machine import Interface
+from mlxtp.wire.machine import Interface, Machine
 from mlxtp.wire.messages import Pong
 
+from ..cluster import WAIT_S
 from ..wire.members import Member
 from .one_node import FINGERPRINT, MACHINE, A, B, Node, by_hand, play, report
-from .scenes import run
+from .scenes import run, sees
 
 # --- orders -----------------------------------------------------------------------------------------------
 
@@ -493,3 +497,62 @@ def test_whatever_members_say_the_node_goes_on(
 
     with by_hand():
         asyncio.run(scene())
+
+
+# --- looking at machines before a group is planned --------------------------------------------------------
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, *machines: Machine) -> asyncio.Semaphore:
+    """Have this machine read as one of `machines` after the other, each when it is released."""
+    go, left = asyncio.Semaphore(0), iter(machines)
+
+    async def refresh(*_: object) -> Machine:
+        await go.acquire()
+        return next(left)
+
+    monkeypatch.setattr(hardware, "refresh", refresh)
+    return go
+
+
+def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(node: Node) -> None:
+        go = looks(monkeypatch, MACHINE, MACHINE)
+        a, b = node.meet(A), node.meet(B)
+        node.cluster.machine.look_again()
+        await asyncio.sleep(0)
+        told = len(a.heard(MachineReport))
+        node.hear(a, MachineWanted())
+        go.release()
+        await asyncio.sleep(0)
+        assert len(a.heard(MachineReport)) == told, "that look began before the request"
+        go.release()
+        await sees(lambda: len(a.heard(MachineReport)) > told)
+        assert len(b.heard(MachineReport)) == 1, "it did not ask"
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("end", ["report", "link", "time"])
+def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
+    tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(machine_here, "LOOK_S", 0.05 if end == "time" else WAIT_S)
+
+    async def story(node: Node) -> None:
+        go = looks(monkeypatch, MACHINE)
+        go.release()
+        a, b = node.meet(A), node.meet(B)
+        looking = asyncio.ensure_future(node.cluster.look_now((node.cluster.node_id, A, B, "e" * 32)))
+        await sees(lambda: a.heard(MachineWanted) and b.heard(MachineWanted))
+        await sees(go.locked)
+        node.hear(b, report(MACHINE))
+        assert not looking.done()
+        if end == "report":
+            node.hear(a, report(MACHINE))
+        elif end == "link":
+            a.close()
+        await looking
+
+    play(tmp_path, member, story)

@@ -183,17 +183,19 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
     async def story(node: Node) -> None:
         conductor, looked = node.cluster.conductor, []
 
-        async def look() -> None:
-            looked.append(conductor._mine)
+        async def look(nodes: tuple[str, ...]) -> None:
+            looked.append((conductor._mine, nodes))
 
         node.cluster.look_now = look  # type: ignore[method-assign]
-        mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=SimpleNamespace(number=1))
+        ranks = (node.cluster.node_id, A, B)
+        form = SimpleNamespace(number=1, plan=SimpleNamespace(ranks=ranks))
+        mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
         conductor._mine = cast(Any, mine)
         conductor.serving = lambda: None  # type: ignore[method-assign]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await conductor.next()
-        assert looked == [mine] * looks
+        assert looked == [(mine, ranks)] * looks
 
     play(tmp_path, member, story)
 

@@ -18,6 +18,7 @@ from mlxtp.wire.control import (
     FabricReport,
     FabricWanted,
     MachineReport,
+    MachineWanted,
     Members,
     ModelHeld,
     ModelLender,
@@ -130,6 +131,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     EpochEnded(17),
     RankSide(17, 1, SideChannel(1, b"abc")),
     RankGathered(17, 1, Gathered(1, b"abcabc")),
+    MachineWanted(),
     Serving(17, "ready", "", "ring", "ring over Ethernet", (NODE,), (12.5,), 3, "tiny", 2, 2048, 512, (2,)),
     TokenWanted(b"n" * 16),
     TokenIssued(b"n" * 16, "ABCD", ""),
@@ -465,6 +467,7 @@ _STRATEGIES |= {
     EpochEnded: st.builds(EpochEnded, _epoch),
     RankSide: st.builds(RankSide, _epoch, _rank, _STRATEGIES[SideChannel]),
     RankGathered: st.builds(RankGathered, _epoch, _rank, _STRATEGIES[Gathered]),
+    MachineWanted: st.builds(MachineWanted),
     Serving: st.builds(
         Serving, _count, st.sampled_from(("ready", "failed", "restarting")), _text, _short, _short, _shorts,
         _floats(-(2.0**39), 2.0**39, 0, 8), _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),

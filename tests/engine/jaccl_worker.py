@@ -43,6 +43,8 @@ class Script:
     at: int = 0
     sizes: tuple[int, ...] = SIZES
     whole: bool = False
+    words: str = "Changing queue pair to RTR failed with errno 22"
+    """What JACCL says when it raises."""
     variables: tuple[str, ...] = ()
     """JACCL's variables that may be set, beside the file and the rank."""
 
@@ -88,7 +90,7 @@ class Pretence:
     def _err(self) -> None:
         match self._script.fault:
             case "raise":
-                raise ValueError("[jaccl] Changing queue pair to RTR failed with errno 22")
+                raise ValueError(f"[jaccl] {self._script.words}")
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "wait":

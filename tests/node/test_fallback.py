@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mlxtp.node.agent import Agent
 from mlxtp.node.epoch import State
 from mlxtp.node.rank_process import WORKER
 
-from ..cluster import START_S
+from ..cluster import LIMITS, SLOWNESS, START_S
 from .scenes import sees
 from .test_jaccl_agents import DEVICES, pretending, say
 from .two_agents import two_agents
@@ -65,16 +66,31 @@ def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [each.getMessage() for each in caplog.records if words in each.getMessage()]
 
 
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({}, "errno 22"),
+        ({"words": "Creating the queue pair failed with 'Resource busy (16)'."}, "Resource busy (16)"),
+        ({"fault": "wait"}, "rank 1 did not form the group in time"),
+    ],
+    ids=["no address", "no queue pairs left", "hang"],
+)
 def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: dict[str, Any],
+    words: str,
 ) -> None:
     monkeypatch.setattr(failed_groups, "ADDRESS_RETRY_S", 600.0)
+    os.mkfifo(tmp_path / "gate")
+    limits = replace(LIMITS, form_s=5 * SLOWNESS) if "fault" in broken else LIMITS
 
     async def story() -> None:
-        worker = pretending(tmp_path, {"whole": True}, BROKEN)
+        worker = pretending(tmp_path, {"whole": True}, BROKEN | broken)
         async with (
             asyncio.timeout(START_S),
-            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES) as (first, second),
+            two_agents(tmp_path, worker, fabric="auto", rdma=DEVICES, limits=limits) as (first, second),
         ):
             await first.wait_ready()
             await second.wait_ready()
@@ -91,6 +107,7 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
     [line] = lines(caplog, "serves instead")
     assert line.startswith("JACCL mesh of 2 on ")
     assert " did not form: " in line
+    assert words in line
     assert "ring within one machine of 2 serves instead" in line
 
 

@@ -69,8 +69,8 @@ class Trials:
         """Groups that formed and proved themselves, see `_identity`."""
         self._loaded: set[object] = set()
         """Groups that loaded beside the present epoch, or tried to: once is enough."""
-        self._held_back: Alternative | None = None
-        """The last one that could not be tried."""
+        self._held_back: object = None
+        """The last group that could not be tried."""
 
     @property
     def busy(self) -> bool:
@@ -82,10 +82,9 @@ class Trials:
         self._proven.add(self._identity(chosen))
 
     def failed(self, chosen: Alternative) -> None:
-        """Note that a group failed: the next time it has to prove itself again."""
-        identity = self._identity(chosen)
-        self._proven.discard(identity)
-        self._loaded.discard(identity)
+        """Note that a group failed: it, and what was tried of it, have to prove themselves again."""
+        self._proven.clear()  # others, too, which costs little
+        self._loaded.discard(self._identity(chosen))
 
     def is_over(self, chosen: Alternative) -> bool:
         """Return whether the group that serves may end for this one: nothing is left to try beside it."""
@@ -104,8 +103,8 @@ class Trials:
             tried = next(iter(untried), chosen)
             model = self._cluster.model.source if tried is chosen and self._may_load(chosen) else None
             self._task = asyncio.ensure_future(self._try(number, tried, model))
-        elif self._held_back != chosen:
-            self._held_back = chosen
+        elif self._held_back != (identity := self._identity(chosen)):
+            self._held_back = identity
             words = "%s would be better, but no free cable of %s joins it: what serves goes on"
             log.info(words, chosen.title, self._cluster.name_of(chosen.ranks[0]))
 

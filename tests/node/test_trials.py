@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -263,6 +264,8 @@ def test_of_a_larger_group_the_newcomer_s_cable_is_tried_while_devices_are_in_us
         assert stage.groups == [(5, (A, C))]
         assert [plan.model for plan in stage.tried] == [None]
         assert stage.trials.is_over(chosen)
+        stage.trials.failed(chosen)
+        assert not stage.trials.is_over(chosen), "its parts have to prove themselves again, too"
 
     play(story)
 
@@ -292,7 +295,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
             C: serving("jaccl", C, A, held_mib=(1, 1)),
         }
         for number in (5, 6):
-            stage.trials.begin(number, chosen)
+            stage.trials.begin(number, replace(chosen, reason=f"as planned for the {number}th time"))
             assert not stage.trials.busy
             assert not stage.trials.is_over(chosen)
         stage.cluster.knowledge.servings = {}

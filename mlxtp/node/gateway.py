@@ -121,6 +121,8 @@ class Gateway:
         self._served: ModelInfo | None = None
         """The model that open requests are for."""
         self._text: Text | None = None
+        self._handover: MlxtpError | None = None
+        """Why there is no desk between two groups, of which the second is on its way."""
         self._held = ""
         self.confirmed_tokens = 0
         """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
@@ -146,17 +148,24 @@ class Gateway:
         if self._served is not None and (self._served.id, self._served.path) != (model.id, model.path):
             self._end_all(GroupError(f"{model.id} is served now", Code.SHUTTING_DOWN))
         self._desk, self._model, self._text, self._here = desk, model, text, here
+        self._handover = None
         self._served, self.load_s = model, load_s
         self._take_up()
         self.on_serving()
 
     def rest(self) -> None:
         """Nothing new for now; what is open stays with its desk."""
-        self._desk = self._model = self._text = None
+        self._desk = self._model = self._text = self._handover = None
 
     def pause(self, error: MlxtpError) -> None:
-        """The group, or the way to it, has ended because of `error`: open requests wait for another one."""
+        """The group, or the way to it, has ended because of `error`: open requests wait for another one.
+
+        Where a better group takes its place, new requests wait for that, too.
+        """
+        model, text = self._model, self._text
         self.rest()
+        if error.code is Code.REPLANNED and model is not None:
+            self._model, self._text, self._handover = model, text, error
         requests = [*self._open.values(), *self._suspects]
         strikes = strikes_after([request.footing for request in requests], error.code)
         self._open.clear()
@@ -306,7 +315,8 @@ class Gateway:
         """
         self._refuse_if_closing()
         desk = self._free_desk(generate.client, len(generate.tokens))
-        if not self._here:  # two agents that each take the other for rank 0's would pass it on for ever
+        # Two agents that each take the other for rank 0's would pass it on for ever.
+        if desk is None or not self._here:
             raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
         relayed = Relayed(generate, tell)
         self._admit(relayed, desk)
@@ -321,8 +331,8 @@ class Gateway:
         if self.closing:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
 
-    def _free_desk(self, client: int, prompt: int) -> Desk:
-        if self._desk is None:
+    def _free_desk(self, client: int, prompt: int) -> Desk | None:
+        if self._desk is None and self._handover is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
         if self._held:
             raise RequestError(self._held, Code.NOT_READY, status=503)
@@ -373,7 +383,7 @@ class Gateway:
 
     # --- one request ---------------------------------------------------------------------------------
 
-    def _start(self, desk: Desk, request: Request, client: int = 0) -> Asked:
+    def _start(self, desk: Desk | None, request: Request, client: int = 0) -> Asked:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
@@ -390,7 +400,11 @@ class Gateway:
             client=client,
         )
         asked = Asked(generate, self._abandon)
-        self._admit(asked, desk)
+        if desk is None:
+            assert self._handover is not None
+            self._park(asked, self._handover)
+        else:
+            self._admit(asked, desk)
         deadline_s = min(request.deadline_s or self._deadline_s, self._deadline_s)
         loop = asyncio.get_running_loop()
         asked.deadline = loop.call_later(deadline_s, self._too_late, asked, deadline_s)

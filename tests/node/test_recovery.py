@@ -460,6 +460,24 @@ def test_the_first_refusal_of_another_agent_is_the_clients() -> None:
     play(story)
 
 
+def test_while_a_better_group_takes_over_new_requests_wait_for_it() -> None:
+    async def story(stage: Stage) -> None:
+        next_group(stage)
+        stage.gateway.pause(REPLANNED)
+        assert stage.gateway.models()
+        answer = stage.gateway.generate(Request((1,), 9))
+        stage.gateway.pause(REPLANNED)
+        ranks = next_group(stage)
+        assert [each.tokens for each in ranks.sent_of(Generate)] == [(1,)]
+        stage.gateway.pause(LOST)
+        with pytest.raises(MlxtpError, match="no model is loaded right now"):
+            stage.gateway.generate(Request((1,), 9))
+        assert not stage.gateway.models()
+        await answer.aclose()
+
+    play(story)
+
+
 def test_while_it_rests_open_requests_stay_where_they_are() -> None:
     async def story(stage: Stage) -> None:
         ranks = next_group(stage, here=False)

@@ -20,7 +20,7 @@ from ..tokenizer_file import token_count
 from .group import Group, alone, uncounted
 from .mlx_errors import code_of
 from .sharding import Config, check_divisible, check_shardable, context_length, text_config
-from .stored import Folder, Stored, read_share, share_of
+from .stored import Folder, Stored, is_plain, read_share, share_of
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200
@@ -36,15 +36,18 @@ _MLX_LM_RAISES = (
     struct.error,
 )
 """For missing and surplus tensors, wrong shapes, broken files, layers that do not divide, no memory."""
-_CHECKED_AT_ONCE = 1 << 23  #: numbers
-"""Into how many parts a tensor is cut to look for NaN, and how many weights are worth a part."""
+_AT_ONCE = 256 << 20  #: bytes of weights that are read and checked in one evaluation
+_CUT_AT_ONCE = 1 / 16  #: of a rank's share: the most that whole tensors may take while they are cut
 _FLOATS = {
-    mx.float32: (mx.uint32, 0x7FFFFFFF, 0x7F800000),
-    mx.bfloat16: (mx.uint16, 0x7FFF, 0x7F80),
-    mx.float16: (mx.uint16, 0x7FFF, 0x7C00),
+    mx.float32: (mx.int32, mx.uint32, 0x7F800000, 0xFF800000),
+    mx.bfloat16: (mx.int16, mx.uint16, 0x7F80, 0xFF80),
+    mx.float16: (mx.int16, mx.uint16, 0x7C00, 0xFC00),
 }
-"""A type's bits as a number, those without the sign, and infinity, above which everything is NaN. Comparing
-bits takes a fifth of the time of `isfinite`."""
+"""A type's bits as signed and unsigned numbers, then infinity and minus infinity.
+
+The largest signed number is a positive one, and the largest unsigned number a negative one, if there is any:
+NaN and infinity are at the end of each. Neither look takes memory, nor as much time as `isfinite`.
+"""
 _NAN_SCALE = 255
 """NaN in the one-byte scales of mxfp4 and mxfp8 weights, and a NaN in those of nvfp4."""
 
@@ -73,8 +76,8 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
 
     Nothing is left half-loaded: it returns a whole model or raises ModelError, in the words of whoever chose
     the folder, or GroupError (OUT_OF_MEMORY, GPU_TIMEOUT) when the machine failed and not the model. No
-    collective runs, so a rank may fail alone. Peak memory is about the share plus one tensor, because each
-    tensor is cut and evaluated before the next is read, and of the vocabulary, which holds the largest, only
+    collective runs, so a rank may fail alone. Peak memory is about the share plus one tensor, because a few
+    tensors are cut and evaluated before others are read, and of the vocabulary, which holds the largest, only
     this rank's rows are.
     """
     from mlx_lm.utils import maybe_set_recommended_wired_limit
@@ -91,7 +94,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
             tensors = Folder(folder)
             stored = tensors.untouched(_weights(model)) if group.size > 1 else {}
             vocabulary = shard(model, group, cut=tensors.cut, size=_vocabulary(config))
-            _evaluate(model, folder.name, progress, partial(_own_bytes, stored, group))
+            _evaluate(model, folder.name, group.size, progress, partial(_own_bytes, stored, group))
         peak_bytes = mx.get_peak_memory() - held
         kv_token_bytes = _kv_token_bytes(model)
     except _MLX_LM_RAISES as error:
@@ -136,14 +139,19 @@ def _own_bytes(stored: Mapping[str, Stored], group: Group, name: str, weight: mx
 
 
 def _evaluate(
-    model: Any, name: str, progress: Callable[[], None], own: Callable[[str, mx.array], mx.array]
+    model: Any,
+    name: str,
+    ranks: int,
+    progress: Callable[[], None],
+    own: Callable[[str, mx.array], mx.array],
 ) -> None:
-    """Read every weight, one after the other: the vocabulary, the layers, the rest. `own` may replace one.
+    """Read every weight: the vocabulary, one layer after the other, the rest. `own` may replace one.
 
     Raises ModelError (MODEL_INVALID) with the names of weights that are not numbers.
     """
     done: set[str] = set()
     weights = _weights(model)
+    room = int(min(sum(weight.nbytes for weight in weights.values()) * _CUT_AT_ONCE, _AT_ONCE))
     paths = {id(module): path for path, module in model.named_modules()}
     parts = [
         path for path, module in model.named_modules() if isinstance(module, ShardedEmbedding | ShardedHead)
@@ -151,17 +159,19 @@ def _evaluate(
     layers = [paths[id(layer)] for layer in model.layers if id(layer) in paths]
     for prefix in [*parts, *layers, ""]:
         names = [n for n in weights if n not in done and (not prefix or n.startswith(f"{prefix}."))]
-        looks: dict[str, mx.array] = {}
         for weight in names:
             if (share := own(weight, weights[weight])) is not weights[weight]:
                 weights[weight] = share
                 model.update(tree_unflatten([(weight, share)]))
-            if (look := _look(weights[weight], weight)) is not None:
-                looks[weight] = look
-            mx.eval(weights[weight], look)
-            if _is_faster_by_columns(weights[weight]):
-                weights[weight] = _by_columns(weights[weight])
-                model.update(tree_unflatten([(weight, weights[weight])]))
+        looks: dict[str, mx.array] = {}
+        for batch in _batches(names, weights, ranks, room):
+            found = {weight: _look(weights[weight], weight) for weight in batch}
+            mx.eval([weights[weight] for weight in batch], list(found.values()))
+            looks |= {weight: look for weight, look in found.items() if look is not None}
+            for weight in batch:
+                if _is_faster_by_columns(weights[weight]):
+                    weights[weight] = _by_columns(weights[weight])
+                    model.update(tree_unflatten([(weight, weights[weight])]))
         bad = [weight.replace(".rows.", ".") for weight in _broken(looks)]
         if bad:
             raise ModelError(
@@ -171,6 +181,29 @@ def _evaluate(
         done.update(names)
         if prefix:
             progress()
+
+
+def _batches(
+    names: Iterable[str], weights: Mapping[str, mx.array], ranks: int, room: int
+) -> Iterator[list[str]]:
+    """Names of weights to evaluate together, since a wait for each costs seconds on a GPU.
+
+    One batch has at most `_AT_ONCE` bytes, because Metal ends what waits too long for a disk. A weight that
+    is computed, such as a rank's part of a tensor, takes the whole tensor meanwhile. Such whole tensors take
+    at most `room` bytes together, but for one that is larger.
+    """
+    batch: list[str] = []
+    held = wholes = 0
+    for name in names:
+        size = weights[name].nbytes
+        whole = 0 if is_plain(weights[name]) else size * ranks
+        if batch and (held + size > _AT_ONCE or (whole and wholes + whole > room)):
+            yield batch
+            batch, held, wholes = [], 0, 0
+        batch.append(name)
+        held, wholes = held + size, wholes + whole
+    if batch:
+        yield batch
 
 
 def _is_faster_by_columns(weight: mx.array) -> bool:
@@ -193,25 +226,16 @@ def _tensors(count: int) -> str:
 
 
 def _look(array: mx.array, name: str) -> mx.array | None:
-    """Return an array of one boolean: whether some of it are no numbers. None where all values are numbers.
-
-    A large array is looked at in parts, one after the other, since each takes as much memory as it has.
-    """
+    """Return one boolean, true if some of them are no numbers; None where all values are numbers."""
     row = array.reshape(-1)
-    found = None
-    for at in range(0, row.size, _CHECKED_AT_ONCE):
-        part = row[at : at + _CHECKED_AT_ONCE]
-        if array.dtype in _FLOATS:
-            word, magnitude, infinite = _FLOATS[array.dtype]
-            broken = (part.view(word) & magnitude).max() >= infinite
-        elif array.dtype == mx.uint8 and name.endswith(".scales"):
-            broken = (part == _NAN_SCALE).any()
-        else:
-            return None
-        found = broken if found is None else found | broken
-        if row.size > _CHECKED_AT_ONCE:
-            mx.eval(found)
-    return found
+    if not row.size:
+        return None
+    if array.dtype in _FLOATS:
+        signed, unsigned, infinity, minus_infinity = _FLOATS[array.dtype]
+        return (row.view(signed).max() >= infinity) | (row.view(unsigned).max() >= minus_infinity)
+    if array.dtype == mx.uint8 and name.endswith(".scales"):
+        return row.max() >= _NAN_SCALE
+    return None
 
 
 def _broken(looks: dict[str, mx.array]) -> list[str]:

@@ -113,6 +113,11 @@ def _same_end(one: str, other: str) -> bool:
     return f".{one}".endswith(f".{other}") or f".{other}".endswith(f".{one}")
 
 
+def is_plain(array: mx.array) -> bool:
+    """Return True for an array that is in memory, or is just what a file holds."""
+    return _steps(array) in ([], ["Load"])
+
+
 def _is_untouched(array: mx.array) -> bool:
     """Whether it is what a file holds and nothing has been computed from it: its whole graph is one Load."""
     return _steps(array) == ["Load"]

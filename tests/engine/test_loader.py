@@ -114,16 +114,67 @@ def test_scales_of_one_byte_are_looked_at(tmp_path: Path) -> None:
         load_alone(folder)
 
 
-def test_the_device_is_waited_for_once_a_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors of a layer are judged together: a wait for each costs seconds on a GPU."""
-    judged: list[list[str]] = []
-    broken = loader._broken
-    monkeypatch.setattr(loader, "_broken", lambda looks: judged.append(list(looks)) or broken(looks))
-    load_alone(folder)
-    layers = [names for names in judged if any("layers.0." in name for name in names)]
-    assert len(layers) == 1
-    assert len(layers[0]) == 9  # 7 matrices and 2 norms
-    assert len(judged) == 1 + 2 + 1  # the embedding, which is the head too, two layers, the rest
+def count_waits(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+    waits = 0
+    evaluate = mx.eval
+
+    def counted(*arrays: Any) -> None:
+        nonlocal waits
+        waits += 1
+        evaluate(*arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "eval", counted)
+        load_alone(folder)
+    return waits
+
+
+def test_a_load_waits_for_the_device_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for each of a layer's nine tensors costs seconds on a GPU."""
+    folder = write_model(tmp_path / "small", dtype=mx.bfloat16)
+    assert count_waits(monkeypatch, folder) == 1 + 2 + 1  # embedding and head, two layers, the rest
+
+
+def test_a_large_tensor_is_checked_in_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "large", dtype=mx.bfloat16, vocab_size=1 << 18)
+    assert count_waits(monkeypatch, folder) == 1 + 2 + 1
+
+
+def test_one_wait_is_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_AT_ONCE", 1000)
+    held = mx.zeros((100,))
+    mx.eval(held)
+    weights = dict.fromkeys("abcde", held)
+    assert list(loader._batches("abcde", weights, ranks=2, room=0)) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+def test_tensors_that_are_cut_take_the_memory_of_whole_ones_meanwhile() -> None:
+    """Those of 400 bytes are parts of two tensors of 800; the one in memory takes nothing more."""
+    held = mx.zeros((100,))
+    mx.eval(held)
+    cut = [mx.zeros((100,)) + 1 for _ in range(4)]
+    weights = {"a": cut[0], "held": held, "b": cut[1], "c": cut[2], "d": cut[3]}
+    assert list(loader._batches(weights, weights, ranks=2, room=1600)) == [["a", "held", "b"], ["c", "d"]]
+    assert list(loader._batches(weights, weights, ranks=2, room=100)) == [["a", "held"], ["b"], ["c"], ["d"]]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bad", [mx.nan, mx.inf, -mx.inf])
+def test_what_is_no_number_is_found_in_each_type(folder: Path, dtype: mx.Dtype, bad: float) -> None:
+    for others in (1.0, -1.0):
+        weight = mx.full((64,), others, dtype=dtype)
+        weight[5] = bad
+        change_weights(folder, model__norm__weight=weight)
+        with pytest.raises(ModelError, match=r"1 tensor holds NaN or infinite numbers: model\.norm\.weight"):
+            load_alone(folder)
+
+
+def test_a_nan_with_a_sign_is_found(folder: Path) -> None:
+    weight = mx.zeros((64,), dtype=mx.uint16)
+    weight[5] = 0xFFC0
+    change_weights(folder, model__norm__weight=weight.view(mx.bfloat16))
+    with pytest.raises(ModelError, match="NaN"):
+        load_alone(folder)
 
 
 def test_all_broken_tensors_of_a_layer_are_named(folder: Path) -> None:

@@ -74,18 +74,21 @@ def uncounted() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(ranks: int) -> Iterator[None]:
+def alone(ranks: int, *, compiled: bool) -> Iterator[None]:
     """Forwards run without the other `ranks` - 1: collectives give what this rank puts in, in their shape.
 
-    Their numbers mean nothing. Nothing is traced meanwhile, since a traced graph would stay like that.
+    Their numbers mean nothing. `compiled` must be False for a model with collectives in compiled functions:
+    what is traced now stays, and would leave the other ranks out for good.
     """
-    mx.disable_compile()
+    if not compiled:
+        mx.disable_compile()
     CollectiveCounter.alone_of = ranks
     try:
         yield
     finally:
         CollectiveCounter.alone_of = 0
-        if "MLX_DISABLE_COMPILE" not in os.environ:  # MLX reads it once, and this would overrule it
+        # MLX reads the variable once, and this would overrule it.
+        if not compiled and "MLX_DISABLE_COMPILE" not in os.environ:
             mx.enable_compile()
 
 

@@ -19,7 +19,14 @@ from ..errors import Code, GroupError, MlxtpError, ModelError
 from ..tokenizer_file import token_count
 from .group import Group, alone, uncounted
 from .mlx_errors import code_of
-from .sharding import Config, check_divisible, check_shardable, context_length, text_config
+from .sharding import (
+    Config,
+    check_divisible,
+    check_shardable,
+    compiles_collectives,
+    context_length,
+    text_config,
+)
 from .stored import Folder, Stored, is_plain, read_share, share_of
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
@@ -265,7 +272,7 @@ def run_alone(loaded: LoadedModel, ranks: int, widths: Iterable[int]) -> None:
     would wait for that, and macOS ends what waits for some seconds. Raises as `load` does.
     """
     try:
-        with alone(ranks):
+        with alone(ranks, compiled=not compiles_collectives(loaded.model)):
             for width in widths:
                 tokens, cache = mx.zeros((1, width), dtype=mx.int32), make_cache(loaded.model)
                 mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, last_only=True))

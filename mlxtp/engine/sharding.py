@@ -133,6 +133,15 @@ def _parent(text: str) -> str | None:
     return imported[1] if imported else family or None
 
 
+COMPILED_COLLECTIVES = frozenset({"mlx_lm.models.minimax"})
+"""Modules with a collective in a compiled function. A test holds this equal to what mlx-lm's sources have."""
+
+
+def compiles_collectives(model: Any) -> bool:
+    """Return True for a model that has parts from such a module."""
+    return any(type(module).__module__ in COMPILED_COLLECTIVES for module in model.modules())
+
+
 @contextlib.contextmanager
 def divided_vocabulary(owner: Any, size: int) -> Iterator[None]:
     """Let a head's `owner` believe that its vocabulary has `size` tokens, while its layers are cut.

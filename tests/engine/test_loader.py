@@ -17,6 +17,7 @@ from mlxtp.engine.group import LoneGroup, alone
 from mlxtp.engine.loader import LoadedModel, load, make_cache, read_config
 from mlxtp.errors import Code, ModelError
 
+from .families import FAMILIES
 from .small_models import change_config, change_weights, split_weights, write_config, write_model
 
 
@@ -427,6 +428,34 @@ def test_forwards_alone_leave_compiling_as_the_user_wants_it(
     monkeypatch.delenv("MLX_DISABLE_COMPILE", raising=False)
     if disabled:
         monkeypatch.setenv("MLX_DISABLE_COMPILE", "1")
-    with alone(2):
-        pass
+    with alone(2, compiled=True):
+        assert calls == []
+    with alone(2, compiled=False):
+        assert calls == ["off"]
     assert calls == (["off"] if disabled else ["off", "on"])
+
+
+@pytest.mark.parametrize(("family", "compiled"), [("llama", True), ("minimax", False)])
+def test_forwards_alone_compile_the_kernels_of_the_joint_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool
+) -> None:
+    """Fused kernels are what a GPU would otherwise compile first in the joint forward."""
+    entered: list[bool] = []
+    traced: list[int] = []
+
+    @mx.compile  # type: ignore[untyped-decorator]
+    def fused(x: mx.array) -> mx.array:
+        traced.append(1)
+        return mx.exp(x) + 1
+
+    loaded = load_alone(write_model(tmp_path / family, model_type=family, **FAMILIES[family]))
+    forward = loaded.vocabulary.forward
+
+    def also_fused(*arguments: Any, **options: Any) -> mx.array:
+        entered.append(True)
+        return fused(forward(*arguments, **options))
+
+    monkeypatch.setattr(loaded.vocabulary, "forward", also_fused)
+    loader.run_alone(loaded, 1, (3, 3))
+    assert entered == [True, True]
+    assert len(traced) == (1 if compiled else 2)  # what is not traced runs each time

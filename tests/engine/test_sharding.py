@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx_lm.models
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.engine.sharding import (
+    COMPILED_COLLECTIVES,
     check_divisible,
     check_shardable,
     context_length,
@@ -211,3 +216,27 @@ def test_a_vocabulary_is_divided_while_the_layers_are_cut_and_then_itself_again(
 )
 def test_the_context_is_what_the_configuration_says(config: dict[str, Any], length: int) -> None:
     assert context_length(config) == length
+
+
+def test_modules_with_collectives_in_compiled_functions_are_known() -> None:
+    """A function that is decorated or passed to `mx.compile`, whose text enters `mx.distributed`."""
+    folder = Path(mlx_lm.models.__path__[0])
+    found = set()
+    for module in pkgutil.iter_modules([str(folder)]):
+        if not (path := folder / f"{module.name}.py").is_file():
+            continue
+        tree = ast.parse(path.read_text())
+        wrapped = {
+            ast.unparse(call.args[0])
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "mx.compile" and call.args
+        }
+        compiled = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+            and (node.name in wrapped or "mx.compile" in " ".join(map(ast.unparse, node.decorator_list)))
+        ]
+        if any("mx.distributed" in ast.unparse(function) for function in compiled):
+            found.add(f"mlx_lm.models.{module.name}")
+    assert found == COMPILED_COLLECTIVES

@@ -206,7 +206,7 @@ class SlotBatch:
             self._resize(slots_now, capacity(length))
 
     def _part(self, array: mx.array, row: int, length: int) -> mx.array:
-        if array.shape[0] == 1 and array.shape[2] <= max(2 * length, KVCACHE_STEP):
+        if array.shape[0] == 1 and array.shape[2] <= capacity(length):
             return mx.array(array)  # shared; whoever writes first copies
         return mx.contiguous(array[row : row + 1, :, :length])
 

@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .kv import capacity
+
 SHORTEST_HIT = 16
 """Tokens a hit must save."""
 
@@ -33,19 +35,20 @@ class Hit:
 
 
 class PrefixCache:
-    """Kept caches of at most `max_entries` sequences and `budget_tokens` tokens, and those of running ones.
+    """Kept caches of at most `max_entries` sequences and `budget` positions, and those of running ones.
 
-    Running sequences count towards neither and are never evicted.
+    A cache counts as the `capacity` of its tokens, which is the most that its arrays hold. Running sequences
+    count towards neither and are never evicted.
     """
 
-    def __init__(self, budget_tokens: int, max_entries: int, shortest_hit: int = SHORTEST_HIT) -> None:
-        self._budget = budget_tokens
+    def __init__(self, budget: int, max_entries: int, shortest_hit: int = SHORTEST_HIT) -> None:
+        self._budget = budget
         self._max_entries = max_entries
         self._shortest_hit = shortest_hit
         self._kept: dict[int, bytes] = {}
         """Packed tokens by uid, least recently used first."""
         self._running: dict[int, bytes] = {}
-        self._words = 0
+        self._positions = 0
         self.changes = 0
         """Grows whenever `find` may have another answer than before."""
 
@@ -53,9 +56,9 @@ class PrefixCache:
         return len(self._kept)
 
     @property
-    def tokens(self) -> int:
-        """Tokens kept."""
-        return self._words
+    def positions(self) -> int:
+        """Positions that the kept caches take."""
+        return self._positions
 
     def keep(self, uid: int, tokens: Sequence[int]) -> tuple[int, ...]:
         """Keep the cache of a sequence that has ended and holds `tokens`. Returns whose caches to free.
@@ -67,7 +70,8 @@ class PrefixCache:
         if uid in self._kept:
             raise ValueError(f"uid {uid} is kept already")
         self.unshare(uid)
-        if not self._shortest_hit <= len(tokens) <= self._budget or self._max_entries < 1:
+        size = capacity(len(tokens))
+        if len(tokens) < self._shortest_hit or size > self._budget or self._max_entries < 1:
             return (uid,)
         packed = _pack(tokens)
         for other, held in self._kept.items():
@@ -77,11 +81,11 @@ class PrefixCache:
         freed = [other for other, held in self._kept.items() if packed.startswith(held)]
         for other in freed:
             self.take(other)
-        while self._words + len(tokens) > self._budget or len(self._kept) >= self._max_entries:
+        while self._positions + size > self._budget or len(self._kept) >= self._max_entries:
             freed.append(self._evict_one())
         self._kept[uid] = packed
         self.changes += 1
-        self._words += len(tokens)
+        self._positions += size
         return tuple(freed)
 
     def share(self, uid: int, tokens: Sequence[int]) -> None:
@@ -127,7 +131,7 @@ class PrefixCache:
         """
         words = len(self._kept.pop(uid)) // _WORD
         self.changes += 1
-        self._words -= words
+        self._positions -= capacity(words)
         return words
 
     def drop(self, uid: int) -> None:
@@ -136,11 +140,11 @@ class PrefixCache:
         if uid in self._kept:
             self.take(uid)
 
-    def evict(self, tokens_needed: int) -> tuple[int, ...]:
-        """Evict the least recently used until so many tokens are freed or nothing is kept; returns whose."""
-        enough = self._words - tokens_needed
+    def evict(self, positions: int) -> tuple[int, ...]:
+        """Evict the least recently used until so many positions are free or none is kept. Return whose."""
+        enough = self._positions - positions
         freed = []
-        while self._kept and self._words > enough:
+        while self._kept and self._positions > enough:
             freed.append(self._evict_one())
         return tuple(freed)
 
@@ -148,7 +152,7 @@ class PrefixCache:
         """Forget everything, running sequences included."""
         self._kept.clear()
         self._running.clear()
-        self._words = 0
+        self._positions = 0
         self.changes += 1
 
     def _evict_one(self) -> int:

@@ -624,7 +624,7 @@ class Scheduler:
         # A prompt by itself has a cache of its own until it runs, unless nobody else does.
         apart = [*started, *joining] if len(joining) == 1 else started
         own = sum([kv.capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
-        kept = self._prefixes.tokens if self._prefixes is not None else 0
+        kept = self._prefixes.positions if self._prefixes is not None else 0
         return kv.batch_tokens(lengths) + own + kept
 
     def _make_room(self, joining: Sequence[_Sequence] = ()) -> bool:

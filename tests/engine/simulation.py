@@ -242,7 +242,7 @@ class Ranks:
 
     def occupied(self) -> int:
         """Positions of all KV caches, as `kv.py` has them grow."""
-        kept = sum(len(tokens) for tokens in self.kept.values())
+        kept = sum(kv.capacity(len(tokens)) for tokens in self.kept.values())
         prompts = sum(kv.capacity(total) for total in self.prefilling.values())
         return kept + prompts + kv.batch_tokens([len(self.contents[uid]) for uid in self.rows])
 

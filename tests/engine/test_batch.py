@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import create_causal_mask, make_prompt_cache
+from mlx_lm.models.cache import KVCache, create_causal_mask, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxtp.engine import kv
@@ -232,6 +232,20 @@ def test_masks_are_the_causal_ones(positions: list[int], width: int, window: int
         length = position + width
         assert mx.array_equal(mask[row, 0, :, :length], expected).item()
         assert not mask[row, 0, :, length:].any().item()
+
+
+@pytest.mark.parametrize("room", [1024, 1280, 1536, 2048])
+def test_what_is_kept_of_a_row_alone_has_the_room_that_is_counted(room: int) -> None:
+    """Rank 0 counts `capacity`; a row may be in arrays of another that was longer, or of a prompt."""
+    keys, values = (mx.random.normal((1, 2, room, 16)) for _ in range(2))
+    cache = KVCache()
+    cache.keys, cache.values, cache.offset = keys, values, 1000
+    batch = SlotBatch()
+    batch.join(1, [cache])
+    kept = batch.leave(1, keep=1000)
+    assert kept is not None
+    assert kept[0].keys.shape[2] == kept[0].values.shape[2] <= kv.capacity(1000)
+    assert mx.array_equal(kept[0].keys[:, :, :1000], keys[:, :, :1000])
 
 
 def test_room_grows_for_rows_that_outgrow_it(model_of: Callable[[str], Any]) -> None:

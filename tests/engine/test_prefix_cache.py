@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtp.engine.kv import capacity
 from mlxtp.engine.prefix_cache import SHORTEST_HIT, Hit, PrefixCache
 
 A = tuple(range(100, 140))
@@ -60,7 +61,7 @@ def test_a_running_sequence_shares_its_prompt() -> None:
     kept = cache()
     kept.share(7, A)
     assert kept.find(A + QUESTION) == Hit(7, 40, whole=False, running=True)
-    assert (kept.tokens, len(kept)) == (0, 0)
+    assert (kept.positions, len(kept)) == (0, 0)
     kept.touch(7)
     kept.share(7, (*A, 5))
     assert kept.find((*A, 5, 5)) == Hit(7, 41, whole=False, running=True)
@@ -88,13 +89,25 @@ def test_a_sequence_that_ends_is_kept_and_runs_no_longer() -> None:
 
 
 def test_the_least_recently_used_makes_room() -> None:
-    kept = cache(budget=120)
+    kept = cache(budget=192)
     for uid in (1, 2, 3):
         kept.keep(uid, (uid, *A[1:]))
     kept.touch(1)
     assert kept.keep(4, B) == (2,)
     assert kept.keep(5, B[:1] + A + A[:-1]) == (3, 1)
-    assert kept.tokens == 120
+    assert kept.positions == 64 + 96
+
+
+def test_a_kept_cache_counts_as_the_room_that_its_arrays_may_hold() -> None:
+    """The arrays of 65 tokens have room for 96."""
+    kept = cache(budget=100)
+    assert kept.keep(1, range(65)) == ()
+    assert kept.positions == 96
+    assert kept.keep(2, range(100, 120)) == (1,)
+    assert kept.positions == 64
+    assert kept.keep(3, range(97)) == (3,)  # room for 128
+    kept.take(2)
+    assert kept.positions == 0
 
 
 def test_no_more_entries_than_allowed() -> None:
@@ -104,9 +117,9 @@ def test_no_more_entries_than_allowed() -> None:
 
 
 def test_what_can_never_be_used_is_refused() -> None:
-    kept = cache(budget=50)
+    kept = cache(budget=70)
     kept.keep(1, A)
-    assert kept.keep(2, range(51)) == (2,)
+    assert kept.keep(2, range(71)) == (2,)
     assert kept.keep(3, B[:15]) == (3,)
     assert kept.find(A + QUESTION) == Hit(1, 40, whole=True)
 
@@ -116,11 +129,11 @@ def test_a_longer_conversation_supersedes_the_shorter() -> None:
     kept.keep(1, A)
     kept.keep(2, B)
     assert kept.keep(3, A + QUESTION) == (1,)
-    assert kept.tokens == 83
+    assert kept.positions == 64 + 64
 
 
 def test_what_a_kept_cache_holds_already_is_refused_and_keeps_that_one_young() -> None:
-    kept = cache(budget=80)
+    kept = cache(budget=128)
     kept.keep(1, A)
     kept.keep(2, B)
     assert kept.keep(3, A[:20]) == (3,)
@@ -133,9 +146,9 @@ def test_evicting_frees_as_much_as_asked_or_all() -> None:
     for uid in (1, 2, 3):
         kept.keep(uid, (uid, *A[1:]))
     assert kept.evict(0) == ()
-    assert kept.evict(41) == (1, 2)
+    assert kept.evict(65) == (1, 2)
     assert kept.evict(1_000) == (3,)
-    assert (kept.evict(1), kept.tokens) == ((), 0)
+    assert (kept.evict(1), kept.positions) == ((), 0)
 
 
 def test_taking_and_dropping() -> None:
@@ -153,7 +166,7 @@ def test_taking_and_dropping() -> None:
     with pytest.raises(ValueError, match="uid 1"):
         kept.keep(1, B)
     kept.drop(1)
-    assert (kept.find(A + QUESTION), kept.tokens) == (None, 0)
+    assert (kept.find(A + QUESTION), kept.positions) == (None, 0)
 
 
 def test_clearing_forgets_everything() -> None:
@@ -161,7 +174,7 @@ def test_clearing_forgets_everything() -> None:
     kept.keep(1, A)
     kept.share(2, B)
     kept.clear()
-    assert (kept.find(A + QUESTION), kept.find(B + QUESTION), kept.tokens, len(kept)) == (None, None, 0, 0)
+    assert (kept.find(A + QUESTION), kept.find(B + QUESTION), kept.positions, len(kept)) == (None, None, 0, 0)
 
 
 # --- against a plain model -------------------------------------------------------------------------------
@@ -185,7 +198,7 @@ class Plain:
 
     def keep(self, uid: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
         self.running.pop(uid, None)
-        if len(tokens) < self.shortest or len(tokens) > self.budget or not self.entries:
+        if len(tokens) < self.shortest or capacity(len(tokens)) > self.budget or not self.entries:
             return (uid,)
         for entry in self.kept:
             if entry[1][: len(tokens)] == tokens:
@@ -200,7 +213,7 @@ class Plain:
         return tuple(uid for uid, _ in freed)
 
     def size(self) -> int:
-        return sum(len(tokens) for _, tokens in self.kept)
+        return sum(capacity(len(tokens)) for _, tokens in self.kept)
 
     def find(self, prompt: tuple[int, ...]) -> Hit | None:
         hits = [
@@ -215,21 +228,23 @@ class Plain:
         hits = [hit for hit in hits if hit.length >= max(self.shortest, 1)]
         return max(hits, key=lambda hit: (hit.length, hit.whole), default=None)
 
-    def evict(self, tokens_needed: int) -> tuple[int, ...]:
-        freed, enough = [], self.size() - tokens_needed
+    def evict(self, positions: int) -> tuple[int, ...]:
+        freed, enough = [], self.size() - positions
         while self.kept and self.size() > enough:
             freed.append(self.kept.pop(0)[0])
         return tuple(freed)
 
 
-TOKENS = st.lists(st.integers(0, 1), max_size=9).map(tuple)
+TOKENS = st.lists(st.integers(0, 1), max_size=9).map(
+    lambda bits: tuple(bit for bit in bits for _ in range(30))
+)
 STEPS = st.lists(
     st.tuples(st.sampled_from(["keep", "keep", "share", "end", "find", "find", "evict", "take"]), TOKENS),
     max_size=40,
 )
 
 
-@given(STEPS, st.integers(0, 20), st.integers(0, 4), st.integers(0, 3))
+@given(STEPS, st.integers(0, 1000), st.integers(0, 4), st.sampled_from([0, 16, 40, 90]))
 @settings(max_examples=400)
 def test_it_does_what_the_plain_model_does(
     steps: list[tuple[str, tuple[int, ...]]], budget: int, entries: int, shortest: int
@@ -259,7 +274,7 @@ def test_it_does_what_the_plain_model_does(
             case "take" if plain.kept:
                 uid_taken, held = plain.kept.pop()
                 assert real.take(uid_taken) == len(held)
-        assert real.tokens == plain.size() <= budget
+        assert real.positions == plain.size() <= budget
         assert len(real) == len(plain.kept) <= entries
 
 

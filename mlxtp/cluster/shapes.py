@@ -57,6 +57,8 @@ _NORM_SUMS = frozenset({"minimax"})
 
 _COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")
 """Families of which several ranks may have the same KV head."""
+_KEEPS_MLP_WHOLE = ("deepseek_v2", "glm4_moe")
+"""Families whose few dense MLPs each rank has whole where ranks cannot share them, beside experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class ModelShape:
     whole_bytes       of these, what each rank of a group holds whole
     token_bytes       weights read for one token: of routed experts only those it meets
     token_whole_bytes of these, what each rank of a group reads whole
+    mlp_bytes         weights of dense MLPs, which some families keep whole where they do not divide
     token_weights     how many weights a token is multiplied by
     kv_token_bytes    what one more token takes in the KV caches, over all layers
     kv_divides        whether ranks share that; a compressed cache is on every rank
@@ -100,6 +103,7 @@ class ModelShape:
     whole_bytes: int
     token_bytes: int
     token_whole_bytes: int
+    mlp_bytes: int
     token_weights: int
     kv_token_bytes: int
     kv_divides: bool
@@ -109,11 +113,17 @@ class ModelShape:
 
     def rank_weights(self, ranks: int) -> int:
         """Bytes of weights on each of `ranks` ranks."""
-        return _shared_out(self.weight_bytes, self.whole_bytes, ranks)
+        return _shared_out(self.weight_bytes, self.whole_bytes + self._whole_mlps(ranks), ranks)
 
     def rank_token_bytes(self, ranks: int) -> int:
         """Bytes of weights each rank reads for one token."""
-        return _shared_out(self.token_bytes, self.token_whole_bytes, ranks)
+        return _shared_out(self.token_bytes, self.token_whole_bytes + self._whole_mlps(ranks), ranks)
+
+    def _whole_mlps(self, ranks: int) -> int:
+        """Bytes of the dense MLPs that each of `ranks` ranks has whole."""
+        keeps = self.family in _KEEPS_MLP_WHOLE and self.expert_width
+        divide = self.intermediate % ranks == 0 and self.intermediate // ranks % self.group == 0
+        return self.mlp_bytes if keeps and not divide else 0
 
     def rank_kv(self, ranks: int, tokens: int) -> int:
         """Bytes of the KV caches of `tokens` tokens on each rank."""
@@ -133,6 +143,8 @@ class ModelShape:
         }
         if self.family in _COPIES_KV_HEADS and ranks % self.kv_heads == 0:
             del sizes["KV heads"]
+        if self.family in _KEEPS_MLP_WHOLE and self.expert_width:
+            del sizes["intermediate size"]
         found = []
         for what, size in sizes.items():
             if size % ranks:
@@ -143,7 +155,7 @@ class ModelShape:
                 )
         inputs = {
             "attention output": self.heads * self.head_dim,
-            "intermediate size": self.intermediate,
+            "intermediate size": sizes.get("intermediate size", 0),
             "expert intermediate size": self.expert_width,
         }
         found += [
@@ -176,6 +188,8 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
     family = str(config.get("model_type", ""))
     sums = 2 + (2 if family in _NORM_SUMS or ALSO_CALLED.get(family) in _NORM_SUMS else 0)
 
+    dense = sum(part.count * stored.bytes_each(part.role) for part in parts if part.role == "mlp")
+
     def size(count: str, *, whole: bool) -> int:
         chosen = (part for part in parts if not (whole and part.divides))
         return int(scale * sum(getattr(part, count) * stored.bytes_each(part.role) for part in chosen))
@@ -200,6 +214,7 @@ def shape_of(config: Config, *, name: str = "", weight_bytes: int = 0, kv_bits: 
         whole_bytes=size("count", whole=True),
         token_bytes=size("active", whole=False),
         token_whole_bytes=size("active", whole=True),
+        mlp_bytes=int(scale * dense),
         token_weights=sum(part.active for part in parts if part.role != "embedding"),
         kv_token_bytes=int(weights.cached_numbers(text) * (kv_bits / 8 + 4 / 64 if kv_bits else plain)),
         kv_divides=not weights.keeps_latent(text),

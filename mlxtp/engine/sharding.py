@@ -36,6 +36,10 @@ _COPIES_KV_HEADS = ("qwen3_5", "qwen3_5_moe")
 """Families whose `shard` gives several ranks the same KV head where there are fewer heads than ranks."""
 
 
+_KEEPS_MLP_WHOLE = ("deepseek_v2", "glm4_moe")
+"""Families whose few dense MLPs stay whole on each rank where ranks cannot share them, beside experts."""
+
+
 def _indivisible(config: Config, world_size: int) -> list[str]:
     if world_size == 1:
         return []
@@ -50,6 +54,8 @@ def _indivisible(config: Config, world_size: int) -> list[str]:
     }
     if config.get("model_type") in _COPIES_KV_HEADS and world_size % sizes["KV heads"] == 0:
         del sizes["KV heads"]
+    if config.get("model_type") in _KEEPS_MLP_WHOLE and sizes["expert intermediate size"]:
+        del sizes["intermediate size"]  # see `_whole_mlps` in vocabulary.py
     problems = [f"{size} {what} ({size} / {world_size})" for what, size in sizes.items() if size % world_size]
     group = (
         _number(_table(config, "quantization") or _table(config, "quantization_config"), "group_size") or 1
@@ -57,7 +63,7 @@ def _indivisible(config: Config, world_size: int) -> list[str]:
     # The inputs of the row-sharded projections are cut between quantization groups only.
     inputs = {
         "attention output": heads * head_dim,
-        "intermediate size": sizes["intermediate size"],
+        "intermediate size": sizes.get("intermediate size", 0),
         "expert intermediate size": sizes["expert intermediate size"],
     }
     problems += [

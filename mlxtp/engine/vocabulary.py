@@ -7,7 +7,8 @@ takes the same way: its share is everything, and no collective happens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -31,6 +32,7 @@ EMBEDDINGS = (
 )
 """What families call the module that embeds tokens."""
 HEADS = ("lm_head",)
+_MLP = ("gate_proj", "up_proj", "down_proj")
 
 Cut = Callable[[mx.array, str, int, int], mx.array]
 """(tensor, the last two parts of its name, first row, rows) -> those rows, zeros where there are none."""
@@ -252,13 +254,43 @@ def shard(model: Any, group: Group, *, cut: Cut = cut_rows, size: int = 0) -> Vo
         owner = modules[heads[0].rpartition(".")[0]] if heads else model
         if heads:
             _put(model, heads[0], nn.Linear(1, group.size, bias=False))
-        with divided_vocabulary(owner, share * group.size):
+        with divided_vocabulary(owner, share * group.size), _whole_mlps(model, group.size):
             model.shard(group.handle)
         if heads and getattr(owner, "sharding_group", None) is not None:
             owner.sharding_group = None
     if head is not None:
         _put(model, heads[0], head)
     return Vocabulary(size, group, embedding, head or embedding)
+
+
+@contextlib.contextmanager
+def _whole_mlps(model: Any, ranks: int) -> Iterator[None]:
+    """Keep dense MLPs that `ranks` ranks cannot share out of the way while the layers are cut.
+
+    Such an MLP stays whole on each rank, which computes all of it from what all ranks have, so that it needs
+    no sum. Stand-ins that can be cut take its place meanwhile.
+    """
+    kept = []
+    for layer in model.layers:
+        mlp: Any = getattr(layer, "mlp", None)
+        parts = [getattr(mlp, name, None) for name in _MLP]
+        dense = all(isinstance(part, nn.Linear | nn.QuantizedLinear) for part in parts)
+        if dense and not _divide(parts, ranks):
+            kept.append((mlp, dict(zip(_MLP, parts, strict=True))))
+    for mlp, _ in kept:
+        mlp.update_modules({name: nn.Linear(ranks, ranks, bias=False) for name in _MLP})
+    try:
+        yield
+    finally:
+        for mlp, modules in kept:
+            mlp.update_modules(modules)
+
+
+def _divide(parts: list[Any], ranks: int) -> bool:
+    """Return True if ranks can share the rows of the first two, and the groups of columns of the last."""
+    gate, up, down = parts
+    columns = down.scales if isinstance(down, nn.QuantizedLinear) else down.weight
+    return not any(n % ranks for n in (gate.weight.shape[0], up.weight.shape[0], columns.shape[-1]))
 
 
 def _share(size: int, group: Group) -> int:

@@ -37,7 +37,7 @@ sizes = st.sampled_from([1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 9
     expert=st.one_of(st.just(0), sizes),
     group=st.sampled_from([0, 16, 32, 64]),
     ranks=st.integers(1, MAX_RANKS),
-    family=st.sampled_from(["llama", "qwen3_5"]),
+    family=st.sampled_from(["llama", "qwen3_5", "glm4_moe"]),
 )
 @settings(max_examples=300, deadline=None)
 def test_what_a_load_would_refuse_is_never_planned(
@@ -90,6 +90,23 @@ def test_a_family_that_copies_kv_heads_goes_on_more_ranks_than_it_has_of_them() 
     assert qwen.rank_kv(4, 1000) == qwen.rank_kv(2, 1000) > 0
     assert shape(num_key_value_heads=2).obstacles(4) == ("2 KV heads do not divide by 4",)
     assert shape(model_type="qwen3_5", num_key_value_heads=3, num_attention_heads=24).obstacles(4) != ()
+
+
+def test_a_dense_mlp_that_does_not_divide_is_whole_on_each_rank() -> None:
+    """GLM-4.5-Air: two ranks would have 5472 of 10944, which groups of 64 do not divide."""
+    quantized = {"group_size": 64, "bits": 4}
+    air = {**KNOWN["glm-4.6-4bit"], "intermediate_size": 10944, "quantization": quantized}
+    two, divided = shape_of(air), shape_of({**air, "intermediate_size": 11008})
+    assert two.obstacles(2) == ()
+    assert shape_of({**air, "model_type": "qwen3_moe"}).obstacles(2) == (
+        "intermediate size 10944 / 2 = 5472 is no multiple of the quantization group 64",
+    )
+    assert 0 < divided.mlp_bytes < 0.02 * divided.weight_bytes
+    assert two.rank_weights(2) - two.mlp_bytes == pytest.approx(
+        divided.rank_weights(2) - divided.mlp_bytes / 2, rel=1e-3
+    )
+    assert two.rank_token_bytes(2) > divided.rank_token_bytes(2)
+    assert two.rank_weights(3) == -(-(two.weight_bytes - two.whole_bytes) // 3) + two.whole_bytes
 
 
 def test_families_that_mlx_lm_cannot_divide_stay_whole() -> None:

@@ -50,6 +50,18 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         for form, changes in FORMS.items()
         if (family, form) not in NOT_ON_A_CPU
     },
+    # A dense MLP beside layers of experts: two ranks cannot share its groups of 32 weights, or its width.
+    "glm4_moe-whole": {
+        "model_type": "glm4_moe",
+        **FAMILIES["glm4_moe"],
+        "intermediate_size": 96,
+        "quantize": 32,
+    },
+    "deepseek_v2-whole": {
+        "model_type": "deepseek_v2",
+        **FAMILIES["deepseek_v2"],
+        "intermediate_size": 129,
+    },
 }
 """Folder name -> what `write_model` takes."""
 WIDE: Mapping[str, Any] = {
@@ -197,6 +209,14 @@ def test_one_collective_embeds_one_chooses_and_one_gathers(two: Group, model: st
     """Two for each of the two layers; embeddings that are given save theirs."""
     for facts in two.facts:
         assert facts[model]["collectives"] == [[5, 1, 1], [4, 1, 1], [5, 1, 1], [4, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("model", "sums"), [("glm4_moe", 5), ("glm4_moe-whole", 4), ("deepseek_v2", 5), ("deepseek_v2-whole", 4)]
+)
+def test_an_mlp_that_is_whole_on_each_rank_needs_no_sum(two: Group, model: str, sums: int) -> None:
+    for facts in two.facts:
+        assert facts[model]["collectives"][0] == [sums, 1, 1]
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2-4bit", "llama-bf16"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +32,7 @@ from . import (
     strangers,
 )
 from .errors import Unmeasured
-from .measures import Row, met, verdict
+from .measures import Row, as_json, verdict
 from .stage import Stage
 from .table import show
 
@@ -74,11 +72,10 @@ def main() -> None:
     rows, failed = outcome
     show(rows)
     if args.json:
-        found = [asdict(row) | {"met": met(row)} for row in rows]
-        args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        args.json.write_text(as_json(rows) + "\n")
     if not (failed or args.quick or args.only or args.no_docs):
         docs.write(rows)
-    print(verdict(rows))
+    print(verdict(rows, failed))
     sys.exit(1 if failed else 0)
 
 

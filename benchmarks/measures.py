@@ -5,9 +5,10 @@ Names are stable: a JSON file of one version can be compared with one of another
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 BARE = "bare generate_step"
 SERVER = "mlx_lm.server"
@@ -202,16 +203,24 @@ def met(row: Row) -> bool | None:
     return goal.met(row.value if row.ratio is None else row.ratio)
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Say which goals were missed, in one line."""
+def as_json(rows: Sequence[Row]) -> str:
+    """Return a list of rows with their fields and `met`."""
+    return json.dumps([asdict(row) | {"met": met(row)} for row in rows], indent=1, ensure_ascii=False)
+
+
+def verdict(rows: Sequence[Row], not_measured: Sequence[str] = ()) -> str:
+    """Name the goals that were missed and the cases that could not be measured, in one line."""
     with_goals = [row for row in rows if met(row) is not None]
     missed = [
         f"{row.name} ({row.value if row.ratio is None else row.ratio:.3g}, goal {row.goal})"
         for row in with_goals
         if not met(row)
     ]
-    count = f"{len(missed)} of {len(with_goals)} goals missed"
-    return f"{count}: {'; '.join(missed)}" if missed else f"all {len(with_goals)} goals met"
+    if missed:
+        line = f"{len(missed)} of {len(with_goals)} goals missed: {'; '.join(missed)}"
+    else:
+        line = f"all {len(with_goals)} goals met" if with_goals else "no goals"
+    return f"{line}; not measured: {', '.join(not_measured)}" if not_measured else line
 
 
 def spread(values: Sequence[float]) -> float | None:

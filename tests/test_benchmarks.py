@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from benchmarks import docs, models, pinning, prefill, prompts
 from benchmarks.__main__ import CASES
 from benchmarks.errors import Unmeasured
 from benchmarks.http_client import parse
-from benchmarks.measures import MEASURES, Goal, absolute, compare, met, verdict
+from benchmarks.measures import MEASURES, Goal, absolute, as_json, compare, met, verdict
 from benchmarks.membership import Crowd
 from benchmarks.table import HEADINGS, cells
 
@@ -105,8 +104,14 @@ def test_the_last_line_names_the_goals_that_were_missed() -> None:
     assert verdict([fast, slow]) == "1 of 2 goals missed: encode + decode StepToken (8.25, goal ≤ 5)"
 
 
+def test_the_last_line_names_the_cases_that_were_not_measured() -> None:
+    fast = absolute("encode + decode StepToken", [4.0])
+    assert verdict([fast], ["http", "copying"]) == "all 1 goals met; not measured: http, copying"
+    assert verdict([], ["frames"]) == "no goals; not measured: frames"
+
+
 def test_the_json_of_a_row() -> None:
-    row = json.loads(json.dumps(asdict(compare(SPEED, [97.0], [100.0]))))
+    [row] = json.loads(as_json([compare(SPEED, [97.0], [100.0])]))
     assert row == {
         "name": SPEED,
         "value": 97.0,
@@ -116,7 +121,12 @@ def test_the_json_of_a_row() -> None:
         "ratio": 0.97,
         "spread": None,
         "goal": "≥ 0.97",
+        "met": True,
     }
+    missed, aimless = json.loads(
+        as_json([compare(SPEED, [96.0], [100.0]), absolute("encode StepToken", [3.0])])
+    )
+    assert (missed["met"], aimless["met"]) == (False, None)
 
 
 def test_a_row_has_a_cell_for_each_heading() -> None:

@@ -265,17 +265,15 @@ def _cache_bytes(model: Any, tokens: int) -> int:
     return sum(array.nbytes for _, array in states if isinstance(array, mx.array))
 
 
-def run_alone(loaded: LoadedModel, ranks: int, widths: Iterable[int]) -> None:
-    """Run one forward of each width without the other ranks.
+def run_alone(loaded: LoadedModel, ranks: int, forwards: Callable[[], None]) -> None:
+    """Call `forwards`, which runs and evaluates some, without the other ranks.
 
     Metal loads and compiles kernels at a first forward. In a joint one, the other ranks' command buffers
     would wait for that, and macOS ends what waits for some seconds. Raises as `load` does.
     """
     try:
         with alone(ranks, compiled=not compiles_collectives(loaded.model)):
-            for width in widths:
-                tokens, cache = mx.zeros((1, width), dtype=mx.int32), make_cache(loaded.model)
-                mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, last_only=True))
+            forwards()
     except _MLX_LM_RAISES as error:
         raise _failure(f"{loaded.name}: a first forward failed", error) from error
 

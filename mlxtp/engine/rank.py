@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -253,7 +254,8 @@ class Rank:
             self.loaded = load(Path(path), self._group, self.status.progress)
             self.caches = CacheKind(self.loaded.model, command.kv_bits)
             if self._group.size > 1 and mx.metal.is_available():
-                run_alone(self.loaded, self._group.size, (1, command.prefill_chunk))
+                first = partial(self._first_forwards, command.prefill_chunk)
+                run_alone(self.loaded, self._group.size, first)
         except MlxtpError as error:
             self._unload()
             return Error(error.code, error.detail, 0)
@@ -261,13 +263,7 @@ class Rank:
             self.status.enter("idle")
         loaded = self.loaded
         self.eos = loaded.eos | frozenset(command.eos)
-        self._runner = Runner(
-            loaded,
-            self.caches,
-            self._counter,
-            Chooser(self._group, self._desk, tuple(sorted(self.eos))),
-            compiled=self.bootstrap.compiled,
-        )
+        self._runner = self._new_runner(self._counter)
         self.status.model = loaded.name
         self.status.weight_bytes, self.status.load_peak_bytes = loaded.weight_bytes, loaded.peak_bytes
         context = min(loaded.context, command.max_context or loaded.context)
@@ -285,6 +281,20 @@ class Rank:
             token_bytes,
             kv_room_bytes(command.kv_bytes, self.bootstrap.world_size),
         )
+
+    def _new_runner(self, counter: CollectiveCounter) -> Runner:
+        assert self.loaded is not None
+        assert self.caches is not None
+        chooser = Chooser(self._group, self._desk, tuple(sorted(self.eos)))
+        return Runner(self.loaded, self.caches, counter, chooser, compiled=self.bootstrap.compiled)
+
+    def _first_forwards(self, chunk: int) -> None:
+        """Run them in a runner that is thrown away."""
+        runner = self._new_runner(CollectiveCounter())
+        runner.first_forwards(chunk)
+        del runner
+        gc.collect()  # graphs that were traced hold the runner that holds them
+        mx.clear_cache()
 
     def _unload(self) -> None:
         self.loaded = None

@@ -157,7 +157,8 @@ class Runner:
         tokens = self._feed(frame, width)
         given = self._embeddings[:, None] if self._embeddings is not None and not frame.widths else None
         positions = mx.array(frame.positions, dtype=mx.int32)
-        local, winners = self._forward(frame, tokens, given, positions, width)
+        greedy = frame.exchange == "winners"
+        local, winners = self._forward(tokens, given, positions, max(frame.positions) + width, winners=greedy)
         if winners is None:
             chosen, embeddings, scores = self._choose(local, rows, widths, positions + 1, frame)
         else:
@@ -167,6 +168,21 @@ class Runner:
         mx.async_eval(chosen, *self._batch_arrays())
         self._remember(chosen, embeddings, widths)
         return Chosen(chosen, rows, widths, scores)
+
+    def first_forwards(self, chunk: int) -> None:
+        """Run a chunk of a prompt and one step behind it, as a greedy request does, before there is any.
+
+        The step is traced like those of requests, since a traced graph has kernels of its own.
+        """
+        caches = self._caches.new()
+        local = self._vocabulary.forward(
+            self._model, mx.zeros((1, chunk), dtype=mx.int32), caches, last_only=True
+        )
+        tokens, embeddings = self._vocabulary.winners(local)
+        mx.eval(tokens, _arrays(caches))
+        self._batch.join(1, caches)
+        local, winners = self._forward(tokens, embeddings, mx.array([chunk]), chunk + 1, winners=True)
+        mx.eval(local, winners, self._batch_arrays())
 
     # --- sequences -----------------------------------------------------------------------------------
 
@@ -243,20 +259,22 @@ class Runner:
 
     def _forward(
         self,
-        frame: StepToken,
         tokens: mx.array,
         given: mx.array | None,
         positions: mx.array,
-        width: int,
+        longest: int,
+        *,
+        winners: bool,
     ) -> tuple[mx.array, tuple[mx.array, mx.array] | None]:
-        """This rank's share of the logits [rows, width, share]; or the winners of all ranks, for greedy
-        rows."""
-        winners = frame.exchange == "winners"
+        """This rank's share of the logits [rows, width, share]; or the winners of all ranks, for greedy rows.
+
+        `longest` is what the longest row holds afterwards.
+        """
+        rows, width = tokens.shape
         if isinstance(self._batch, MergedBatch):
             local = self._vocabulary.forward(self._model, tokens, self._batch.caches, given=given)
             return local, self._vocabulary.winners(local) if winners else None
         assert isinstance(self._batch, SlotBatch)
-        longest = max(frame.positions) + width
         self._batch.reserve(longest)
         room, view = self._batch.shape(), min(kv.view(longest), self._batch.shape()[1])
         # Outside the graph: small steps of arithmetic that a graph would have kernels made for.
@@ -265,11 +283,7 @@ class Runner:
             given = self._vocabulary.embedding(tokens)
         arrays, self._batch.arrays = self._batch.arrays, []  # nobody else owns them: written in place
         inputs = (tokens, [] if given is None else [given], shape, arrays)
-        if (
-            self._compiled
-            and width == 1
-            and self._comes_again(key := (len(frame.rows), *room, view, winners))
-        ):
+        if self._compiled and width == 1 and self._comes_again(key := (rows, *room, view, winners)):
             outcome, self._batch.arrays = self._replay(key, winners, inputs)
         else:
             outcome, self._batch.arrays = self._body(winners, *inputs)

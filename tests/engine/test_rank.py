@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +24,16 @@ from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
 from .small_models import write_model
 
 
-@pytest.mark.parametrize(
-    ("ranks", "metal", "expected"), [(2, True, [(2, (1, 64))]), (2, False, []), (1, True, [])]
-)
+@pytest.mark.parametrize(("ranks", "metal", "expected"), [(2, True, [2]), (2, False, []), (1, True, [])])
 def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, metal: bool, expected: list[Any]
 ) -> None:
-    """Of one token and of a chunk of a prompt, before the rank answers that it has the model."""
-    ran: list[tuple[int, tuple[int, ...]]] = []
+    """Before the rank answers that it has the model."""
+    ran: list[int] = []
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     monkeypatch.setattr(rank_module, "form", lambda *_, **__: SimpleNamespace(rank=0, size=ranks))
     monkeypatch.setattr(rank_module, "load", lambda path, _, progress: load(path, LoneGroup(), progress))
-    monkeypatch.setattr(rank_module, "run_alone", lambda _, size, widths: ran.append((size, widths)))
+    monkeypatch.setattr(rank_module, "run_alone", lambda _, size, forwards: ran.append(size))
     bootstrap = Bootstrap(0, ranks, "ring", (), "", bytes(32), 5.0, 5.0, 1)
     nothing: Any = None
     rank = Rank(bootstrap, 1, tmp_path, Status(), CollectiveCounter(), desk=RequestDesk(), exchange=nothing)
@@ -39,3 +41,22 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     folder = write_model(tmp_path / "model")
     assert isinstance(rank.execute(LoadShard(str(folder), 64, (), kv_bytes=1 << 20)), Loaded)
     assert ran == expected
+
+
+def test_after_forwards_alone_a_joint_one_compiles_no_kernel(tmp_path: Path) -> None:
+    """Neither a prompt nor its traced steps. MLX's CPU backend compiles fused kernels as Metal does."""
+    folder = write_model(tmp_path / "model")
+
+    def compiled(alone: int) -> dict[str, int]:
+        kept = tmp_path / f"kernels-{alone}"
+        kept.mkdir()
+        command = [sys.executable, "-m", "tests.engine.kernels_member", str(folder), str(alone)]
+        environment = os.environ | {"TMPDIR": str(kept)}
+        root = Path(__file__).parents[2]
+        output = subprocess.run(command, cwd=root, env=environment, capture_output=True, check=True).stdout
+        counts: dict[str, int] = json.loads(output)
+        return counts
+
+    needed = compiled(alone=0)["joint"]
+    assert needed > 0
+    assert compiled(alone=1) == {"alone": needed, "joint": 0}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -119,6 +120,12 @@ def reads_own_bytes(loaded: LoadedModel, folder: Path, group: Group) -> tuple[in
     return calls, same
 
 
+def first(loaded: LoadedModel) -> None:
+    for width in (1, 8):
+        tokens, cache = mx.zeros((1, width), dtype=mx.int32), make_cache(loaded.model)
+        mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, last_only=True))
+
+
 def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
     """`run` a model, or the words that refuse it."""
     before = counter.count
@@ -127,7 +134,7 @@ def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dic
         loaded = load(folder, group, lambda: None)
         own, same = reads_own_bytes(loaded, folder, group)
         if group.rank:
-            run_alone(loaded, group.size, (1, 8))  # rank 0 would not answer a collective
+            run_alone(loaded, group.size, partial(first, loaded))  # rank 0 would not answer a collective
     except ModelError as error:
         loaded = error
     counted = counter.count - before

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxtp.api.backend import PLAIN, Request, Score
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.config import embedded_model_path
 
 TINY = embedded_model_path()
@@ -28,7 +29,7 @@ class Answer:
 
 @cache
 def text(folder: Path = TINY) -> Text:
-    return Text.load(folder)
+    return Text(LocalWriter.load(folder))
 
 
 def prompt_ids(message: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from .adapter import SSE
 from .admin import Administration
 from .admin import routes as admin_routes
 from .backend import Backend
+from .bodies import BODY_S, MAX_BODY_BYTES
 from .dialects import openai_answers as answers
 from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
@@ -26,7 +27,7 @@ from .dialects.openai import MODELS, OpenAIChat, speaks_anthropic
 from .dialects.openai_shapes import OpenAIError
 from .dialects.responses import Responses
 from .errors import internal_error
-from .generation import BODY_S, MAX_BODY_BYTES, Adapter, Generation
+from .generation import Adapter, Generation
 from .guard import Access, guards
 from .openapi import Operation, document
 from .pages import Observed

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ..wire.messages import MAX_BIASES, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 
 if TYPE_CHECKING:
+    from ..errors import RequestError
     from .text.tokens import Text
 
 __all__ = [
@@ -238,6 +239,10 @@ class Backend(Protocol):
         What is nowhere has its turn at once: the request then ends as one whose model is not loaded. The
         caller closes the turn after the request.
         """
+        ...
+
+    def shortage(self) -> RequestError | None:
+        """Return why nothing large is taken now, such as a lack of memory; None where it is."""
         ...
 
     def text(self) -> Text | None:

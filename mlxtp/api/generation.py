@@ -8,10 +8,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from contextvars import copy_context
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -26,8 +24,9 @@ from . import budget, settings
 from .account import note
 from .adapter import About, Dialect, Json
 from .ask import Ask, Conversation, Prompt
-from .backend import Backend, Health, ModelInfo, Progress, Stored, Turn
+from .backend import Backend, Health, ModelInfo, Progress, Shaping, Stored, Turn
 from .backend import Request as Wanted
+from .bodies import BODY_S, MAX_BODY_BYTES, Bodies, Body
 from .catalog import Catalog
 from .choices import Answers, collect
 from .errors import error_status
@@ -40,6 +39,7 @@ from .streaming import AnswerStream, unless_gone
 from .text.calls import CallReader
 from .text.channels import Plan
 from .text.conversation import characters
+from .text.line import LONG_LINE, SHORT_LINE, Line
 from .text.stops import StopFinder
 from .text.tokens import Name, Text
 from .text.transcript import Transcript
@@ -51,14 +51,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
-BODY_S = 60.0
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 MAX_CHOICES = 16
-MAX_BODIES_BYTES = 256 * 1024 * 1024
-"""Of all bodies that are not parsed yet. The first 64 KiB of each do not count: short requests go on."""
-_PARSING = ThreadPoolExecutor(1, "parsing")
-"""Bodies that take a while, one after the other: those threads in which models are opened stay free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +106,13 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """A request whose model may have to be loaded. `size` of its body, in bytes.
+    """A request whose model may have to be loaded, with its body.
 
     `arrived`: when it began to wait, by the clock; None where it need not.
     """
 
     ask: Ask
-    size: int
+    body: Body
     client: str
     turn: Turn
     arrived: float | None
@@ -146,11 +140,9 @@ class Generation:
     ) -> None:
         self.catalog = Catalog(backend)
         self._backend = backend
-        self._max_body_bytes = max_body_bytes
+        self._bodies = Bodies(backend, max_body_bytes, body_s)
         self._keep_alive_s = keep_alive_s
         self._retry_after_s = retry_after_s
-        self._body_s = body_s
-        self._room = MAX_BODIES_BYTES
 
     def health(self) -> Health:
         return self._backend.health()
@@ -159,50 +151,22 @@ class Generation:
         """What can be served now."""
         return self._backend.models()
 
-    async def parsed(
-        self, request: Request, parse: Callable[[bytes], T], *, slow: bool = False
-    ) -> tuple[T, int]:
-        """What `parse` makes of the whole body, and the bytes that this had. Raises as it does, and
-        RequestError 408, 413, or 503 where the bodies of others leave no room.
-
-        `slow`: `parse` may take long with a short body, too.
-        """
-        async with self._body(request) as body:
-            if not slow and len(body) <= SHORT:
-                return parse(body), len(body)
-            work = partial(copy_context().run, parse, body)
-            return await asyncio.get_running_loop().run_in_executor(_PARSING, work), len(body)
-
-    @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
-        taken = 0
-
-        def take(size: int) -> bool:
-            nonlocal taken
-            more = max(size - SHORT - taken, 0)
-            if more > self._room:
-                return False
-            taken += more
-            self._room -= more
-            return True
-
-        try:
-            try:
-                async with asyncio.timeout(self._body_s):
-                    body = await _read_body(request, self._max_body_bytes, take)
-            except TimeoutError:
-                detail = f"the body was not complete within {self._body_s:g} s"
-                raise RequestError(detail, status=408) from None
-            yield body
-        finally:
-            self._room += taken
+    async def parsed(self, request: Request, parse: Callable[[bytes], T]) -> T:
+        """Return what `parse` makes of the whole body. Raises as it does, and as `Bodies.read`."""
+        async with self._bodies.read(request) as body:
+            return await body.parsed(parse)
 
     async def count(self, request: Request, parse: Callable[[bytes], Ask]) -> int:
         """The tokens of the prompt that this request would be answered with. Raises RequestError."""
-        ask, _ = await self.parsed(request, parse, slow=True)
-        model, text = await self.catalog.opened(ask.model)
-        held = await asyncio.to_thread(guidance, ask, text, text.eos)
-        return sum(map(len, await asyncio.to_thread(_prompts, ask, text, model, bool(held.grammar[0]))))
+        async with self._bodies.read(request) as body:
+            ask = await body.parsed(parse, slow=True)
+            model, text = await self.catalog.opened(ask.model)
+
+            def prompts() -> list[tuple[int, ...]]:
+                held = guidance(ask, text, text.eos)
+                return _prompts(ask, text, model, bool(held.grammar[0]))
+
+            return sum(map(len, await _line(ask, body).run(prompts)))
 
     async def load(self, request: Request, name: str | None) -> ModelInfo:
         """The model of this name, once it is loaded. The request's body must have been read.
@@ -223,13 +187,14 @@ class Generation:
 
         `slow`: `parse` may take long with a short body, too.
         """
-        ask, size = await self.parsed(request, parse, slow=slow)
         address = request.client.host if request.client is not None else ""
-        client = settings.client_of(ask.user, address)
         async with AsyncExitStack() as open_:
+            body = await open_.enter_async_context(self._bodies.read(request))
+            ask = await body.parsed(parse, slow=slow)
+            client = settings.client_of(ask.user, address)
             turn = await self._backend.turn(ask.model, ask.options.deadline_s)
             open_.callback(turn.close)
-            wish = _Wish(ask, size, client, turn, None if turn.come else time.monotonic())
+            wish = _Wish(ask, body, client, turn, None if turn.come else time.monotonic())
             about, answers = _about(ask), Answers()
             open_.push_async_callback(answers.aclose)
             asking = asyncio.create_task(self._asked(wish, about, answers))
@@ -286,7 +251,8 @@ class Generation:
         """
         await _come(wish.turn)
         ask = wish.now()
-        job = await self._job(ask, about, wish.size, wish.client)
+        job = await self._job(ask, about, wish.body, wish.client)
+        wish.body.release()
         for wanted in job.requests:
             answers.add(self._backend.generate(wanted))
         try:
@@ -298,19 +264,22 @@ class Generation:
             raise
         return answers.events(job.transcripts())
 
-    async def _job(self, ask: Ask, about: About, size: int, client: str) -> _Job:
+    async def _job(self, ask: Ask, about: About, body: Body, client: str) -> _Job:
         model, text = await self.catalog.loaded(ask.model)
         options = ask.options
         if not 1 <= options.n <= MAX_CHOICES:
             raise RequestError(f"n should be from 1 to {MAX_CHOICES}, got {options.n}", param="n")
         seed = secrets.randbits(63) if options.seed is None else settings.seed_of(options.seed)
         sampling = settings.sampling(options, model.defaults, seed)
-        held = await _in_thread_if(size > SHORT, lambda: guidance(ask, text, model.eos))
-        shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
         stops = settings.stop_strings(options.stop)
+
+        def written() -> tuple[Guidance, Shaping, list[tuple[int, ...]]]:
+            held = guidance(ask, text, model.eos)
+            shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
+            return held, shaping, _prompts(ask, text, model, bool(shaping.grammar_kind))
+
+        held, shaping, prompts = await _line(ask, body).run(written)
         guided = bool(shaping.grammar_kind)
-        large = size > SHORT or _characters(ask) > SHORT
-        prompts = await _in_thread_if(large, lambda: _prompts(ask, text, model, guided))
         budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
         if self._backend.text() is not text:  # another model was loaded while we were in the thread
@@ -418,6 +387,11 @@ async def _end(task: asyncio.Task[AsyncGenerator[Event]]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+def _line(ask: Ask, body: Body) -> Line:
+    """Return where a request waits for its text."""
+    return LONG_LINE if body.size > SHORT or _characters(ask) > SHORT else SHORT_LINE
+
+
 def _characters(ask: Ask) -> int:
     """How long its prompts are: a short body may name a long conversation."""
     if isinstance(ask.prompt, Conversation):
@@ -428,36 +402,6 @@ def _characters(ask: Ask) -> int:
 def _json(body: Json) -> Response:
     """ASCII, as in streams: a model may write half a character, and no client breaks lines at U+2028."""
     return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
-
-
-async def _read_body(request: Request, limit: int, take: Callable[[int], bool]) -> bytes:
-    """The body, or RequestError 413. What is too large is not kept, and soon no longer read.
-
-    `take` hears how large it has become; where it says no, the error is 503.
-
-    A client that is still sending would not see the answer, so a body of up to 4 times the limit is read
-    to its end and thrown away.
-    """
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    parts: list[bytes] = []
-    room = True
-    if size <= 4 * limit:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            room = room and (size > limit or take(size))
-            if not room or size > limit:
-                parts.clear()
-            else:
-                parts.append(part)
-            if size > 4 * limit:
-                break
-    if size > limit:
-        raise RequestError(f"the body is larger than {limit} bytes", status=413)
-    if not room:
-        raise RequestError("the bodies of other requests leave no room", Code.OVERLOADED, status=503)
-    return b"".join(parts)
 
 
 async def _in_thread_if(slow: bool, work: Callable[[], T]) -> T:

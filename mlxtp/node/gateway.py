@@ -38,7 +38,7 @@ from . import golden
 from .asked import Asked
 from .blame import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
 from .free_memory import FreeMemory
-from .overload import Bounds, Memory, client_number, is_short, load_of, refusal
+from .overload import Bounds, Memory, client_number, is_short, load_of, refusal, short_of_memory
 from .rank_process import RequestEvent
 from .relayed import Desk, Relayed
 
@@ -292,6 +292,9 @@ class Gateway:
 
     def text(self) -> Text | None:
         return self._text
+
+    def shortage(self) -> RequestError | None:
+        return short_of_memory(self._bounds, self._memory(), self.elsewhere())
 
     async def on_request(self) -> tuple[Stored, ...]:
         return await self.switch.on_request()

@@ -87,7 +87,7 @@ def refusal(
             f"this client's open requests hold {load.own_tokens} tokens; with this prompt of {prompt} that "
             f"is more than one client may have, {most} of {bounds.tokens}"
         )
-    return _short_of_memory(bounds, memory, elsewhere)
+    return short_of_memory(bounds, memory, elsewhere)
 
 
 def client_number(client: str, salt: bytes) -> int:
@@ -101,7 +101,8 @@ def client_number(client: str, salt: bytes) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _short_of_memory(bounds: Bounds, memory: Memory, elsewhere: str) -> RequestError | None:
+def short_of_memory(bounds: Bounds, memory: Memory, elsewhere: str) -> RequestError | None:
+    """Return a 503 where this machine, or the one called `elsewhere`, has too little memory."""
     if elsewhere:
         return RequestError(
             f"{elsewhere}, which has a part of the model, is short of memory: requests are taken from "

@@ -34,6 +34,7 @@ from mlxtp.api.backend import (
 )
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, RequestError
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -111,7 +112,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     for make in (byte_level, byte_fallback, metaspace):
         tokenizer = make()
         folder = save(tokenizer, tmp_path_factory.mktemp(make.__name__))
-        found[make.__name__] = Loaded(make.__name__, tokenizer, folder, Text.load(folder))
+        found[make.__name__] = Loaded(make.__name__, tokenizer, folder, Text(LocalWriter.load(folder)))
     return found
 
 
@@ -233,6 +234,7 @@ class FakeBackend:
     script: Script = field(default_factory=lambda: says([]))
     scripts: list[Script] = field(default_factory=list)
     refusal: Exception | None = None
+    short: RequestError | None = None
     judge: Callable[[], Awaitable[None]] = at_once
     progress: Progress = Progress()  # noqa: RUF009 - frozen
     ready: bool = True
@@ -265,6 +267,9 @@ class FakeBackend:
 
     async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
         return self.take_turn(name, within_s)
+
+    def shortage(self) -> RequestError | None:
+        return self.short
 
     def text(self) -> Text | None:
         return self.loaded_text if self.ready else None
@@ -391,7 +396,7 @@ def roomy_running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     Roomy.folder = folder
     Roomy.words = tuple(tokenizer.encode("hello world", add_special_tokens=False).ids)
-    with serving(Roomy(Text.load(folder)), tokenizer) as server:
+    with serving(Roomy(Text(LocalWriter.load(folder))), tokenizer) as server:
         yield server
 
 

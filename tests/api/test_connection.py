@@ -11,7 +11,7 @@ from time import monotonic
 
 import pytest
 
-from mlxtp.api import connection, generation
+from mlxtp.api import bodies, connection
 from mlxtp.api.account import current
 from mlxtp.api.accounting import Accounting
 from mlxtp.api.app import create_app
@@ -371,7 +371,7 @@ def body_of(size: int) -> bytes:
 
 
 def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_BODIES_BYTES", 200_000)
+    monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 200_000)
     large = PLAIN + b" " * 150_000
 
     async def story(connect: Callable[[], Client]) -> None:

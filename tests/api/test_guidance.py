@@ -15,6 +15,7 @@ from mlxtp.api.guidance import Guidance, guidance
 from mlxtp.api.text.call_style import Separators
 from mlxtp.api.text.guided_json import guided_schema
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.engine.grammar import Grammars
 from mlxtp.errors import Code, MlxtpError, RequestError
 
@@ -26,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {"größe": {"type": "number"}}}
 
 @pytest.fixture(scope="module")
 def text() -> Text:
-    return Text.load(TINY)
+    return Text(LocalWriter.load(TINY))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from mlxtp.api.ask import Turn as Said
 from mlxtp.api.backend import AT_ONCE, Stored, Turn
 from mlxtp.api.dialects.ollama_shapes import OllamaShown
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 
 from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_level, save, says
 from .test_loading import BROKEN, Turns, turns
@@ -151,7 +152,7 @@ def test_who_can_think_is_asked_of_the_model_whose_turn_has_come(
 ) -> None:
     before = plain.backend.loaded_text
     plain.backend.script = says([1])
-    swap(plain, Text.load(thinker))
+    swap(plain, Text(LocalWriter.load(thinker)))
     asked = {"model": "tiny", "messages": HELLO, "think": True, "stream": stream}
     assert post(plain, "/api/chat", **asked).status_code == 200
     swap(plain, before)

@@ -12,6 +12,7 @@ import pytest
 from mlxtp.api.ask import Tool
 from mlxtp.api.text.calls import tool_json
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import GroupError
 
 from .conftest import TEMPLATE, Server, byte_level, save, says, then
@@ -217,7 +218,7 @@ def test_what_is_counted_is_the_prompt_that_would_be_sent(
     server: Server, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     template = f"{TEMPLATE}{{% if enable_thinking is not defined %}}<think>{{% endif %}}"
-    server.backend.loaded_text = Text.load(save(byte_level(), tmp_path, template))
+    server.backend.loaded_text = Text(LocalWriter.load(save(byte_level(), tmp_path, template)))
     answers_with(server, "yes")
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
     asked = {"model": "tiny", "input": "hello", "tools": tools} | fields

@@ -19,6 +19,7 @@ from mlxtp.api.backend import End, Event, Tokens
 from mlxtp.api.guard import Access
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 
 from ..api.conftest import FakeBackend, byte_level, save
 from ..api.test_admin import FakeAdmin
@@ -216,7 +217,7 @@ class Running:
 def running_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     tokenizer = byte_level()
     folder = save(tokenizer, tmp_path_factory.mktemp("tokenizer"))
-    backend, observed, admin = FakeBackend(Text.load(folder)), FakeObserved(), Admin()
+    backend, observed, admin = FakeBackend(Text(LocalWriter.load(folder))), FakeObserved(), Admin()
     running = Running(backend, observed, admin)
 
     def ids(text: str) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 
 from ..api.conftest import FakeBackend, byte_level, save, says
 from ..api.test_access import BODY, Door, door
@@ -63,7 +64,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture
 def backend(tmp_path: Path) -> FakeBackend:
-    return FakeBackend(Text.load(save(byte_level(), tmp_path / "tokenizer")), says([60, 61, 62]))
+    return FakeBackend(Text(LocalWriter.load(save(byte_level(), tmp_path / "tokenizer"))), says([60, 61, 62]))
 
 
 def ask(page: Page, server: Door, key: str, path: str = "/v1/chat/completions", body: Any = OPEN) -> Any:

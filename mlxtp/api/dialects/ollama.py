@@ -156,7 +156,7 @@ class _Models:
         return JSONResponse({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        body, _ = await self._generation.parsed(request, partial(parsed, OllamaShow))
+        body = await self._generation.parsed(request, partial(parsed, OllamaShow))
         name = served_name(body.model or body.name or "", self._generation.models())
         model, text = await self._generation.catalog.opened(name)
         capabilities = ["completion"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
-import os
 import re
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,20 +13,17 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from ...errors import Code, ModelError, RequestError
-from ...tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
 from ..ask import Conversation
 from .call_style import CallStyle, answer_prefix, call_style
 from .calls import JSON_CALLS, tool_format, tool_json
+from .contained import ContainedWriter
 from .conversation import plainer_messages, template_messages, template_options
 from .markup import call_format, thinking_markup
-from .template_modules import Render, template_module
+from .writer import Facts, Writer, is_library_error
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
-_SHOWN = 200  # characters of another library's error
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LONGEST_MARKER = 16  # tokens of a marker and the white space after it
-_SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "chat_template_type")
-_MODULE_ERRORS = (AssertionError, NotImplementedError, IndexError)  # of templates written in Python
 _LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
 
 
@@ -47,22 +42,29 @@ class Detokenizer(Protocol):
 Name = tuple[str, tuple[int, ...] | None]
 """How one token is shown alone, and its bytes in the answer; None for what has none there: special tokens."""
 
-_IMPORTING = threading.Lock()
-
 
 class Text:
     """The tokenizer and chat template of one model. Its methods may be called from any thread.
 
-    `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend.
+    Those that render or encode block until the model's own process has done so: call them in a thread.
     """
 
-    def __init__(self, tokenizer: Any, render: Render | None = None) -> None:
-        """`render` replaces the tokenizer's own chat template."""
-        self._tokenizer = tokenizer
-        self._render = render
-        self._backend = tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
+    def __init__(self, writer: Writer) -> None:
+        """`writer` renders and encodes. What decodes is made of its facts, here. Raises ModelError."""
+        self._writer = writer
+        self._names: dict[int, Name] = {}
+        self._styles: dict[tuple[int, ...], CallStyle | None] = {}
+        try:
+            self._read(writer.facts)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise ModelError(f"the tokenizer fails: {error}", Code.MODEL_INVALID) from error
+
+    def _read(self, facts: Facts) -> None:
+        from tokenizers import Tokenizer
+
+        self._backend = Tokenizer.from_str(facts.tokenizer)
         self.specials: dict[int, str] = {
             id_: token.content
             for id_, token in self._backend.get_added_tokens_decoder().items()
@@ -70,14 +72,11 @@ class Text:
         }
         """The text of special tokens, which answers do not show."""
         self._special = frozenset(self.specials)
-        self._decoding = _byte_decoding(self._backend, self._special)
-        self._names: dict[int, Name] = {}
-        self._styles: dict[tuple[int, ...], CallStyle | None] = {}
+        self._decoding = _byte_decoding(self._backend, self._special, self._writer)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.longest_token = max(map(len, vocabulary))
         """In characters: `n` tokens make at most `n` times as many."""
-        template = "" if render else _whole_template(tokenizer.chat_template)
-        own = call_format(template, vocabulary) if "tools" in template else None
+        own = call_format(facts.template, vocabulary) if "tools" in facts.template else None
         self.knows_tools = own is not None
         """Whether the chat template has a way with tools that can be read."""
         self.markup = thinking_markup(vocabulary)
@@ -92,46 +91,21 @@ class Text:
 
     @classmethod
     def load(cls, path: Path) -> Text:
-        """Reads a model folder. Blocks for a second or more: call it in a thread. Raises ModelError."""
-        if not path.is_dir():
-            raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-        with _IMPORTING:  # its lazy import fails where two threads begin it at once
-            from tokenizers import Tokenizer
-            from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        """Read a model folder; its template and tokenizer get a process of their own. Raises ModelError.
 
-        try:
-            if (path / TIKTOKEN_FILE).is_file():
-                backend, settings = Tokenizer.from_str(tokenizer_json(path)), tokenizer_settings(path)
-                options = {name: _plain(settings[name]) for name in _SETTINGS if name in settings}
-                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    path, local_files_only=True, trust_remote_code=False
-                )
-        except ModelError:
-            raise
-        except Exception as error:  # the Rust side raises plain Exception for a broken file
-            what = " ".join(str(error).split())[:_SHOWN]
-            raise ModelError(
-                f"the tokenizer or config.json in {path} cannot be read ({type(error).__name__}: {what}); "
-                "a complete model folder has tokenizer.json and tokenizer_config.json"
-            ) from error
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise ModelError(f"{path} has no tokenizer.json; tokenizers written in Python are not supported")
-        if not (path / "tokenizer.json").is_file():
-            _check_added_tokens(tokenizer, path)
-        return cls(tokenizer, _template_module(tokenizer, path))
+        Blocks for a second or more: call it in a thread.
+        """
+        return cls(ContainedWriter(path))
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._render or self._tokenizer.chat_template)
+        return self._writer.facts.renders
 
     @property
     def eos(self) -> tuple[int, ...]:
         """The tokenizer's own end token, if it has one."""
-        token = self._tokenizer.eos_token_id
-        return () if token is None else (int(token),)
+        token = self._writer.facts.eos
+        return () if token < 0 else (token,)
 
     def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
         """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
@@ -156,7 +130,7 @@ class Text:
     def call_style(self, eos: tuple[int, ...]) -> CallStyle | None:
         """Return how the template writes a call before one of the end tokens `eos`; None if it is unknown."""
         if eos not in self._styles:
-            ends = [self._backend.id_to_token(token) for token in (*eos, *self.eos)]
+            ends = [self._backend.id_to_token(token) or "" for token in (*eos, *self.eos)]
             if self.tool_calls.bare:  # nothing but JSON
                 ends += self.specials.values()
             self._styles[eos] = call_style(self.rendered, self.tool_calls, ends)
@@ -224,8 +198,6 @@ class Text:
         options: Mapping[str, Any],
         prompting: bool = True,
     ) -> str:
-        from jinja2 import TemplateError
-
         if not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template, so it cannot answer chat messages; "
@@ -233,35 +205,10 @@ class Text:
                 Code.NOT_SUPPORTED,
                 param="messages",
             )
-        try:
-            if self._render is not None:
-                known = {name: options[name] for name in ("enable_thinking",) if name in options}
-                plain = [dict(message) for message in messages]
-                return str(self._render(plain, add_generation_prompt=prompting, **known))
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=prompting,
-                    **options,
-                )
-            )
-        except (TemplateError, *_MODULE_ERRORS, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+        return self._writer.render(messages, tools, options, prompting=prompting)
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """As a batch, for which the library lets other threads run meanwhile. Raises RequestError."""
-        try:
-            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeError) as error:
-            raise RequestError(
-                f"the messages hold half a character, such as \\ud800, which is no text: {error}",
-                param="messages",
-            ) from None
-        return tuple(found.ids)
+        return self._writer.encode(text, special=add_special_tokens)
 
     def name(self, token: int) -> Name:
         """What log-probabilities call `token`. Bytes that are no whole character are shown as U+FFFD."""
@@ -285,43 +232,6 @@ class Text:
         if self._decoding is not None:
             return _ByteDetokenizer(self._decoding, frozenset(skip))
         return _LibraryDetokenizer(self._backend, frozenset(skip))
-
-
-def _plain(setting: Any) -> Any:
-    """Return a special token's text where its flags are written beside it."""
-    return setting.get("content") if isinstance(setting, Mapping) else setting
-
-
-def _template_module(tokenizer: Any, path: Path) -> Render | None:
-    """Return mlx-lm's template module: the one that the tokenizer names, or the family's for want of any."""
-    name = tokenizer.init_kwargs.get("chat_template_type")
-    if name is None and not tokenizer.chat_template:
-        with contextlib.suppress(OSError, ValueError):
-            name = table(path / "config.json").get("model_type")
-    return template_module(name) if isinstance(name, str) else None
-
-
-def _check_added_tokens(tokenizer: Any, path: Path) -> None:
-    """Raise ModelError where a tokenizer that the library made has other ids than tokenizer_config.json."""
-    try:
-        added = table(path / "tokenizer_config.json").get("added_tokens_decoder", {})
-        wanted = {int(id_): token["content"] for id_, token in added.items()}
-    except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        return  # nothing to compare with
-    for id_, content in wanted.items():
-        if (found := tokenizer.backend_tokenizer.token_to_id(content)) != id_:
-            raise ModelError(
-                f"{path} has no tokenizer.json, and what is made of its other files has {content!r} as token "
-                f"{found} instead of {id_}; use a conversion that has tokenizer.json",
-                Code.MODEL_UNSUPPORTED,
-            )
-
-
-def _whole_template(template: Any) -> str:
-    """All texts of a model that has one template for chats and one for tools."""
-    if isinstance(template, Mapping):
-        return "\n".join(map(str, template.values()))
-    return str(template or "")
 
 
 class _ByteDecoding:
@@ -387,7 +297,9 @@ class _LibraryDetokenizer:
         self._held.append(token)
         try:
             text = self._stream.step(self._backend, token)
-        except Exception:  # noqa: BLE001 - the Rust side knows no narrower type
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
             return self._flush()
         if text is None:
             return self._flush() if len(self._held) > _LONGEST_HELD else ""
@@ -406,7 +318,7 @@ class _LibraryDetokenizer:
         self._stream = DecodeStream(skip_special_tokens=True)
 
 
-def _byte_decoding(backend: Any, special: frozenset[int]) -> _ByteDecoding | None:
+def _byte_decoding(backend: Any, special: frozenset[int], writer: Writer) -> _ByteDecoding | None:
     """How to turn this tokenizer's tokens into bytes, or None when its decoder is of another kind.
 
     Trusted only if it reproduces the library's own decoding of a text with everything difficult in it.
@@ -421,8 +333,8 @@ def _byte_decoding(backend: Any, special: frozenset[int]) -> _ByteDecoding | Non
         decoding = _ByteDecoding(backend, special, byte_level=False, strip=kinds[-1] == "Strip")
     else:
         return None
-    ids = backend.encode(_PROBE, add_special_tokens=False).ids
-    expected = backend.decode(ids, skip_special_tokens=True)
+    ids = writer.encode(_PROBE, special=False)
+    expected = backend.decode(list(ids), skip_special_tokens=True)
     return decoding if _ByteDetokenizer(decoding, frozenset()).push(ids) == expected else None
 
 

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 
 from ..conftest import SPECIAL, VOCABULARY, Server, save
 
@@ -37,7 +38,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Text]
     )
     tokenizer.train_from_iterator(["hello wide world, 日本語 😀 weather city arguments"] * 3, trainer)
     folder: Path = save(tokenizer, tmp_path_factory.mktemp("thinking"), TEMPLATE)
-    return tokenizer, Text.load(folder)
+    return tokenizer, Text(LocalWriter.load(folder))
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ from mlxtp.api.dialects.client_tools import log_left_out
 from mlxtp.api.server import bind, serve
 from mlxtp.api.tally import Tally
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
@@ -99,7 +100,7 @@ class AnthropicServer(Server):
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnthropicServer]:
     tokenizer = byte_level()
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    backend = Thinker(Text.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE)))
+    backend = Thinker(Text(LocalWriter.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE))))
     app = Accounting(
         create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7), Tally(monotonic)
     )

@@ -37,6 +37,7 @@ from mlxtp.api.dialects.ollama_shapes import (
 )
 from mlxtp.api.server import bind, serve
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from ..conftest import (
@@ -108,7 +109,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "model-2.safetensors").write_bytes(b"x" * 400)
     index = {"metadata": {"total_size": 1000, "total_parameters": 8_030_261_248}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    backend = Backend(Text.load(folder), folder=folder)
+    backend = Backend(Text(LocalWriter.load(folder)), folder=folder)
     app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7)
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]

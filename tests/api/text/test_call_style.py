@@ -15,6 +15,7 @@ from mlxtp.api.ask import AUTO, REQUIRED, Ask, Call, Conversation, Options, Tool
 from mlxtp.api.guidance import Guidance, guidance
 from mlxtp.api.text.call_style import Separators
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
 
 from ..conftest import byte_level, save
@@ -129,7 +130,7 @@ def loaded(name: str, folder: Path) -> tuple[Text, Path, int]:
     path = save(tokenizer, folder, family.template)
     end = tokenizer.token_to_id(IM[1] if IM[1] in family.specials else family.end)
     assert end is not None
-    return Text.load(path), path, end
+    return Text(LocalWriter.load(path)), path, end
 
 
 def held(text: Text, end: int, choice: str, format_: Any = None, tools: tuple[Tool, ...] = TOOLS) -> Guidance:

@@ -9,6 +9,7 @@ from mlxtp.api.ask import Call, Conversation, Tool, Turn
 from mlxtp.api.text.calls import tool_json
 from mlxtp.api.text.conversation import characters, template_messages, template_options
 from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import RequestError
 
 from ..conftest import byte_level, save
@@ -95,7 +96,7 @@ GRANITE = """{% for t in tools or [] %}<|tool|>{{ t.function.name }}{% endfor %}
 
 
 def prompt(folder: Path, template: str, conversation: Conversation) -> str:
-    text = Text.load(save(byte_level(), folder, template))
+    text = Text(LocalWriter.load(save(byte_level(), folder, template)))
     return text.decoded(text.conversation_ids(conversation))
 
 

@@ -1,0 +1,278 @@
+"""A model's chat template and tokenizer in a process of their own, with limits of time and memory.
+
+The process stays warm between requests and does one thing at a time. It watches its CPU time itself, so
+that a busy machine fails no request; the agent watches its memory. When it breaks, the request at fault
+gets an error and the next one a new process.
+
+`python -m mlxtp.api.text.contained FD FOLDER` sends the model's facts on the socket FD, then one reply for
+each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `t` before text, `i` before
+token ids of 4 bytes each, `e` before an error in JSON.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...errors import Code, MlxtpError, ModelError, RequestError
+from .writer import Facts, Json, LocalWriter, broken, too_large
+
+START_CPU_S = 120.0
+START_BYTES = 4 << 30  # resident, while a tokenizer is read
+CPU_S = 3.0  # CPU time of one request,
+CPU_S_PER_MIB = 2.0  # and for each MiB of its text
+ROOM_BYTES = 512 << 20  # resident, beyond what the loaded process takes,
+ROOM_PER_BYTE = 64  # and for each byte of text
+WALL_S = 300.0  # for a process that neither works nor ends, such as a stopped one
+TICK_S = 0.05  # between two looks at its memory
+MOST_REPLY = 1 << 30  # bytes
+LONG = 64 * 1024  # bytes of a request that has a process of its own
+
+_LENGTH = struct.Struct("<I")
+
+
+class ContainedWriter:
+    """A writer in another process, started on construction. Implements `writer.Writer`."""
+
+    def __init__(self, path: Path) -> None:
+        """Start the process, which takes a second or two. Raises ModelError for what cannot be read."""
+        self._lanes = _Lane(path), _Lane(path)
+        self.facts = self._lanes[0].start()
+
+    def render(
+        self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
+    ) -> str:
+        plain = [dict(message) for message in messages]
+        work = [plain, list(tools), dict(options), prompting]
+        return self._reply(work).decode("utf-8", "surrogatepass")
+
+    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        return tuple(array.array("I", self._reply([text, special])))
+
+    def _reply(self, work: list[Any]) -> bytes:
+        try:
+            body = json.dumps(work).encode()
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the messages cannot be read: {error}", param="messages") from None
+        kind, found = self._lanes[len(body) > LONG].request(body)
+        if kind == b"e":
+            detail, code, status = json.loads(found)
+            raise RequestError(detail, Code(code), status=status, param="messages")
+        return found
+
+
+class _Lane:
+    """One process and those who wait for it. Long texts have another one, so that short ones pass them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._one = threading.Lock()
+        self._process: _Process | None = None
+
+    def request(self, body: bytes) -> tuple[bytes, bytes]:
+        """Return the kind of the reply and the reply. Raises RequestError where the process breaks."""
+        with self._one:
+            if self._process is None:
+                self.start()
+            assert self._process is not None
+            try:
+                return self._process.request(body)
+            except _Ended as ended:
+                self._drop()
+                raise ended.error from None
+
+    def start(self) -> Facts:
+        """Start the process; returns what it says of the model. Raises ModelError."""
+        self._process = _Process(self._path)
+        try:
+            kind, found = self._process.greeting()
+        except _Ended as ended:
+            self._drop()
+            raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
+        if kind == b"e":
+            self._drop()
+            detail, code, _ = json.loads(found)
+            raise ModelError(detail, Code(code))
+        return Facts(**json.loads(found))
+
+    def _drop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+
+class _Ended(Exception):
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.detail)
+        self.error = error
+
+
+class _Process:
+    """One helper process, used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        import psutil
+
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-m", __name__, str(there.fileno()), str(path.absolute())]
+            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment
+            )
+        self._socket = here
+        self._popen = popen
+        self._memory = psutil.Process(popen.pid)
+        self._warm_bytes = 0
+        self.close = weakref.finalize(self, _end, popen, here)
+
+    def greeting(self) -> tuple[bytes, bytes]:
+        reply = self._receive(START_BYTES, f"it takes more than {START_CPU_S:g} s")
+        self._warm_bytes = self._resident()
+        return reply
+
+    def request(self, body: bytes) -> tuple[bytes, bytes]:
+        """Return the kind of the reply and the reply. Raises _Ended."""
+        late = f"it takes more than {_cpu_s(len(body)):.3g} s for these messages"
+        try:
+            self._socket.settimeout(WALL_S)
+            self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        except OSError:
+            raise _Ended(self._why(late)) from None
+        return self._receive(self._warm_bytes + ROOM_BYTES + ROOM_PER_BYTE * len(body), late)
+
+    def _receive(self, most_bytes: int, late: str) -> tuple[bytes, bytes]:
+        self._socket.settimeout(TICK_S)
+        deadline, found, size = time.monotonic() + WALL_S, bytearray(), _LENGTH.size
+        while len(found) < size:
+            try:
+                part = self._socket.recv(1 << 20)
+            except TimeoutError:
+                if self._resident() > most_bytes:
+                    raise _Ended(too_large()) from None
+                if time.monotonic() > deadline:
+                    raise _Ended(_too_late(late)) from None
+                continue
+            except OSError:
+                part = b""
+            if not part:
+                raise _Ended(self._why(late))
+            if not found:
+                deadline = time.monotonic() + WALL_S
+            found += part
+            if size == _LENGTH.size and len(found) >= size:
+                size += _LENGTH.unpack_from(found)[0]
+                if size > MOST_REPLY:
+                    raise _Ended(too_large())
+        start = _LENGTH.size + 1
+        return bytes(found[_LENGTH.size : start]), bytes(found[start:])
+
+    def _resident(self) -> int:
+        import psutil
+
+        try:
+            return int(self._memory.memory_info().rss)
+        except psutil.Error:
+            return 0
+
+    def _why(self, late: str) -> RequestError:
+        """Return the error of a process that ended by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(5.0)
+        status = self._popen.poll()
+        if status == -signal.SIGPROF:
+            return _too_late(late)
+        return broken(f"the process that runs it ended with status {status}")
+
+
+def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    link.close()
+    process.kill()
+    process.wait()
+
+
+def _too_late(late: str) -> RequestError:
+    error = broken(late)
+    return RequestError(error.detail, Code.DEADLINE, status=504, param="messages")
+
+
+def _cpu_s(size: int) -> float:
+    return CPU_S + CPU_S_PER_MIB * size / (1 << 20)
+
+
+# --- the process itself -----------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> None:
+    """Serve one socket until its other end closes."""
+    link = socket.socket(fileno=int(arguments[0]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the agent's
+    with contextlib.suppress(ConnectionError):
+        signal.setitimer(signal.ITIMER_PROF, START_CPU_S)
+        try:
+            writer = LocalWriter.load(Path(arguments[1]))
+            reply = b"t" + json.dumps(asdict(writer.facts)).encode()
+        except MlxtpError as error:
+            _send(link, _error(error))
+            return
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(link, reply)
+        while (head := _exactly(link, _LENGTH.size)) and (body := _exactly(link, *_LENGTH.unpack(head))):
+            signal.setitimer(signal.ITIMER_PROF, _cpu_s(len(body)))
+            reply = _answer(writer, body)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _send(link, reply)
+
+
+def _answer(writer: LocalWriter, body: bytes) -> bytes:
+    try:
+        match json.loads(body):
+            case [str(text), special]:
+                return b"i" + array.array("I", writer.encode(text, special=special)).tobytes()
+            case [messages, tools, options, prompting]:
+                text = writer.render(messages, tools, options, prompting=prompting)
+                return b"t" + text.encode("utf-8", "surrogatepass")
+            case _:
+                raise AssertionError("the agent sends two kinds of work")
+    except MemoryError:
+        return _error(too_large())
+    except MlxtpError as error:
+        return _error(error)
+
+
+def _error(error: MlxtpError) -> bytes:
+    status = error.status if isinstance(error, RequestError) else 500
+    return b"e" + json.dumps([error.detail, error.code.value, status]).encode()
+
+
+def _send(link: socket.socket, reply: bytes) -> None:
+    link.sendall(_LENGTH.pack(len(reply)) + reply)
+
+
+def _exactly(link: socket.socket, size: int) -> bytes:
+    """Return so many bytes, none where the other end has closed."""
+    found = bytearray()
+    while len(found) < size:
+        part = link.recv(min(size - len(found), 1 << 20))
+        if not part:
+            return b""
+        found += part
+    return bytes(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

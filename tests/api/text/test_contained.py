@@ -1,0 +1,152 @@
+"""Chat templates and tokenizers that never end, take all memory or break fail their own request alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mlxtp.api.ask import Conversation, Turn
+from mlxtp.api.text import contained
+from mlxtp.api.text.contained import ContainedWriter
+from mlxtp.api.text.tokens import Text
+from mlxtp.api.text.writer import LocalWriter
+from mlxtp.errors import Code, ModelError, RequestError
+
+from ..conftest import TEMPLATE, Loaded, byte_level, save
+
+HOSTILE = {
+    "endless": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    ),
+    "large": "{% set x = 'a' * (messages | length * 20000000000) %}",
+    "growing": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "zero": "{{ 1 // 0 }}",
+    "deep": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+}
+
+
+def hostile(kind: str) -> str:
+    """A template that does harm where the last message is called `kind`."""
+    return f"{{% if messages[-1].content == {kind!r} %}}{HOSTILE[kind]}{{% endif %}}{TEMPLATE}"
+
+
+def saying(words: str) -> Conversation:
+    return Conversation((Turn("user", words),))
+
+
+def children() -> list[psutil.Process]:
+    gc.collect()  # what failed in another test
+    return [each for each in psutil.Process().children() if "mlxtp.api.text.contained" in each.cmdline()]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contained, "ROOM_BYTES", 64 << 20)
+
+
+def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, Loaded]) -> None:
+    for each in loaded.values():
+        text = Text(ContainedWriter(each.folder))
+        for words in ("hello wide world", "日本語 😀", "x" * 100_000, 'quotes " and \\ and \u2028'):
+            assert text.conversation_ids(saying(words)) == each.text.conversation_ids(saying(words))
+            assert text.continued_ids(words) == each.text.continued_ids(words)
+        assert text.eos == each.text.eos
+        with pytest.raises(RequestError, match="half a character"):
+            text.continued_ids("\ud800")
+        with pytest.raises(RequestError, match="first word is the user's"):
+            text.prompt_ids([{"role": "assistant", "content": "I"}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "words"),
+    [
+        ("endless", 504, "it takes more than 3 s for these messages"),
+        ("large", 422, "memory"),
+        ("growing", 422, "memory"),
+        ("zero", 400, "refuses these messages: integer (division|modulo)"),
+        ("deep", 400, "refuses these messages: maximum recursion depth"),
+    ],
+)
+@pytest.mark.usefixtures("quick")
+def test_a_hostile_template_fails_the_request_alone(
+    tmp_path: Path, kind: str, status: int, words: str
+) -> None:
+    text = Text(ContainedWriter(save(byte_level(), tmp_path, hostile(kind))))
+    usual = text.conversation_ids(saying("hello"))
+    for _ in range(2):
+        with pytest.raises(RequestError, match=words) as caught:
+            text.conversation_ids(saying(kind))
+        assert caught.value.status == status
+        assert text.conversation_ids(saying("hello")) == usual
+
+
+def change_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    return folder
+
+
+def test_a_panic_while_encoding_is_an_error_of_the_request(tmp_path: Path) -> None:
+    folder = change_tokenizer(
+        save(byte_level(), tmp_path), lambda found: found["post_processor"].update(special_tokens={})
+    )
+    text = Text(ContainedWriter(folder))
+    for _ in range(2):
+        with pytest.raises(RequestError, match="PanicException: no entry found for key") as caught:
+            text.continued_ids("hello")
+        assert (caught.value.status, caught.value.code) == (422, Code.MODEL_INVALID)
+    assert text.conversation_ids(saying("hello"))
+
+
+def test_a_tokenizer_that_never_works_is_a_broken_model(tmp_path: Path) -> None:
+    empty = {"type": "FixedLength", "length": 0}
+    folder = change_tokenizer(save(byte_level(), tmp_path), lambda found: found.update(pre_tokenizer=empty))
+    with pytest.raises(ModelError, match="PanicException: chunk size must be non-zero"):
+        Text(ContainedWriter(folder))
+
+
+def test_a_panic_while_reading_is_a_broken_model(tmp_path: Path) -> None:
+    folder = change_tokenizer(
+        save(byte_level(), tmp_path), lambda found: found["model"].update(continuing_subword_prefix="z" * 40)
+    )
+    for load in (LocalWriter.load, ContainedWriter):
+        with pytest.raises(ModelError, match="cannot be read"):
+            load(folder)
+
+
+def test_a_tokenizer_that_takes_too_long_to_read_is_refused(
+    loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contained, "START_BYTES", 1)
+    with pytest.raises(ModelError, match="memory"):
+        ContainedWriter(loaded["byte_level"].folder)
+    assert children() == []
+
+
+def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, Loaded]) -> None:
+    usual = loaded["byte_level"]
+    text = Text(ContainedWriter(usual.folder))
+    [process] = children()
+    process.kill()
+    with pytest.raises(RequestError, match="status -9"):
+        text.conversation_ids(saying("hello"))
+    assert text.conversation_ids(saying("hello")) == loaded["byte_level"].text.conversation_ids(
+        saying("hello")
+    )
+
+
+def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded: dict[str, Loaded]) -> None:
+    text = Text(ContainedWriter(loaded["byte_level"].folder))
+    text.continued_ids("x" * 100_000)
+    assert len(children()) == 2
+    del text
+    assert children() == []

@@ -56,7 +56,7 @@ class Limits:
     client_stall_s: float = 60.0
     canary_s: float = 60.0
     shutdown_s: float = 10.0
-    max_open_requests: int = 256
+    max_open_requests: int = 0
     max_open_tokens: int = 2_000_000
     min_free_bytes: int = 256 * 1024**2
 

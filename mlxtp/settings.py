@@ -324,13 +324,13 @@ SETTINGS: tuple[Setting, ...] = (
         LIMITS, fields=("load_stall_s",),
     ),
     Setting(
-        "limits.open_requests", NUMBER, count_to(2048), 256,
-        "Requests that are open at once at this Mac; one client may have 7 of 8.",
+        "limits.open_requests", NUMBER, count_to(2048), 0,
+        "Requests open at once at this Mac; 0: as many as their tokens allow. One client may have 7 of 8.",
         LIMITS, fields=("max_open_requests",),
     ),
     Setting(
         "limits.open_tokens", NUMBER, count_to(10**9), 2_000_000,
-        "Tokens of their prompts and answers; one client may have 7 of 8.",
+        "Tokens of their prompts and answers, 256 for each request at least; one client may have 7 of 8.",
         LIMITS, fields=("max_open_tokens",),
     ),
     Setting(

@@ -32,7 +32,8 @@ class Request:
     """One sequence to generate. `sampling.seed` is always set: no two requests without a wish share theirs.
 
     `logprobs` -1 wants none, 0 those of the chosen tokens, k the k most probable alternatives as well.
-    `client` says whose turn it is; whoever has no name is one client. `deadline_s` 0 is the server's own.
+    Clients take turns, and users take those of their `client`; an empty name is one, too. `deadline_s` 0 is
+    the server's own.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +43,7 @@ class Request:
     logprobs: int = -1
     ignore_eos: bool = False
     client: str = ""
+    user: str = ""
     deadline_s: float = 0.0
 
 

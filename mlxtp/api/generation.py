@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from . import budget, settings
-from .account import note
+from .account import current, note
 from .adapter import About, Dialect, Json
 from .ask import Ask, Conversation, Prompt
 from .backend import Backend, Health, ModelInfo, Progress, Shaping, Stored, Turn
@@ -191,10 +191,9 @@ class Generation:
         async with AsyncExitStack() as open_:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
-            client = settings.client_of(ask.user, address)
             turn = await self._backend.turn(ask.model, ask.options.deadline_s)
             open_.callback(turn.close)
-            wish = _Wish(ask, body, client, turn, None if turn.come else time.monotonic())
+            wish = _Wish(ask, body, _client(address), turn, None if turn.come else time.monotonic())
             about, answers = _about(ask), Answers()
             open_.push_async_callback(answers.aclose)
             asking = asyncio.create_task(self._asked(wish, about, answers))
@@ -294,6 +293,7 @@ class Generation:
                 options.logprobs,
                 options.ignore_eos,
                 client,
+                ask.user[: settings.MAX_USER_CHARS],
                 options.deadline_s,
             )
             requests += settings.choices(first, options.n)
@@ -380,6 +380,12 @@ def _progress(turn: Turn, answers: Answers) -> Progress:
 
 async def _wholes(asking: asyncio.Task[AsyncGenerator[Event]], count: int) -> list[Whole]:
     return await collect(await asking, count)
+
+
+def _client(address: str) -> str:
+    """Return the client of the HTTP request that is being answered: its key, else its address."""
+    account = current()
+    return f"key {account.key}" if account is not None and account.key else address
 
 
 async def _end(task: asyncio.Task[AsyncGenerator[Event]]) -> None:

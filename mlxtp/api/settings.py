@@ -91,11 +91,6 @@ def shaping(
     )
 
 
-def client_of(user: str, address: str) -> str:
-    """Whose request this is, when clients take turns: an address, and there the user it names, if any."""
-    return f"{address} {user[:MAX_USER_CHARS]}"
-
-
 def stop_strings(stops: Sequence[str]) -> tuple[str, ...]:
     """Without empty ones, which stop nothing. Raises RequestError."""
     stops = tuple(stop for stop in stops if stop)

@@ -7,7 +7,6 @@ rank 0 knows of it stands on the desk.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,6 +23,7 @@ from .moves import Decode, End, Move, Outcome, Policy, Prefill, PrefillTogether,
 from .prefix_cache import PrefixCache
 from .rank import Rank
 from .scheduler import Scheduler
+from .turns import Turns
 
 MAX_ROWS = 64
 """Sequences decoded at once. More wait their turn."""
@@ -41,7 +41,9 @@ DRAFTS_ON_CPU = 24
 MAX_PREFIXES = 64
 """KV caches kept after their sequence has ended."""
 MAX_COMPILING = 32
-"""Grammars that are being compiled, each for up to some seconds. Answers that have begun are not refused."""
+MAX_OWN_COMPILING = 28
+"""Grammars that wait, each for up to some seconds; and those of one client. Answers that have begun are not
+refused."""
 UNLIMITED = 1 << 40
 
 
@@ -58,8 +60,11 @@ class Requests:
         self._reuses = False
         self._grammars: Grammars | None = None
         self._compiling: dict[int, Generate] = {}
-        self._jobs: dict[tuple[str, str], Future[None]] = {}
-        """Grammars that are being compiled, or wait for it, by kind and text."""
+        self._lined_up: dict[tuple[str, str], tuple[int, int]] = {}
+        """Grammars that wait to be compiled, by kind and text: the turn and its client."""
+        self._turns = Turns()
+        self._compiles: tuple[str, str] | None = None
+        """The grammar that is being compiled."""
         self._waiting_since: dict[int, float] = {}
         """Requests that have had no forward yet, oldest first."""
         self._context = 0
@@ -111,7 +116,8 @@ class Requests:
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
-            self._jobs.clear()
+            self._lined_up.clear()
+            self._compiles = None
 
     def drop(self, why: str) -> None:
         """End every request with an error. Nothing of theirs may be on its way."""
@@ -158,23 +164,38 @@ class Requests:
         if (grammar := self._grammars.kept(kind, text)) is not None:
             self._start(request, grammar)
             return
-        new = (kind, text) not in self._jobs
-        if new and len(self._jobs) >= MAX_COMPILING and not request.answered:
-            detail = f"{MAX_COMPILING} grammars wait to be compiled, the most there may be"
-            self._emitter.fail(request.uid, Code.OVERLOADED, detail)
-            return
+        if (kind, text) != self._compiles and (kind, text) not in self._lined_up:
+            own = [turn for turn, client in self._lined_up.values() if client == request.client]
+            why = ""
+            if len(own) >= MAX_OWN_COMPILING:
+                why = f"{MAX_OWN_COMPILING} grammars of this client"
+            elif len(self._lined_up) >= MAX_COMPILING:
+                why = f"{MAX_COMPILING} grammars"
+            if why and not request.answered:
+                detail = f"{why} wait to be compiled, the most there may be"
+                self._emitter.fail(request.uid, Code.OVERLOADED, detail)
+                return
+            self._lined_up[kind, text] = self._turns.following(request.client, own), request.client
         self._compiling[request.uid] = request
-        if new:
-            mail, grammars = self._mail, self._grammars
-            self._jobs[kind, text] = grammars.submit(
-                kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome))
-            )
+        self._compile_next()
+
+    def _compile_next(self) -> None:
+        """Begin with the next grammar, unless one is being compiled. Clients take turns."""
+        if self._compiles is not None or not self._lined_up:
+            return
+        kind, text = self._compiles = min(self._lined_up, key=lambda each: self._lined_up[each][0])
+        turn, client = self._lined_up.pop(self._compiles)
+        self._turns.begin(client, turn)
+        mail, grammars = self._mail, self._grammars
+        assert grammars is not None
+        grammars.submit(kind, text, lambda outcome: mail.post(COMPILER, (grammars, kind, text, outcome)))
 
     def compiled(self, grammars: Grammars, kind: str, text: str, outcome: Grammar | RequestError) -> None:
         """One grammar, for all who wait for it."""
         if grammars is not self._grammars:
             return  # it is for the tokens of a model that was taken away
-        self._jobs.pop((kind, text), None)
+        self._compiles = None
+        self._compile_next()
         for request in self._who_waits_for(kind, text):
             del self._compiling[request.uid]
             if isinstance(outcome, RequestError):
@@ -210,7 +231,8 @@ class Requests:
             guide=guide,
         )
         try:
-            self.scheduler.add(request.uid, request.tokens, wants, request.answered, request.client)
+            whose = {"client": request.client, "user": request.user}
+            self.scheduler.add(request.uid, request.tokens, wants, request.answered, **whose)
         except MlxtpError as error:
             self._emitter.fail(request.uid, error.code, error.detail)
             return
@@ -222,8 +244,8 @@ class Requests:
     def cancel(self, uid: int) -> None:
         if (request := self._compiling.pop(uid, None)) is not None:
             wanted = request.shaping.grammar_kind, request.shaping.grammar
-            if not self._who_waits_for(*wanted) and (job := self._jobs.get(wanted)) and job.cancel():
-                del self._jobs[wanted]  # it had not begun
+            if not self._who_waits_for(*wanted):
+                self._lined_up.pop(wanted, None)
             self.emit((End(uid, "cancel", 0, 0),))
         elif self.scheduler is not None and (end := self.scheduler.cancel(uid)):
             self.emit((end,))

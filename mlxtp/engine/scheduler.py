@@ -90,7 +90,10 @@ class _Sequence:
     known_at: int = 0
     """How many tokens of the answer must be known before its next step."""
     client: int = 0
+    user: int = 0
     turn: int = 0
+    """Its client's turn, and `user_turn` its user's among those of the client."""
+    user_turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,7 @@ class Scheduler:
         """Rows, those with the prompts under way, and capacity that were last found to fit."""
         self._budget = policy.prefill_chunk
         self._turns = Turns()
+        self._user_turns = Turns()
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -146,9 +150,16 @@ class Scheduler:
         return self._occupied()
 
     def add(
-        self, request: int, tokens: tuple[int, ...], wants: Wants, answered: int = 0, client: int = 0
+        self,
+        request: int,
+        tokens: tuple[int, ...],
+        wants: Wants,
+        answered: int = 0,
+        *,
+        client: int = 0,
+        user: int = 0,
     ) -> None:
-        """Admit a request; it waits behind those that its client sent before, and takes turns with others'.
+        """Admit a request. Clients take turns, and users take those of their client.
 
         The last `answered` of `tokens` are the beginning of its answer. Raises MlxtpError (CONTEXT_OVERFLOW)
         when it could not run even alone.
@@ -162,8 +173,9 @@ class Scheduler:
                 Code.CONTEXT_OVERFLOW,
             )
         sequence = _Sequence(
-            request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered, client=client
-        )
+            request, wants, list(tokens), len(tokens), generated=answered, scheduled=answered,
+            client=client, user=user,
+        )  # fmt: skip
         self._requests[request] = sequence
         self._line_up(sequence)
 
@@ -177,13 +189,23 @@ class Scheduler:
 
     def _line_up(self, sequence: _Sequence) -> None:
         waiting = [other for other in self._waiting if not other.uid]
-        own = [other.turn for other in waiting if other.client == sequence.client]
-        sequence.turn = self._turns.following(sequence.client, own)
-        for other in waiting:
-            if other.turn > sequence.turn:
-                self._waiting.insert(self._waiting.index(other), sequence)
-                return
-        self._waiting.append(sequence)
+        own = [other for other in waiting if other.client == sequence.client]
+        sequence.turn = self._turns.following(sequence.client, [other.turn for other in own])
+        users = [other.user_turn for other in own if other.user == sequence.user]
+        sequence.user_turn = self._user_turns.following((sequence.client, sequence.user), users)
+        later = next((other for other in waiting if other.turn > sequence.turn), None)
+        self._waiting.insert(len(self._waiting) if later is None else self._waiting.index(later), sequence)
+        if any(other.user_turn > sequence.user_turn for other in own):
+            self._give_turns([*own, sequence])
+
+    def _give_turns(self, own: list[_Sequence]) -> None:
+        """Let users take the turns, and the places, of one client's waiting sequences."""
+        places = sorted(self._waiting.index(each) for each in own)
+        turns = sorted(each.turn for each in own)
+        own.sort(key=lambda each: each.user_turn)
+        for place, turn, each in zip(places, turns, own, strict=True):
+            self._waiting[place] = each
+            each.turn = turn
 
     # --- moves ---------------------------------------------------------------------------------------
 
@@ -307,6 +329,7 @@ class Scheduler:
             self.last_uid += 1
             sequence.uid = self.last_uid
             self._turns.begin(sequence.client, sequence.turn)
+            self._user_turns.begin((sequence.client, sequence.user), sequence.user_turn)
             source, take = self._start_from(sequence, may_take=may_take)
         offset = sequence.prefilled
         tokens = tuple(sequence.tokens[offset : min(offset + limit, sequence.prompt)])

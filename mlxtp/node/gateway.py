@@ -306,7 +306,8 @@ class Gateway:
         """Start a request; see `Backend.generate`."""
         self._refuse_if_closing()
         client = client_number(request.client, self._salt)
-        asked = self._start(self._free_desk(client, len(request.prompt)), request, client)
+        user = client_number(request.user, self._salt)
+        asked = self._start(self._free_desk(client, len(request.prompt)), request, client, user)
         assert self._served is not None
         asked.watch = self.meter.begin(self._served.id, request.prompt)
         return asked
@@ -339,7 +340,8 @@ class Gateway:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
         if self._held:
             raise RequestError(self._held, Code.NOT_READY, status=503)
-        load = load_of(client, [(request.generate.client, request.length) for request in self._requests])
+        open_ = [(request.generate.client, request.length) for request in self._requests]
+        load = load_of(client, open_, self._bounds.request_tokens)
         refused = refusal(self._bounds, load, prompt, self._memory(), self.elsewhere())
         if refused is not None:
             raise refused
@@ -386,7 +388,7 @@ class Gateway:
 
     # --- one request ---------------------------------------------------------------------------------
 
-    def _start(self, desk: Desk | None, request: Request, client: int = 0) -> Asked:
+    def _start(self, desk: Desk | None, request: Request, client: int = 0, user: int = 0) -> Asked:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
@@ -401,6 +403,7 @@ class Gateway:
             request.logprobs,
             request.ignore_eos,
             client=client,
+            user=user,
         )
         asked = Asked(generate, self._abandon)
         if desk is None:

@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from ..errors import Code, RequestError
 
 RESERVED = 8
-"""One of so many places is kept for other clients than the one that has all the rest."""
+"""One of so many tokens is kept for other clients than the one that has all the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one gateway holds at most: open requests, and the tokens of their prompts and answers so far.
+    """What one gateway holds at most: tokens of open requests' prompts and answers so far.
 
-    Nothing new is taken while less than `free_bytes` of this machine's memory are free.
+    Each request counts as `request_tokens` at least, since its connection and its place in the queue cost
+    something, too. `requests` bounds their number; 0: nothing does. Nothing new is taken while less than
+    `free_bytes` of this machine's memory are free.
     """
 
-    requests: int = 256
+    requests: int = 0
     tokens: int = 2_000_000
     free_bytes: int = 256 * 1024**2
+    request_tokens: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,11 @@ class Load:
     own_tokens: int
 
 
-def load_of(client: int, open_: Iterable[tuple[int, int]]) -> Load:
-    """`open_`: client and tokens of each open request."""
+def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> Load:
+    """`open_`: client and tokens of each open request, which counts `least` tokens at least."""
     requests = tokens = own_requests = own_tokens = 0
-    for other, count in open_:
+    for other, length in open_:
+        count = max(length, least)
         requests += 1
         tokens += count
         if other == client:
@@ -70,22 +74,25 @@ def refusal(
     `elsewhere` is the name of another Mac that would work on it and is short of memory.
     A prompt by itself is never too long for an idle gateway; the model's context is checked elsewhere.
     """
-    if load.requests >= bounds.requests:
-        return _full(f"{load.requests} requests are open, the most this server takes")
-    if load.own_requests >= (most := _share(bounds.requests)):
+    if bounds.requests:
+        if load.requests >= bounds.requests:
+            return _full(f"{load.requests} requests are open, the most this server takes", 503)
+        if load.own_requests >= (most := _share(bounds.requests)):
+            return _full(
+                f"{load.own_requests} requests of this client are open; one client may have {most} of "
+                f"{bounds.requests}"
+            )
+    cost = max(prompt, bounds.request_tokens)
+    if load.requests and load.tokens + cost > bounds.tokens:
         return _full(
-            f"{load.own_requests} requests of this client are open; one client may have {most} of "
-            f"{bounds.requests}"
+            f"{load.requests} requests are open, with {load.tokens} tokens; with the {cost} of this one that "
+            f"is more than the {bounds.tokens} this server takes",
+            503,
         )
-    if load.requests and load.tokens + prompt > bounds.tokens:
+    if load.own_requests and load.own_tokens + cost > (most := _share(bounds.tokens)):
         return _full(
-            f"open requests hold {load.tokens} tokens; with this prompt of {prompt} that is more than the "
-            f"{bounds.tokens} this server takes"
-        )
-    if load.own_requests and load.own_tokens + prompt > (most := _share(bounds.tokens)):
-        return _full(
-            f"this client's open requests hold {load.own_tokens} tokens; with this prompt of {prompt} that "
-            f"is more than one client may have, {most} of {bounds.tokens}"
+            f"{load.own_requests} requests of this client are open, with {load.own_tokens} tokens; with the "
+            f"{cost} of this one that is more than one client may have, {most} of {bounds.tokens}"
         )
     return short_of_memory(bounds, memory, elsewhere)
 
@@ -128,5 +135,5 @@ def _share(bound: int) -> int:
     return bound - bound // RESERVED
 
 
-def _full(detail: str) -> RequestError:
-    return RequestError(detail, Code.OVERLOADED, status=429)
+def _full(detail: str, status: int = 429) -> RequestError:
+    return RequestError(detail, Code.OVERLOADED, status=status)

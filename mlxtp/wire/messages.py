@@ -514,8 +514,8 @@ class Generate(Message):
     `logprobs` -1 wants none, 0 those of the chosen tokens, more the most probable alternatives as well.
     `ignore_eos` goes on after an end token. The last `answered` of `tokens` are the beginning of the answer,
     given by an earlier group; `max_tokens` counts them, and the next token has their number as its index.
-    `strikes` groups failed under this request. Requests with the same `client` wait for each other, those of
-    different ones take turns. Answered by Accepted or by an Error with the uid.
+    `strikes` groups failed under this request. Clients take turns, and so do users within those of
+    their `client`. Answered by Accepted or by an Error with the uid.
     """
 
     TYPE: ClassVar[int] = 0x20
@@ -529,6 +529,7 @@ class Generate(Message):
     answered: int = _f(integer(0, MAX_FRAME_TOKENS), default=0)
     strikes: int = _f(integer(0, MAX_STRIKES), default=0)
     client: int = _f(_count, default=0)
+    user: int = _f(_count, default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,16 +151,6 @@ def test_too_much_to_stop_at_is_refused(stop: Any, number: str) -> None:
     assert caught.value.param == "stop"
 
 
-def test_a_client_is_an_address_and_the_user_it_names() -> None:
-    clients = [
-        settings.client_of(user, address)
-        for address in ("10.0.0.1", "10.0.0.2")
-        for user in ("", "alice", "bob")
-    ]
-    assert len(set(clients)) == 6
-    assert len(settings.client_of("x" * 10_000, "")) <= settings.MAX_USER_CHARS + 1
-
-
 def test_an_answer_must_be_able_to_be_long_enough() -> None:
     settings.check_min_tokens(9, 9)
     with pytest.raises(RequestError, match=r"min_tokens 10 .* from 0 to 9"):

@@ -314,6 +314,7 @@ class Simulation:
         ignore_eos: bool = False,
         scored: bool = False,
         client: int = 0,
+        user: int = 0,
     ) -> Request:
         """Admit a request; a prompt of so many tokens is like no other."""
         uid = len(self.requests) + 1
@@ -321,7 +322,7 @@ class Simulation:
         request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
         wants = Wants(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
-        self.scheduler.add(uid, tokens, wants, client=client)
+        self.scheduler.add(uid, tokens, wants, client=client, user=user)
         return request
 
     def cancel(self, uid: int) -> End | None:

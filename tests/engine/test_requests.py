@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from mlxtp.engine.desk import RequestDesk
 from mlxtp.engine.grammar import Grammars
 from mlxtp.engine.moves import End
-from mlxtp.engine.requests import MAX_COMPILING, Requests
-from mlxtp.errors import Code
+from mlxtp.engine.requests import MAX_COMPILING, MAX_OWN_COMPILING, Requests
+from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import Generate, Shaping
 
 from ..reference import TINY, model_of
@@ -48,10 +48,10 @@ def requests(refused: dict[int, Code]) -> Requests:
     return made
 
 
-def guided(uid: int, pattern: str, answered: int = 0) -> Generate:
+def guided(uid: int, pattern: str, answered: int = 0, client: int = 0) -> Generate:
     tokens = (1, *range(10, 10 + answered))
     shaping = Shaping(grammar_kind="regex", grammar=pattern)
-    return Generate(uid, tokens, 9, shaping=shaping, answered=answered)
+    return Generate(uid, tokens, 9, shaping=shaping, answered=answered, client=client)
 
 
 def test_many_may_wait_for_one_grammar(requests: Requests, refused: dict[int, Code]) -> None:
@@ -64,8 +64,8 @@ def test_many_may_wait_for_one_grammar(requests: Requests, refused: dict[int, Co
 def test_of_too_many_grammars_the_new_ones_are_refused_and_never_an_answer_that_has_begun(
     requests: Requests, refused: dict[int, Code]
 ) -> None:
-    for uid in range(MAX_COMPILING):
-        requests._compile(guided(uid, f"a{uid}"))
+    for uid in range(MAX_COMPILING + 1):  # one of them is being compiled
+        requests._compile(guided(uid, f"a{uid}", client=uid % 2))
     assert refused == {}
     requests._compile(guided(100, "b"))
     assert refused == {100: Code.OVERLOADED}
@@ -89,3 +89,29 @@ def test_an_answer_that_only_lacks_its_end_says_whether_it_was_cut(budget: int, 
     finally:
         grammars.close()
     assert [end.reason for end in ended] == [reason]
+
+
+def test_one_client_s_grammars_leave_places_for_others_and_clients_take_turns(
+    requests: Requests, refused: dict[int, Code]
+) -> None:
+    for uid in range(MAX_OWN_COMPILING + 1):
+        requests._compile(guided(uid, f"a{uid}", client=7))
+    assert refused == {}
+    requests._compile(guided(100, "b", client=7))
+    assert refused == {100: Code.OVERLOADED}
+    requests._compile(guided(101, "c", client=8))
+    grammars = cast(Any, requests._grammars)
+    assert grammars.submitted == ["a0"]
+    for text in ("a0", "c"):
+        requests.compiled(grammars, "regex", text, RequestError("too big"))
+    assert grammars.submitted == ["a0", "c", "a1"]
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(requests: Requests) -> None:
+    requests.emit = lambda _outcomes: None  # type: ignore[method-assign]
+    for uid in range(3):
+        requests._compile(guided(uid, f"a{uid}"))
+    requests.cancel(1)
+    grammars = cast(Any, requests._grammars)
+    requests.compiled(grammars, "regex", "a0", RequestError("too big"))
+    assert grammars.submitted == ["a0", "a2"]

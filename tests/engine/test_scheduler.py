@@ -298,6 +298,20 @@ def test_clients_take_turns_and_each_is_served_in_its_order() -> None:
         assert own == sorted(own)
 
 
+def test_users_take_the_turns_of_their_client_alone() -> None:
+    """A client that names a new user with each request gets no more than one that names none."""
+    simulation = Simulation(max_rows=1)
+    names = {}
+    for name, client, user, count in (("a", 7, 1, 4), ("b", 8, 0, 3), ("c", 7, 2, 2)):
+        for _ in range(count):
+            names[simulation.add(prompt=1, max_tokens=1, client=client, user=user).uid] = name
+    for user in range(10, 14):
+        names[simulation.add(prompt=1, max_tokens=1, client=9, user=user).uid] = "d"
+    simulation.drain()
+    order = "".join(names[uid] for uid in beginnings(simulation))
+    assert order == "abdcbdabdcdaa"
+
+
 def test_whoever_asks_again_and_again_does_not_starve_the_others() -> None:
     simulation = Simulation(max_rows=1)
     for _ in range(4):

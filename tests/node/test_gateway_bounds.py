@@ -18,7 +18,7 @@ from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Mes
 from .test_gateway import MODEL, TEXT, FakeRanks
 
 PLENTY = Memory(1 << 40)
-SIXTEEN = Bounds(16)
+SIXTEEN = Bounds(16, request_tokens=1)
 SOON_S = 0.05
 WAIT_S = 30
 
@@ -87,7 +87,7 @@ def test_tokens_of_prompts_and_answers_are_bounded_until_somebody_ends() -> None
     async def story(stage: Stage) -> None:
         stage.ask(60)
         stage.relay(30)
-        assert stage.refused(prompt=11)[0] == 429
+        assert stage.refused(prompt=11)[0] == 503
         stage.ask(2)
         stage.say(1, 4)
         stage.say(2, 3)
@@ -95,7 +95,7 @@ def test_tokens_of_prompts_and_answers_are_bounded_until_somebody_ends() -> None
         stage.gateway.on_event(Finished(1, "stop", 4, 4))
         stage.ask(40, client="somebody else")
 
-    play(story, Bounds(16, 100))
+    play(story, Bounds(16, 100, request_tokens=1))
 
 
 def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
@@ -104,9 +104,9 @@ def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
         stage.gateway.pause(GroupError("gone"))
         stage.serve()
         assert stage.gateway.open_requests == 1
-        assert stage.refused(prompt=41)[0] == 429
+        assert stage.refused(prompt=41)[0] == 503
 
-    play(story, Bounds(16, 100))
+    play(story, Bounds(16, 100, request_tokens=1))
 
 
 def test_a_client_cannot_take_every_place() -> None:

@@ -8,7 +8,7 @@ from mlxtp.errors import Code
 from mlxtp.node.free_memory import FRESH_S, FreeMemory, look_at_memory
 from mlxtp.node.overload import Bounds, Load, Memory, client_number, load_of, refusal
 
-BOUNDS = Bounds(requests=16, tokens=1600, free_bytes=100 << 20)
+BOUNDS = Bounds(requests=16, tokens=1600, free_bytes=100 << 20, request_tokens=1)
 PLENTY = Memory(1 << 40)
 IDLE = Load(0, 0, 0, 0)
 
@@ -28,7 +28,7 @@ def test_an_idle_gateway_takes_everything_that_fits_a_model() -> None:
 def test_as_many_requests_as_there_are_places() -> None:
     assert why(Load(15, 15, 3, 3)) == (0, "")
     status, detail = why(Load(16, 16, 3, 3))
-    assert status == 429
+    assert status == 503
     assert "16 requests are open" in detail
 
 
@@ -41,7 +41,8 @@ def test_a_mac_that_only_holds_a_part_is_spared_too() -> None:
 def test_prompts_and_answers_together_have_a_bound() -> None:
     assert why(Load(2, 1500, 1, 1), 100) == (0, "")
     status, detail = why(Load(2, 1500, 1, 1), 101)
-    assert status == 429
+    assert status == 503
+    assert "2 requests are open" in detail
     assert "1500 tokens" in detail
     assert "101" in detail
     assert "1600" in detail
@@ -79,6 +80,16 @@ def test_the_systems_own_alarm_counts_too() -> None:
     status, detail = why(memory=Memory(1 << 40, critical=True))
     assert status == 503
     assert "critical" in detail
+
+
+def test_many_short_requests_are_bounded_by_what_they_cost_and_not_by_their_number() -> None:
+    bounds = Bounds(tokens=256_000)
+    for count, status in ((999, None), (1000, 503)):
+        load = load_of(1, [(0, 20)] * count, bounds.request_tokens)
+        refused = refusal(bounds, load, 20, PLENTY)
+        assert (refused and refused.status) == status
+    assert refused is not None
+    assert "1000 requests are open, with 256000 tokens" in refused.detail
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1000)), max_size=20), st.integers(0, 3))

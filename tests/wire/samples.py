@@ -373,6 +373,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         st.integers(-1, MAX_TOP_LOGPROBS),
         st.booleans(),
         client=_count,
+        user=_count,
     ),
     Accepted: st.builds(Accepted, _uid),
     Prefilled: st.builds(Prefilled, _uid, _count, _count),
@@ -537,4 +538,5 @@ def fullest_generate(tokens: int) -> Generate:
         MAX_TOP_LOGPROBS,
         True,
         client=U63,
+        user=U63,
     )

@@ -113,7 +113,7 @@ def test_settings_reach_the_backend(server: Server) -> None:
     )
     assert (shaping.bias_tokens, shaping.min_tokens, shaping.grammar_kind) == ((7,), 2, "json_schema")
     assert (request.logprobs, request.ignore_eos, request.deadline_s) == (3, True, 5)
-    assert request.client.endswith(" me")
+    assert request.user == "me"
 
 
 # --- answers ----------------------------------------------------------------------------------------------

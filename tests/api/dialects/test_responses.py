@@ -185,7 +185,7 @@ def test_a_whole_answer(server: Server) -> None:
     assert response.usage.output_tokens == len(tokens) + 1
     assert response.usage.output_tokens_details.reasoning_tokens == 0
     assert prompts(server) == ["<s><|system|>be<|user|>hello<|assistant|>"]
-    assert server.backend.request.client.endswith(" me")
+    assert server.backend.request.user == "me"
     assert create(server).output_text == TEXT
 
 
@@ -202,7 +202,7 @@ def test_settings_reach_the_backend(server: Server) -> None:
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 30)
     assert (request.sampling.seed, request.max_tokens, request.logprobs) == (7, 20, 4)
     assert (request.shaping.min_tokens, request.shaping.bias_tokens) == (2, (7,))
-    assert request.client.endswith(" me")
+    assert request.user == "me"
 
 
 def test_a_conversation_as_items(thinker: Server) -> None:

@@ -16,7 +16,7 @@ from contextvars import Context
 from typing import Any
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import Code
@@ -36,6 +36,9 @@ MAX_CONNECTIONS = 2048
 MAX_REFUSALS = 512
 """So many more are told that they are too many; the next ones are cut without a word."""
 MOST_CONNECTIONS = MAX_CONNECTIONS + MAX_REFUSALS
+MAX_PER_ADDRESS = MAX_CONNECTIONS * 3 // 4
+"""Connections of one address: a chat app for a school has a thousand, and others find a place beside it."""
+MOST_PER_ADDRESS = MAX_PER_ADDRESS + MAX_REFUSALS // 4
 _ENDED = (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
 
 
@@ -52,10 +55,16 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            self.app = _refuse
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()  # whoever is told so much does not listen
+        address = address_of(self)
+        own = sum(address_of(other) == address for other in self.connections)
+        if own > MAX_PER_ADDRESS:
+            self.app = _refusing(
+                f"{MAX_PER_ADDRESS} connections of {address} are open, the most of one address"
+            )
+        elif len(self.connections) > MAX_CONNECTIONS:
+            self.app = _refusing(f"{MAX_CONNECTIONS} connections are open, the most this server takes")
+        if len(self.connections) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
+            transport.abort()  # a client that was refused so often does not listen
             return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         # `pause_writing` comes with the first byte left over. asyncio's TLS calls it at that size, its TCP
@@ -162,9 +171,13 @@ class _Alarm:
             self._timer = None
 
 
-async def _refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
-    """Answers on a connection that is one too many."""
-    detail = f"{MAX_CONNECTIONS} connections are open, the most this server takes"
+def address_of(connection: Any) -> str:
+    """Return the address at the other end of one of uvicorn's connections; empty where there is none."""
+    return str(connection.client[0]) if connection.client else ""
+
+
+def _refusing(detail: str) -> ASGIApp:
+    """Return what answers on a connection that is one too many."""
     body = json.dumps(error_body(detail, Code.OVERLOADED.value, 503)).encode()
     headers = [
         (b"content-type", b"application/json"),
@@ -172,5 +185,9 @@ async def _refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
         (b"retry-after", b"5"),
         (b"connection", b"close"),
     ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+
+    async def refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return refuse

@@ -7,7 +7,7 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from typing import Any
 
-from .connection import MOST_CONNECTIONS, Connection
+from .connection import MOST_CONNECTIONS, MOST_PER_ADDRESS, Connection
 
 HANDSHAKE_S = 10.0
 
@@ -27,11 +27,14 @@ class Secured(SSLProtocol):
         self._connection = connection
         self._all = all_
         self._tcp: asyncio.Transport | None = None
+        self.address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._tcp = transport
         self._all.add(self)
-        if len(self._all) > MOST_CONNECTIONS:
+        self.address = (transport.get_extra_info("peername") or ("",))[0]
+        own = sum(other.address == self.address for other in self._all)
+        if len(self._all) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
             transport.abort()
         else:
             super().connection_made(transport)

@@ -397,8 +397,14 @@ def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch
 # --- many -------------------------------------------------------------------------------------------------
 
 
-def test_one_connection_too_many_is_told_so(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 2)
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [("MAX_CONNECTIONS", "this server takes"), ("MAX_PER_ADDRESS", "of 127.0.0.1 are open")],
+)
+def test_one_connection_too_many_is_told_so(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, bound: str, words: str
+) -> None:
+    monkeypatch.setattr(connection, bound, 2)
     backend.script = then([], forever)
 
     async def story(connect: Callable[[], Client]) -> None:
@@ -411,7 +417,9 @@ def test_one_connection_too_many_is_told_so(backend: FakeBackend, monkeypatch: p
         head, _, body = (await one_more.rest()).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 5" in head
-        assert json.loads(body)["error"]["code"] == "overloaded"
+        error = json.loads(body)["error"]
+        assert error["code"] == "overloaded"
+        assert words in error["message"]
         assert len(backend.requests) == 2
 
     play(story, backend)

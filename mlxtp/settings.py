@@ -324,7 +324,7 @@ SETTINGS: tuple[Setting, ...] = (
         LIMITS, fields=("load_stall_s",),
     ),
     Setting(
-        "limits.open_requests", NUMBER, count_to(2048), 0,
+        "limits.open_requests", NUMBER, count_to(2048, least=0), 0,
         "Requests open at once at this Mac; 0: as many as their tokens allow. One client may have 7 of 8.",
         LIMITS, fields=("max_open_requests",),
     ),

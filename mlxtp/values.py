@@ -82,12 +82,13 @@ def one_of(*choices: str) -> Parser:
     return parse
 
 
-def count_to(most: int) -> Parser:
-    """A parser of whole numbers from 1 to `most`."""
+def count_to(most: int, least: int = 1) -> Parser:
+    """A parser of whole numbers from `least` to `most`."""
 
     def parse(value: object, where: str) -> int:
-        if not (number := _decimal(str(value).replace("_", ""), most)):
-            raise ConfigError(f"{where}: {value!r} is no whole number from 1 to {most}")
+        number = _decimal(str(value).replace("_", ""), most)
+        if number is None or number < least:
+            raise ConfigError(f"{where}: {value!r} is no whole number from {least} to {most}")
         return number
 
     return parse

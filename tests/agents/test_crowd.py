@@ -27,7 +27,6 @@ class Heard:
     """What a client got until its connection was closed."""
 
     status: int = 0
-    retry_after: str = ""
     body: bytes = b""
     whole: bool = False
 
@@ -71,7 +70,6 @@ async def listen(reader: asyncio.StreamReader) -> Heard:
             connection.receive_data(await reader.read(65536))
         elif isinstance(event, h11.Response):
             heard.status = event.status_code
-            heard.retry_after = dict(event.headers).get(b"retry-after", b"").decode()
         elif isinstance(event, h11.Data):
             heard.body += event.data
         elif isinstance(event, h11.EndOfMessage):
@@ -93,7 +91,7 @@ def descriptors(cluster: Cluster) -> list[int]:
         pytest.param(1000, 50, marks=pytest.mark.chaos),
     ],
 )
-def test_every_client_gets_its_own_string_or_is_told_to_come_back(
+def test_every_client_of_a_crowd_gets_its_own_string(
     two_ranks: Cluster, clients: int, users: int
 ) -> None:
     texts = [random_text(Random(number), 8) for number in range(clients)]
@@ -109,19 +107,10 @@ def test_every_client_gets_its_own_string_or_is_told_to_come_back(
         async with asyncio.timeout(WAIT_S + SLOWNESS * clients):
             return await asyncio.gather(*asked)
 
-    served = 0
     for text, heard in zip(texts, asyncio.run(crowd()), strict=True):
         assert heard.whole, heard
-        if heard.status == 429:
-            assert json.loads(heard.body)["error"]["code"] == "overloaded"
-            assert int(heard.retry_after) > 0
-            continue
         assert heard.status == 200, heard
         assert heard.text == text
-        served += 1
-    print(f"{served} of {clients} were served")
-    most = two_ranks.settings.limits.max_open_requests
-    assert served >= min(clients, most if users > 1 else most * 7 // 8)
     until(lambda: two_ranks.health()["open_requests"] == 0, "no request is open")
     two_ranks.idle()
     until(

@@ -91,9 +91,7 @@ def descriptors(cluster: Cluster) -> list[int]:
         pytest.param(1000, 50, marks=pytest.mark.chaos),
     ],
 )
-def test_every_client_of_a_crowd_gets_its_own_string(
-    two_ranks: Cluster, clients: int, users: int
-) -> None:
+def test_every_client_of_a_crowd_gets_its_own_string(two_ranks: Cluster, clients: int, users: int) -> None:
     texts = [random_text(Random(number), 8) for number in range(clients)]
     expected = two_ranks.content("Repeat exactly: PANDA-42")
     assert expected == "PANDA-42"

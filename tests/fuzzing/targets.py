@@ -27,6 +27,7 @@ from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.api.guard import host_name
 from mlxtp.api.text.calls import CallReader, tool_format, tool_json
 from mlxtp.api.text.channels import Channels, Plan
+from mlxtp.api.text.contained import read_ids, read_text
 from mlxtp.api.text.conversation import characters, template_messages
 from mlxtp.api.text.markup import Markup
 from mlxtp.api.text.stops import StopFinder
@@ -90,6 +91,14 @@ DIGITS = b"9" * 4500
 
 def text(data: bytes) -> str:
     return data.decode(errors="replace")
+
+
+_REPLIES = (b"t\xc3\xa9", b"i\1\0\0\0", b'e["x", "model_invalid", 422]', b"e" + DEEP)
+
+
+def text_reply(data: bytes) -> None:
+    """A reply of the process that runs a model's chat template and tokenizer."""
+    (read_ids if data[:1] == b"i" else read_text)(data[:1], data[1:])
 
 
 # --- the wire ---------------------------------------------------------------------------------------------
@@ -534,6 +543,7 @@ TARGETS: Mapping[str, Target] = {
     "certificate": Target(certificate, (ProtocolError, ValueError), _CERTIFICATES),
     "joining": Target(joining, (ProtocolError, UserError), _exchange()),
     "token": Target(lambda data: read_token(text(data)), (ConfigError,), (_TOKEN.text().encode(), b"a-b")),
+    "text_reply": Target(text_reply, (RequestError,), _REPLIES),
     "responses": Target(responses, (RequestError,), tuple(json.dumps(each).encode() for each in _ITEMS)),
     "continued": Target(continued, (RequestError,), tuple(json.dumps(each).encode() for each in _PROMPTS)),
     "chat": Target(chat, (RequestError,), tuple(json.dumps(each).encode() for each in _CHATS)),

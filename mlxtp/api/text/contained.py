@@ -58,21 +58,46 @@ class ContainedWriter:
     ) -> str:
         plain = [dict(message) for message in messages]
         work = [plain, list(tools), dict(options), prompting]
-        return self._reply(work).decode("utf-8", "surrogatepass")
+        return read_text(*self._reply(work))
 
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        return tuple(array.array("I", self._reply([text, special])))
+        return read_ids(*self._reply([text, special]))
 
-    def _reply(self, work: list[Any]) -> bytes:
+    def _reply(self, work: list[Any]) -> tuple[bytes, bytes]:
         try:
             body = json.dumps(work).encode()
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the messages cannot be read: {error}", param="messages") from None
-        kind, found = self._lanes[len(body) > LONG].request(body)
-        if kind == b"e":
-            detail, code, status = json.loads(found)
-            raise RequestError(detail, Code(code), status=status, param="messages")
-        return found
+        return self._lanes[len(body) > LONG].request(body)
+
+
+def read_text(kind: bytes, found: bytes) -> str:
+    """Return the text of a reply. Raises RequestError: the error that it has, or for one that is none."""
+    try:
+        if kind == b"t":
+            return found.decode("utf-8", "surrogatepass")
+        raise _error_in(kind, found)
+    except (ValueError, TypeError, RecursionError):
+        raise broken("its reply cannot be read") from None
+
+
+def read_ids(kind: bytes, found: bytes) -> tuple[int, ...]:
+    """Return the token ids of a reply. Raises RequestError as `read_text`."""
+    try:
+        if kind == b"i":
+            return tuple(array.array("I", found))
+        raise _error_in(kind, found)
+    except (ValueError, TypeError, RecursionError):
+        raise broken("its reply cannot be read") from None
+
+
+def _error_in(kind: bytes, found: bytes) -> RequestError:
+    if kind != b"e":
+        raise ValueError(kind)
+    detail, code, status = json.loads(found)
+    if not isinstance(detail, str) or status not in (400, 422, 500, 503, 504):
+        raise ValueError(detail)
+    return RequestError(detail, Code(code), status=status, param="messages")
 
 
 class _Lane:
@@ -103,11 +128,12 @@ class _Lane:
         except _Ended as ended:
             self._drop()
             raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
-        if kind == b"e":
+        try:
+            return Facts(**json.loads(read_text(kind, found)))
+        except (RequestError, ValueError, TypeError) as error:
             self._drop()
-            detail, code, _ = json.loads(found)
-            raise ModelError(detail, Code(code))
-        return Facts(**json.loads(found))
+            code = error.code if isinstance(error, RequestError) else Code.MODEL_INVALID
+            raise ModelError(str(error), code) from None
 
     def _drop(self) -> None:
         process, self._process = self._process, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 
 from starlette.applications import Starlette
@@ -28,7 +29,7 @@ from .dialects.openai_shapes import OpenAIError
 from .dialects.responses import Responses
 from .errors import internal_error
 from .generation import Adapter, Generation
-from .guard import Access, guards
+from .guard import Access, guards, is_stranger
 from .openapi import Operation, document
 from .pages import Observed
 from .pages import routes as page_routes
@@ -65,6 +66,7 @@ def create_app(
     rest; without it, whoever is on this Mac. `keep_alive_s`: the longest silence in a stream.
     `retry_after_s`: what a client is told while the model is not ready. `body_s`: the time to send a body.
     """
+    access = access or Access()
     generation = Generation(
         backend,
         max_body_bytes=max_body_bytes,
@@ -75,8 +77,10 @@ def create_app(
     dialects = adapters()
     refusals = _Refusals(generation, dialects)
 
-    async def health(_request: Request) -> Response:
+    async def health(request: Request) -> Response:
         now = generation.health()
+        if is_stranger(access, request.scope):  # a reason names Macs, models and folders
+            now = replace(now, reason=None)
         headers = {} if now.ready else {"retry-after": str(retry_after_s)}
         return JSONResponse(answers.health_body(now), 200 if now.ready else 503, headers=headers)
 
@@ -94,7 +98,7 @@ def create_app(
             *(admin_routes(admin) if admin is not None else ()),
             *(page_routes(observed) if observed is not None else ()),
         ],
-        middleware=guards(access or Access(), refusals.answer),
+        middleware=guards(access, refusals.answer),
         exception_handlers={
             MlxtpError: refusals.refuse,
             HTTPException: refusals.refuse_http,

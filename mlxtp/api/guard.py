@@ -1,9 +1,9 @@
 """Who may ask this server at all: by Host, by Origin, and by API key. It stands before all routes.
 
-A page on the internet can make a browser talk to 127.0.0.1, by a plain cross-site request (its Origin
-gives it away) or by letting its own name resolve to 127.0.0.1 (DNS rebinding: the Host gives it away). So
-Host has to be a name of this Mac, or the very address that the connection came in at, which no page can have
-for a name; and Origin a page of this server, or one that is on the list.
+A page on the internet can make a browser talk to 127.0.0.1, by a plain cross-site request (Origin or
+Sec-Fetch-Site gives it away) or by letting its own name resolve to 127.0.0.1 (DNS rebinding: the Host gives
+it away). So Host has to be a name of this Mac, or the very address that the connection came in at, which no
+page can have for a name; and Origin this server's, with scheme, host and port, or one that is on the list.
 
 Pages on the list get what CORS wants from starlette's middleware, which does that right: it stands behind
 `HostGuard`, and so never hears of a page that is not on the list.
@@ -37,6 +37,8 @@ METHODS = ("GET", "HEAD", "POST", "DELETE", "OPTIONS")
 EXPOSED = ("Retry-After", "WWW-Authenticate", "X-Request-Id", "Request-Id", "X-Should-Retry")
 """Headers of answers that a page's program may read."""
 PREFLIGHT_S = 600
+_PORTS = {"http": 80, "https": 443}
+_PROXIES = ("forwarded", "via", "x-real-ip")
 UNREAD_BYTES = 16 * 1024 * 1024
 """So much of a refused request's body is read and thrown away: who is still sending hears no answer."""
 
@@ -59,6 +61,10 @@ class Keys(Protocol):
 
     def refusal(self, given: Sequence[str]) -> Refusal | None:
         """Why a request that shows the keys `given` gets no answer; None when it does."""
+        ...
+
+    def admits(self, given: Sequence[str]) -> bool:
+        """Return True where one of `given` counts or none is needed. Counts no use of a key."""
         ...
 
 
@@ -135,22 +141,73 @@ class KeyGuard:
 def misdirected(access: Access, scope: Scope) -> Refusal | None:
     """Why a request is not for this server, judged by Host, Origin and where it comes from."""
     headers, path = Headers(scope=scope), scope["path"]
-    here, peer = address_of(scope.get("server")), address_of(scope.get("client"))
-    if is_admin(path) and peer not in (here, *LOOPBACK_HOSTS):
+    here = address_of(scope.get("server"))
+    if is_admin(path) and not is_local(scope):
         return Refusal(403, Code.BAD_REQUEST, "only commands on this Mac itself may do that")
-    named = [host_name(f"//{host}") for host in headers.getlist("host") or [""]]
+    hosts = headers.getlist("host") or [""]
     known = {*LOOPBACK_HOSTS, *access.hosts, here}
-    for host, name in zip(headers.getlist("host") or [""], named, strict=True):
+    for host in hosts:
+        name = host_name(f"//{host}")
         if ANY not in access.hosts and name not in known:
             return Refusal(421, Code.HOST_NOT_ALLOWED, _unknown_host(host, name))
-    pages = () if is_admin(path) else access.origins
-    for origin in headers.getlist("origin"):
-        listed = ANY in pages or origin in pages
-        name = host_name(origin)
-        own = name in known or (ANY in access.hosts and name is not None and {name} == {*named})
-        if not listed and (is_preflight(scope["method"], headers) or not own):
+    pages, origins = () if is_admin(path) else access.origins, headers.getlist("origin")
+    unlisted = [] if ANY in pages else [origin for origin in origins if origin not in pages]
+    for origin in unlisted:
+        if is_preflight(scope["method"], headers) or not _is_own(origin, hosts, scope):
             return Refusal(403, Code.ORIGIN_NOT_ALLOWED, _unknown_page(origin))
+    listed = ANY in pages or (origins and not unlisted)
+    site = headers.get("sec-fetch-site", "none")
+    if not (site in ("none", "same-origin") or listed or _is_link(scope)):
+        words = f"pages of another origin ({site!r:.40}) may not use this server; --allowed-origin lets them"
+        return Refusal(403, Code.ORIGIN_NOT_ALLOWED, words)
     return None
+
+
+def is_local(scope: Scope) -> bool:
+    """Return True for a request that a program on this Mac sent, and no proxy passed on."""
+    here, peer = address_of(scope.get("server")), address_of(scope.get("client"))
+    return peer in (here, *LOOPBACK_HOSTS) and not is_forwarded(Headers(scope=scope))
+
+
+def is_forwarded(headers: Headers) -> bool:
+    """Return True where a proxy says that it passes the request on."""
+    return any(name in _PROXIES or name.startswith("x-forwarded-") for name in headers)
+
+
+def is_stranger(access: Access, scope: Scope) -> bool:
+    """Return True for a client beyond this Mac that shows no key: it hears no details."""
+    if is_local(scope):
+        return False
+    return access.keys is None or not access.keys.admits(keys_in(Headers(scope=scope)))
+
+
+def origin_of(url: str) -> tuple[str, str, int] | None:
+    """Return scheme, host and port of `scheme://host:port`; None where there is no such origin."""
+    if (name := host_name(url)) is None or (parts := urlsplit(url)).scheme not in _PORTS:
+        return None
+    return parts.scheme, name, _PORTS[parts.scheme] if parts.port is None else parts.port
+
+
+def _is_own(origin: str, hosts: Sequence[str], scope: Scope) -> bool:
+    """Return True for an origin at which the request came in.
+
+    A proxy may have taken it in at another scheme and port. Then a browser has to say that page and address
+    have the same origin, which no page can make it say.
+    """
+    page, scheme = origin_of(origin), scope.get("scheme", "http")
+    if page is None:
+        return False
+    headers = Headers(scope=scope)
+    if is_forwarded(headers) and headers.get("sec-fetch-site") == "same-origin":
+        return all(host_name(f"//{host}") == page[1] for host in hosts)
+    return all(origin_of(f"{scheme}://{host}") == page for host in hosts)
+
+
+def _is_link(scope: Scope) -> bool:
+    """Return True where a user follows a link to this server's page, which holds no data."""
+    headers = Headers(scope=scope)
+    how = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+    return scope["path"] == "/" and scope["method"] == "GET" and how == ("navigate", "document")
 
 
 def is_preflight(method: str, headers: Headers) -> bool:

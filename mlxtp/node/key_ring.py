@@ -79,13 +79,8 @@ class KeyRing:
     def refusal(self, given: Sequence[str]) -> Refusal | None:
         """Why a request that shows the keys `given` gets no answer; None when it does."""
         now = self._clock()
-        if now - self._looked_at >= LOOK_S:
-            self._looked_at = now
-            self._look()
-        if not self.needed:
-            return None
-        digests = [digest_of(key) for key in given]
-        if self.own_key and _among(digest_of(self.own_key), digests):
+        self._look(now)
+        if not self.needed or self._is_own(given):
             return None
         if self._problem:
             return Refusal(
@@ -93,11 +88,24 @@ class KeyRing:
                 Code.CONFIG,
                 "this server cannot read its API keys, so none counts; its log says why",
             )
+        found = self._find(given)
+        return self._unknown(given) if found is None else self._use(found, now)
+
+    def admits(self, given: Sequence[str]) -> bool:
+        """Return True where one of `given` counts or none is needed. Counts no use of a key."""
+        self._look(self._clock())
+        return not self.needed or self._is_own(given) or self._find(given) is not None
+
+    def _is_own(self, given: Sequence[str]) -> bool:
+        return bool(self.own_key) and _among(digest_of(self.own_key), [digest_of(key) for key in given])
+
+    def _find(self, given: Sequence[str]) -> ApiKey | None:
+        digests = [digest_of(key) for key in given]
         found = None
         for key in self._keys:  # always all of them: how long it takes says nothing
             if _among(key.digest, digests):
                 found = key
-        return self._unknown(given) if found is None else self._use(found, now)
+        return found
 
     def _use(self, key: ApiKey, now: float) -> Refusal | None:
         self._used[key.name] = int(self._now())
@@ -129,8 +137,11 @@ class KeyRing:
             challenge += ', error="invalid_token"'
         return Refusal(401, Code.KEY_INVALID, why, {"www-authenticate": challenge})
 
-    def _look(self) -> None:
+    def _look(self, now: float) -> None:
         """Read the file again if it is another. What cannot be read lets nobody in."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
         try:
             stamp = self._file.stamp()
             if stamp == self._stamp and not self._problem:

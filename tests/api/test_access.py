@@ -279,6 +279,39 @@ def test_the_administration_has_a_key_of_its_own(backend: FakeBackend, tmp_path:
         assert server.ask(headers=own).status_code == 200
 
 
+@pytest.mark.parametrize(("rule", "told"), [("always", None), ("auto", "30 % read")])
+def test_a_stranger_hears_of_no_reason_for_which_it_is_not_ready(
+    backend: FakeBackend, tmp_path: Path, rule: str, told: str | None
+) -> None:
+    """A reason names Macs, models and folders. What a proxy passes on comes from beyond this Mac."""
+    backend.ready = False
+    beyond = {"x-forwarded-for": "192.168.1.9"}
+
+    def reason(server: Door, **headers: str) -> object:
+        found = server.ask(path="/health", headers=headers)
+        assert (found.status_code, found.json()["state"], found.json()["ready"]) == (503, "loading", False)
+        return found.json()["reason"]
+
+    with door(backend, tmp_path, rule=rule) as server:
+        assert reason(server) == "30 % read"
+        assert reason(server, **beyond) == told
+        assert reason(server, **beyond, **{"x-api-key": "guessed"}) == told
+        key = server.key(per_minute=1)
+        for _ in range(3):  # no use of the key
+            assert reason(server, **beyond, **{"x-api-key": key}) == "30 % read"
+        assert reason(server, **beyond) is None
+        backend.ready = True
+        assert server.ask(headers={"x-api-key": key}).status_code == 200
+        assert server.ask(headers={"x-api-key": key}).status_code == 429
+
+
+def test_by_https_a_page_of_http_is_another_origin(backend: FakeBackend, tmp_path: Path, tls: Tls) -> None:
+    with door(backend, tmp_path, rule="never", tls=tls) as server:
+        for scheme, status in (("https", 200), ("http", 403)):
+            origin = {"origin": f"{scheme}://127.0.0.1:{server.port}"}
+            assert server.ask(headers=origin, verify=False).status_code == status
+
+
 def test_keys_come_and_go_while_the_server_runs(backend: FakeBackend, tmp_path: Path) -> None:
     with door(backend, tmp_path, rule="auto") as server:
         assert server.openai("none").models.list().data
@@ -420,9 +453,8 @@ def test_a_page_that_is_not_on_the_list_hears_nothing_it_could_use(
         assert asked.json()["error"]["code"] == "origin_not_allowed"
         assert cors(asked) == {}
         answer = server.ask("POST", "/v1/chat/completions", json=BODY, headers={"origin": origin})
-        if not origin.partition("//")[2].startswith("localhost:"):  # those are pages of programs of this Mac
-            assert answer.status_code == 403
-            assert backend.requests == []
+        assert answer.status_code == 403
+        assert backend.requests == []
         assert "access-control-allow-origin" not in answer.headers
 
 
@@ -458,7 +490,7 @@ def test_a_browsers_library_streams_from_a_page(backend: FakeBackend, tmp_path: 
 
 def test_a_name_that_was_given_is_answered(backend: FakeBackend, tmp_path: Path) -> None:
     with door(backend, tmp_path, hosts=("ai.example.com",), rule="auto") as server:
-        named = {"host": "ai.example.com", "origin": "https://ai.example.com"}
+        named = {"host": "ai.example.com", "origin": "http://ai.example.com"}
         assert server.ask(headers=named).status_code == 200
         assert server.ask(headers={"host": "example.com"}).status_code == 421
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from mlxtp.api.guard import Access, address_of, is_admin, is_public, keys_in, misdirected
+from mlxtp.api.guard import (
+    Access,
+    address_of,
+    is_admin,
+    is_public,
+    is_stranger,
+    keys_in,
+    misdirected,
+)
 from mlxtp.errors import Code
 
 HERE = ("192.168.1.5", 52415)
@@ -20,6 +28,7 @@ def judged(
     method: str = "GET",
     server: Any = HERE,
     client: Any = THERE,
+    scheme: str = "http",
     **headers: str,
 ) -> Code | None:
     """The code of the refusal of a request with these headers; None for one that passes."""
@@ -28,6 +37,7 @@ def judged(
         "type": "http",
         "path": path,
         "method": method,
+        "scheme": scheme,
         "server": server,
         "client": client,
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
@@ -66,7 +76,8 @@ def test_names_that_were_given_are_this_mac_whatever_their_case() -> None:
 def test_with_any_host_pages_have_to_be_of_the_same_one() -> None:
     access = Access(hosts=("*",))
     assert judged(access, host="whatever.example") is None
-    assert judged(access, host="whatever.example", origin="https://whatever.example") is None
+    assert judged(access, host="whatever.example", origin="http://whatever.example") is None
+    assert judged(access, host="whatever.example", origin="https://whatever.example") is not None
     assert judged(access, host="whatever.example", origin="https://evil.example") is Code.ORIGIN_NOT_ALLOWED
     assert judged(access, host="whatever.example", origin="null") is Code.ORIGIN_NOT_ALLOWED
 
@@ -103,9 +114,81 @@ def test_an_end_that_is_not_known_is_nobodys_name() -> None:
 # --- Origin -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("origin", ["http://192.168.1.5:52415", "http://localhost:52415", "http://127.0.0.1"])
-def test_this_servers_own_pages_may_ask(origin: str) -> None:
-    assert judged(PLAIN, method="POST", origin=origin) is None
+@pytest.mark.parametrize(
+    ("scheme", "host", "origin"),
+    [
+        ("http", "192.168.1.5:52415", "http://192.168.1.5:52415"),
+        ("https", "192.168.1.5:52415", "https://192.168.1.5:52415"),
+        ("http", "localhost:9000", "http://localhost:9000"),  # through a tunnel
+        ("http", "LOCALHOST", "http://localhost:80"),
+        ("https", "localhost:443", "https://localhost"),
+        ("http", "[::1]:52415", "http://[::1]:52415"),
+    ],
+)
+def test_this_servers_own_pages_may_ask(scheme: str, host: str, origin: str) -> None:
+    assert judged(PLAIN, method="POST", host=host, scheme=scheme, origin=origin) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "origin"),
+    [
+        ("localhost:52415", "http://localhost:8080"),
+        ("localhost:52415", "http://localhost"),
+        ("localhost:52415", "https://localhost:52415"),
+        ("localhost:52415", "http://127.0.0.1:52415"),
+        ("localhost:80", "https://localhost"),
+        ("localhost", "https://localhost"),
+        ("localhost", "ftp://localhost"),
+        ("127.0.0.1:52415", "http://127.0.0.1:9"),
+    ],
+)
+def test_pages_of_other_programs_on_this_mac_may_not(host: str, origin: str) -> None:
+    for extra in ({}, {"sec_fetch_site": "same-origin"}):
+        refused = judged(PLAIN, method="POST", host=host, origin=origin, **extra)
+        assert refused is Code.ORIGIN_NOT_ALLOWED
+
+
+def test_behind_a_proxy_that_speaks_https_the_browser_tells_the_own_page() -> None:
+    named: dict[str, str] = {"host": "ai.example.com", "origin": "https://ai.example.com"}
+    proxied = named | {"x_forwarded_proto": "https"}
+    assert judged(NAMED, **proxied, sec_fetch_site="same-origin") is None
+    assert judged(NAMED, **proxied, sec_fetch_site="same-site") is Code.ORIGIN_NOT_ALLOWED
+    assert judged(NAMED, **proxied) is Code.ORIGIN_NOT_ALLOWED
+    assert judged(NAMED, **named, sec_fetch_site="same-origin") is Code.ORIGIN_NOT_ALLOWED
+    other = proxied | {"origin": "https://evil.example"}
+    assert judged(NAMED, **other, sec_fetch_site="same-origin") is Code.ORIGIN_NOT_ALLOWED
+    assert judged(Access(NAMED.hosts, ("https://ai.example.com",)), **named) is None
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/cluster", "/page/main.js", "/"])
+@pytest.mark.parametrize(
+    ("site", "code"),
+    [
+        ("none", None),
+        ("same-origin", None),
+        ("same-site", Code.ORIGIN_NOT_ALLOWED),
+        ("cross-site", Code.ORIGIN_NOT_ALLOWED),
+        ("else", Code.ORIGIN_NOT_ALLOWED),
+    ],
+)
+def test_a_browser_says_that_a_page_of_another_origin_asks(path: str, site: str, code: Code | None) -> None:
+    assert judged(PLAIN, path, sec_fetch_site=site) is code
+    assert judged(LISTED, path, sec_fetch_site=site) is code  # no origin that could be on the list
+    assert judged(LISTED, path, origin="http://localhost:3000", sec_fetch_site=site) is None
+    assert judged(Access(origins=("*",)), path, sec_fetch_site=site) is None
+
+
+def test_a_link_elsewhere_leads_to_the_page_alone() -> None:
+    link = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}
+    assert judged(PLAIN, "/", **link) is None
+    for path, changed in (
+        ("/health", {}),
+        ("/", {"sec_fetch_dest": "iframe"}),
+        ("/", {"sec_fetch_mode": "no-cors"}),
+        ("/", {"method": "POST"}),
+        ("/", {"origin": "https://evil.example"}),
+    ):
+        assert judged(PLAIN, path, **link | changed) is Code.ORIGIN_NOT_ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -154,6 +237,32 @@ def test_only_the_list_counts_for_what_a_browser_asks_first(
 )
 def test_commands_of_this_mac_reach_the_administration(client: Any) -> None:
     assert judged(PLAIN, "/admin/status", client=client) is None
+
+
+@pytest.mark.parametrize(
+    "header", ["forwarded", "x_forwarded_for", "x_forwarded_proto", "x_forwarded_user", "via", "x_real_ip"]
+)
+def test_what_a_proxy_on_this_mac_passes_on_does_not_reach_it(header: str) -> None:
+    forwarded = {header: "for=1.2.3.4"}
+    assert judged(PLAIN, "/admin/status", client=("127.0.0.1", 1), **forwarded) is Code.BAD_REQUEST
+    assert judged(PLAIN, client=("127.0.0.1", 1), **forwarded) is None
+
+
+@pytest.mark.parametrize(
+    ("client", "header", "stranger"),
+    [
+        (("127.0.0.1", 1), "x-request-id", False),
+        (HERE, "x-request-id", False),
+        (THERE, "x-request-id", True),
+        (("127.0.0.1", 1), "via", True),
+        (None, "x-request-id", True),
+    ],
+)
+def test_where_no_key_is_ever_needed_a_client_beyond_this_mac_is_a_stranger(
+    client: Any, header: str, stranger: bool
+) -> None:
+    scope = {"server": HERE, "client": client, "headers": [(header.encode(), b"x")]}
+    assert is_stranger(Access(), scope) is stranger
 
 
 @pytest.mark.parametrize("path", ["/admin", "/admin/", "/admin/serve"])

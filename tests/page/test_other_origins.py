@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,4 +103,24 @@ def test_a_page_that_is_not_on_the_list_gets_nothing(
         refused = ask(page, server, server.key())
         assert (refused["status"], refused["text"]) == (0, "TypeError: Failed to fetch")
         assert ask(page, server, "", "/v1/models", None)["status"] == 0
+    assert backend.requests == []
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_a_page_of_another_program_on_this_mac_cannot_ask_blindly(
+    backend: FakeBackend, tmp_path: Path, page: Page, host: str
+) -> None:
+    """Such a request asks nothing beforehand, and its answer stays hidden from the page."""
+    blind = """async ([url, body]) => {
+      const how = body ? { method: "POST", headers: { "content-type": "text/plain" }, body } : {};
+      return (await fetch(url, { mode: "no-cors", ...how })).type;
+    }"""
+    with door(backend, tmp_path, rule="never") as server:
+        url = f"http://{host}:{server.port}"
+        body = json.dumps({"model": "default", "messages": BODY["messages"]})
+        assert page.evaluate(blind, [f"{url}/v1/chat/completions", body]) == "opaque"
+        assert page.evaluate(blind, [f"{url}/v1/models", None]) == "opaque"
+        with page.expect_navigation():
+            page.evaluate("url => { location.href = url }", f"{url}/health")
+        assert "may not use this server" in page.content()
     assert backend.requests == []

@@ -28,6 +28,7 @@ from .sharding import (
     text_config,
 )
 from .stored import Folder, Stored, is_plain, read_share, share_of
+from .tensor_headers import read_header
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200
@@ -307,8 +308,9 @@ def _read_weights(folder: Path) -> tuple[Any, Config]:
     from mlx_lm.utils import load_model
 
     _check_shards_present(folder)
+    _check_headers(folder)
     try:
-        model, config = load_model(folder, lazy=True, strict=True)
+        model, config = load_model(folder, lazy=True, strict=True, trust_remote_code=False)
     except FileNotFoundError:
         raise ModelError(f"{folder} holds no model*.safetensors", Code.MODEL_NOT_FOUND) from None
     except SystemExit as error:  # what mlx-lm's olmo does without a package that it needs
@@ -347,6 +349,15 @@ def _check_shards_present(folder: Path) -> None:
         raise ModelError(
             f"{folder} lacks {len(missing)} of {len(files)} weight files: {', '.join(missing[:5])}"
         )
+
+
+def _check_headers(folder: Path) -> None:
+    """Check every weight file, since MLX trusts what stands there. Raises ModelError."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            read_header(path)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{folder.name}: {path.name} is damaged: {error}", Code.MODEL_INVALID) from None
 
 
 def _vocabulary(config: Config) -> int:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import mlx.core as mx
 
+from .tensor_headers import read_header
 from .vocabulary import cut_rows
 
 TYPES = {
@@ -79,18 +80,11 @@ class Folder:
 
     @cached_property
     def _stored(self) -> list[Stored]:
-        return [s for path in sorted(self._folder.glob("model*.safetensors")) for s in _read_header(path)]
-
-
-def _read_header(path: Path) -> list[Stored]:
-    with path.open("rb") as file:
-        size = struct.unpack("<Q", file.read(8))[0]
-        header: dict[str, Any] = json.loads(file.read(size))
-    return [
-        Stored(name, path, t["dtype"], tuple(t["shape"]), 8 + size + t["data_offsets"][0])
-        for name, t in header.items()
-        if name != "__metadata__"
-    ]
+        return [
+            Stored(tensor.name, path, tensor.type, tensor.shape, tensor.begin)
+            for path in sorted(self._folder.glob("model*.safetensors"))
+            for tensor in read_header(path)
+        ]
 
 
 def share_of(stored: Stored, array: mx.array, ranks: int) -> bool:

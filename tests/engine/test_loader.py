@@ -282,6 +282,13 @@ def weights_garbage(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"garbage" * 100)
 
 
+def a_shape_that_wraps_to_nothing(folder: Path) -> None:
+    """2^64 bytes are 0 to MLX, and reading any of them ends the process."""
+    tensor = {"dtype": "F32", "shape": [65536] * 4, "data_offsets": [0, 0]}
+    header = json.dumps({"model.norm.weight": tensor}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
 def a_tensor_is_missing(folder: Path) -> None:
     change_weights(folder, model__layers__1__mlp__up_proj__weight=None)
 
@@ -366,6 +373,7 @@ def a_family_that_is_no_model(folder: Path) -> None:
         (weights_cut_off_early, Code.MODEL_INVALID, ["small"]),
         (weights_empty, Code.MODEL_INVALID, ["small"]),
         (weights_garbage, Code.MODEL_INVALID, ["small"]),
+        (a_shape_that_wraps_to_nothing, Code.MODEL_INVALID, ["model.safetensors is damaged", "norm.weight"]),
         (a_tensor_is_missing, Code.MODEL_INVALID, ["Missing 1", "model.layers.1.mlp.up_proj.weight"]),
         (a_tensor_too_many, Code.MODEL_INVALID, ["sideways_proj.weight", "not in model"]),
         (a_tensor_of_another_shape, Code.MODEL_INVALID, ["(64", "(65", "model.norm.weight"]),
@@ -395,6 +403,20 @@ def test_a_broken_folder_is_refused_in_plain_words(
     # Several ranks' words must fit one frame, and a log's line.
     assert "\n" not in refused.value.detail
     assert len(refused.value.detail) < 400
+
+
+def test_code_of_a_model_is_refused_whatever_mlx_lm_does_by_default(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_lm.utils import load_model
+
+    code_of_its_own(folder)
+    defaults = load_model.__defaults__
+    assert defaults is not None
+    assert defaults[-1] is False
+    monkeypatch.setattr(load_model, "__defaults__", (*defaults[:-1], True))
+    with pytest.raises(ModelError, match="custom module"):
+        load_alone(folder)
 
 
 def test_a_model_that_cannot_be_read_is_the_same_error(tmp_path: Path) -> None:

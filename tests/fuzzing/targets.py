@@ -42,6 +42,7 @@ from mlxtp.cluster.sightings import SERVICE, Advert, Sighting, judge
 from mlxtp.cluster.tokens import Desk, read_token
 from mlxtp.config import parse_nodes, resolve_settings
 from mlxtp.doctor.postmortem import as_json, postmortems, show
+from mlxtp.engine.tensor_headers import MAX_LENGTH, check_header
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
 from mlxtp.node import state
 from mlxtp.node.failures import RankEnd, about_rank
@@ -528,6 +529,23 @@ _PROMPTS = (
 )
 
 
+def tensor_header(data: bytes) -> None:
+    """What passes fills the file, and no shape overflows."""
+    extra, text = data[:1], data[1:]
+    file_bytes = 8 + len(text) + (extra[0] if extra else 0)
+    tensors = check_header(text, file_bytes)
+    assert sum(tensor.end - tensor.begin for tensor in tensors) == file_bytes - 8 - len(text)
+    assert all(0 <= axis <= MAX_LENGTH for tensor in tensors for axis in tensor.shape)
+
+
+_TENSOR_HEADERS = (
+    b'\x18{"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}',
+    b'\0{"a": {"dtype": "F32", "shape": [65536, 65536, 65536, 65536], "data_offsets": [0, 0]}}',
+    b'\x02{"__metadata__": {"format": "mlx"}, "a": {"dtype": "BF16", "shape": [], "data_offsets": [0, 2]}}',
+    b"\0" + DEEP,
+)
+
+
 TARGETS: Mapping[str, Target] = {
     "frames": Target(
         frames,
@@ -580,6 +598,7 @@ TARGETS: Mapping[str, Target] = {
         flight_recorder, (), (_memory(), _memory(float("nan")), _memory(float("inf")), b"")
     ),
     "failure": Target(failure, (UserError,), _failures()),
+    "tensor_header": Target(tensor_header, (ValueError,), _TENSOR_HEADERS),
 }  # fmt: skip
 
 

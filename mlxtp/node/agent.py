@@ -50,6 +50,7 @@ from .store.models import (
     open_model,
 )
 from .supervisor import StageListener, Supervisor
+from .watchdog import watched_loop
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ async def running_agent(
             "--load-on-request needs an agent that is part of a cluster, if only of one Mac: leave --alone "
             "and --ranks away"
         )
-    with _own_home(settings.home), open_endpoint(settings) as endpoint:
+    with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
         wanted = settings.ranks if settings.spare else 0
         heard = log_lines if settings.log_file or settings.log_format == "json" else None
         async with Spares(worker, settings.home / "run", wanted, heard) as spares:

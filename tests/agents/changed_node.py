@@ -2,17 +2,26 @@
 
 version    what it tells others that its mlxtp is
 token_life seconds for which its join tokens are good
+stuck      its event loop stands still once it runs; so many turns later it ends
 """
 
 from __future__ import annotations
 
 import sys
+import threading
+from typing import Any
 
 import mlxtp.cluster.tokens
 import mlxtp.node.administration
 import mlxtp.node.cluster
+import mlxtp.node.supervisor
+import mlxtp.node.watchdog
 from mlxtp.cli import main
 from mlxtp.node.build import versions_here
+
+
+async def stand_still(*_: Any) -> None:
+    threading.Event().wait()
 
 
 def change(thing: str, value: str) -> None:
@@ -24,6 +33,9 @@ def change(thing: str, value: str) -> None:
                 module.versions_here = lambda: told  # type: ignore[attr-defined]
         case "token_life":
             mlxtp.cluster.tokens.LIFE_S = float(value)
+        case "stuck":
+            mlxtp.node.watchdog.TURNS = int(value)
+            mlxtp.node.supervisor.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]
         case _:
             raise SystemExit(f"nothing here is called {thing}")
 

@@ -1,0 +1,70 @@
+"""Ends an agent whose event loop stands still, so that launchd or systemd starts another one.
+
+Such an agent beats no heart and answers no client, while its process looks alive. A thread counts its own
+turns without a sign of the loop. It needs no clock: while the Mac sleeps, or the process is stopped, neither
+has a turn. A call into C that keeps the interpreter's lock keeps this thread from its turns, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+
+from ..errors import WEDGED_STATUS
+
+log = logging.getLogger(__name__)
+
+TURN_S = 1.0
+TURNS = 30  #: without any sign of the loop
+REPORT_S = 5.0  #: for the log, which the loop itself may hold
+
+
+@contextlib.contextmanager
+def watched_loop() -> Iterator[None]:
+    """Watch the running loop until the context ends. Ends the process with WEDGED_STATUS."""
+    over, signs = threading.Event(), threading.Event()
+
+    async def give_signs() -> None:
+        while True:
+            signs.set()
+            await asyncio.sleep(TURN_S)
+
+    def watch() -> None:
+        silent = 0
+        while not over.wait(TURN_S):
+            silent = 0 if signs.is_set() else silent + 1
+            signs.clear()
+            if silent >= TURNS:
+                end()
+
+    signing = asyncio.ensure_future(give_signs())
+    threading.Thread(target=watch, name="watchdog", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        signing.cancel()
+
+
+def end() -> None:
+    """Log where each thread stands, and end the process."""
+    report = threading.Thread(target=_report, daemon=True)
+    report.start()
+    report.join(REPORT_S)
+    os._exit(WEDGED_STATUS)
+
+
+def _report() -> None:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = file.read().splitlines()
+    log.critical("the event loop stood still for %g s, so this agent ends; its threads:", TURNS * TURN_S)
+    for line in lines:
+        log.critical("%s", line)

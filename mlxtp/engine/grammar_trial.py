@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import Code, ModelError, RequestError
 from ..tokenizer_file import tokenizer_json
+from ..wire.handover import without_secrets
 from ..wire.messages import MAX_GRAMMAR
 
 if TYPE_CHECKING:
@@ -147,7 +149,11 @@ class Trial:
         self.close()
         try:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                env=without_secrets(os.environ),
             )
         except OSError as error:
             raise RequestError(f"no grammar can be tried: {error}", Code.INTERNAL, status=500) from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Coroutine, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ..wire.handover import READY, TAKEN, hand_over
+from ..wire.handover import READY, TAKEN, hand_over, without_secrets
 from ..wire.messages import Pong
 from .rank_lines import Heard, Lines
 
@@ -223,6 +224,7 @@ class Spares:
                 *self._command,
                 *arguments,
                 pass_fds=fds,
+                env=without_secrets(os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 # stdout is the command's own: its JSON must stay JSON
                 stdout=_STDERR_FD if lines is None else lines.descriptor,

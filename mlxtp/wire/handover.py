@@ -8,9 +8,10 @@ then on.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import LinkError
 
@@ -20,6 +21,12 @@ MAX_ARGUMENTS = 8000
 """Bytes of all arguments. A socket pair of macOS holds 8192 at once."""
 
 _LENGTH = struct.Struct(">I")
+_SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|KEY|PASS|CREDENTIAL|AUTH|COOKIE|^MLXTP_JOIN$", re.IGNORECASE)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a process that reads what models bring: none whose name tells of a secret."""
+    return {name: value for name, value in environment.items() if not _SECRET.search(name)}
 
 
 def hand_over(sock: socket.socket, arguments: Sequence[str], listener: socket.socket | None) -> None:

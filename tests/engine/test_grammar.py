@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -705,6 +706,15 @@ def test_a_trial_that_was_killed_between_two_grammars_is_started_again(grammars:
     process.kill()
     process.wait(WAIT_S)
     assert accepts(grammars.compile("regex", "after"), "after")
+
+
+def test_a_trial_knows_no_secrets(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    grammars._trial.close()
+    grammars.compile("regex", "secret")
+    process = grammars._trial._process
+    assert process is not None
+    assert "HF_TOKEN" not in psutil.Process(process.pid).environ()
 
 
 def test_closing_ends_what_is_being_tried() -> None:

@@ -165,6 +165,21 @@ def test_spares_become_the_next_ranks_and_rank_0_gets_the_listener(tmp_path: Pat
     play(tmp_path, story, ranks=2)
 
 
+def test_ranks_and_spares_know_no_secrets_of_their_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "OPENAI_API_KEY", "MLX_METAL_FAST_SYNCH"):
+        monkeypatch.setenv(name, "1")
+
+    async def story(stage: Story) -> None:
+        for pid in (*await stage.serve(), *await stage.spare_pids(1)):
+            known = psutil.Process(pid).environ()
+            assert {"HF_TOKEN", "OPENAI_API_KEY"} & known.keys() == set()
+            assert known["MLX_METAL_FAST_SYNCH"] == "1"
+
+    play(tmp_path, story)
+
+
 def test_one_that_dies_is_replaced(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         await stage.serve()

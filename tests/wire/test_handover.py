@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlxtp.errors import LinkError
-from mlxtp.wire.handover import MAX_ARGUMENTS, READY, TAKEN, hand_over, take_over
+from mlxtp.wire.handover import MAX_ARGUMENTS, READY, TAKEN, hand_over, take_over, without_secrets
 from mlxtp.wire.link import listen
 
 ARGUMENTS = [
@@ -119,3 +119,29 @@ def test_the_longest_arguments_go_at_once(pair: Pair) -> None:
     ours, theirs = pair
     hand_over(ours, ["x" * MAX_ARGUMENTS], None)
     assert take_over(theirs) == (["x" * MAX_ARGUMENTS], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "stays"),
+    [
+        ("PATH", True),
+        ("HOME", True),
+        ("HF_HOME", True),
+        ("MLXTP_HOME", True),
+        ("MLX_METAL_FAST_SYNCH", True),
+        ("TOKENIZERS_PARALLELISM", True),
+        ("DYLD_LIBRARY_PATH", True),
+        ("HF_TOKEN", False),
+        ("hf_token", False),
+        ("HUGGING_FACE_HUB_TOKEN", False),
+        ("OPENAI_API_KEY", False),
+        ("AWS_SECRET_ACCESS_KEY", False),
+        ("AWS_CREDENTIALS", False),
+        ("PGPASSWORD", False),
+        ("MLXTP_KEY", False),
+        ("MLXTP_JOIN", False),
+        ("SSH_AUTH_SOCK", False),
+    ],
+)
+def test_which_variables_a_process_gets_that_reads_what_models_bring(name: str, stays: bool) -> None:
+    assert without_secrets({name: "value"}) == ({name: "value"} if stays else {})

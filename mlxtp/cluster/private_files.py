@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -75,7 +77,7 @@ def write_private(path: Path, data: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(descriptor)
+            to_disk(descriptor)
         fresh.replace(path)
         sync_folder(path.parent)
     except OSError as error:
@@ -86,9 +88,26 @@ def sync_folder(folder: Path) -> None:
     """Brings names that were made, changed or removed in `folder` to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        to_disk(descriptor)
     finally:
         os.close(descriptor)
+
+
+def to_disk(descriptor: int) -> None:
+    """Bring what was written to the disk itself. Raises OSError.
+
+    On macOS `fsync` hands it to the drive, which may keep it in a cache; F_FULLFSYNC has the drive write it.
+    Some file systems, such as those of a network, have only `fsync`.
+    """
+    if (full := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
+        try:
+            fcntl.fcntl(descriptor, full)
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                raise
+        else:
+            return
+    os.fsync(descriptor)
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:

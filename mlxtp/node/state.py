@@ -7,16 +7,15 @@ under another name and reported, never overwritten.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..cluster.beliefs import MAX_ENTRIES, Beliefs, Claim, Roster
-from ..errors import UserError
+from ..cluster.private_files import write_private
+from ..errors import ConfigError, UserError
 from ..wire.base import U63
 from ..wire.codecs import FieldCodec, integer, record, records, text, texts
 from ..wire.control import MAX_MEMBERS, DesiredState, RosterEntry
@@ -133,21 +132,10 @@ def load(home: Path) -> tuple[Kept, str]:
 
 def save(home: Path, kept: Kept) -> None:
     """Replace the file. Raises UserError when that cannot be done; the file is then what it was."""
-    path, draft, text = home / FILE, home / f"{FILE}.draft", to_text(kept)
     try:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        _sync_folder(home)
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}. What this node knows is not safe"
-        ) from None
+        write_private(home / FILE, to_text(kept).encode())
+    except ConfigError as error:
+        raise UserError(f"{error.detail}. What this node knows is not safe") from None
 
 
 def forget(home: Path) -> None:
@@ -162,15 +150,6 @@ def forget(home: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path} of an earlier cluster cannot be removed: {error.strerror}") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Else a power cut may forget the new name."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unusable(path: Path, why: object) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 from mlxtp.cluster.beliefs import Beliefs, Claim, Roster
 from mlxtp.errors import UserError
-from mlxtp.node import state
 from mlxtp.node.state import FILE, Kept, forget, from_text, load, save, to_text
 from mlxtp.wire.control import DesiredState
 
@@ -79,7 +78,7 @@ def test_whoever_is_killed_while_writing_leaves_the_file_before(
     def dies(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(state.os, "fsync", dies)
+    monkeypatch.setattr(os, "fsync", dies)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, Kept())
     monkeypatch.undo()
@@ -92,7 +91,7 @@ def test_the_new_file_is_on_the_disk_before_it_takes_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(state.os, "fsync", lambda descriptor: done.append("sync"))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append("sync"))
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: (done.append("rename"), replace(self, to))[1])
     save(tmp_path, KEPT)
@@ -107,7 +106,7 @@ def test_a_full_disk_is_told_and_the_file_before_stays(
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"state\.json cannot be written: No space left on device"):
         save(tmp_path, Kept())
     monkeypatch.undo()

@@ -35,6 +35,7 @@ from ...cluster.manifests import (
     to_bytes,
     wanted,
 )
+from ...cluster.private_files import sync_folder, to_disk
 from ...errors import Code, ModelError, why_not_written
 from .complete import is_complete
 
@@ -477,7 +478,7 @@ class Part:
             while not self._named:
                 begun = self._begun
                 digest = self._digest(data.fileno(), begun)
-                os.fsync(data.fileno())
+                to_disk(data.fileno())
                 self._name(begun, digest)
 
     def _digest(self, data: int, begun: int) -> str:
@@ -573,11 +574,15 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing."""
+    """All of it or nothing; it is on the disk when this returns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
-    draft.write_bytes(data)
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        to_disk(file.fileno())
     draft.replace(path)
+    sync_folder(path.parent)
 
 
 _REPO_FOLDER = re.compile(r"models--(.+?)--(.+)")

@@ -10,7 +10,8 @@
 # make apps     install coding agents, chat apps and client libraries, run each, print a table (needs npm);
 #               APPS_ARGS="--only codex,claude" for some
 #
-# Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt.
+# Needs uv, or Python 3.11 or newer. Everything is installed into .venv, within constraints.txt, and only with a
+# hash that stands in hashes.txt.
 
 VENV := .venv
 EXTRAS ?= dev
@@ -34,7 +35,7 @@ APPS_ARGS ?=
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+$(STAMP): pyproject.toml constraints.txt hashes.txt scripts/setup.sh scripts/locked.py
 	@sh scripts/setup.sh $(VENV) $(EXTRAS)
 	@touch $(STAMP)
 

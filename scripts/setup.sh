@@ -1,5 +1,6 @@
 #!/bin/sh
 # Installs mlxtp with everything for development into the virtual environment $1; $2 names other extras.
+# What hashes.txt names is installed first, and only with one of the hashes that stand there.
 set -eu
 venv=$1
 extras=${2:-dev}
@@ -8,7 +9,10 @@ cd "$(dirname "$0")/.."
 
 if command -v uv >/dev/null 2>&1; then
     [ -x "$venv/bin/python" ] || uv venv --quiet --python '>=3.11' "$venv"
-    exec uv pip install --quiet --python "$venv/bin/python" --constraint constraints.txt --editable ".[$extras]"
+    "$venv/bin/python" scripts/locked.py "$extras" >"$venv/locked.txt"
+    uv pip install --quiet --python "$venv/bin/python" --require-hashes --requirement "$venv/locked.txt"
+    exec uv pip install --quiet --python "$venv/bin/python" --no-build-isolation --constraint constraints.txt \
+        --editable ".[$extras]"
 fi
 
 new_enough() {
@@ -32,5 +36,8 @@ if ! { [ -x "$venv/bin/python" ] && new_enough "$venv/bin/python"; }; then
     fi
     "$python" -m venv --clear "$venv"
 fi
-exec "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+"$venv/bin/python" scripts/locked.py "$extras" >"$venv/locked.txt"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --require-hashes --requirement "$venv/locked.txt"
+exec "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation \
     --constraint constraints.txt --editable ".[$extras]"

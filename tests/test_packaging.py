@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.metadata
 import re
 import subprocess
 import tomllib
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from scripts.locked import locked, name_of
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -45,6 +48,45 @@ def test_every_dependency_is_pinned_to_a_version_that_will_do() -> None:
         name = re.sub(r"[-_.]+", "-", each.name).lower()
         assert name in pinned, f"{each.name} has no line in constraints.txt"
         assert pinned[name] in each.specifier, f"{each} but {pinned[name]} in constraints.txt"
+
+
+def pins_of(text: str) -> dict[str, str]:
+    return {
+        name_of(pin): version for pin, version in re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
+    }
+
+
+def test_each_pin_has_its_hashes() -> None:
+    text = (ROOT / "hashes.txt").read_text()
+    pins, hashed = pins_of((ROOT / "constraints.txt").read_text()), pins_of(text)
+    assert len(pins) > 90
+    assert {name: hashed.get(name) for name in pins} == pins
+    assert all("--hash=sha256:" in lines for lines in locked(text, set(hashed)).values())
+    assert "://" not in text
+
+
+def test_whatever_extras_are_installed_comes_with_its_hashes() -> None:
+    """But what trains the embedded model: its packages are pinned nowhere."""
+    text, extras = (ROOT / "hashes.txt").read_text(), PROJECT["project"]["optional-dependencies"]
+    here = {name_of(each.metadata["Name"]) for each in importlib.metadata.distributions()}
+    for names in ([], ["dev"], ["dev", "browser"], ["examples"]):
+        asked = [*PROJECT["build-system"]["requires"], *PROJECT["project"]["dependencies"]]
+        asked += [each for name in names for each in extras[name]]
+        wanted = set(map(name_of, asked))
+        found = locked(text, wanted)
+        assert wanted <= found.keys()
+        for name in found:
+            needs = (importlib.metadata.requires(name) or []) if name in here else []
+            plain = {name_of(need) for need in needs if ";" not in need}
+            assert plain <= found.keys(), f"{name} needs {plain - found.keys()}"
+    assert "torch" not in locked(text, {"torch"})
+
+
+def test_setup_takes_nothing_without_its_hash_but_this_folder() -> None:
+    script = (ROOT / "scripts" / "setup.sh").read_text()
+    installs = [line for line in script.replace("\\\n", "").splitlines() if "pip install" in line]
+    assert ["--require-hashes" in line for line in installs] == [True, False, True, False]
+    assert all("--editable" in line and "--no-build-isolation" in line for line in installs[1::2])
 
 
 def test_setup_asks_for_the_python_that_the_package_asks_for() -> None:

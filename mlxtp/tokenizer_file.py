@@ -15,6 +15,8 @@ from typing import Any
 from .errors import Code, ModelError
 
 TIKTOKEN_FILE = "tiktoken.model"
+MAX_CONFIG_BYTES = 8 << 20  #: of config.json; those with a quantization for each layer have 2 MiB
+MAX_TEXT_BYTES = 64 << 20  #: of any other file than weights; Gemma's tokenizer.json has 33 MiB
 RESERVED = 256  # special tokens behind those of the list; Kimi's `num_reserved_special_tokens`
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -64,11 +66,14 @@ def tokenizer_json(folder: Path) -> str:
     """
     path = folder / "tokenizer.json"
     if path.is_file() or not (folder / TIKTOKEN_FILE).is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return text_of(path)
+        except ValueError as error:
+            raise ModelError(f"{folder}: {error}", Code.MODEL_INVALID) from None
     try:
         config, settings = table(folder / "config.json"), tokenizer_settings(folder)
         why = refusal(config, settings, template="chat_template" in settings)
-        found = "" if why else converted((folder / TIKTOKEN_FILE).read_bytes(), settings)
+        found = "" if why else converted(content_of(folder / TIKTOKEN_FILE), settings)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         why = f"{TIKTOKEN_FILE} or tokenizer_config.json is damaged: {error}"
     if why:
@@ -80,7 +85,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json, with the chat template that a file of its own has. Raises as `table`."""
     settings = table(folder / "tokenizer_config.json")
     if (path := folder / "chat_template.jinja").is_file():
-        settings["chat_template"] = path.read_text(encoding="utf-8")
+        settings["chat_template"] = text_of(path)
     return settings
 
 
@@ -89,7 +94,7 @@ def token_count(folder: Path) -> int:
     path = folder / "tokenizer.json"
     try:
         if not path.is_file():
-            return len((folder / TIKTOKEN_FILE).read_bytes().split()) // 2 + RESERVED
+            return len(content_of(folder / TIKTOKEN_FILE).split()) // 2 + RESERVED
         found, settings = table(path), table(folder / "tokenizer_config.json")
         vocabulary = found["model"]["vocab"]
         ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
@@ -102,9 +107,23 @@ def token_count(folder: Path) -> int:
 
 def table(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises OSError and ValueError."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(text_of(path))
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} holds no table")
+    return found
+
+
+def text_of(path: Path, most: int = MAX_TEXT_BYTES) -> str:
+    """Return the text of a file of a model. Raises OSError, and ValueError as `content_of`."""
+    return content_of(path, most).decode()
+
+
+def content_of(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
+    """Return what a file of a model holds. Raises OSError, and ValueError for more than models need."""
+    with path.open("rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise ValueError(f"{path.name} has more than {most >> 20} MiB, which no model needs")
     return found
 
 

@@ -17,11 +17,24 @@ from mlxtp.api.ask import Call, Conversation, Tool, Turn
 from mlxtp.api.text.template_modules import template_module
 from mlxtp.api.text.tokens import Text
 from mlxtp.api.text.writer import LocalWriter
+from mlxtp.engine import loader
 from mlxtp.engine.grammar_trial import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
-from mlxtp.node.store import hub
+from mlxtp.node import golden
+from mlxtp.node.store import hub, servable
 from mlxtp.node.store.complete import lacks
-from mlxtp.tokenizer_file import _SHOWN, KIMI_PATTERN, RESERVED, converted, token_count, tokenizer_json
+from mlxtp.node.timing import row_bytes
+from mlxtp.tokenizer_file import (
+    _SHOWN,
+    KIMI_PATTERN,
+    MAX_CONFIG_BYTES,
+    MAX_TEXT_BYTES,
+    RESERVED,
+    converted,
+    text_of,
+    token_count,
+    tokenizer_json,
+)
 
 from .api.conftest import byte_level, save
 from .hub import Model, put, running_hub
@@ -331,3 +344,37 @@ def test_a_template_module_brings_no_mlx() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def large(path: Path, size: int) -> None:
+    """A file of so many bytes, none of which is on the disk."""
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def test_a_file_that_is_larger_than_models_need_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    large(path, MAX_CONFIG_BYTES)
+    assert len(text_of(path, MAX_CONFIG_BYTES)) == MAX_CONFIG_BYTES
+    large(path, MAX_CONFIG_BYTES + 1)
+    with pytest.raises(ValueError, match="file has more than 8 MiB"):
+        text_of(path, MAX_CONFIG_BYTES)
+
+
+def test_nor_in_the_places_where_models_are_looked_at(tmp_path: Path) -> None:
+    large(tmp_path / "config.json", MAX_TEXT_BYTES + 1)
+    for read in (servable.read_config, loader.read_config):
+        with pytest.raises(ModelError, match=r"config\.json has more than 8 MiB"):
+            read(tmp_path)
+    assert row_bytes(tmp_path) == 0
+    assert len(golden.fingerprint(tmp_path)) == 64
+    for name in ("tokenizer.json", "model.safetensors.index.json"):
+        large(tmp_path / name, MAX_TEXT_BYTES + 1)
+    with pytest.raises(ModelError, match=r"tokenizer\.json has more than 64 MiB"):
+        tokenizer_json(tmp_path)
+    assert token_count(tmp_path) == 0
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert lacks(tmp_path) == "files that can be read"
+    (tmp_path / "tokenizer.json").unlink()
+    large(tmp_path / "tiktoken.model", MAX_TEXT_BYTES + 1)
+    assert token_count(tmp_path) == 0

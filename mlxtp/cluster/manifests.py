@@ -19,6 +19,9 @@ MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
 MAX_MODEL_BYTES = 1 << 46
 """Of all its files: far more than any model has, and few enough pieces to remember each of them."""
+MAX_CONFIG_BYTES = 8 << 20
+MAX_TEXT_BYTES = 64 << 20
+"""Of config.json, and of each other file that is read whole. Larger ones are not wanted."""
 MAX_MANIFEST_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 """Files come in pieces of this size; a piece is here or it is not."""
@@ -106,7 +109,7 @@ def wanted(files: Iterable[ModelFile]) -> tuple[ModelFile, ...]:
     plain = [each for each in files if "/" not in each.path and each.path.endswith(".safetensors")]
     weights = [each for each in plain if each.path.startswith("model")] or plain
     others = [each for each in files if any(_matches(each.path, pattern) for pattern in _WANTED)]
-    others = [each for each in others if _fits(each.path)]
+    others = [each for each in others if _fits(each.path) and each.size <= _most(each.path)]
     return tuple(sorted({*weights, *others}, key=lambda file: (file in weights, file.path)))
 
 
@@ -156,6 +159,10 @@ def check(manifest: Manifest) -> Manifest:
 def _fits(path: str) -> bool:
     """Whether it stays inside the snapshot, whatever the disk."""
     return _PATH.fullmatch(path) is not None and ".." not in path
+
+
+def _most(path: str) -> int:
+    return MAX_CONFIG_BYTES if path == "config.json" else MAX_TEXT_BYTES
 
 
 def _matches(path: str, pattern: str) -> bool:

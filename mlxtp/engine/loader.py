@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import Code, GroupError, MlxtpError, ModelError
-from ..tokenizer_file import token_count
+from ..tokenizer_file import MAX_CONFIG_BYTES, text_of, token_count
 from .group import Group, alone, uncounted
 from .mlx_errors import code_of
 from .sharding import (
@@ -291,7 +291,7 @@ def read_config(folder: Path) -> Config:
     """The model's config.json. Raises ModelError when it is missing or is not JSON."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(text_of(path, MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise ModelError(
             f"{folder} holds no config.json, so it is not a model folder", Code.MODEL_NOT_FOUND
@@ -341,7 +341,7 @@ def _check_shards_present(folder: Path) -> None:
     if not index.is_file():
         return
     try:
-        files = set(json.loads(index.read_text())["weight_map"].values())
+        files = set(json.loads(text_of(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{index} cannot be read: {error!r}", Code.MODEL_INVALID) from None
     missing = sorted(name for name in files if not (folder / name).is_file())

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from ..cluster.manifests import MAX_CONFIG_BYTES
+
 Answers = tuple[tuple[int, ...], ...]
 """Tokens, for each prompt."""
 FILE = "golden.json"
@@ -49,7 +51,8 @@ def fingerprint(folder: Path) -> str:
     The beginning of each file holds the names and shapes of its tensors. Hashing all of a large model would
     take minutes; its beginning, middle and end tell two models apart, not a deliberate forgery.
     """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    with (folder / "config.json").open("rb") as file:
+        digest = hashlib.sha256(file.read(MAX_CONFIG_BYTES))
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from ..cluster import measurements
 from ..cluster.shapes import shape_of
 from ..errors import MlxtpError
 from ..wire.messages import CollectivesTimed
+from .store.servable import read_config
 
 _ACTIVATION_BYTES = 2
 
@@ -56,8 +56,7 @@ async def measure(clock: Time, row_bytes: int) -> Times:
 def row_bytes(folder: Path) -> int:
     """What one token's row takes in a collective of the model in `folder`; 0 when that cannot be read."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-        shape = shape_of(config if isinstance(config, dict) else {}, name=folder.name)
-    except (OSError, ValueError, MlxtpError):
+        shape = shape_of(read_config(folder), name=folder.name)
+    except MlxtpError:
         return 0
     return shape.hidden * _ACTIVATION_BYTES

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
-from ...tokenizer_file import TIKTOKEN_FILE
+from ...tokenizer_file import TIKTOKEN_FILE, table
 
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)\.safetensors")
 READ_ERRORS = (OSError, ValueError, RecursionError)
@@ -27,7 +25,7 @@ def lacks(folder: Path) -> str:
             missing = [name for name in missing if name != "tokenizer.json"]  # made of them
         weights = {path.name for path in folder.glob("model*.safetensors") if path.is_file()}
         indices = list(folder.glob("*.safetensors.index.json"))
-        wanted = {name for index in indices for name in table_of(index)["weight_map"].values()}
+        wanted = {name for index in indices for name in table(index)["weight_map"].values()}
     except (*READ_ERRORS, LookupError, AttributeError):
         return "files that can be read"
     shards = [match for match in map(_SHARD.fullmatch, weights) if match]
@@ -36,11 +34,3 @@ def lacks(folder: Path) -> str:
     elif not wanted <= weights or any(int(shard[2]) != len(shards) for shard in shards):
         missing.append("some files of its weights")
     return " and ".join(missing)
-
-
-def table_of(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises one of READ_ERRORS."""
-    table = json.loads(path.read_text())
-    if not isinstance(table, dict):
-        raise ValueError(f"{path} holds no table")
-    return table

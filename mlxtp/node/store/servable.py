@@ -11,6 +11,7 @@ from pathlib import Path
 from ...cluster.shapes import ALSO_CALLED, ModelShape, shape_of
 from ...cluster.weights import Config
 from ...errors import Code, ModelError
+from ...tokenizer_file import MAX_CONFIG_BYTES, text_of
 
 _WRITES_NO_TEXT = re.compile(
     r"(?:(?<!LMHead)Model|For(?:SequenceClassification|TokenClassification|MaskedLM|QuestionAnswering))$"
@@ -21,7 +22,7 @@ _WRITES_NO_TEXT = re.compile(
 def read_config(folder: Path) -> Config:
     """Raises ModelError. Reads the disk."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(text_of(folder / "config.json", MAX_CONFIG_BYTES))
         if not isinstance(config, dict):
             raise ValueError("config.json holds no table")
     except (OSError, ValueError, RecursionError) as error:  # its disk may be gone meanwhile

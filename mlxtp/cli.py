@@ -105,9 +105,12 @@ def demo_command(
         raise typer.BadParameter("--json goes with --once")
     with ending_at_once():
         from .commands import demo
+        from .logs import PrintableLines
     with demo.temporary_home() as folder:
         settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
-        logging.basicConfig(level=logging.WARNING, handlers=[TerminalLog()], format="%(message)s")
+        log = TerminalLog()
+        log.setFormatter(PrintableLines("%(message)s"))
+        logging.basicConfig(level=logging.WARNING, handlers=[log])
         view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
         outcome = _run(
             demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
@@ -251,7 +254,7 @@ def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
 
 def _log(log_format: str, log_file: str = "") -> None:
     """To a file, or to standard error. Raises ConfigError when the file cannot be written."""
-    from .logs import RotatingLog, log_formatter
+    from .logs import PrintableLines, RotatingLog, log_formatter
 
     handler: logging.Handler
     formatter = log_formatter(log_format)
@@ -260,7 +263,7 @@ def _log(log_format: str, log_file: str = "") -> None:
         if sys.stderr.isatty():
             print(f"mlxtp: the log goes to {handler.baseFilename}", file=sys.stderr)
     elif log_format == "text" and sys.stderr.isatty():
-        handler, formatter = TerminalLog(), logging.Formatter("%(message)s")
+        handler, formatter = TerminalLog(), PrintableLines("%(message)s")
     else:
         handler = logging.StreamHandler()
     handler.setFormatter(formatter)

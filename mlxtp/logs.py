@@ -15,10 +15,12 @@ from datetime import UTC, datetime
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
 from .api.account import current
 from .errors import ConfigError
 from .settings import KEPT_LOGS, MAX_LOG_BYTES
+from .wire.codecs import printable
 
 _ABOUT = ("epoch", "rank")
 MAX_STDERR_BYTES = 1024**2
@@ -109,8 +111,20 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class TextLines(logging.Formatter):
-    """As `logging` writes them, with the id of the request that is being answered."""
+class PrintableLines(logging.Formatter):
+    """As `logging` writes them, without what would steer a terminal: others' words stand in them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without the traceback: one line."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback, each of its lines a line."""
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
+
+
+class TextLines(PrintableLines):
+    """The same with the id of the request that is being answered."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line without the traceback."""

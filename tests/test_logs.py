@@ -200,3 +200,36 @@ def test_everything_an_agent_with_a_log_file_says_is_there(
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [line["logger"] for line in lines] == ["mlxtp.node", "py.warnings"]
     assert capsys.readouterr().err == ""
+
+
+def test_what_others_say_steers_no_terminal_and_makes_no_line_of_its_own() -> None:
+    text = Log("text")
+    text.log.warning("%s joined\n%s", "\x1b[2J\u202emac", "2026 CRITICAL all is lost\r\x9b1m")
+    line = text.stream.getvalue()
+    assert line.endswith(" WARNING ?[2J?mac joined 2026 CRITICAL all is lost ?1m\n")
+    assert line.count("\n") == 1
+
+
+def test_nor_do_the_words_of_an_error() -> None:
+    text_log = Log("text")
+    try:
+        raise ValueError("\x1b[2J\nsecond\u2028line")
+    except ValueError:
+        text_log.log.exception("it failed")
+    text = text_log.stream.getvalue()
+    assert "\x1b" not in text
+    assert "\u2028" not in text
+    assert "Traceback (most recent call last):\n" in text
+    assert "ValueError: ?[2J\nsecond line\n" in text
+
+
+def test_on_a_terminal_it_is_the_same(monkeypatch: pytest.MonkeyPatch, root: logging.Logger) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", stream)
+    root.handlers[:] = []
+    begin_log("text")
+    root.error("%s joined", "\x1b[2Jmac\nnext")
+    shown = re.sub(r"\x1b\[[\d;]*m", "", stream.getvalue())  # the colours of the line
+    assert "?[2Jmac next joined" in shown
+    assert "\x1b" not in shown

@@ -190,7 +190,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "postmortem": frozenset({"errors"}),
     "doctor": frozenset({"postmortem", "cluster", "wire", "errors"}),
     "service": frozenset({"client", "config", "errors"}),
-    "logs": frozenset({"api", "errors", "settings"}),
+    "logs": frozenset({"api", "errors", "settings", "wire"}),
     "commands": frozenset(
         {
             *("asking", "client", "cluster", "config", "doctor", "errors", "node", "node.store", "service"),

@@ -77,6 +77,17 @@ def test_modules_that_the_documents_name_are_there() -> None:
             assert path.exists() or path.with_suffix(".py").exists(), f"{page.name} names {name}"
 
 
+def test_tests_that_the_documents_name_are_there() -> None:
+    """`tests/a.py`, or `tests/a.py::test_b`."""
+    named = [
+        each for page in DOCS for each in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())
+    ]
+    assert len(named) > 30
+    for path, test in named:
+        text = (ROOT / path).read_text()
+        assert not test or f"def {test}(" in text, f"{path} has no {test}"
+
+
 # --- commands ---------------------------------------------------------------------------------------------
 
 PAGES = sorted([*DOCS, ROOT / "packaging" / "README.md", *(ROOT / "examples").rglob("*.md")])

@@ -461,6 +461,7 @@ def test_an_agent_starts_without_mlx() -> None:
 
 EXECUTABLE_MODULES = frozenset(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"))
 EXECUTABLE_CALLS = frozenset(("eval", "exec", "compile", "__import__", "yaml.load", "yaml.unsafe_load"))
+LOADERS = ("from_pretrained", "load_model")  #: that run a model's code if they are told so
 
 
 def executable_data(source: Source) -> list[str]:
@@ -477,6 +478,9 @@ def executable_data(source: Source) -> list[str]:
                 continue
             if dotted(node.func) in EXECUTABLE_CALLS:
                 found.append(f"{module}:{node.lineno} calls {dotted(node.func)}")
+            silent = all(keyword.arg != "trust_remote_code" for keyword in node.keywords)
+            if dotted(node.func).rpartition(".")[2] in LOADERS and silent:
+                found.append(f"{module}:{node.lineno} leaves trust_remote_code to the library")
             for keyword in node.keywords:
                 trusted = isinstance(keyword.value, ast.Constant) and not keyword.value.value
                 if keyword.arg in ("trust_remote_code", "allow_pickle") and not trusted:
@@ -498,6 +502,8 @@ def test_nothing_that_is_read_can_run() -> None:
         "import yaml\nyaml.load(x)",
         "from yaml import load",
         "AutoTokenizer.from_pretrained(x, trust_remote_code=True)",
+        "AutoTokenizer.from_pretrained(x)",
+        "mlx_lm.utils.load_model(x)",
         "AutoTokenizer.from_pretrained(x, trust_remote_code=trust)",
         "np.load(x, allow_pickle=True)",
     ],

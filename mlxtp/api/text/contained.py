@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import Code, MlxtpError, ModelError, RequestError
+from ...wire.handover import without_secrets
 from .writer import Facts, Json, LocalWriter, broken, too_large
 
 START_CPU_S = 120.0
@@ -156,7 +157,7 @@ class _Process:
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-m", __name__, str(there.fileno()), str(path.absolute())]
-            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+            environment = {**without_secrets(os.environ), "TOKENIZERS_PARALLELISM": "false"}
             popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment
             )

@@ -65,7 +65,9 @@ class Administration(Protocol):
 
     def members(self) -> Json: ...
 
-    def remove(self, node: str) -> Json: ...
+    def let_in(self, node: str) -> Json: ...
+
+    async def remove(self, node: str, with_admitted: str) -> Json: ...
 
     def leave(self, force: str) -> Json: ...
 
@@ -106,7 +108,12 @@ def routes(admin: Administration) -> list[Route]:
         route("removable", "POST", lambda body: admin.removable(_text(body, "model"))),
         route("repairable", "POST", lambda body: admin.repairable(_text(body, "model"))),
         route("removed", "POST", lambda body: admin.removed(_text(body, "model"))),
-        route("remove", "POST", lambda body: admin.remove(_text(body, "node"))),
+        route("let_in", "POST", lambda body: admin.let_in(_text(body, "node"))),
+        route(
+            "remove",
+            "POST",
+            lambda body: admin.remove(_text(body, "node"), _text(body, "with_admitted", "")),
+        ),
         route("leave", "POST", lambda body: admin.leave(_text(body, "force", ""))),
     ]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..errors import Code, LinkError, RemoteProtocolError
+from ..errors import Code, LinkError, ProtocolError, RemoteProtocolError
 from ..wire.connection import Connection
 from ..wire.doorman import open_tls
-from ..wire.joining import JoinGrant, JoinOffer, JoinRequest
+from ..wire.joining import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from ..wire.messages import Error, Message
 from ..wire.protocol import LinkKind, Protocol, Side
 from ..wire.tls import ALPN_JOIN, join_context
-from .joining import Admitted, Granted, Host, Joiner
+from .joining import Admitted, Granted, Host, Joiner, spoken
 
 JOIN_S = 10.0
 """Seconds that one exchange may take, connecting included."""
@@ -23,7 +23,8 @@ async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = 
     """Joins the cluster of the member at `host` and `port`.
 
     Raises what `Joiner` raises: UserError (JOIN_REFUSED), AskElsewhere with the addresses to try instead,
-    ProtocolError (NOT_AUTHENTIC); before the member has proven to be of the token's cluster, nothing is sent.
+    Denied, ProtocolError (NOT_AUTHENTIC). Before the member has proven to be of the token's cluster, nothing
+    is sent.
     Raises LinkError when nobody answers within `deadline_s` seconds.
     """
     try:
@@ -44,8 +45,10 @@ async def _join(connection: Connection, joiner: Joiner, certificate: bytes) -> G
     assert isinstance(offer, JoinOffer)  # nothing else is legal
     connection.send(joiner.on_offer(offer, certificate))
     answer = await _next(connection)
+    if isinstance(answer, JoinRefusal):
+        raise joiner.on_refusal(answer)
     if isinstance(answer, Error):
-        raise joiner.on_error(answer)
+        raise ProtocolError(f"the Mac there ended the exchange: {spoken(answer.detail)}")
     assert isinstance(answer, JoinGrant)
     return joiner.on_grant(answer)
 

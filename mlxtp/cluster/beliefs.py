@@ -6,11 +6,11 @@ Merging needs no order: whoever hears the same things, in whatever order and how
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ..errors import Code, RemoteProtocolError, UserError
-from ..wire.control import MAX_MEMBERS, DesiredState, Members, RosterEntry
+from ..wire.control import MAX_MEMBERS, MAX_TOLD, DesiredState, Members, RosterEntry
 
 MAX_ENTRIES = 512
 """Members and those that were removed. Removals are never forgotten: the key would be let in again."""
@@ -52,12 +52,21 @@ def newer(one: DesiredState, other: DesiredState) -> DesiredState:
     )  # fmt: skip
 
 
+Seal = Callable[[RosterEntry], RosterEntry]
+"""Return the entry with the signature of whoever admits or removes."""
+
+
+def unsealed(entry: RosterEntry) -> RosterEntry:
+    """Return the entry as it is: this node can sign no admission."""
+    return entry
+
+
 @dataclass(frozen=True, slots=True)
 class Roster:
     """Who belongs to the cluster: one entry for each key fingerprint, in their order.
 
     A key that was removed stays so, whatever version says otherwise. An entry's version is that of the whole
-    roster when it was written, so that members can be told apart by age.
+    roster when it was written, so that members can be told apart by age. `roster_proofs` judges signatures.
     """
 
     entries: tuple[RosterEntry, ...] = ()
@@ -66,30 +75,51 @@ class Roster:
         """By node id, the oldest first, 64 at most; of one node's keys the latest counts."""
         by_age = sorted(
             (entry for entry in self.entries if not entry.removed),
-            key=lambda entry: (entry.version, entry.fingerprint),
+            key=_age,
         )
         latest = {entry.node_id: entry for entry in by_age}
-        oldest = sorted(latest.values(), key=lambda entry: (entry.version, entry.fingerprint))
+        oldest = sorted(latest.values(), key=_age)
         return {entry.node_id: entry for entry in oldest[:MAX_MEMBERS]}
 
     def removed(self, fingerprint: str) -> bool:
-        """Whether this key was removed from the cluster."""
-        return any(entry.removed for entry in self.entries if entry.fingerprint == fingerprint)
+        """Whether this key was removed from the cluster, or its node has another one by now."""
+        mine = self.by_key(fingerprint)
+        return mine is not None and (
+            mine.removed
+            or any(
+                entry.node_id == mine.node_id and not entry.removed and _age(entry) > _age(mine)
+                for entry in self.entries
+            )
+        )
+
+    def by_key(self, fingerprint: str) -> RosterEntry | None:
+        """Return the entry of a key."""
+        return next((entry for entry in self.entries if entry.fingerprint == fingerprint), None)
+
+    def let_in(self, *node_ids: str) -> list[str]:
+        """Return the members that these let in, those in turn included, the oldest first."""
+        members, found = self.members(), list(node_ids)
+        for node_id, entry in members.items():  # a member is younger than the one that let it in
+            if entry.admitted_by in found and node_id not in found:
+                found.append(node_id)
+        return found[len(node_ids) :]
+
+    def founder(self) -> str:
+        """Return the node id of the Mac that founded the cluster, by the authority's signature, or ""."""
+        return next((entry.node_id for entry in self.entries if is_founder(entry)), "")
 
     def merged(self, entries: Iterable[RosterEntry]) -> Roster:
         """With what another member has. Raises RemoteProtocolError for more than any cluster can have had."""
         by_key = {entry.fingerprint: entry for entry in self.entries}
         for entry in entries:
-            mine = by_key.get(entry.fingerprint, entry)
-            later = max(mine, entry, key=lambda one: (one.version, one.node_id, one.name))
-            by_key[entry.fingerprint] = replace(later, removed=mine.removed or entry.removed)
+            by_key[entry.fingerprint] = _joined(by_key.get(entry.fingerprint, entry), entry)
         if len(by_key) > MAX_ENTRIES:
             raise RemoteProtocolError(
                 f"a roster of {len(by_key)} entries; {MAX_ENTRIES} is the most", Code.FIELD_INVALID
             )
         return Roster(tuple(by_key[fingerprint] for fingerprint in sorted(by_key)))
 
-    def admitting(self, node_id: str, name: str, fingerprint: str) -> Roster:
+    def admitting(self, node_id: str, name: str, fingerprint: str, seal: Seal = unsealed) -> Roster:
         """With this member. Its other keys stop counting.
 
         Raises UserError when the key was removed before, or there is no room.
@@ -104,15 +134,12 @@ class Roster:
             raise UserError(
                 f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
             )
-        older = [replace(entry, removed=True) for entry in self.entries if entry.node_id == node_id]
-        entry = RosterEntry(node_id, name, fingerprint, False, self._next_version())
-        kept = [one for one in older if one.fingerprint != fingerprint]
-        others = Roster(tuple(one for one in self.entries if one.node_id != node_id))
-        if len(others.entries) + len(kept) >= MAX_ENTRIES:
+        entry = seal(RosterEntry(node_id, name, fingerprint, False, self._next_version()))
+        if len({fingerprint, *(each.fingerprint for each in self.entries)}) > MAX_ENTRIES:
             raise UserError(
                 f"this cluster has had {MAX_ENTRIES} members, which is all it can remember; found a new one"
             )
-        return others.merged([*kept, entry])
+        return self.merged([entry])
 
     def fitting(self, entries: Iterable[RosterEntry], self_id: str) -> tuple[RosterEntry, ...]:
         """Those of `entries`, told by another member, for which this roster of node `self_id` has room.
@@ -123,7 +150,7 @@ class Roster:
         keys = {entry.fingerprint for entry in self.entries}
         nodes = {self_id, *(entry.node_id for entry in self.entries if not entry.removed)}
         fit = []
-        for entry in sorted(entries, key=lambda entry: (entry.version, entry.fingerprint)):
+        for entry in sorted(entries, key=_age):
             if not entry.removed and entry.fingerprint not in keys:
                 if len(nodes | {entry.node_id}) > MAX_MEMBERS:
                     continue
@@ -131,7 +158,7 @@ class Roster:
             fit.append(entry)
         return tuple(fit)
 
-    def removing(self, node_id: str) -> Roster:
+    def removing(self, node_id: str, seal: Seal = unsealed) -> Roster:
         """Without this member. Raises UserError when there is none."""
         if node_id not in {entry.node_id for entry in self.entries}:
             raise UserError(
@@ -139,9 +166,9 @@ class Roster:
             )
         version = self._next_version()
         return self.merged(
-            replace(entry, removed=True, version=version)
+            seal(replace(entry, removed=True, removed_in=version))
             for entry in self.entries
-            if entry.node_id == node_id
+            if entry.node_id == node_id and not entry.removed
         )
 
     def digest(self) -> int:
@@ -151,15 +178,54 @@ class Roster:
 
     def messages(self) -> tuple[Members, ...]:
         """As it is sent, in as many messages as it takes."""
-        starts = range(0, max(len(self.entries), 1), MAX_MEMBERS)
-        return tuple(Members(self.entries[start : start + MAX_MEMBERS]) for start in starts)
+        starts = range(0, max(len(self.entries), 1), MAX_TOLD)
+        return tuple(Members(self.entries[start : start + MAX_TOLD]) for start in starts)
+
+    def newest(self) -> int:
+        """Return the highest version of an entry or a removal; 0 for an empty roster."""
+        return max((max(entry.version, entry.removed_in) for entry in self.entries), default=0)
 
     def _next_version(self) -> int:
-        return 1 + max((entry.version for entry in self.entries), default=0)
+        return 1 + self.newest()
+
+
+def is_founder(entry: RosterEntry) -> bool:
+    """Tell whether this is the Mac that founded the cluster: the authority signed that it let itself in."""
+    return bool(entry.admission) and entry.admitted_by == entry.node_id
+
+
+def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
+    """Return what the authority signs of an entry."""
+    key = (entry.node_id, entry.name, entry.fingerprint, entry.version)
+    return (*key, entry.admitted_by, entry.address, entry.at)
+
+
+def removal_of(entry: RosterEntry) -> tuple[str | int, ...]:
+    """Return the removal of an entry; the remover signs the first two."""
+    return (entry.fingerprint, entry.removed_in, entry.remover, entry.removal)
+
+
+def _joined(one: RosterEntry, other: RosterEntry) -> RosterEntry:
+    """Return what two entries of one key say together. Of two words the signed one holds, then the later."""
+    later = max(
+        one, other, key=lambda each: (bool(each.admission), each.version, admission_of(each), each.admission)
+    )
+    gone = max(one, other, key=lambda each: (bool(each.removal), each.removed_in, each.remover, each.removal))
+    return replace(
+        later,
+        removed=one.removed or other.removed,
+        removed_in=gone.removed_in,
+        remover=gone.remover,
+        removal=gone.removal,
+    )
+
+
+def _age(entry: RosterEntry) -> tuple[int, str]:
+    return (entry.version, entry.fingerprint)
 
 
 def _parts(entry: RosterEntry) -> tuple[object, ...]:
-    return (entry.fingerprint, entry.node_id, entry.name, entry.removed, entry.version)
+    return (*admission_of(entry), entry.admission, entry.removed, *removal_of(entry))
 
 
 @dataclass(frozen=True, slots=True)

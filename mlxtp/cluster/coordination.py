@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..errors import Code, RemoteProtocolError
 from ..wire.control import Beat, DesiredState, RosterEntry
-from .beliefs import NOBODY, Beliefs, Claim, Roster, newer, stronger
+from .beliefs import NOBODY, Beliefs, Claim, Roster, Seal, newer, stronger, unsealed
 from .decisions import Action, Plan, Running, View, Wait, decide
 from .membership import Membership
 from .standing import Change, Duplicate, Standing, State, Why
@@ -183,8 +183,8 @@ class Coordination:
         Members for whom there is no room are left out, see `overfull`.
         """
         before, entries = self.roster, tuple(entries)
-        youngest = max((entry.version for entry in before.entries), default=0)
-        _check_leaps(*((entry.version, youngest) for entry in entries))
+        youngest = before.newest()
+        _check_leaps(*((max(entry.version, entry.removed_in), youngest) for entry in entries))
         fitting = before.fitting(entries, self.self_id)
         self.overfull |= len(fitting) < len(entries)
         self._hold(before.merged(fitting))
@@ -204,13 +204,13 @@ class Coordination:
         self.desired = DesiredState(version, self.self_id, model, nodes, said)
         return self.desired
 
-    def admit(self, node_id: str, name: str, fingerprint: str) -> None:
+    def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal = unsealed) -> None:
         """A member joined through this node. Raises UserError as `Roster.admitting` does."""
-        self._hold(self.roster.admitting(node_id, name, fingerprint))
+        self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
 
-    def remove(self, node_id: str) -> None:
+    def remove(self, node_id: str, seal: Seal = unsealed) -> None:
         """A person at this node removed a member. Raises UserError when there is none."""
-        self._hold(self.roster.removing(node_id))
+        self._hold(self.roster.removing(node_id, seal))
 
     def drain(self) -> None:
         """This node is about to stop: from now on its beats say so, and no group shall count on it."""

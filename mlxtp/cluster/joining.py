@@ -6,7 +6,7 @@
       the authority is the token's, and made the certificate that TLS shows: only now it speaks
       JoinRequest: its key, proof of the token, signature by the key ────────────►
                                 the token is good, proof and signature are right
-      ◄──────────── JoinGrant: the certificate, proof of the token; or an Error
+      ◄──────────── JoinGrant: the certificate, proof of the token; or a JoinRefusal, signed by the authority
 
 Both proofs and the signature cover the cluster, the authority's and the member's certificate, the joiner's
 key, node id and name, and a nonce of either side, so that nothing of one exchange is worth anything in
@@ -31,18 +31,22 @@ from ..wire.certificates import (
     PrivateKey,
     PublicKey,
     authority_hash,
+    authority_key,
     check_node,
     cluster_of,
     fingerprint,
+    hash_of,
+    is_signed,
     key_at,
     point_of,
+    sign,
 )
-from ..wire.joining import MAX_NAME, PROOF_BYTES, JoinGrant, JoinOffer, JoinRequest
-from ..wire.messages import Error
+from ..wire.joining import MAX_NAME, PROOF_BYTES, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from .tokens import Desk, Token
 
 _REQUEST = b"mlxtp join request\0"
 _GRANT = b"mlxtp join grant\0"
+_REFUSAL = b"mlxtp join refusal\0"
 _SIGNATURE = b"mlxtp join signature\0"
 
 _ECDSA = ec.ECDSA(hashes.SHA256())
@@ -66,7 +70,7 @@ class AskElsewhere(UserError):
 
 
 class Denied(UserError):
-    """The Mac that lets new ones in answered, and does not let this one in: nobody else will."""
+    """The Mac that lets new ones in proved itself, and refused this one: no other will let it in."""
 
     code = Code.JOIN_REFUSED
 
@@ -138,25 +142,34 @@ class Joiner:
         membership = Membership(grant.certificate, self._authority)
         return Granted(membership, spoken(grant.cluster), tuple(map(spoken, grant.peers)))
 
-    def on_error(self, error: Error) -> Denied:
-        """What to raise when the answer is an Error: it came from a member of the token's cluster."""
-        return Denied(f"the cluster did not let this Mac in: {spoken(error.detail, 1000)}")
+    def on_refusal(self, refusal: JoinRefusal) -> Denied:
+        """Return what to raise when the authority's holder refused this request.
+
+        Raises ProtocolError (NOT_AUTHENTIC) for a refusal by another Mac, a removed member for example.
+        """
+        parts = (self._transcript, refusal.detail.encode())
+        if not self._transcript or not is_signed(
+            authority_key(self._authority), refusal.signature, _REFUSAL, *parts
+        ):
+            raise ProtocolError("a Mac without the cluster's authority refused this one", Code.NOT_AUTHENTIC)
+        return Denied(f"the cluster did not let this Mac in: {spoken(refusal.detail, 1000)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Whom the host let in, under which key."""
+    """Whom the host let in, under which key, by a token that the member `by` asked for."""
 
     node_id: str
     name: str
     fingerprint: str
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What to send to a joiner, and whom that lets in, if anybody."""
 
-    message: JoinGrant | Error
+    message: JoinGrant | JoinRefusal
     admitted: Admitted | None = None
 
 
@@ -164,7 +177,7 @@ class Host:
     """The Mac that has the authority's key, for one exchange. `nonce` is 32 fresh random bytes.
 
     `certificate` is what it showed in TLS. `members` has the fingerprint of each member's key by its node
-    id. `cluster` and `peers` are handed to whom it lets in.
+    id. `cluster` and `peers` are handed to whom it lets in. The joiner is at `address`.
     """
 
     def __init__(
@@ -177,8 +190,10 @@ class Host:
         members: Mapping[str, str],
         cluster: str = "",
         peers: tuple[str, ...] = (),
+        address: str = "",
     ) -> None:
         self._authority = authority
+        self._address = address
         self._certificate = certificate
         self._desk = desk
         self._members = members
@@ -192,27 +207,32 @@ class Host:
         token_key = self._desk.key(request.token_id)
         proven = hmac.compare_digest(_proof(_REQUEST, token_key, transcript), request.proof)
         if not proven or not self._desk.knows(request.token_id):
-            self._desk.fail(request.token_id)
-            return _refusal(_UNKNOWN)
+            self._desk.fail(request.token_id, self._address)
+            return self._refusal(transcript, _UNKNOWN)
         key = _signer(request, transcript)
         if key is None:
-            self._desk.fail(request.token_id)
-            return _refusal("this Mac does not hold the key that it showed")
+            self._desk.fail(request.token_id, self._address)
+            return self._refusal(transcript, "this Mac does not hold the key that it showed")
         holder, node_id = fingerprint(key), request.node_id.hex()
-        if reason := self._desk.why_not(request.token_id, holder, now):
-            return _refusal(f"{reason}; {_NEW_TOKEN}")
+        if reason := self._desk.why_not(request.token_id, holder, now, self._address):
+            return self._refusal(transcript, f"{reason}; {_NEW_TOKEN}")
         if self._members.get(node_id, holder) != holder:
-            return _refusal(
+            return self._refusal(
+                transcript,
                 f"another member has node id {node_id} already: this Mac's mlxtp folder is a copy of its. "
-                f"Remove the folder identity in it, so that this Mac gets an id of its own"
+                f"Remove the folder identity in it, so that this Mac gets an id of its own",
             )
         self._desk.use(request.token_id, holder, now)
         certificate = self._authority.certify(node_id, key)
         proof = _proof(_GRANT, token_key, transcript, certificate)
         return Answer(
             JoinGrant(certificate, proof, spoken(self._cluster), self._peers),
-            Admitted(node_id, spoken(request.name), holder),
+            Admitted(node_id, spoken(request.name), holder, self._desk.asked_by(request.token_id)),
         )
+
+    def _refusal(self, transcript: bytes, reason: str) -> Answer:
+        signature = sign(self._authority.key, _REFUSAL, transcript, reason.encode())
+        return Answer(JoinRefusal(reason, signature))
 
 
 def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> JoinOffer:
@@ -223,10 +243,6 @@ def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> J
 def spoken(text: str, max_chars: int = MAX_NAME) -> str:
     """A text from another machine as it may stand in a terminal: printable, on one line, not too long."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:max_chars])
-
-
-def _refusal(reason: str) -> Answer:
-    return Answer(Error(Code.JOIN_REFUSED, reason, 0))
 
 
 def _signer(request: JoinRequest, transcript: bytes) -> PublicKey | None:
@@ -241,7 +257,7 @@ def _signer(request: JoinRequest, transcript: bytes) -> PublicKey | None:
 
 def _transcript(offer: JoinOffer, request: JoinRequest, server_certificate: bytes) -> bytes:
     """32 bytes that stand for everything the two ends said before the first proof."""
-    parts = (
+    return hash_of(
         offer.authority,
         server_certificate,
         offer.nonce,
@@ -251,7 +267,6 @@ def _transcript(offer: JoinOffer, request: JoinRequest, server_certificate: byte
         request.public_key,
         request.nonce,
     )
-    return hashlib.sha256(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
 
 
 def _proof(label: bytes, key: bytes, transcript: bytes, certificate: bytes = b"") -> bytes:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from ..errors import Code, ConfigError, UserError
@@ -24,7 +26,7 @@ SECRET_BYTES = 16
 LIFE_S = 15 * 60.0
 """Seconds from issue to expiry."""
 MAX_FAILURES = 5
-"""Wrong proofs after which a token is given up."""
+"""Wrong proofs from one address after which a token is worth nothing to it."""
 MAX_OPEN = 16
 RESEND_S = 60.0
 """Seconds in which the Mac that used a token may ask again, with the same key: its answer may be lost."""
@@ -117,12 +119,17 @@ class _Slip:
 
     key: bytes = field(repr=False)
     expires_at: float
-    failures: int = 0
+    asked_by: str
+    """The node id of the member that asked for it."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Wrong proofs by address, so that no address ends a token for the others."""
     used_by: str = ""
     used_at: float = 0.0
+    void: bool = False
+    """Whether the member that asked for it is none any more."""
 
     def is_open(self, now: float) -> bool:
-        return not self.used_by and self.failures < MAX_FAILURES and now < self.expires_at
+        return not self.used_by and not self.void and now < self.expires_at
 
 
 class Desk:
@@ -137,7 +144,7 @@ class Desk:
         self._authority_hash = authority_hash
         self._slips: dict[bytes, _Slip] = {}
 
-    def issue(self, secret: bytes, now: float) -> Token:
+    def issue(self, secret: bytes, now: float, asked_by: str = "") -> Token:
         """A token of a fresh random `secret` (16 bytes), good for one Mac within 15 minutes.
 
         Raises UserError (OVERLOADED) when 16 are open already.
@@ -151,7 +158,7 @@ class Desk:
                 Code.OVERLOADED,
             )
         token = Token(self._cluster_id, self._authority_hash, secret)
-        self._slips[token.id] = _Slip(token.key, now + LIFE_S)
+        self._slips[token.id] = _Slip(token.key, now + LIFE_S, asked_by)
         return token
 
     def key(self, token_id: bytes) -> bytes:
@@ -163,19 +170,31 @@ class Desk:
         """Whether there is such a token, good or not."""
         return token_id in self._slips
 
-    def fail(self, token_id: bytes) -> None:
-        """Somebody named this token and could not prove to have it."""
-        if (slip := self._slips.get(token_id)) is not None:
-            slip.failures += 1
+    def asked_by(self, token_id: bytes) -> str:
+        """Return the node id of the member that asked for a known token."""
+        return self._slips[token_id].asked_by
 
-    def why_not(self, token_id: bytes, holder: str, now: float) -> str:
+    def keep(self, members: Container[str]) -> None:
+        """End the tokens for which other nodes than these members asked, also if they come back later."""
+        for slip in self._slips.values():
+            slip.void |= bool(slip.asked_by) and slip.asked_by not in members
+
+    def fail(self, token_id: bytes, address: str = "") -> None:
+        """A Mac at this address named this token and could not prove to have it."""
+        slip = self._slips.get(token_id)
+        if slip is not None and (address in slip.failures or len(slip.failures) < MAX_REMEMBERED):
+            slip.failures[address] += 1
+
+    def why_not(self, token_id: bytes, holder: str, now: float, address: str = "") -> str:
         """Why the token opens nothing for `holder` (the fingerprint of its key); empty when it does.
 
         Only for who has proven to have the token: to others this would tell which guesses were near.
         """
         slip = self._slips[token_id]
-        if slip.failures >= MAX_FAILURES:
-            return f"this join token was given up after {MAX_FAILURES} wrong attempts to use it"
+        if slip.failures[address] >= MAX_FAILURES:
+            return f"this join token was given up after {MAX_FAILURES} wrong attempts to use it from here"
+        if slip.void:
+            return "the member that asked for this join token was removed or left"
         if slip.used_by:
             again = slip.used_by == holder and now < slip.used_at + RESEND_S
             return "" if again else "this join token was used before, and each lets one Mac in, once"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..client import AgentClient, agent_runs, wait_for_end
 from ..config import parse_nodes, parse_seconds
@@ -17,7 +19,7 @@ from ..settings import BY_KEY
 from . import completions
 from .options import AsJson, Home
 from .printing import home_of, print_answer, typed
-from .status import members_shown, status
+from .status import admissions_shown, members_shown, status
 
 _HUB_S = 60.0
 """How long an agent may take to ask the Hub what a model is."""
@@ -135,8 +137,9 @@ def page(
 
 
 def members(home: Home = None, as_json: AsJson = False) -> None:
-    """List every Mac that belongs to the cluster, present or not."""
-    print_answer(AgentClient(home_of(home)).get("members"), as_json, members_shown)
+    """List every Mac that belongs to the cluster, present or not, and who let it in, from where and when."""
+    answer = AgentClient(home_of(home)).get("members")
+    print_answer(answer, as_json, lambda a: [*members_shown(a), *admissions_shown(a)])
 
 
 def remove(
@@ -147,14 +150,29 @@ def remove(
             autocompletion=completions.members,
         ),
     ],
+    with_admitted: Annotated[
+        bool | None,
+        typer.Option(
+            "--with-admitted/--without-admitted",
+            help="Remove also the Macs that it let in. Default: ask in a terminal, else name them.",
+        ),
+    ] = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take another Mac out of the cluster, here or away. It comes back only with a new join token."""
+    """Take another Mac out of the cluster, here or away. It comes back only with a new join token.
+
+    Join tokens for which it asked are void from then on.
+    """
     if not node.strip():
         raise UserError("which member? Its name, or the beginning of its id: see `mlxtp cluster members`")
-    answer = AgentClient(home_of(home)).post("remove", node=node)
-    print_answer(answer, as_json, lambda a: f"{a['removed']} is no member any more")
+    client = AgentClient(home_of(home))
+    if with_admitted is None and not as_json and sys.stdin.isatty():
+        found = client.post("let_in", node=node)
+        if found["let_in"]:
+            with_admitted = typer.confirm(f"{found['name']} let in {_names(found)}. Remove them too?")
+    answer = client.post("remove", node=node, with_admitted="yes" if with_admitted else "")
+    print_answer(answer, as_json, _removed)
 
 
 def leave(
@@ -190,6 +208,21 @@ def leave(
         Store(folder).leave()
         answer = {"left": identity.cluster_id, "members": 0 if alone else None}
     print_answer(answer, as_json, _farewell)
+
+
+def _names(answer: Mapping[str, Any]) -> str:
+    return ", ".join(f"{each['name']} ({each['node_id'][:8]})" for each in answer["let_in"])
+
+
+def _removed(answer: Mapping[str, Any]) -> list[str]:
+    lines = [f"{answer['removed']} is no member any more"]
+    if answer["let_in"] and answer["with_admitted"]:
+        lines.append(f"nor are the Macs that it let in: {_names(answer)}")
+    elif answer["let_in"]:
+        lines.append(f"it let in {_names(answer)}, still members: `mlxtp cluster remove` takes them out")
+    if answer["others"] and not answer["saved_by"]:
+        lines.append("no other Mac has this on its disk yet; keep this one on until `mlxtp status` shows one")
+    return [escape(line) for line in lines]
 
 
 def _wished(answer: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Annotated, Any
 
 import typer
@@ -97,6 +98,18 @@ def members_shown(answer: Mapping[str, Any]) -> list[Any]:
         lines += _about(member["name"], filter(None, [member["model_problem"]]), "red")
         lines += _about(member["name"], filter(None, [member.get("model_progress")]), "cyan")
     return lines
+
+
+def admissions_shown(answer: Mapping[str, Any]) -> list[Any]:
+    """Return a line for each member of which it is known who let it in, from where and when."""
+    return [
+        _indented(
+            f"{each['name']} was let in by {each['admitted_by_name']}, from {each['joined_from'] or 'itself'}"
+            f", at {datetime.fromtimestamp(each['joined_at']):%Y-%m-%d %H:%M}"
+        )
+        for each in answer["members"]
+        if each.get("joined_at") and each["admitted_by"]
+    ]
 
 
 def _about(name: str, sentences: Iterable[str], colour: str) -> list[Any]:

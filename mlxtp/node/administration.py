@@ -204,7 +204,10 @@ class Alone:
     def members(self) -> Json:
         raise self._alone()
 
-    def remove(self, node: str) -> Json:
+    def let_in(self, node: str) -> Json:
+        raise self._alone()
+
+    async def remove(self, node: str, with_admitted: str) -> Json:
         raise self._alone()
 
     def leave(self, force: str) -> Json:
@@ -365,8 +368,38 @@ class Member(Alone):
         """Everybody that belongs to the cluster."""
         return {"cluster": self._cluster.identity.cluster_id, "members": self._members()}
 
-    def remove(self, node: str) -> Json:
-        """Take a member out, by name, or by the start of its id."""
+    def let_in(self, node: str) -> Json:
+        """Return the members that joined by a token for which a member asked, those in turn included."""
+        node_id = self._other(node)
+        return {"name": self._cluster.name_of(node_id), "let_in": self._admitted(node_id)}
+
+    async def remove(self, node: str, with_admitted: str) -> Json:
+        """Take a member out, by name, or by the start of its id, and whom it let in if that is asked.
+
+        Answers when another member has it on its disk, or after some seconds.
+        """
+        cluster, node_id = self._cluster, self._other(node)
+        name, let_in = cluster.name_of(node_id), self._admitted(node_id)
+        cluster.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
+        others = cluster.coordination.roster.members().keys() - {cluster.node_id}
+        there = others & cluster.neighbours.nodes()
+        saved_by = await cluster.saved_elsewhere() if there else []
+        return {
+            "removed": name,
+            "node_id": node_id,
+            "let_in": let_in,
+            "with_admitted": bool(with_admitted),
+            "others": len(others),
+            "saved_by": [cluster.name_of(each) for each in saved_by],
+        }
+
+    def _admitted(self, node_id: str) -> list[dict[str, str]]:
+        cluster = self._cluster
+        found = cluster.coordination.roster.let_in(node_id)
+        return [{"node_id": each, "name": cluster.name_of(each)} for each in found if each != cluster.node_id]
+
+    def _other(self, node: str) -> str:
+        """Return the node id of another member, by name, or by the start of its id."""
         cluster = self._cluster
         members = cluster.coordination.roster.members()
         found = [each for each in members if cluster.name_of(each) == node]
@@ -377,9 +410,7 @@ class Member(Alone):
             raise UserError(f"{what} called {node!r}; there are {known}")
         if found[0] == cluster.node_id:
             raise UserError("this Mac itself leaves with `mlxtp cluster leave`")
-        name = cluster.name_of(found[0])
-        cluster.remove(found[0])
-        return {"removed": name, "node_id": found[0]}
+        return found[0]
 
     def leave(self, force: str) -> Json:
         """This Mac belongs to no cluster any more. Its agent ends. The founder's leaving takes `force`."""
@@ -432,6 +463,10 @@ class Member(Alone):
                     "chip": machine.chip if machine is not None else "",
                     "memory_bytes": machine.memory_bytes if machine is not None else 0,
                     "notes": list(machine.notes) if machine is not None else [],
+                    "admitted_by": entry.admitted_by,
+                    "admitted_by_name": cluster.name_of(entry.admitted_by) if entry.admitted_by else "",
+                    "joined_from": entry.address,
+                    "joined_at": entry.at,
                     "model_problem": model.problem if model is not None else "",
                     "model_progress": cluster.getting.said(cluster.coordination.desired.model, node_id),
                 }

@@ -13,7 +13,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 
+from ..cluster.beliefs import Beliefs
 from ..cluster.builds import Build, compare
 from ..cluster.coordination import Coordination, Situation
 from ..cluster.decisions import (
@@ -30,6 +33,7 @@ from ..cluster.decisions import (
 )
 from ..cluster.identity import Identity
 from ..cluster.membership import Membership
+from ..cluster.roster_proofs import RosterProofs, remover_of
 from ..cluster.speed import Measured
 from ..cluster.standing import Change, Duplicate, State
 from ..config import Settings
@@ -71,6 +75,7 @@ from ..wire.control import (
     Record,
     RecordsTold,
     RecordsWanted,
+    RosterSaved,
     Serving,
     StartRank,
     TokenIssued,
@@ -93,7 +98,8 @@ from .neighbours import ControlLink, Neighbours
 from .rank_process import WORKER, Worker
 from .reach import Reach
 from .records import Records
-from .state import Kept, load, save
+from .saving import Saving
+from .state import Kept, load
 from .supervisor import ABOUT_TO_STOP, Supervisor
 from .surroundings import Knowledge
 from .switching import Switching
@@ -147,15 +153,12 @@ class Cluster:
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
         """By node id: the boot ids of two machines that had it at once, and what was said about it."""
         self.supervisor = supervisor
-        founder = identity.authority is not None
-        self.coordination = Coordination(self.node_id, kept.beliefs, now, founder=founder)
-        if self.node_id not in self.coordination.roster.members():
-            self.coordination.admit(self.node_id, self.name, identity.fingerprint)
-        members = self.coordination.roster.members()
-        self.membership = Membership(
-            self.node_id, self.boot_id, [node for node in members if node != self.node_id], now
-        )
+        self._proofs = RosterProofs(identity)
+        self.coordination = self._remembered(kept.beliefs, now)
+        others = [node for node in self.coordination.roster.members() if node != self.node_id]
+        self.membership = Membership(self.node_id, self.boot_id, others, now)
         self.neighbours = Neighbours(self.node_id, self.hello, self._judge, self)
+        self._saving = Saving(settings.home, self.neighbours.tell_all)
         self.getting = Getting(self)
         self.model = ModelHere(
             settings.draft_model, self._model_changed, self.getting.get, settings.model_folders
@@ -178,13 +181,20 @@ class Cluster:
         """Called with the node id when the last control link to somebody has ended."""
         self.peers: Callable[[], Mapping[str, tuple[str, ...]]] = lambda: kept.peers
         """Where other nodes were reached last."""
-        self._saved: Kept | None = None
         self._wake = asyncio.Event()
         self._announced, self._until = (0, False), 0.0
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when this agent has no more to do: this node is no member any more, or a bug, as an error."""
         self.over.add_done_callback(_retrieved)
         self.model.want(self.coordination.desired)
+
+    def _remembered(self, kept: Beliefs, now: float) -> Coordination:
+        """Begin with what was kept, signed where this node can, and with this node as a member."""
+        identity, beliefs = self.identity, replace(kept, roster=self._proofs.completed(kept.roster))
+        found = Coordination(self.node_id, beliefs, now, founder=identity.authority is not None)
+        if self.node_id not in found.roster.members():
+            found.admit(self.node_id, self.name, identity.fingerprint, self._proofs.own)
+        return found
 
     # --- what is asked ------------------------------------------------------------------------------
 
@@ -249,10 +259,22 @@ class Cluster:
         self._desire(present, desired)
         return desired
 
-    def remove(self, node_id: str) -> None:
-        """Take a member out. Raises UserError when there is none."""
-        self.coordination.remove(node_id)
+    def remove(self, *node_ids: str) -> None:
+        """Take members out. Raises UserError when one is none, or founded the cluster and is another Mac."""
+        if (founder := self.coordination.roster.founder()) in node_ids and founder != self.node_id:
+            raise UserError(
+                f"{self.name_of(founder)} founded this cluster, and no other Mac can remove it; run "
+                "`mlxtp cluster leave --force` there"
+            )
+        for node_id in node_ids:
+            log.info("%s removes %s from the cluster", self.name, self.name_of(node_id))
+            self.coordination.remove(node_id, self._proofs.removal)
         self._roster_changed()
+
+    async def saved_elsewhere(self) -> list[str]:
+        """Return the members whose disks have this node's roster: see `Saving.elsewhere`."""
+        self._save()
+        return await self._saving.elsewhere(lambda: self.coordination.roster)
 
     def drain(self) -> None:
         """This node is about to stop: the others hear it, and plan without it."""
@@ -261,11 +283,13 @@ class Cluster:
         self._tell_beat()
         self.changed()
 
-    def admit(self, node_id: str, name: str, fingerprint: str) -> None:
-        """A new member. Raises UserError when it cannot be one."""
-        self.coordination.admit(node_id, name, fingerprint)
+    def admit(self, node_id: str, name: str, fingerprint: str, by: str = "", address: str = "") -> None:
+        """A new member, by a token that `by` asked for. Raises UserError when it cannot be one."""
+        seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
+        self.coordination.admit(node_id, name, fingerprint, seal)
         self._roster_changed()
-        log.info("%s is a member now", name or node_id[:8])
+        how = f", by a token that {self.name_of(by)} asked for" if by else ""
+        log.info("%s is a member now%s", name or node_id[:8], how)
 
     # --- neighbours ----------------------------------------------------------------------------------
 
@@ -318,7 +342,7 @@ class Cluster:
         hello, now = link.hello, time.monotonic()
         if self.coordination.roster.members().get(link.node_id) is None:
             try:  # its certificate says that it was let in; who did has not told us yet
-                self.admit(hello.node_id, hello.name, link.fingerprint)
+                self.admit(hello.node_id, hello.name, link.fingerprint, address=link.remote)
             except UserError as error:
                 log.warning("%s", error.detail)
                 return False
@@ -336,7 +360,7 @@ class Cluster:
         knowledge.met_at.setdefault(link.node_id, now)
         knowledge.https[link.node_id] = hello.http
         knowledge.addresses[link.node_id] = hello.addresses
-        if hello.authority:
+        if hello.authority and self.coordination.roster.founder() in ("", link.node_id):
             knowledge.authority = link.node_id
         with contextlib.suppress(MlxtpError):
             link.send(self.coordination.beat(healthy=self.membership.healthy))
@@ -418,6 +442,8 @@ class Cluster:
                 self.fabric.received(node_id, message)
             case ModelHeld() | ModelLender() | ModelPull() | ModelsHere():
                 self.getting.received(node_id, message)
+            case RosterSaved():
+                self._saving.received(node_id, message)
             case RecordsWanted() | Record() | RecordsTold():
                 self.records.received(node_id, message)
             case ReachWanted() | ReachTold():
@@ -438,7 +464,12 @@ class Cluster:
 
     def _enrol(self, node_id: str, members: Members) -> None:
         full = self.coordination.overfull
-        if self.coordination.enrols(members.entries):
+        before = self.coordination.roster
+        if self.coordination.enrols(self._proofs.proven(members.entries, before)):
+            for entry in self.coordination.roster.entries:
+                if entry.removed and not before.removed(entry.fingerprint):
+                    by = self.coordination.roster.by_key(remover_of(entry))
+                    log.info("%s removed %s", self.name_of(by.node_id) if by else "a member", entry.name)
             self._roster_changed()
         if self.coordination.overfull and not full:
             log.warning(
@@ -687,14 +718,7 @@ class Cluster:
         return ""
 
     def _save(self) -> None:
-        kept = Kept(self.coordination.kept(), self.peers())
-        if kept == self._saved:
-            return
-        self._saved = kept
-        try:
-            save(self.settings.home, kept)
-        except UserError as error:
-            log.error("%s", error.detail)
+        self._saving.save(Kept(self.coordination.kept(), self.peers()))
 
     def woke(self, slept_s: float) -> None:
         """This machine slept: the others have given it up meanwhile, and their links say so only later."""

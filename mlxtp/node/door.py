@@ -82,10 +82,14 @@ class Door:
             belongs=lambda identity: not self._is_removed(identity),
         )
 
-    def token(self) -> str:
-        """A new join token. Raises UserError when too many are open."""
+    def token(self, asked_by: str = "") -> str:
+        """A new join token, for which a member asked: this one, if none is named.
+
+        Raises UserError when too many are open.
+        """
         assert self._desk is not None
-        return self._desk.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic()).text()
+        asked_by = asked_by or self._identity.node_id
+        return self._desk.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), asked_by).text()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -93,7 +97,7 @@ class Door:
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
         if peer.identity is None:
-            await self._join(reader, writer)
+            await self._join(reader, writer, peer.address)
         elif peer.alpn == ALPN_CONTROL:
             await self._cluster.neighbours.called(reader, writer, peer.identity)
         elif peer.alpn == ALPN_REQUESTS and self._may_ask(peer.identity):
@@ -111,8 +115,10 @@ class Door:
         return not self._is_removed(identity) and identity.node_id in self._cluster.neighbours.nodes()
 
     def _cut_removed(self) -> None:
-        """Who is no member any more has no requests here."""
+        """Who is no member any more has no requests here, and the tokens it asked for are void."""
         self._cut(self._is_removed)
+        if self._desk is not None:
+            self._desk.keep(self._cluster.coordination.roster.members())
 
     def _cut_gone(self, node_id: str) -> None:
         """Nor has who vanished: nobody reads the answers."""
@@ -124,17 +130,19 @@ class Door:
             if whose(identity):
                 writer.transport.abort()
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, at: str) -> None:
         try:
-            admitted = await answer_joiner(reader, writer, self._offer(), time.monotonic)
+            admitted = await answer_joiner(reader, writer, self._offer(at), time.monotonic)
         except MlxtpError as error:
             log.info("a Mac that wanted to join did not: %s", error.detail)
             return
         if admitted is not None:
             with contextlib.suppress(MlxtpError):
-                self._cluster.admit(admitted.node_id, admitted.name, admitted.fingerprint)
+                self._cluster.admit(
+                    admitted.node_id, admitted.name, admitted.fingerprint, by=admitted.by, address=at
+                )
 
-    def _offer(self) -> Host | JoinOffer:
+    def _offer(self, joiner_at: str) -> Host | JoinOffer:
         cluster, nonce = self._cluster, secrets.token_bytes(NONCE_BYTES)
         authority = self._identity.authority
         if authority is None or self._desk is None:
@@ -155,6 +163,7 @@ class Door:
             nonce,
             members=members,
             peers=(*cluster.addresses, *peers)[:MAX_PEERS],
+            address=joiner_at,
         )
 
 

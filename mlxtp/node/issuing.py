@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Callable
 
-from ..errors import MlxtpError, UserError
+from ..cluster.tokens import read_token
+from ..errors import ConfigError, MlxtpError, UserError
+from ..wire.certificates import authority_hash
 from ..wire.control import TokenIssued, TokenWanted
 from .surroundings import Surroundings
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 
 
 class Issuing:
-    """`desk` makes a new token, on the Mac that can; None elsewhere."""
+    """`desk` makes a new token for the member that asks, on the Mac that can; None elsewhere."""
 
     def __init__(self, cluster: Surroundings) -> None:
-        self.desk: Callable[[], str] | None = None
+        self.desk: Callable[[str], str] | None = None
         self._cluster = cluster
         self._answers: dict[bytes, asyncio.Future[str]] = {}
         """What is waited for, by nonce."""
@@ -26,7 +31,7 @@ class Issuing:
     async def token(self) -> str:
         """A new join token, from whoever can issue one. Raises UserError when nobody can now."""
         if self.desk is not None:
-            return self.desk()
+            return self.desk("")
         cluster = self._cluster
         founder = cluster.knowledge.authority
         if founder and founder not in cluster.coordination.roster.members():
@@ -42,11 +47,25 @@ class Issuing:
         try:
             cluster.neighbours.send(founder, TokenWanted(nonce))
             async with asyncio.timeout(ANSWER_S):
-                return await answer
+                return self._checked(await answer, founder)
         except TimeoutError:
             raise UserError(f"{cluster.name_of(founder)} did not answer; try again") from None
         finally:
             del self._answers[nonce]
+
+    def _checked(self, text: str, founder: str) -> str:
+        """Return the token as it is written here. Raises UserError for what is none of this cluster."""
+        membership = self._cluster.identity.membership
+        assert membership is not None
+        with contextlib.suppress(ConfigError):
+            token = read_token(text)
+            if (token.cluster_id, token.authority_hash) == (
+                membership.cluster_id,
+                authority_hash(membership.authority),
+            ):
+                return token.text()
+        name = self._cluster.name_of(founder)
+        raise UserError(f"{name} answered with what is no join token of this cluster; do not trust that Mac")
 
     def received(self, node_id: str, message: TokenWanted | TokenIssued) -> None:
         """Another agent asks for a token, or has one."""
@@ -59,7 +78,8 @@ class Issuing:
         token, problem = "", "this Mac cannot issue join tokens"
         if self.desk is not None:
             try:
-                token, problem = self.desk(), ""
+                token, problem = self.desk(node_id), ""
+                log.info("%s asked for a join token", self._cluster.name_of(node_id))
             except UserError as error:
                 problem = error.detail
         with contextlib.suppress(MlxtpError):

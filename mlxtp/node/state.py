@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from ..wire.codecs import FieldCodec, integer, record, records, text, texts
 from ..wire.control import MAX_MEMBERS, DesiredState, RosterEntry
 
 FILE = "state.json"
-FORMAT = 2
+FORMAT = 3
 """Of the file. A file of a later format was written by a later version, and is not for this one to read.
 
-In format 1 requests chose nothing: what was wanted then, a person had said."""
+In format 1 requests chose nothing: what was wanted then, a person had said. Up to format 2 no entry of the
+roster had a signature."""
 MAX_ADDRESSES = 16
 """Kept of each peer."""
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 2 << 20
 
 _FIELDS: Mapping[str, FieldCodec] = {
     "desired": record(DesiredState),
@@ -38,6 +39,7 @@ _FIELDS: Mapping[str, FieldCodec] = {
 }
 _ADDRESSES = texts(MAX_ADDRESSES, 300)  # a name of a host has up to 253 characters
 _NODE_ID = text(32)
+_NO_SIGNATURE = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ def from_text(text: str) -> Kept:
         raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
     if table["format"] == 1:
         table["desired"] = _said(table.get("desired"))
+    if table["format"] < 3:
+        table["roster"] = _unsigned(table.get("roster"))
     expected = {"format", "peers", *_FIELDS}
     if table.keys() != expected:
         raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
@@ -96,6 +100,13 @@ def _said(desired: Any) -> Any:
     if type(desired) is not dict or "said" in desired:
         return None  # which is no desired state of that format
     return desired | {"said": desired.get("version")}
+
+
+def _unsigned(roster: Any) -> Any:
+    """Give each entry of an earlier format the fields of today."""
+    if type(roster) is not list or any(type(entry) is not dict for entry in roster):
+        return roster  # which is no roster of any format
+    return [_NO_SIGNATURE | entry for entry in roster]
 
 
 def _peers(value: Any) -> dict[str, tuple[str, ...]]:

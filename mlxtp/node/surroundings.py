@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..cluster.coordination import Coordination
+from ..cluster.identity import Identity
 from ..cluster.membership import Membership
 from ..cluster.speed import Measured
 from ..config import Settings
@@ -47,6 +48,7 @@ class Surroundings(Protocol):
     """The parts of one node. `waiting` says why there is no group yet."""
 
     settings: Settings
+    identity: Identity
     node_id: str
     boot_id: str
     name: str

@@ -33,6 +33,7 @@ from ..errors import Code, ProtocolError
 
 PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
+_ECDSA = ec.ECDSA(hashes.SHA256())
 
 AUTHORITY_HASH_BYTES = 16
 VALID_FROM = datetime(1970, 1, 1, tzinfo=UTC)
@@ -207,6 +208,32 @@ def check_pin(
 def fingerprint(key: PublicKey) -> str:
     """SHA-256 of a public key (its SubjectPublicKeyInfo), 64 hex digits."""
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+
+
+def authority_key(authority: bytes) -> PublicKey:
+    """Return the public key in an authority's certificate (DER), which `cluster_of` has judged."""
+    key = x509.load_der_x509_certificate(authority).public_key()
+    assert isinstance(key, PublicKey)
+    return key
+
+
+def sign(key: PrivateKey, label: bytes, *parts: bytes) -> bytes:
+    """Sign what the parts say together (ECDSA with SHA-256, DER). `label` names the purpose."""
+    return key.sign(label + hash_of(*parts), _ECDSA)
+
+
+def is_signed(key: PublicKey, signature: bytes, label: bytes, *parts: bytes) -> bool:
+    """Tell whether `sign` made this signature of the same with that key."""
+    try:
+        key.verify(signature, label + hash_of(*parts), _ECDSA)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def hash_of(*parts: bytes) -> bytes:
+    """Return 32 bytes that stand for these parts, in this order."""
+    return hashlib.sha256(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
 
 
 def authority_hash(authority: bytes) -> bytes:

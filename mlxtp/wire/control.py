@@ -31,6 +31,7 @@ from .machine import Machine
 from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
 
 MAX_MEMBERS = 64
+MAX_TOLD = 32  #: Entries of the roster in one message: what one frame may hold in objects.
 MAX_MODEL = 1000
 MAX_RECORD = 4 << 20
 MAX_TRIP_US = 60_000_000
@@ -117,21 +118,41 @@ class DesiredState(Message):
 
 @dataclass(frozen=True, slots=True)
 class RosterEntry:
-    """One member, or one that was removed. `fingerprint` is its key's, as 64 hex digits."""
+    """One member, or one that was removed. `fingerprint` is its key's, as 64 hex digits.
+
+    `admitted_by` is the member that asked for its token; the founder names itself. It joined from `address`,
+    at `at` (seconds since 1970). `admission` is the authority's signature over all that, in hex. The member
+    with the key `remover` (hex) removed it in version `removed_in`; `removal` is that key's signature.
+    """
 
     node_id: str = _f(_id)
     name: str = _f(text(80))
     fingerprint: str = _f(text(64))
     removed: bool = _f(boolean())
     version: int = _f(_count)
+    admitted_by: str = _f(_id, default="")
+    address: str = _f(text(64), default="")
+    at: int = _f(_count, default=0)
+    admission: str = _f(text(160), default="")
+    removed_in: int = _f(_count, default=0)
+    remover: str = _f(text(130), default="")
+    removal: str = _f(text(160), default="")
 
 
 @dataclass(frozen=True, slots=True)
 class Members(Message):
-    """Everybody that belongs to the cluster, present or not."""
+    """A part of the roster: members, present or not, and those that were removed."""
 
     TYPE: ClassVar[int] = 0x06
-    entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_MEMBERS))
+    entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_TOLD))
+
+
+@dataclass(frozen=True, slots=True)
+class RosterSaved(Message):
+    """The roster with this digest is on the sender's disk."""
+
+    TYPE: ClassVar[int] = 0x54
+    roster: int = _f(_count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +166,7 @@ class MachineReport(Machine, Message):
 class MachineWanted(Message):
     """Read your machine again. Answered by MachineReport, whether or not it changed."""
 
-    TYPE: ClassVar[int] = 0x3B
+    TYPE: ClassVar[int] = 0x3C
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +529,7 @@ BOTH_WAYS: tuple[type[Message], ...] = (
     Beat, DesiredState, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
     RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted,
     TokenIssued, FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
-    ModelQueue, Echo, ReachWanted, ReachTold, ModelHeld, ModelLender, ModelPull, ModelsHere,
+    ModelQueue, Echo, ReachWanted, ReachTold, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
 )  # fmt: skip
 """What either end of an open control link may send: who coordinates may change while it stands."""
 

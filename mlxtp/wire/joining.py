@@ -78,4 +78,13 @@ class JoinGrant(Message):
     peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())
 
 
-JOIN_MESSAGES: tuple[type[Message], ...] = (JoinOffer, JoinRequest, JoinGrant)
+@dataclass(frozen=True, slots=True)
+class JoinRefusal(Message):
+    """The joiner is not let in. `signature` is the authority's, over the exchange and `detail`."""
+
+    TYPE: ClassVar[int] = 0x3B
+    detail: str = _f(text(1000, cut=True))
+    signature: bytes = _f(binary(8, 80))
+
+
+JOIN_MESSAGES: tuple[type[Message], ...] = (JoinOffer, JoinRequest, JoinGrant, JoinRefusal)

@@ -35,7 +35,7 @@ from .codecs import (
 )
 from .rdma import MAX_ENTRY
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_RANKS = 8
 MAX_ROWS = 1024
 """Sequences one step may drive."""

@@ -5,7 +5,7 @@ A move that is not in the table is illegal. States that mean the same have the s
     new -Hello-> greeted -Welcome-> open -Bootstrap-> linking -Done-> linked
     linked -Init-> forming -InitDone-> formed -SanityCheck-> proving -SanityDone-> proven
     proven -LoadShard-> loading -Loaded-> loaded
-    new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant-> closed
+    new -JoinOffer-> offered -JoinRequest-> asked -JoinGrant or JoinRefusal-> closed
 
 A state in -ing waits for the reply to one command. Both ends run this table, each at its own time, so a
 message may arrive in a state that its sender had not yet heard of. Where that can happen the table holds
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from .control import BOTH_WAYS, AgentHello
-from .joining import JoinGrant, JoinOffer, JoinRequest
+from .joining import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from .messages import (
     Abort,
     Accepted,
@@ -268,7 +268,8 @@ _JOINING: tuple[Row, ...] = (
     (State.NEW, _UPPER, JoinOffer, State.OFFERED),
     (State.OFFERED, _LOWER, JoinRequest, State.ASKED),
     (State.ASKED, _UPPER, JoinGrant, State.CLOSED),
-    (State.ASKED, _UPPER, Error, State.CLOSED),  # refused
+    (State.ASKED, _UPPER, JoinRefusal, State.CLOSED),
+    (State.ASKED, _UPPER, Error, State.CLOSED),
     (State.OFFERED, _UPPER, Error, State.FAILED),  # the offer stands no longer
 )
 

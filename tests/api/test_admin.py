@@ -37,6 +37,7 @@ ROUTES = {
     "removed": "POST",
     "drain": "POST",
     "progress": "GET",
+    "let_in": "POST",
     "remove": "POST",
     "leave": "POST",
 }
@@ -121,8 +122,11 @@ class FakeAdmin:
     def removed(self, model: str) -> Any:
         return self._do("removed", model)
 
-    def remove(self, node: str) -> Any:
-        return self._do("remove", node)
+    def let_in(self, node: str) -> Any:
+        return self._do("let_in", node)
+
+    async def remove(self, node: str, with_admitted: str) -> Any:
+        return self._do("remove", node, with_admitted)
 
     def leave(self, force: str) -> Any:
         return self._do("leave", force)
@@ -167,7 +171,11 @@ def test_a_command_that_waits_does_not_fill_the_log(
 
 def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
     for what, method in ROUTES.items():
-        body = b'{"model": "tiny", "nodes": "2", "node": "mini", "force": "yes"}' if method == "POST" else b""
+        body = (
+            b'{"model": "tiny", "nodes": "2", "node": "mini", "force": "yes", "with_admitted": "yes"}'
+            if method == "POST"
+            else b""
+        )
         response = ask(admin, method, f"/admin/{what}", body)
         assert (response.status_code, response.json()) == (200, {"did": what})
     assert admin.asked == [
@@ -175,7 +183,7 @@ def test_each_command_reaches_the_agent(admin: FakeAdmin) -> None:
         ("bench/fabric",),
         ("serve", "tiny", "2"), ("unload",), ("pull", "tiny", ""), ("pulling", "tiny"), ("stored",),
         ("removable", "tiny"), ("repairable", "tiny"), ("removed", "tiny"),
-        ("drain", ""), ("progress",), ("remove", "mini"), ("leave", "yes"),
+        ("drain", ""), ("progress",), ("let_in", "mini"), ("remove", "mini", "yes"), ("leave", "yes"),
     ]  # fmt: skip
 
 

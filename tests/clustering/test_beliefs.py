@@ -172,9 +172,12 @@ def test_the_digest_tells_rosters_apart() -> None:
 
 
 def test_a_long_roster_travels_in_several_frames() -> None:
-    whole = Roster().merged([RosterEntry(f"{i:032x}", "n" * 80, f"{i:064x}", True, 1) for i in range(150)])
+    proofs = ("9" * 32, "1" * 64, 1 << 40, "5" * 160, 1 << 40, "6" * 130, "7" * 160)
+    whole = Roster().merged(
+        [RosterEntry(f"{i:032x}", "n" * 80, f"{i:064x}", True, 1, *proofs) for i in range(150)]
+    )
     messages = whole.messages()
-    assert [len(message.entries) for message in messages] == [64, 64, 22]
+    assert [len(message.entries) for message in messages] == [32, 32, 32, 32, 22]
     assert all(encode(message, 0, 1) for message in messages)
     found = Roster()
     for message in reversed(messages):

@@ -18,12 +18,12 @@ from mlxtp.wire.certificates import (
     found,
     new_key,
     point_of,
+    sign,
 )
-from mlxtp.wire.joining import JoinGrant, JoinOffer, JoinRequest
-from mlxtp.wire.messages import Error
+from mlxtp.wire.joining import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 
 CLUSTER = "c1" * 8
-FIRST, NEW = "a1" * 16, "a2" * 16
+FIRST, NEW, OTHER = "a1" * 16, "a2" * 16, "a3" * 16
 NOW = 1_800_000_000.0
 
 AUTHORITY = found(CLUSTER, new_key())
@@ -40,7 +40,7 @@ class Story:
         self.token = self.desk.issue(b"s" * 16, NOW)
         self.members = {FIRST: FIRST_PIN}
 
-    def host(self, nonce: bytes = b"h" * 32) -> Host:
+    def host(self, nonce: bytes = b"h" * 32, address: str = "") -> Host:
         return Host(
             AUTHORITY,
             FIRST_CERTIFICATE,
@@ -49,6 +49,7 @@ class Story:
             members=self.members,
             cluster="desk",
             peers=("10.0.0.1:52414",),
+            address=address,
         )
 
     def joiner(self, token: Token | None = None, *, nonce: bytes = b"j" * 32) -> Joiner:
@@ -57,10 +58,20 @@ class Story:
     def request(self) -> JoinRequest:
         return self.joiner().on_offer(self.host().offer, FIRST_CERTIFICATE)
 
-    def refusal(self, request: JoinRequest, now: float = NOW) -> str:
-        answer = self.host().on_request(request, now)
-        assert isinstance(answer.message, Error)
-        assert answer.message.code is Code.JOIN_REFUSED
+    def refused(self) -> tuple[Joiner, JoinRefusal]:
+        """A joiner with a token that nobody issued, and what it is told."""
+        unknown = Token(CLUSTER, self.token.authority_hash, b"u" * 16)
+        host, joiner = (
+            self.host(new_key().public_key().public_numbers().x.to_bytes(32, "big")),
+            self.joiner(unknown),
+        )
+        answer = host.on_request(joiner.on_offer(host.offer, FIRST_CERTIFICATE), NOW)
+        assert isinstance(answer.message, JoinRefusal)
+        return joiner, answer.message
+
+    def refusal(self, request: JoinRequest, now: float = NOW, address: str = "") -> str:
+        answer = self.host(address=address).on_request(request, now)
+        assert isinstance(answer.message, JoinRefusal)
         assert answer.admitted is None
         return answer.message.detail
 
@@ -178,9 +189,28 @@ def test_a_certificate_for_somebody_else(
 
 
 def test_a_refusal_is_told_in_one_printable_line(story: Story) -> None:
-    error = story.joiner().on_error(Error(Code.JOIN_REFUSED, "expired\x1b[2J\nask again", 0))
+    joiner, refusal = story.refused()
+    signed = sign(AUTHORITY.key, b"mlxtp join refusal\0", joiner._transcript, b"expired\x1b[2J\nask again")
+    error = joiner.on_refusal(JoinRefusal("expired\x1b[2J\nask again", signed))
     assert error.detail == "the cluster did not let this Mac in: expired?[2J?ask again"
     assert error.code is Code.JOIN_REFUSED
+    assert "is not known here" in joiner.on_refusal(refusal).detail
+
+
+def test_a_refusal_counts_by_the_hand_of_the_authority_and_for_that_exchange_alone(story: Story) -> None:
+    """A removed member still has a certificate and can answer a joiner."""
+    joiner, refusal = story.refused()
+    other, _ = story.refused()
+    removed = sign(new_key(), b"mlxtp join refusal\0", joiner._transcript, refusal.detail.encode())
+    wrong = (
+        replace(refusal, detail="go away"),
+        JoinRefusal("go away", removed),
+        JoinRefusal("go away", b"x" * 8),
+    )
+    for who, said in (*((joiner, each) for each in wrong), (other, refusal), (story.joiner(), refusal)):
+        with pytest.raises(ProtocolError, match="without the cluster's authority refused") as caught:
+            who.on_refusal(said)
+        assert caught.value.code is Code.NOT_AUTHENTIC
 
 
 # --- what the host does not take --------------------------------------------------------------------
@@ -209,7 +239,7 @@ def test_a_request_of_another_exchange(story: Story) -> None:
     """Recorded and sent again, it meets another nonce."""
     request = story.request()
     answer = story.host(b"i" * 32).on_request(request, NOW)
-    assert isinstance(answer.message, Error)
+    assert isinstance(answer.message, JoinRefusal)
     assert UNKNOWN in answer.message.detail
 
 
@@ -277,6 +307,24 @@ def test_five_failures_kill_a_token(story: Story) -> None:
         assert UNKNOWN in story.refusal(replace(story.request(), proof=bytes(32)))
     assert "was given up after 5 wrong attempts" in story.refusal(story.request())
     assert UNKNOWN in story.refusal(replace(story.request(), proof=bytes(32))), "guessing tells nothing new"
+
+
+def test_who_guesses_from_another_address_ends_no_token(story: Story) -> None:
+    """A removed member hears a token's id from the joiner that asks it."""
+    for _ in range(MAX_FAILURES):
+        story.host(address="10.0.0.66").on_request(replace(story.request(), proof=bytes(32)), NOW)
+    assert "was given up" in story.refusal(story.request(), address="10.0.0.66")
+    assert story.host(address="10.0.0.7").on_request(story.request(), NOW).admitted
+
+
+def test_a_token_ends_with_the_membership_of_the_mac_that_asked_for_it(story: Story) -> None:
+    story.token = story.desk.issue(b"t" * 16, NOW, asked_by=OTHER)
+    story.desk.keep({FIRST, OTHER})
+    assert story.host().on_request(story.request(), NOW).admitted == Admitted(NEW, "mini", NEW_PIN, OTHER)
+    story.token = story.desk.issue(b"u" * 16, NOW, asked_by=OTHER)
+    story.desk.keep({FIRST})
+    story.desk.keep({FIRST, OTHER})  # it came back
+    assert "the member that asked for this join token was removed" in story.refusal(story.request())
 
 
 def test_a_token_that_was_never_issued(story: Story) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -24,7 +25,7 @@ from mlxtp.cli import _with_join_value, app
 from mlxtp.client import agent_runs
 from mlxtp.cluster.beliefs import Beliefs, Roster
 from mlxtp.cluster.identity import Store
-from mlxtp.commands import bench_fabric
+from mlxtp.commands import bench_fabric, cluster
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.node.administration import FILE, announced
@@ -114,7 +115,15 @@ class Admin(FakeAdmin):
             "unload": {"model": "", "nodes": "auto", "version": 4},
             "drain": {"draining": True, "over": False, "open_requests": 2, "left_s": 9.7},
             "progress": {"draining": True, "over": True, "open_requests": 1, "left_s": 0.0},
-            "remove": {"removed": "mini", "node_id": "cd" * 16},
+            "let_in": {"name": "mini", "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}]},
+            "remove": {
+                "removed": "mini",
+                "node_id": "cd" * 16,
+                "let_in": [],
+                "with_admitted": False,
+                "others": 1,
+                "saved_by": ["air"],
+            },
             "leave": {"left": "c" * 16, "members": 1},
             "bench/fabric": BENCH,
             "plan": {
@@ -266,7 +275,8 @@ def test_the_status_of_an_agent_that_keeps_to_itself(agent: Agent, monkeypatch: 
             ("bench/fabric",),
             "JACCL mesh, jaccl: studio [left] + mini; default fences\n",
         ),
-        (["cluster", "remove", "mini"], ("remove", "mini"), "mini is no member any more\n"),
+        (["cluster", "remove", "mini"], ("remove", "mini", ""), "mini is no member any more\n"),
+        (["cluster", "remove", "mini", "--with-admitted"], ("remove", "mini", "yes"), "mini is no member"),
         (["cluster", "leave"], ("leave", ""), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "leave", "--force"], ("leave", "yes"), f"this Mac left cluster {'c' * 16}\n"),
         (["cluster", "members"], ("members",), "name "),
@@ -281,6 +291,47 @@ def test_each_command_asks_and_says_what_became_of_it(
     assert agent.admin.asked == [asked]
     as_json = mlxtp(agent.home, *args, "--json")
     assert isinstance(json.loads(as_json.output), dict)
+
+
+def test_whom_a_removed_mac_let_in_is_named(agent: Agent) -> None:
+    answer = {
+        "removed": "mini", "node_id": "cd" * 16, "let_in": [{"node_id": "ef" * 16, "name": "air [x]"}],
+        "with_admitted": False, "others": 2, "saved_by": [],
+    }  # fmt: skip
+    agent.admin.answers["remove"] = answer
+    try:
+        lines = mlxtp(agent.home, "cluster", "remove", "mini").output.splitlines()
+        assert lines[1].startswith("it let in air [x] (efefefef), still members")
+        assert lines[2].startswith("no other Mac has this on its disk yet")
+        answer |= {"with_admitted": True, "saved_by": ["studio"]}
+        lines = mlxtp(agent.home, "cluster", "remove", "mini", "--with-admitted").output.splitlines()
+        assert lines[1:] == ["nor are the Macs that it let in: air [x] (efefefef)"]
+    finally:
+        del agent.admin.answers["remove"]
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_in_a_terminal_it_is_asked_about_them(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, yes: bool
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("typer.confirm", lambda words: (asked.append(words), yes)[1])
+    monkeypatch.setattr(cluster, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    mlxtp(agent.home, "cluster", "remove", "mini")
+    assert asked == ["mini let in air [x] (efefefef). Remove them too?"]
+    assert agent.admin.asked == [("let_in", "mini"), ("remove", "mini", "yes" if yes else "")]
+
+
+def test_who_let_each_member_in_is_listed(agent: Agent) -> None:
+    let_in = {"admitted_by": "ab" * 16, "admitted_by_name": "studio", "joined_from": "10.0.0.7"}
+    members = [{**MEMBER, "name": "mini [x]", **let_in, "joined_at": 1_780_000_000}, MEMBER]
+    agent.admin.answers["members"] = {"cluster": "c" * 16, "members": members}
+    try:
+        output = mlxtp(agent.home, "cluster", "members").output
+    finally:
+        del agent.admin.answers["members"]
+    assert output.count("was let in") == 1
+    assert "mini [x] was let in by studio, from 10.0.0.7, at 2026-05-2" in output
 
 
 def test_the_page_is_where_the_agent_is_and_has_its_key(

@@ -18,9 +18,14 @@ from ..wire.members import Member, founder, member_of
 
 
 @pytest.fixture(scope="session")
-def member(tmp_path_factory: pytest.TempPathFactory) -> Member:
-    folder = tmp_path_factory.mktemp("member")
-    return member_of(founder(folder), folder)
+def first(tmp_path_factory: pytest.TempPathFactory) -> Member:
+    """The Mac that founded the cluster of `member`."""
+    return founder(tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture(scope="session")
+def member(first: Member, tmp_path_factory: pytest.TempPathFactory) -> Member:
+    return member_of(first, tmp_path_factory.mktemp("member"))
 
 
 @pytest.fixture(scope="session")

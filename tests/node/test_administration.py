@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,26 @@ from typing import cast
 import pytest
 
 from mlxtp.api.text.tokens import Text
+from mlxtp.cluster.roster_proofs import RosterProofs
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError
+from mlxtp.node import saving
 from mlxtp.node.administration import Alone, Member
 from mlxtp.node.build import flags_of, versions_here
 from mlxtp.node.epoch import State
+from mlxtp.node.state import load
 from mlxtp.node.store.hub_cache import Repo
 from mlxtp.node.store.models import ModelSource
 from mlxtp.node.supervisor import Supervisor
-from mlxtp.wire.control import DesiredState, Members, ModelsHere, ModelStatus, RosterEntry, StoredModel
+from mlxtp.wire.control import (
+    DesiredState,
+    Members,
+    ModelsHere,
+    ModelStatus,
+    RosterEntry,
+    RosterSaved,
+    StoredModel,
+)
 
 from ..hub import COMMIT, Hub, Model, embedded
 from ..wire import members
@@ -111,8 +123,11 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
 
 
 def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
-    tmp_path: Path, member: members.Member
+    tmp_path: Path, member: members.Member, first: members.Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(saving, "ELSEWHERE_S", 0.0)
+    sign = RosterProofs(first.identity).admission
+
     async def story(node: Node) -> None:
         admin, cluster = Member(node.cluster, member.store), node.cluster
         a, _ = node.meet(A), node.meet(B)
@@ -120,7 +135,7 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
             RosterEntry(f"{i}" * 32, name, f"{i}" * 64, False, 9) for i, name in ((1, "mini"), (2, "mini"))
         ]
         odd = RosterEntry("3" * 32, "ff", "3" * 64, False, 9)
-        node.hear(a, Members((*twins, odd)))
+        node.hear(a, Members(tuple(map(sign, (*twins, odd)))))
         for wrong, words in (
             ("", "more than one member is called ''; there are "),
             ("nobody", "no member is called 'nobody'; there are "),
@@ -128,13 +143,52 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
             ("studio", "this Mac itself leaves with `mlxtp cluster leave`"),
         ):
             with pytest.raises(UserError, match=words):
-                admin.remove(wrong)
+                await admin.remove(wrong, "")
         assert len(cluster.coordination.roster.members()) == 6
-        assert admin.remove("ff") == {"removed": "ff", "node_id": "3" * 32}  # its name, not mac-f's id
-        assert admin.remove("ff") == {"removed": "mac-f", "node_id": B}
-        assert admin.remove("1111")["node_id"] == "1" * 32
-        assert admin.remove("mini")["node_id"] == "2" * 32
+        removed = [await admin.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
+        assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini", "mini"]  # first by its name
+        assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
+        assert removed[-1]["saved_by"] == []
         assert set(cluster.coordination.roster.members()) == {cluster.node_id, A}
+
+    play(tmp_path, member, story)
+
+
+def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
+    tmp_path: Path, member: members.Member, first: members.Member
+) -> None:
+    proofs = RosterProofs(first.identity)
+
+    def joined(number: int, name: str, by: str) -> RosterEntry:
+        entry = RosterEntry(f"{number}" * 32, name, f"{number}" * 64, False, 10 + number)
+        return proofs.admission(entry, by, "10.0.0.7", 1_780_000_000)
+
+    async def story(node: Node) -> None:
+        admin, cluster = Member(node.cluster, member.store), node.cluster
+        a = node.meet(A)
+        mini, air, max_, other = (f"{number}" * 32 for number in range(1, 5))
+        node.hear(a, Members((joined(1, "mini", A), joined(2, "air", mini), joined(3, "max", air))))
+        node.hear(a, Members((joined(4, "other", A),)))
+        [row] = [each for each in admin.members()["members"] if each["name"] == "air"]
+        about = {name: row[name] for name in ("admitted_by", "admitted_by_name", "joined_from", "joined_at")}
+        assert list(about.values()) == [mini, "mini", "10.0.0.7", 1_780_000_000]
+        let_in = [{"node_id": air, "name": "air"}, {"node_id": max_, "name": "max"}]
+        assert admin.let_in("mini") == {"name": "mini", "let_in": let_in}
+        removing = asyncio.ensure_future(admin.remove("mini", "yes"))
+        await asyncio.sleep(0)
+        digest = cluster.coordination.roster.digest()
+        node.hear(a, RosterSaved(digest ^ 1))
+        await asyncio.sleep(0)
+        assert not removing.done(), "what the other has on its disk is something else"
+        node.hear(a, RosterSaved(digest))
+        answer = await removing
+        assert (answer["let_in"], answer["with_admitted"]) == (let_in, True)
+        assert (answer["saved_by"], answer["others"]) == (["mac-a"], 2)
+        assert set(cluster.coordination.roster.members()) == {cluster.node_id, A, other}
+        node.tick()
+        saved = [report.roster for report in a.heard(RosterSaved)]
+        assert saved[-1] == digest, "this one's disk has it, too"
+        assert load(tmp_path)[0].beliefs.roster.digest() == digest
 
     play(tmp_path, member, story)
 
@@ -216,7 +270,7 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
             admin.plan,
             admin.unload,
             admin.members,
-            lambda: admin.remove("x"),
+            lambda: admin.let_in("x"),
             lambda: admin.leave(""),
         ):
             with pytest.raises(UserError, match="keeps to this Mac") as refused:
@@ -226,6 +280,8 @@ def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
             await admin.token()
         with pytest.raises(UserError):
             await admin.serve("tiny", "")
+        with pytest.raises(UserError):
+            await admin.remove("x", "")
 
     run(scene())
 

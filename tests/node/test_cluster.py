@@ -12,16 +12,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster import hardware
+from mlxtp.cluster.roster_proofs import RosterProofs
+from mlxtp.cluster.tokens import Desk, Token
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
 from mlxtp.node import machine_here
 from mlxtp.node.cluster import Cluster
 from mlxtp.node.overload import Memory
+from mlxtp.node.state import load
 from mlxtp.node.store.models import ModelSource
 from mlxtp.node.supervisor import Supervisor
 from mlxtp.wire.base import U63, Message
+from mlxtp.wire.certificates import authority_hash
 from mlxtp.wire.control import (
     MAX_MEMBERS,
+    MAX_TOLD,
     Beat,
     DesiredState,
     EndEpoch,
@@ -230,11 +235,23 @@ def test_who_was_removed_is_heard_no_more(tmp_path: Path, member: Member) -> Non
     play(tmp_path, member, story)
 
 
-def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(tmp_path: Path, member: Member) -> None:
+def removed_by(first: Member, *entries: RosterEntry) -> Members:
+    """What the founder tells when it has removed these members; it is one itself."""
+    proofs, mine = RosterProofs(first.identity), first.identity
+    own = proofs.own(RosterEntry(mine.node_id, "first", mine.fingerprint, False, 1))
+    gone = [proofs.removal(replace(proofs.admission(each), removed=True, removed_in=60)) for each in entries]
+    return Members((own, *gone))
+
+
+def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(
+    tmp_path: Path, member: Member, first: Member
+) -> None:
     async def story(node: Node) -> None:
         a, me = node.meet(A), node.cluster
-        own = RosterEntry(me.node_id, "studio", me.identity.fingerprint, True, 50)
-        node.hear(a, Members((own,)))
+        own = RosterEntry(me.node_id, "studio", me.identity.fingerprint, False, 50)
+        node.hear(a, Members((replace(own, removed=True),)))
+        assert not me.over.done(), "nobody signed it"
+        node.hear(a, removed_by(first, own))
         assert me.over.done()
         assert "mlxtp node --join TOKEN" in me.problem
         node.tick()
@@ -243,15 +260,16 @@ def test_a_node_that_was_removed_ends_and_says_what_brings_it_back(tmp_path: Pat
 
 
 def test_more_members_than_there_can_be_displace_nobody(
-    tmp_path: Path, member: Member, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, member: Member, first: Member, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However old it says that they are. The lie is told once."""
+    """However old they are, and though the authority signed them. It is told once."""
+    proofs = RosterProofs(first.identity)
 
-    def told(first: int, version: int) -> Members:
+    def told(start: int, version: int) -> Members:
         return Members(
             tuple(
-                RosterEntry(f"{i:032x}", "ghost", f"{i:064x}", False, version)
-                for i in range(first, first + MAX_MEMBERS)
+                proofs.admission(RosterEntry(f"{i:032x}", "ghost", f"{i:064x}", False, version))
+                for i in range(start, start + MAX_TOLD)
             )
         )
 
@@ -259,9 +277,9 @@ def test_more_members_than_there_can_be_displace_nobody(
         me = node.cluster
         a, b = node.meet(A), node.meet(B)
         before = set(me.coordination.roster.members())
-        for first in range(1, 300, MAX_MEMBERS):
-            node.hear(a, told(first, version=0), told(first, version=50))
-            node.tick()
+        for start in range(1, 300, MAX_TOLD):
+            node.hear(a, told(start, version=0), told(start, version=50))
+            node.live_once(a, b)
         members = me.coordination.roster.members()
         assert before == {me.node_id, A, B}
         assert before < set(members)
@@ -269,11 +287,10 @@ def test_more_members_than_there_can_be_displace_nobody(
         assert me.neighbours.nodes() == {A, B}
         assert caplog.text.count("mac-a tells of more than 64 members") == 1
         ghost = next(node_id for node_id in members if node_id not in before)
-        node.hear(b, Members((replace(members[ghost], removed=True),)))
+        node.hear(b, removed_by(first, members[ghost]))
         assert ghost not in me.coordination.roster.members()
         me.admit("e" * 32, "newcomer", "e" * 64)
-        own = replace(members[me.node_id], removed=True, version=60)
-        node.hear(a, Members((own,)), told(400, version=70))
+        node.hear(a, removed_by(first, members[me.node_id]), told(400, version=70))
         assert me.over.done()
         node.tick()
 
@@ -327,8 +344,10 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         assert b.heard(TokenIssued)[0].problem == "this Mac cannot issue join tokens"
         await asyncio.sleep(0)
         assert not asking.done()
-        node.hear(a, TokenIssued(wanted.nonce, "TOKEN", ""), TokenIssued(wanted.nonce, "SECOND", ""))
-        assert await asking == "TOKEN"
+        desk = Desk(me.identity.cluster_id, authority_hash(member.membership.authority))
+        token, second = (desk.issue(bytes((i,)) * 16, 0.0).text() for i in (1, 2))
+        node.hear(a, TokenIssued(wanted.nonce, token, ""), TokenIssued(wanted.nonce, second, ""))
+        assert await asking == token
         refused = asyncio.ensure_future(me.issuing.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[1].nonce, "", "16 tokens are open"))
@@ -338,6 +357,44 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         with pytest.raises(UserError, match=r"only mac-a can issue join tokens, and it is away"):
             await me.issuing.token()
         assert me.issuing._answers == {}
+
+    play(tmp_path, member, story)
+
+
+@pytest.mark.parametrize("of", ["a shell", "another cluster", "another authority"])
+def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member: Member, of: str) -> None:
+    """A person hands it to a shell: `ssh mini "mlxtp node --join $(mlxtp token)"`."""
+    cluster_id = member.identity.cluster_id
+    said = {
+        "a shell": "x; touch owned",
+        "another cluster": Token("c2" * 8, authority_hash(member.membership.authority), b"s" * 16).text(),
+        "another authority": Token(cluster_id, b"h" * 16, b"s" * 16).text(),
+    }
+
+    async def story(node: Node) -> None:
+        a = node.meet(A)
+        asking = asyncio.ensure_future(node.cluster.issuing.token())
+        await asyncio.sleep(0)
+        node.hear(a, TokenIssued(a.heard(TokenWanted)[0].nonce, said[of], ""))
+        with pytest.raises(UserError, match="mac-a answered with what is no join token of this cluster"):
+            await asking
+
+    play(tmp_path, member, story)
+
+
+def test_who_founded_the_cluster_is_the_authority_s_word(
+    tmp_path: Path, member: Member, first: Member
+) -> None:
+    async def story(node: Node) -> None:
+        own = removed_by(first)
+        node.hear(node.meet(B), own)
+        assert node.cluster.coordination.roster.founder() == first.identity.node_id
+        node.meet(A)  # which says that it has the authority
+        with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
+            await node.cluster.issuing.token()
+        with pytest.raises(UserError, match="first founded this cluster, and no other Mac can remove it"):
+            node.cluster.remove(A, first.identity.node_id)
+        assert {A, first.identity.node_id} <= node.cluster.coordination.roster.members().keys()
 
     play(tmp_path, member, story)
 
@@ -396,11 +453,27 @@ def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
         node.tick()
         assert "state.json cannot be written" in caplog.text
         (tmp_path / "state.json.draft").rmdir()
-        node.cluster.want("org/other")
         node.tick()
-        assert "org/other" in (tmp_path / "state.json").read_text()
+        assert "org/model" in (tmp_path / "state.json").read_text()
+        assert caplog.text.count("state.json cannot be written") == 1
 
     play(tmp_path, member, story)
+
+
+def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
+    tmp_path: Path, member: Member
+) -> None:
+    async def story(node: Node) -> None:
+        node.meet(A)
+        node.tick()
+        (tmp_path / "state.json.draft").mkdir()
+        node.cluster.remove(A)
+        node.tick()
+        assert A in load(tmp_path)[0].beliefs.roster.members()
+        (tmp_path / "state.json.draft").rmdir()
+
+    play(tmp_path, member, story)
+    assert A not in load(tmp_path)[0].beliefs.roster.members()
 
 
 # --- anything ---------------------------------------------------------------------------------------------

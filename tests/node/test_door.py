@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.cluster.admission import ask_to_join
-from mlxtp.cluster.joining import AskElsewhere, Granted, Joiner
+from mlxtp.cluster.joining import AskElsewhere, Denied, Granted, Joiner
 from mlxtp.cluster.tokens import Desk, Token, read_token
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
@@ -20,13 +20,14 @@ from mlxtp.node.agent import running_agent
 from mlxtp.node.door import Door, bind_control, check_interface
 from mlxtp.node.requests_link import RemoteDesk
 from mlxtp.wire.certificates import authority_hash, new_key
+from mlxtp.wire.control import TokenIssued, TokenWanted
 from mlxtp.wire.doorman import open_tls
 from mlxtp.wire.joining import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
 from mlxtp.wire.messages import Cancel, Generate
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
 
 from ..wire.members import Member, founder, member_of
-from .one_node import A, Node, by_hand
+from .one_node import CLOCK, A, Node, by_hand
 from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks
 
@@ -109,6 +110,30 @@ def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
         await sees(lambda: len(node.cluster.coordination.roster.members()) == 3)
         with pytest.raises(UserError):
             await house.join(token)
+
+    play(tmp_path, story, founders=True)
+
+
+def test_what_a_removed_member_prepared_lets_nobody_in(tmp_path: Path) -> None:
+    """It asked for tokens while it was one. Whom it let in before is listed."""
+
+    async def story(house: House) -> None:
+        node = house.node
+        other = member_of(house.first, tmp_path)
+        node_id = other.identity.node_id
+        node.cluster.admit(node_id, "other", other.identity.fingerprint)
+        link = node.meet(node_id)
+        node.hear(link, *(TokenWanted(bytes((number,)) * 16) for number in range(2)))
+        used, kept = (read_token(issued.token) for issued in link.heard(TokenIssued))
+        await house.join(used)
+        await sees(lambda: len(node.cluster.coordination.roster.members()) == 3)
+        [friend] = node.cluster.coordination.roster.let_in(node_id)
+        entry = node.cluster.coordination.roster.members()[friend]
+        assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
+        node.cluster.remove(node_id)
+        with pytest.raises(Denied, match="the member that asked for this join token was removed or left"):
+            await house.join(kept)
+        await house.join(read_token(house.door.token()))
 
     play(tmp_path, story, founders=True)
 

@@ -285,7 +285,7 @@ def test_a_full_hand_of_large_messages_arrives_in_order(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         a, b = stage.a, stage.b
         await a.dial(b)
-        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(64))
+        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(32))
         sent: list[Message] = []
         for number in range(1, 200):
             sent += [Members(entries), Prepare(number, 1, "", 1)]
@@ -304,7 +304,7 @@ def test_an_agent_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pyt
         link.send(stage.a.hello)
         await link.receive()
         link._writer.transport.pause_reading()  # type: ignore[attr-defined]
-        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(64))
+        entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(32))
         while not stage.b.events.ends:
             stage.b.neighbours.tell_all(Members(entries))
             await asyncio.sleep(0)

@@ -43,6 +43,19 @@ def test_what_an_earlier_version_remembered_was_said_by_a_person_and_is_pinned(
     assert kept.beliefs.desired.pinned == bool(model)
 
 
+def test_a_roster_of_an_earlier_version_has_no_signatures(tmp_path: Path) -> None:
+    table = json.loads(to_text(KEPT)) | {"format": 2}
+    old = ("node_id", "name", "fingerprint", "removed", "version")
+    table["roster"] = [{name: entry[name] for name in old} for entry in table["roster"]]
+    (tmp_path / FILE).write_text(json.dumps(table))
+    kept, told = load(tmp_path)
+    assert told == ""
+    held = kept.beliefs.roster
+    assert list(held.members()) == ["a"]
+    assert held.removed("key-b")
+    assert {entry.admission for entry in held.entries} == {""}
+
+
 def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:
     assert load(tmp_path) == (Kept(), "")
     assert load(tmp_path / "no such folder") == (Kept(), "")
@@ -125,7 +138,7 @@ def changed(**fields: object) -> str:
         (to_text(KEPT)[:-40], ""),
         ("[]", "does not say its format"),
         ("{}", "does not say its format"),
-        (changed(format=3), "format 3; this version reads formats 1 to 2"),
+        (changed(format=4), "format 4; this version reads formats 1 to 3"),
         (changed(format=0), "format 0"),
         (changed(format=1), "desired: expected a map"),
         (changed(format=True), "does not say its format"),

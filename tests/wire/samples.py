@@ -40,6 +40,7 @@ from mlxtp.wire.control import (
     RecordsTold,
     RecordsWanted,
     RosterEntry,
+    RosterSaved,
     Serving,
     StartRank,
     StoredModel,
@@ -49,7 +50,7 @@ from mlxtp.wire.control import (
     Trip,
 )
 from mlxtp.wire.fabric import MAX_SIZES
-from mlxtp.wire.joining import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRequest
+from mlxtp.wire.joining import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from mlxtp.wire.machine import Interface, Port
 from mlxtp.wire.messages import (
     MAX_BIASES,
@@ -107,7 +108,9 @@ from mlxtp.wire.models import FilesHeld, FilesWanted, PieceHeld, PieceWanted
 from mlxtp.wire.table import MESSAGES
 
 NODE = "0123456789abcdef" * 2
-_MEMBER = RosterEntry(NODE, "studio", "ab" * 32, False, 3)
+_MEMBER = RosterEntry(
+    NODE, "studio", "ab" * 32, True, 3, NODE, "10.0.0.7", 9, "5a" * 70, 4, "04" + "5b" * 64, "5c" * 70
+)
 _ETHERNET = Interface("en0", "10.0.0.1", 24, "ethernet", 10_000, True)
 _PORT = Port(1, "en5", "AAAA-BBBB", "CCCC-DDDD", False, 80, "rdma_en5", True)
 
@@ -116,6 +119,7 @@ _CONTROL_EXAMPLES: tuple[Message, ...] = (
     Beat(3, NODE, 2, 5, 17, True, 40, True, True),
     DesiredState(2, NODE, "tiny", "auto", 2),
     Members((_MEMBER,)),
+    RosterSaved(7),
     MachineReport(
         "macos", "26.3", "25D1", "Mac15,14", "Apple M3 Ultra", 32, 80, 1 << 39, 1 << 38, 9, 9, "ac",
         "enabled", False, (_ETHERNET,), (_PORT,), ("all is well",),
@@ -197,6 +201,7 @@ EXAMPLES: dict[type[Message], Message] = {
         JoinOffer(b"ca", b"n" * 32, "studio", ("10.0.0.1:52414",)),
         JoinRequest(b"t" * 8, b"i" * 16, "mini", b"\4" * 65, b"n" * 32, b"p" * 32, b"s" * 70),
         JoinGrant(b"certificate", b"p" * 32, "desk", ("10.0.0.1:52414",)),
+        JoinRefusal("it was used", b"s" * 70),
         FilesWanted("org/one"),
         FilesHeld(b"{}", b"\1\0"),
         PieceWanted(3, 4),
@@ -401,6 +406,7 @@ _STRATEGIES: dict[type[Message], st.SearchStrategy[Message]] = {
         _nonce,
         st.binary(min_size=8, max_size=80),
     ),
+    JoinRefusal: st.builds(JoinRefusal, _text, st.binary(min_size=8, max_size=80)),
     JoinGrant: st.builds(JoinGrant, _certificate, _nonce, _name, _addresses(MAX_PEERS)),
 }
 
@@ -453,7 +459,8 @@ _STRATEGIES |= {
     Members: st.builds(
         Members,
         st.lists(
-            st.builds(RosterEntry, _node, _short, _short, st.booleans(), _count), max_size=MAX_MEMBERS // 8
+            st.builds(RosterEntry, _node, _short, _short, st.booleans(), _count, removed_in=_count),
+            max_size=MAX_MEMBERS // 8,
         ).map(tuple),
     ),
     MachineReport: st.builds(MachineReport, *_MACHINE_PARTS),
@@ -474,6 +481,7 @@ _STRATEGIES |= {
         _floats(-(2.0**39), 2.0**39, 0, 8), _count, _text, _count, _u32, _u32, _ints(0, 2**31 - 1, 0, 64),
         _u32, _ints(0, U32, 0, MAX_RANKS),
     ),
+    RosterSaved: st.builds(RosterSaved, _count),
     TokenWanted: st.builds(TokenWanted, st.binary(min_size=16, max_size=16)),
     TokenIssued: st.builds(TokenIssued, st.binary(min_size=16, max_size=16), _short, _text),
     FabricWanted: st.builds(FabricWanted, st.binary(min_size=16, max_size=16)),

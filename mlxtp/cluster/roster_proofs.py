@@ -1,0 +1,156 @@
+"""Signatures of the roster: who admitted each member, and who removed one. No I/O.
+
+The authority signs every admission, so that gossip invents no member. The member that removes another one
+signs that with its own key. A receiver takes neither by a neighbour's word alone. docs/security.md says what
+one member can still do to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ..wire.certificates import PublicKey, authority_key, fingerprint, is_signed, key_at, point_of, sign
+from ..wire.control import RosterEntry
+from .beliefs import Roster, admission_of, is_founder, removal_of
+from .identity import Identity
+
+_ADMISSION = b"mlxtp roster admission\0"
+_REMOVAL = b"mlxtp roster removal\0"
+
+
+class RosterProofs:
+    """What this node signs, and what it takes from others."""
+
+    def __init__(self, identity: Identity) -> None:
+        assert identity.membership is not None
+        self._identity = identity
+        self._authority = authority_key(identity.membership.authority)
+
+    def admission(
+        self, entry: RosterEntry, admitted_by: str = "", address: str = "", at: int = 0
+    ) -> RosterEntry:
+        """Sign an admission, on the Mac that has the authority; elsewhere add no signature."""
+        entry = replace(entry, admitted_by=admitted_by, address=address, at=at)
+        authority = self._identity.authority
+        if authority is None:
+            return entry
+        return replace(entry, admission=sign(authority.key, _ADMISSION, *self._admission(entry)).hex())
+
+    def own(self, entry: RosterEntry) -> RosterEntry:
+        """Sign this node's own admission, as `admission` does: the founder let itself in."""
+        return self.admission(entry, self._identity.node_id if self._identity.authority else "")
+
+    def removal(self, entry: RosterEntry) -> RosterEntry:
+        """Sign the removal that the entry tells of, in this node's name."""
+        key = self._identity.key
+        entry = replace(entry, remover=point_of(key.public_key()).hex())
+        return replace(entry, removal=sign(key, _REMOVAL, *self._removal(entry)).hex())
+
+    def completed(self, roster: Roster) -> Roster:
+        """Sign what an earlier version kept without signatures, on the Mac that has the authority."""
+        if self._identity.authority is None:
+            return roster
+        return Roster(tuple(self._completed(entry) for entry in roster.entries))
+
+    def _completed(self, entry: RosterEntry) -> RosterEntry:
+        if not entry.admission:
+            ours = entry.fingerprint == self._identity.fingerprint
+            entry = self.own(entry) if ours else self.admission(entry)
+        if entry.removed and not entry.removal:
+            entry = self.removal(replace(entry, removed_in=entry.version))
+        return entry
+
+    def proven(self, entries: Iterable[RosterEntry], held: Roster) -> tuple[RosterEntry, ...]:
+        """Return those of another member's entries that are news to `held` and signed as they have to be."""
+        mine = {entry.fingerprint: entry for entry in held.entries}
+        known, admitted = dict(mine), []
+        for told in entries:
+            had = mine.get(told.fingerprint)
+            if self._is_admitted(told, had):
+                entry = told
+            elif had is not None:
+                entry = _with_removal(had, told)  # what is held stands, whoever signed it
+            else:
+                continue
+            if entry != had:
+                known.setdefault(entry.fingerprint, entry)
+                admitted.append(entry)
+        return tuple(each for each in admitted if self._is_proven(each, mine.get(each.fingerprint), known))
+
+    def _is_admitted(self, entry: RosterEntry, mine: RosterEntry | None) -> bool:
+        if mine is not None and mine.admission and _admission(entry) == _admission(mine):
+            return True
+        return _holds(self._authority, entry.admission, _ADMISSION, self._admission(entry))
+
+    def _is_proven(
+        self, entry: RosterEntry, mine: RosterEntry | None, known: Mapping[str, RosterEntry]
+    ) -> bool:
+        """Tell whether an entry says nothing of a removal, or proves it."""
+        if not entry.removed:
+            return not (entry.removed_in or entry.remover or entry.removal)
+        if mine is not None and mine.removal and removal_of(entry) == removal_of(mine):
+            return True
+        key = _key(entry.remover)
+        remover = known.get(fingerprint(key)) if key is not None else None
+        if key is None or remover is None or not _may_remove(remover, entry, known):
+            return False
+        return _holds(key, entry.removal, _REMOVAL, self._removal(entry))
+
+    def _admission(self, entry: RosterEntry) -> list[bytes]:
+        return [str(part).encode() for part in (self._identity.cluster_id, *admission_of(entry))]
+
+    def _removal(self, entry: RosterEntry) -> list[bytes]:
+        parts = (self._identity.cluster_id, entry.fingerprint, entry.removed_in)
+        return [str(part).encode() for part in parts]
+
+
+def remover_of(entry: RosterEntry) -> str:
+    """Return the fingerprint of the key that signed an entry's removal; empty for none."""
+    key = _key(entry.remover)
+    return fingerprint(key) if key is not None else ""
+
+
+def _may_remove(remover: RosterEntry, entry: RosterEntry, known: Mapping[str, RosterEntry]) -> bool:
+    """Tell whether the rules let one member remove another.
+
+    A member may leave. No other Mac removes the founder. A member removes no other after a removal of its own
+    that the founder or itself signed. Removals by others do not end that right: their versions prove nothing.
+    """
+    if remover.fingerprint == entry.fingerprint:
+        return True
+    if is_founder(entry):
+        return False
+    if not remover.removed or entry.removed_in <= remover.removed_in:
+        return True
+    by = known.get(remover_of(remover))
+    return by is None or not (is_founder(by) or by.fingerprint == remover.fingerprint)
+
+
+def _with_removal(entry: RosterEntry, removed: RosterEntry) -> RosterEntry:
+    """Return an entry with the removal that another one of the same key tells of."""
+    return replace(
+        entry,
+        removed=removed.removed,
+        removed_in=removed.removed_in,
+        remover=removed.remover,
+        removal=removed.removal,
+    )
+
+
+def _admission(entry: RosterEntry) -> tuple[str | int, ...]:
+    return (*admission_of(entry), entry.admission)
+
+
+def _key(point: str) -> PublicKey | None:
+    try:
+        return key_at(bytes.fromhex(point))
+    except ValueError:
+        return None
+
+
+def _holds(key: PublicKey, signature: str, label: bytes, parts: list[bytes]) -> bool:
+    try:
+        return is_signed(key, bytes.fromhex(signature), label, *parts)
+    except ValueError:
+        return False

@@ -92,6 +92,8 @@ class _Job:
         self.model = model
         self.repo, self.revision = hub_name(model)
         self.refs: set[str] = set()
+        self.of_hub: set[str] = set()
+        """Those of which the Hub itself said here that they are this commit."""
         self.mine: Held | None = None
         """None until somebody here or elsewhere wanted it."""
         self.told: ModelHeld | None = None
@@ -192,6 +194,8 @@ class Getting:
         with contextlib.suppress(ModelError):
             commit = (await apart(partial(hub.look_up, repo.name, revision))).revision
         name = f"{repo.name}@{commit}" if commit else model
+        if commit:
+            self._job(name).of_hub.add(revision)
         self._begin(name, revision, everywhere=everywhere)
         if everywhere:
             self._cluster.neighbours.tell_all(ModelPull(model, commit))
@@ -355,7 +359,8 @@ class Getting:
                 if hopeless or not await self._another(job, patient=copied):
                     raise
             except (LinkError, ProtocolError, Damaged) as error:
-                tries = TRIES if isinstance(error, Damaged) else tries + 1
+                lies = isinstance(error, Damaged) or error.code is Code.NOT_AUTHENTIC
+                tries = TRIES if lies else tries + 1
                 log.warning("%s from %s: %s", job.model, self._cluster.name_of(lender), error)
                 await asyncio.sleep(AGAIN_S)
         await self._refer(job, here)
@@ -369,7 +374,9 @@ class Getting:
         while wrong := {ref for ref in job.refs - seen if repo.commit(ref) != here.name}:
             seen |= wrong
             try:
-                await asyncio.to_thread(repo.refer, wrong, here.name, lambda: not job.runs or job.ends)
+                for refs, by_hub in ((wrong & job.of_hub, True), (wrong - job.of_hub, False)):
+                    refer = partial(repo.refer, refs, here.name, by_hub=by_hub)
+                    await asyncio.to_thread(refer, lambda: not job.runs or job.ends)
             except OSError as error:
                 raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 

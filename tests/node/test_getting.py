@@ -267,7 +267,7 @@ def test_whatever_ends_it_is_told_to_who_waits(
 ) -> None:
     hub.models = {NAME: Model(embedded())}
 
-    def cannot(*_: object) -> None:
+    def cannot(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(Repo, where, cannot)

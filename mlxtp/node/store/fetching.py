@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from ...cluster.manifests import Manifest, is_commit
-from ...errors import LinkError, ModelError, why_not_written
+from ...cluster.manifests import Manifest, is_commit, wanted
+from ...errors import Code, LinkError, ModelError, ProtocolError, why_not_written
 from . import copying, hub
 from .apart import begin
 from .hub_cache import (
@@ -45,6 +46,8 @@ class Fetch:
         self.revision = revision
         self.manifest: Manifest | None = None
         """Once it is known."""
+        self.by_hub = True
+        """Whether the Hub itself calls the commit `ref`, not a member alone."""
         self._parts: Sequence[Part] | None = None
         """Of the files that are to come, once it is known that there is room."""
         self._stop = threading.Event()
@@ -62,6 +65,7 @@ class Fetch:
 
     def from_hub(self) -> Path:
         """Have all of it here; the folder. Raises ModelError and Stopped."""
+        self.by_hub = True
         (manifest,) = self._run([lambda: hub.look_up(self.repo.name, self.revision)], threading.Event())
         for attempt in (1, 2):
             try:
@@ -72,22 +76,27 @@ class Fetch:
         raise AssertionError
 
     def from_member(self, model: str, connect: Connect) -> Path:
-        """The same, from the lender behind `connect`.
+        """The same, from the lender behind `connect`. Its manifest is a hint: see `needed`, `hub.confirms`.
 
         Raises LinkError, ProtocolError and Damaged when that one is of no use, ModelError when this Mac is
         not.
         """
-        (manifest,) = self._run([lambda: _asked(connect, model)], threading.Event())
-        if manifest.name != self.repo.name:
-            raise LinkError(f"{manifest.name} was offered for {self.repo.name}")
-        if is_commit(self.revision) and manifest.revision != self.revision:
-            raise LinkError(f"{manifest.revision} of {self.repo.name} was offered for {self.revision}")
+        (offered,) = self._run([lambda: _asked(connect, model)], threading.Event())
+        if offered.name != self.repo.name:
+            raise LinkError(f"{offered.name} was offered for {self.repo.name}")
+        if is_commit(self.revision) and offered.revision != self.revision:
+            raise LinkError(f"{offered.revision} of {self.repo.name} was offered for {self.revision}")
+        self.by_hub = False
+
+        def compare(manifest: Manifest) -> None:
+            self.by_hub = hub.confirms(manifest, self.ref)
 
         def work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
-            board = copying.Board(manifest, parts)
-            return [lambda: _copy(model, manifest, connect, board, stopped)] * copying.CONNECTIONS
+            board = copying.Board(offered, parts)
+            copies: list[Work] = [lambda: _copy(model, offered, connect, board, stopped)]
+            return [lambda: compare(manifest), *(copies * copying.CONNECTIONS if parts else ())]
 
-        return self._bring(manifest, work)
+        return self._bring(needed(offered), work)
 
     def _bring(
         self, manifest: Manifest, work: Callable[[Manifest, Sequence[Part], Stop], list[Work]]
@@ -115,12 +124,11 @@ class Fetch:
                 parts = [Part(repo, file, stopped) for file in manifest.blobs if not repo.has(file)]
                 self._parts = parts
                 try:
-                    if parts:
-                        self._run([lambda: _finish(parts), *work(manifest, parts, stopped)], ended)
+                    self._run([lambda: _finish(parts), *work(manifest, parts, stopped)], ended)
                 finally:
                     for part in parts:
                         part.close()
-                return repo.publish(manifest, self.ref)
+                return repo.publish(manifest, self.ref, by_hub=self.by_hub)
         except OSError as error:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
@@ -142,6 +150,15 @@ class Fetch:
         if running:
             raise Stopped
         return [each.result() for each in begun]
+
+
+def needed(offered: Manifest) -> Manifest:
+    """Return what of a member's manifest serving needs. Raises ProtocolError when that is no model."""
+    manifest = replace(offered, files=wanted(offered.files))
+    paths = [file.path for file in manifest.files]
+    if "config.json" not in paths or not any(path.endswith(".safetensors") for path in paths):
+        raise ProtocolError(f"a member offers no model as {offered.name}", Code.NOT_AUTHENTIC)
+    return manifest
 
 
 def _hub_work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:

@@ -27,7 +27,7 @@ from ...cluster.manifests import (
     to_bytes,
     wanted,
 )
-from ...errors import Code, ModelError, is_disk_full
+from ...errors import Code, ModelError, ProtocolError, is_disk_full
 from ...tokenizer_file import TIKTOKEN_FILE, refusal, table
 from .hub_cache import Damaged, Part, Repo, Stopped
 
@@ -45,7 +45,7 @@ def look_up(name: str, revision: str) -> Manifest:
         try:
             info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
         except RevisionNotFoundError:
-            raise ModelError(
+            raise _NoSuchRevision(
                 f"cannot get {named}: it has no revision {revision!r}", Code.MODEL_NOT_FOUND
             ) from None
         files = [
@@ -70,6 +70,39 @@ def look_up(name: str, revision: str) -> Manifest:
             Code.MODEL_NOT_FOUND,
         )
     return manifest
+
+
+def confirms(manifest: Manifest, ref: str) -> bool:
+    """Compare a member's manifest with the Hub's. Return whether the Hub calls that commit `ref` now.
+
+    Also return False where the Hub cannot be asked. Raises ProtocolError when the Hub has other files, or no
+    such commit.
+    """
+    try:
+        with contextlib.suppress(_NoSuchRevision):
+            if (found := look_up(manifest.name, ref)).revision == manifest.revision:
+                return _is_same(manifest, found)
+        _is_same(manifest, look_up(manifest.name, manifest.revision))
+    except _NoSuchRevision:
+        raise ProtocolError(
+            f"a member offers a commit of {manifest.name} that the Hub does not know", Code.NOT_AUTHENTIC
+        ) from None
+    except ModelError:
+        pass
+    return False
+
+
+def _is_same(manifest: Manifest, found: Manifest) -> bool:
+    """Return True. Raises ProtocolError for other files."""
+    if manifest.files != found.files:
+        raise ProtocolError(
+            f"a member offers other files of {manifest.name} than the Hub", Code.NOT_AUTHENTIC
+        )
+    return True
+
+
+class _NoSuchRevision(ModelError):
+    """The Hub has the model, and not at this revision."""
 
 
 def _check_tokenizer(manifest: Manifest) -> None:

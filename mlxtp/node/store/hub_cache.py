@@ -5,7 +5,8 @@
         blobs/HASH.mlxtp-part         what has come of one
         blobs/HASH.mlxtp-have         a byte for each piece of that, 1 if it is here
         snapshots/COMMIT/PATH         links to blobs; appears when all of them are complete
-        refs/REVISION                 the commit of a branch or tag
+        refs/REVISION                 the commit of a branch or tag, by the Hub's word
+    .mlxtp/refs/REVISION          the same by a member's word, for mlxtp alone
         .mlxtp/COMMIT.json            the manifest, once it is known; .mlxtp/lock: whoever adds or removes
 
 Only what has its hash gets a name that anybody reads.
@@ -93,11 +94,19 @@ class Repo:
         """The commit that a revision was when it was last asked for; empty when that is not known."""
         if is_commit(revision):
             return revision
-        try:
-            found = (self.folder / "refs" / revision).read_text().strip()
-        except (OSError, ValueError):
-            return ""
-        return found if is_commit(found) else ""
+        latest, commit = 0, ""
+        for folder in self._ref_folders:
+            with contextlib.suppress(OSError, ValueError):
+                path = folder / revision
+                written, found = path.stat().st_mtime_ns, path.read_text().strip()
+                if is_commit(found) and written > latest:
+                    latest, commit = written, found
+        return commit
+
+    @property
+    def _ref_folders(self) -> tuple[Path, Path]:
+        """The Hub's word, which other programs read, and a member's."""
+        return self.folder / "refs", self.folder / FOLDER / "refs"
 
     def snapshot(self, revision: str) -> Path | None:
         """The folder of a revision, if all of it is here."""
@@ -279,8 +288,11 @@ class Repo:
                 "MODEL`) or set HF_HUB_CACHE to a folder on another disk",
             )
 
-    def publish(self, manifest: Manifest, revision: str) -> Path:
-        """All its blobs are complete: now it is a model. Returns its folder. Raises OSError."""
+    def publish(self, manifest: Manifest, revision: str, *, by_hub: bool) -> Path:
+        """All its blobs are complete: now it is a model. Returns its folder. Raises OSError.
+
+        `by_hub`: the Hub itself said that `revision` is this commit.
+        """
         for file in manifest.files:
             if not self.has(file):
                 raise OSError(errno.ENOENT, f"{file.path} is not complete")
@@ -303,17 +315,23 @@ class Repo:
                 (draft / file.path).replace(folder / file.path)
             shutil.rmtree(draft)
         if not is_commit(revision):
-            _write(self.folder / "refs" / revision, manifest.revision.encode())
+            self._point(revision, manifest.revision, by_hub=by_hub)
         return folder
 
-    def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool]) -> None:
-        """From now on these branches and tags are that commit.
+    def _point(self, ref: str, commit: str, *, by_hub: bool) -> None:
+        hubs, members = self._ref_folders
+        _write((hubs if by_hub else members) / ref, commit.encode())
+        if by_hub:
+            (members / ref).unlink(missing_ok=True)
+
+    def refer(self, refs: Iterable[str], commit: str, stopped: Callable[[], bool], *, by_hub: bool) -> None:
+        """From now on these branches and tags are that commit, by the Hub's word or a member's.
 
         Raises ModelError, OSError, and Stopped as `locked` does.
         """
         with self.locked(stopped):
             for ref in refs:
-                _write(self.folder / "refs" / ref, commit.encode())
+                self._point(ref, commit, by_hub=by_hub)
 
     # --- what goes
 
@@ -330,9 +348,9 @@ class Repo:
             before = _disk_bytes(self.folder)
             commits &= self.commits()
             gone = {name for commit in commits for name in self._blobs_of(commit)}
-            for ref, commit in self.refs().items():
-                if commit in commits:
-                    (self.folder / "refs" / ref).unlink()
+            for _, path in self._ref_files():
+                if path.read_text().strip() in commits:
+                    path.unlink()
             for commit in commits:
                 _remove(self.folder / "snapshots" / commit)
             if not (others := self.commits() - commits):
@@ -371,9 +389,11 @@ class Repo:
 
     def refs(self) -> dict[str, str]:
         """The commit of each branch and tag that is known here."""
-        folder = self.folder / "refs"
-        found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+        found = {path.relative_to(folder).as_posix() for folder, path in self._ref_files()}
         return {name: self.commit(name) for name in sorted(found)}
+
+    def _ref_files(self) -> list[tuple[Path, Path]]:
+        return [(each, path) for each in self._ref_folders for path in each.rglob("*") if path.is_file()]
 
     def commits(self) -> frozenset[str]:
         """Those of which something is here."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import shutil
 import threading
@@ -437,12 +439,89 @@ def pair(hub: Hub, tmp_path: Path) -> Iterator[Pair]:
     found.lender.close()
 
 
-def test_a_copy_is_the_same_and_the_hub_is_not_asked(hub: Hub, pair: Pair) -> None:
+def test_a_copy_is_the_same_and_the_hub_is_asked_for_the_list_of_files_alone(hub: Hub, pair: Pair) -> None:
     folder = pair.copy()
     assert same(folder, with_weights(EXTRA))
     assert folder.is_relative_to(pair.cache)
     assert Repo(NAME, pair.cache).commit("main") == COMMIT
-    assert hub.asked == []
+    assert (pair.cache / "models--some-body--llama" / "refs" / "main").read_text() == COMMIT
+    [asked] = hub.asked
+    assert "/api/models/" in asked
+
+
+def without_the_hub(hub: Hub) -> None:
+    hub.models = {}
+
+
+def test_a_copy_without_the_hub_is_found_here_by_name_and_moves_nothing_that_other_programs_read(
+    hub: Hub, pair: Pair
+) -> None:
+    ours = Repo(NAME, pair.cache)
+    refs = ours.folder / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(NEWER)
+    without_the_hub(hub)
+    folder = pair.copy()
+    assert ours.snapshot("main") == folder
+    assert ours.refs() == {"main": COMMIT}
+    assert (refs / "main").read_text() == NEWER
+    ours.remove(frozenset({COMMIT}))
+    assert not ours.folder.exists() or ours.refs() == {"main": NEWER}
+
+
+def test_the_later_word_of_the_hub_replaces_that_of_a_member(hub: Hub, pair: Pair) -> None:
+    had, hub.models = hub.models, {}
+    pair.copy()
+    hub.models = had
+    hub.models[NAME].commits["main"] = NEWER
+    folder = fetch(pair.cache).from_hub()
+    assert folder.name == NEWER
+    assert Repo(NAME, pair.cache).snapshot("main") == folder
+    assert (folder.parents[1] / "refs" / "main").read_text() == NEWER
+
+
+EVIL = {"modeling_x.py": b"import os", "pytorch_model.bin": b"pickle", "sub/model.safetensors": b"w"}
+
+
+def test_a_member_brings_no_file_that_serving_does_not_need(hub: Hub, pair: Pair) -> None:
+    """Other programs run the code and the pickles that they find in the cache."""
+    manifest = pair.theirs.manifest(COMMIT)
+    assert manifest is not None
+    evil = tuple(
+        manifests.ModelFile(path, len(body), hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest())
+        for path, body in EVIL.items()
+    )
+    for file, body in zip(evil, EVIL.values(), strict=True):
+        pair.theirs.blob(file).write_bytes(body)
+    (pair.theirs.folder / hub_cache.FOLDER / f"{COMMIT}.json").write_bytes(
+        manifests.to_bytes(dataclasses.replace(manifest, files=(*evil, *manifest.files)))
+    )
+    for asked in (True, False):
+        if not asked:
+            without_the_hub(hub)
+            shutil.rmtree(pair.cache)
+        assert same(pair.copy(), with_weights(EXTRA))
+
+
+@pytest.mark.parametrize("what", ["another file", "a commit that is none", "no weights"])
+def test_a_members_word_does_not_stand_against_the_hubs(hub: Hub, pair: Pair, what: str) -> None:
+    manifest = pair.theirs.manifest(COMMIT)
+    assert manifest is not None
+    if what == "another file":
+        pair.theirs.remove(frozenset({COMMIT}))
+        hub.models[NAME] = Model(with_weights(EXTRA + 1))
+        fetch().from_hub()  # so much for what the lender has
+        hub.models[NAME] = Model(with_weights(EXTRA))
+    elif what == "a commit that is none":
+        hub.models[NAME].commits["main"] = NEWER
+    else:
+        few = tuple(file for file in manifest.files if not file.path.endswith(".safetensors"))
+        kept = pair.theirs.folder / hub_cache.FOLDER / f"{COMMIT}.json"
+        kept.write_bytes(manifests.to_bytes(dataclasses.replace(manifest, files=few)))
+    with pytest.raises(ProtocolError, match="offers"):
+        pair.copy()
+    assert not (pair.cache / "models--some-body--llama" / "snapshots").exists()
+    assert not (pair.cache / "models--some-body--llama" / "refs").exists()
 
 
 def test_a_copy_of_a_commit_is_of_no_other_one(pair: Pair) -> None:

@@ -28,7 +28,7 @@ def put(cache: Path, name: str = NAME, commit: str = COMMIT, *more: ModelFile) -
         (repo.folder / "blobs" / blob_name(path, body)).write_bytes(body)
     for file in more:
         repo.blob(file).write_bytes(b"note")
-    repo.publish(manifest, "main")
+    repo.publish(manifest, "main", by_hub=True)
     return manifest
 
 

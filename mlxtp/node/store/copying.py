@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import os
-import select
+import selectors
 import socket
 import ssl
 import struct
@@ -292,8 +292,10 @@ class Lender:
                 _cut(sock)
 
     def _accept(self) -> None:
-        with self._sock, self._woken:
-            while self._woken not in select.select([self._sock, self._woken], [], [])[0]:
+        with self._sock, self._woken, selectors.DefaultSelector() as ready:
+            for each in (self._sock, self._woken):
+                ready.register(each, selectors.EVENT_READ)
+            while all(key.fileobj is not self._woken for key, _ in ready.select()):
                 try:
                     sock, address = self._sock.accept()
                 except OSError as error:

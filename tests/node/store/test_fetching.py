@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+import resource
 import shutil
 import threading
 import time
@@ -677,6 +679,23 @@ def test_strangers_who_only_connect_keep_nobody_out(pair: Pair) -> None:
         for _ in range(copying.MAX_CONNECTIONS + copying.MAX_STRANGERS):
             crowd.enter_context(socket.create_connection(("127.0.0.1", pair.lender.port), 5))
         assert same(pair.copy(), with_weights(EXTRA))
+
+
+def test_a_lender_among_more_than_1024_descriptors_lends(pair: Pair) -> None:
+    """A crowd of clients may hold them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while held[-1] <= 1024:
+            held.append(os.dup(held[0]))
+        pair.lender.close()
+        pair.lender = copying.Lender("127.0.0.1", pair.one.credentials, pair._lent, pair._may)
+        assert same(pair.copy(), with_weights(EXTRA))
+    finally:
+        for each in held:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_lender_that_falls_silent_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ import logging
 import secrets
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from ..cluster.admission import ask_to_join
 from ..cluster.dialing import host_and_port
 from ..cluster.discovery import Discovery
 from ..cluster.identity import Identity, Store
+from ..cluster.join_queue import JoinQueue
 from ..cluster.joining import AskElsewhere, Denied, Granted, Joiner
 from ..cluster.sightings import Advert, Sighting
 from ..cluster.tokens import Token, read_token
@@ -26,9 +28,6 @@ log = logging.getLogger(__name__)
 FIND_S = 30.0
 """How long a Mac of the token's cluster is looked for."""
 TICK_S = 0.1
-ASK_S = 5.0
-"""How long one Mac may take to answer."""
-ASK_AGAIN_S = 1.0
 MAX_ASKED = 32
 """Addresses that are asked at one time."""
 
@@ -69,13 +68,15 @@ async def enter(settings: Settings, store: Store) -> Entered:
 
 
 async def _join(settings: Settings, store: Store, identity: Identity, token: Token) -> Entered:
-    seen: dict[str, None] = dict.fromkeys(settings.peers)
-    discovery = Discovery(lambda sightings: _note(sightings, token, seen), log.warning)
+    queue = JoinQueue()
+    for peer in settings.peers:
+        queue.add(peer, (peer,))
+    discovery = Discovery(lambda sightings: _note(sightings, token, queue), log.warning)
     if settings.discovery:
         only = (settings.interface,) if settings.interface else ()
         await discovery.start(_advert(settings, identity), only)
     try:
-        granted = await _Search(settings, identity, token, seen).run()
+        granted = await _Search(settings, identity, token, queue).run()
     finally:
         if settings.discovery:
             await discovery.close()
@@ -85,23 +86,22 @@ async def _join(settings: Settings, store: Store, identity: Identity, token: Tok
 
 
 class _Search:
-    """Asks at every address that is known, all at once and again and again, until a Mac lets this one in.
+    """Asks at every address that is known, many at once and again and again, until a Mac lets this one in.
 
-    Any address may be somebody's who only pretends to be of the token's cluster: none keeps the others from
-    being asked.
+    Any address may be that of a Mac which only pretends to be of the token's cluster: `JoinQueue` gives each
+    announcer its turn.
     """
 
-    def __init__(self, settings: Settings, identity: Identity, token: Token, seen: dict[str, None]) -> None:
+    def __init__(self, settings: Settings, identity: Identity, token: Token, queue: JoinQueue) -> None:
         self._settings = settings
         self._identity = identity
         self._token = token
-        self._seen = seen
+        self._queue = queue
         self._foreign: set[str] = set()
         """Where another cluster answered."""
         self._problem = ""
-        self._few = asyncio.Semaphore(MAX_ASKED)
         self._outcome: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Granted:
         """Raises UserError when the right Mac refused, or none was found in time."""
@@ -109,19 +109,20 @@ class _Search:
         until = time.monotonic() + FIND_S
         try:
             while time.monotonic() < until and not self._outcome.done() and not self._is_hopeless():
-                for address in [each for each in self._seen if each not in self._tasks]:
-                    self._tasks[address] = asyncio.ensure_future(self._ask(address))
-                await asyncio.wait({self._outcome}, timeout=TICK_S)
+                self._ask_more()
+                ends: set[asyncio.Future[Any]] = {self._outcome, *self._tasks}
+                await asyncio.wait(ends, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in self._tasks.values():
+            tasks = list(self._tasks)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         if self._outcome.done():
             return self._outcome.result()
         cluster = self._token.cluster_id
         if self._is_hopeless():
             raise ConfigError(self._problem)
-        if not self._seen:
+        if not self._queue.addresses:
             raise ConfigError(
                 f"no Mac of cluster {cluster} announced itself on this network within {FIND_S:g} s. "
                 "Is `mlxtp node` running there? Its address can be given: --peer HOST:PORT"
@@ -130,29 +131,34 @@ class _Search:
 
     def _is_hopeless(self) -> bool:
         """Whether all there are were named by hand, and are of another cluster."""
-        return bool(self._seen) and not self._settings.discovery and self._foreign >= self._seen.keys()
+        addresses = self._queue.addresses
+        return bool(addresses) and not self._settings.discovery and self._foreign >= addresses
 
-    async def _ask(self, address: str) -> None:
+    def _ask_more(self) -> None:
+        while len(self._tasks) < MAX_ASKED and (taken := self._queue.take(time.monotonic())) is not None:
+            task = asyncio.ensure_future(self._ask(*taken))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, announcer: str, address: str, patience_s: float) -> None:
         where, identity = host_and_port(address), self._identity
-        while where is not None:  # by the word of whoever was asked before
-            nonce = secrets.token_bytes(NONCE_BYTES)
-            joiner = Joiner(self._token, identity.node_id, identity.key, self._settings.name, nonce)
-            try:
-                async with self._few:
-                    granted = await ask_to_join(*where, joiner, ASK_S)
-            except Denied as denied:
-                self._end(denied)
-            except AskElsewhere as elsewhere:
-                self._problem = elsewhere.detail
-                self._seen.update(dict.fromkeys(elsewhere.addresses))
-            except (LinkError, ProtocolError) as error:
-                self._problem = error.detail
-            except UserError as refused:
-                self._problem = refused.detail
-                self._foreign.add(address)
-            else:
-                self._end(granted)
-            await asyncio.sleep(ASK_AGAIN_S)
+        assert where is not None  # `JoinQueue` takes no other
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        joiner = Joiner(self._token, identity.node_id, identity.key, self._settings.name, nonce)
+        try:
+            self._end(await ask_to_join(*where, joiner, patience_s))
+        except Denied as denied:
+            self._end(denied)
+        except AskElsewhere as elsewhere:
+            self._problem = elsewhere.detail
+            self._queue.add(announcer, elsewhere.addresses, first=True)
+        except (LinkError, ProtocolError) as error:
+            self._problem = error.detail
+        except UserError as refused:
+            self._problem = refused.detail
+            self._foreign.add(address)
+        finally:
+            self._queue.asked(address, time.monotonic())
 
     def _end(self, outcome: Granted | Denied) -> None:
         if self._outcome.done():  # a Mac may have several addresses
@@ -163,11 +169,11 @@ class _Search:
             self._outcome.set_result(outcome)
 
 
-def _note(sightings: tuple[Sighting, ...], token: Token, seen: dict[str, None]) -> None:
+def _note(sightings: tuple[Sighting, ...], token: Token, queue: JoinQueue) -> None:
     # Those that can let others in come first.
     for sighting in sorted(sightings, key=lambda sighting: not sighting.has_ca):
         if sighting.cluster_id == token.cluster_id:
-            seen.update(dict.fromkeys(sighting.addresses))
+            queue.add(f"{sighting.node_id} {sighting.name}", sighting.addresses)
 
 
 def _advert(settings: Settings, identity: Identity) -> Advert:

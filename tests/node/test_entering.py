@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
+from mlxtp.cluster import join_queue
 from mlxtp.cluster.identity import Store
-from mlxtp.cluster.joining import Denied
+from mlxtp.cluster.joining import Denied, Host
 from mlxtp.cluster.sightings import Sighting
+from mlxtp.cluster.tokens import Desk
 from mlxtp.config import Settings
 from mlxtp.errors import ConfigError, UserError
 from mlxtp.node import entering
 from mlxtp.node.entering import Entered, enter
+from mlxtp.wire.certificates import Authority, authority_hash, new_key
 
 from ..wire.members import founder, member_of
 from .one_node import by_hand
@@ -127,7 +130,33 @@ def test_who_answers_to_nobody_holds_nobody_up(tmp_path: Path, monkeypatch: pyte
             cluster.knowledge.addresses[first] = (f"127.0.0.1:{street.house.port}",)
             assert (await street.enter(street.house.door.token())).joined
 
-    monkeypatch.setattr(entering, "ASK_S", 1000.0)
+    monkeypatch.setattr(join_queue, "PATIENCE_S", (1000.0,))
+    play(tmp_path, monkeypatch, story)
+
+
+def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A removed member has a certificate for ever."""
+
+    async def story(street: Street) -> None:
+        removed = street.member.member.membership
+        desk = Desk(street.cluster_id, authority_hash(removed.authority))
+        refused: list[str] = []
+
+        def offer(at: str) -> Host:
+            refused.append(at)
+            forger = Authority(removed.authority, new_key())
+            return Host(forger, removed.certificate, desk, bytes(32), members={})
+
+        monkeypatch.setattr(street.member.door, "_offer", offer)
+        street.announce(street.member.port)
+        entering_ = asyncio.ensure_future(street.enter(street.house.door.token()))
+        await sees(lambda: refused)
+        street.announce(street.house.port)
+        assert (await entering_).joined
+
+    monkeypatch.setattr(entering, "FIND_S", 1000.0)
     play(tmp_path, monkeypatch, story)
 
 

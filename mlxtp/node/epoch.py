@@ -19,6 +19,7 @@ from ..wire.messages import Pong
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 MAX_FAILURES = 5
 FAILURE_WINDOW_S = 120.0
+RING_BACKOFF_S = 30.0  #: The longest wait after epochs that a stranger at a ring port may have ended.
 
 
 class State(StrEnum):
@@ -60,25 +61,34 @@ def is_legal(before: State, after: State) -> bool:
 @dataclass(slots=True)
 class RestartPolicy:
     """Backoff 0.5, 1, 2, 4 s. The end is the fifth failed epoch within 120 s, and the fifth in a row that
-    never became ready, however long they took.
+    never became ready, however long they took. Epochs that end at the ring do not count: see `at_ring`.
     """
 
     failures: list[float] = field(default_factory=list)
     unready: int = 0
+    at_ring: int = 0
 
-    def delay_s(self, now: float, error: MlxtpError, ready: bool) -> float | None:
+    def delay_s(self, now: float, error: MlxtpError, ready: bool, *, at_ring: bool = False) -> float | None:
         """How long to wait before the next epoch, after one that failed at `now`; None to give up.
 
         `ready`: that one had become ready. A model that cannot be loaded will not load the next time either.
+        `at_ring`: it ended while MLX's ring formed or proved itself. MLX takes any connection to a ring port
+        for the neighbour. No rank can tell a stranger's silence from a neighbour's. So a stranger who keeps
+        coming costs epochs, and the group forms once it stays away.
         """
         if of_the_model(error) or error.code is Code.CONFIG:
             return None
+        if at_ring and error.code in _OF_STRANGERS:
+            self.at_ring += 1
+            return min(BACKOFF_S[0] * 2.0 ** min(self.at_ring - 1, 9), RING_BACKOFF_S)
+        self.at_ring = 0
         self.failures = [at for at in self.failures if now - at < FAILURE_WINDOW_S] + [now]
         self.unready = 0 if ready else self.unready + 1
         count = max(len(self.failures), self.unready)
         return BACKOFF_S[count - 1] if count < MAX_FAILURES else None
 
 
+_OF_STRANGERS = frozenset((Code.FORM_FAILED, Code.PROOF_FAILED, Code.LINK_TIMEOUT))
 _OF_THE_MODEL = frozenset(
     (Code.MODEL_NOT_FOUND, Code.MODEL_INVALID, Code.MODEL_NOT_DIVISIBLE, Code.MODEL_UNSUPPORTED)
 )

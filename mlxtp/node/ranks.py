@@ -170,6 +170,8 @@ class Ranks:
         self._hub_clock: asyncio.TimerHandle | None = None
         self._in_rounds = self.group.backend == "jaccl"
         """Whether ranks may still wait for each other's bytes."""
+        self.at_ring = False
+        """Whether MLX's ring forms or proves itself just now, so that a stranger may be in it."""
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[Report] = []
         self._over = False
@@ -189,10 +191,12 @@ class Ranks:
         self._on_stage("spawned")
         await self._bootstrap(addresses)
         self._on_stage("linked")
+        self.at_ring = self.group.backend == "ring"
         await self._ask(Init(), InitDone, self._limits.form_s + 5)
         self._in_rounds = False
         self._on_stage("formed")
         await self._ask(SanityCheck(), SanityDone, self._limits.proof_s)
+        self.at_ring = False
         self._on_stage("proven")
         self._watch = Watch(self.group.world_size, self._limits, time.monotonic())
         self._heart = asyncio.ensure_future(self._heartbeat())

@@ -112,6 +112,8 @@ class Supervisor:
         self.beside: Ranks | None = None
         self._formed = self._served = False
         """True once the present epoch, or the last one, had formed and proven itself, and became ready."""
+        self._at_ring = False
+        """Whether the last epoch ended while MLX's ring formed."""
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
         self._weight_bytes = 0
@@ -161,7 +163,7 @@ class Supervisor:
                 continue
             self.resting = True
             instead = plans is not None and not self._served and plans.failed(error, self._formed)
-            delay_s = self._policy.delay_s(time.monotonic(), error, self._served)
+            delay_s = self._policy.delay_s(time.monotonic(), error, self._served, at_ring=self._at_ring)
             if delay_s is None and instead and not self._formed:
                 delay_s = BACKOFF_S[-1]  # it loaded nothing, and another plan may form
             if delay_s is not None:
@@ -378,7 +380,7 @@ class Supervisor:
             # Whoever was answered by another Mac until now will be by this one.
             self.gateway.pause(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
-        self._formed = self._served = False
+        self._formed = self._served = self._at_ring = False
         self.history.began(
             plan.epoch,
             _now(),
@@ -462,6 +464,7 @@ class Supervisor:
             self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             await _to_its_end(ranks.stop())
             raise
+        self._at_ring = ranks.at_ring
         self.ranks, self.reason, self.kv_room = None, error, 0
         self.recoveries.over(error.code, time.monotonic())
         self.history.ended(_now(), error.code, error.detail)

@@ -12,6 +12,7 @@ from mlxtp.node.epoch import (
     BACKOFF_S,
     FAILURE_WINDOW_S,
     MAX_FAILURES,
+    RING_BACKOFF_S,
     Report,
     RestartPolicy,
     Watch,
@@ -46,6 +47,20 @@ def test_failures_long_ago_are_forgotten() -> None:
 def test_a_group_that_serves_between_its_failures_goes_on_for_ever() -> None:
     policy = RestartPolicy()
     assert all(policy.delay_s(now, LOST, ready=True) is not None for now in range(0, 4000, 40))
+
+
+@pytest.mark.parametrize("code", [Code.FORM_FAILED, Code.PROOF_FAILED, Code.LINK_TIMEOUT])
+def test_a_stranger_at_the_ring_is_never_the_end_and_costs_no_tries(code: Code) -> None:
+    policy, error = RestartPolicy(), GroupError("rank 0 did not form the group in time", code)
+    delays = [policy.delay_s(float(now), error, ready=False, at_ring=True) for now in range(0, 1000, 50)]
+    assert delays[:6] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+    assert set(delays[6:]) == {RING_BACKOFF_S}
+    assert [policy.delay_s(now, error, ready=False) for now in range(5)] == [*BACKOFF_S, None]
+
+
+def test_what_a_stranger_cannot_cause_counts_at_the_ring_too() -> None:
+    policy = RestartPolicy()
+    assert [policy.delay_s(now, LOST, ready=False, at_ring=True) for now in range(5)] == [*BACKOFF_S, None]
 
 
 @pytest.mark.parametrize("load_s", [1.0, 40.0, 3600.0])

@@ -186,7 +186,7 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
     tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        RestartPolicy, "delay_s", lambda _, __, error, ___: None if "memory" in str(error) else 0.0
+        RestartPolicy, "delay_s", lambda _, __, error, ___, **____: None if "memory" in str(error) else 0.0
     )
 
     async def story(stage: Stage) -> None:
@@ -255,7 +255,7 @@ def test_groups_that_do_not_form_are_replaced_as_long_as_other_plans_are_left(
 def test_a_home_that_takes_no_files_fails_the_epoch_and_not_the_agent(
     tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RestartPolicy, "delay_s", lambda *_: 0.0)
+    monkeypatch.setattr(RestartPolicy, "delay_s", lambda *_, **__: 0.0)
 
     async def story(stage: Stage) -> None:
         (stage.home / "run").write_text("in the way")

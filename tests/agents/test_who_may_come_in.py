@@ -158,7 +158,8 @@ def test_who_comes_and_goes(lan: Lan) -> None:
     ours, theirs = lan.anna.status()["cluster"], lan.namesake.status()["cluster"]
     two_clusters = f"a member of cluster {ours}, the token is for {theirs}"
     assert two_clusters in refused(carl, "--join", lan.namesake.token())
-    assert lan.ben.command("cluster", "remove", "carl").returncode == 0
+    removed = lan.ben.command("cluster", "remove", "carl")
+    assert (removed.returncode, removed.stdout) == (0, "carl is no member any more\n")
     carl.start()
     words = ("was removed from this cluster", "`mlxtp cluster leave`", "`mlxtp node --join TOKEN`")
     told(carl, *words)
@@ -170,7 +171,7 @@ def test_who_comes_and_goes(lan: Lan) -> None:
     serving(lan.anna, lan.ben, carl, ranks=2)
 
     at = time.time()
-    lan.anna.post("remove", node="carl")
+    assert lan.anna.post("remove", node="carl")["saved_by"] == ["ben"]
     assert carl.ended() == 0
     took_s = carl.said_at("the link to anna ended") - at
     print(f"removed: cut after {took_s:.2f} s (goal: {CUT_S:g} s)")

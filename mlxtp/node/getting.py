@@ -397,7 +397,7 @@ class Getting:
                 waiting.changed.set()
 
     async def _brought(self, job: _Job, lender: str, named: str | None) -> Path:
-        fetch = job.fetch = Fetch(job.repo, job.revision, job.revision)
+        fetch = job.fetch = Fetch(job.repo, job.revision, job.revision, job.refs)
         if lender == self._cluster.node_id:
             log.info("%s comes from the Hub", job.model)
             work: Callable[[], Path] = fetch.from_hub
@@ -412,7 +412,9 @@ class Getting:
                 self._look_at(job)
                 if job.lender not in (named, None):
                     fetch.stop()  # another one is to be copied from
-            return running.result()
+            found = running.result()
+            job.of_hub |= fetch.by_hub
+            return found
         except asyncio.CancelledError:
             fetch.stop()
             await asyncio.wait({running}, timeout=CLOSE_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import replace
 from pathlib import Path
@@ -35,19 +35,20 @@ Work = Callable[[], None]
 
 
 class Fetch:
-    """`revision` is to come, and to be called `ref`, a branch, a tag or the commit itself.
+    """`revision` is to come, and to be called `ref`, a branch, a tag or the commit itself; `refs` are others.
 
     One call of `from_hub` or `from_member` at a time.
     """
 
-    def __init__(self, repo: Repo, ref: str, revision: str) -> None:
+    def __init__(self, repo: Repo, ref: str, revision: str, refs: Iterable[str] = ()) -> None:
         self.repo = repo
         self.ref = ref
         self.revision = revision
         self.manifest: Manifest | None = None
         """Once it is known."""
-        self.by_hub = True
-        """Whether the Hub itself calls the commit `ref`, not a member alone."""
+        self.refs = frozenset(each for each in (ref, *refs) if not is_commit(each))
+        self.by_hub: frozenset[str] = frozenset()
+        """Those of `refs` that the Hub itself calls the commit, not a member alone."""
         self._parts: Sequence[Part] | None = None
         """Of the files that are to come, once it is known that there is room."""
         self._stop = threading.Event()
@@ -65,8 +66,7 @@ class Fetch:
 
     def from_hub(self) -> Path:
         """Have all of it here; the folder. Raises ModelError and Stopped."""
-        self.by_hub = True
-        (manifest,) = self._run([lambda: hub.look_up(self.repo.name, self.revision)], threading.Event())
+        (manifest,) = self._run([self._look_up], threading.Event())
         for attempt in (1, 2):
             try:
                 return self._bring(manifest, _hub_work)
@@ -75,8 +75,13 @@ class Fetch:
                     raise ModelError(f"cannot get {self.repo.name}: {error}, twice; try again") from None
         raise AssertionError
 
+    def _look_up(self) -> Manifest:
+        found, asked = hub.look_up(self.repo.name, self.revision), self.refs & {self.revision}
+        self.by_hub = asked | hub.named(found.name, found.revision, self.refs - asked)
+        return found
+
     def from_member(self, model: str, connect: Connect) -> Path:
-        """The same, from the lender behind `connect`. Its manifest is a hint: see `needed`, `hub.confirms`.
+        """The same, from the lender behind `connect`. Its manifest is a hint: see `needed`, `hub.compare`.
 
         Raises LinkError, ProtocolError and Damaged when that one is of no use, ModelError when this Mac is
         not.
@@ -86,17 +91,19 @@ class Fetch:
             raise LinkError(f"{offered.name} was offered for {self.repo.name}")
         if is_commit(self.revision) and offered.revision != self.revision:
             raise LinkError(f"{offered.revision} of {self.repo.name} was offered for {self.revision}")
-        self.by_hub = False
 
         def compare(manifest: Manifest) -> None:
-            self.by_hub = hub.confirms(manifest, self.ref)
+            hub.compare(manifest)
+            self.by_hub = hub.named(manifest.name, manifest.revision, self.refs)
 
         def work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
             board = copying.Board(offered, parts)
             copies: list[Work] = [lambda: _copy(model, offered, connect, board, stopped)]
             return [lambda: compare(manifest), *(copies * copying.CONNECTIONS if parts else ())]
 
-        return self._bring(needed(offered), work)
+        repo, commit = self.repo, offered.revision
+        mine = repo.manifest(commit) if repo.snapshot(commit) is not None else None
+        return self._bring(mine or needed(offered), work)
 
     def _bring(
         self, manifest: Manifest, work: Callable[[Manifest, Sequence[Part], Stop], list[Work]]
@@ -128,7 +135,7 @@ class Fetch:
                 finally:
                     for part in parts:
                         part.close()
-                return repo.publish(manifest, self.ref, by_hub=self.by_hub)
+                return repo.publish(manifest, self.ref, by_hub=self.ref in self.by_hub)
         except OSError as error:
             raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 

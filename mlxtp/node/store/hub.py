@@ -11,7 +11,7 @@ import contextlib
 import io
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -72,33 +72,33 @@ def look_up(name: str, revision: str) -> Manifest:
     return manifest
 
 
-def confirms(manifest: Manifest, ref: str) -> bool:
-    """Compare a member's manifest with the Hub's. Return whether the Hub calls that commit `ref` now.
+def compare(manifest: Manifest) -> None:
+    """Compare a member's manifest with the Hub's, where the Hub can be asked.
 
-    Also return False where the Hub cannot be asked. Raises ProtocolError when the Hub has other files, or no
-    such commit.
+    Raises ProtocolError when the Hub has other files, or no such commit.
     """
     try:
-        with contextlib.suppress(_NoSuchRevision):
-            if (found := look_up(manifest.name, ref)).revision == manifest.revision:
-                return _is_same(manifest, found)
-        _is_same(manifest, look_up(manifest.name, manifest.revision))
+        found = look_up(manifest.name, manifest.revision)
     except _NoSuchRevision:
         raise ProtocolError(
             f"a member offers a commit of {manifest.name} that the Hub does not know", Code.NOT_AUTHENTIC
         ) from None
     except ModelError:
-        pass
-    return False
-
-
-def _is_same(manifest: Manifest, found: Manifest) -> bool:
-    """Return True. Raises ProtocolError for other files."""
-    if manifest.files != found.files:
+        return
+    if found.files != manifest.files:
         raise ProtocolError(
             f"a member offers other files of {manifest.name} than the Hub", Code.NOT_AUTHENTIC
         )
-    return True
+
+
+def named(name: str, commit: str, refs: Iterable[str]) -> frozenset[str]:
+    """Return which of these branches and tags the Hub calls this commit now, as far as it can be asked."""
+    found = set()
+    for ref in refs:
+        with contextlib.suppress(ModelError):
+            if look_up(name, ref).revision == commit:
+                found.add(ref)
+    return frozenset(found)
 
 
 class _NoSuchRevision(ModelError):

@@ -436,13 +436,11 @@ class Scheduler:
         return sequence.lookup is not None and self._draft_limit(sequence) > 0
 
     def _draft_limit(self, sequence: _Sequence) -> int:
-        if not self._payoff.pays:
-            return 0
         # Every row is padded to the widest one, so drafts of one cost all of them.
         share = min(self._policy.draft_room // len(self._running) - 1, DRAFT_TOKENS)
         room = sequence.wants.max_tokens - sequence.generated - 1
         matched = None if self._drafter or sequence.lookup is None else sequence.lookup.matched
-        return max(min(sequence.adaptive.limit(matched), share, room, MAX_WIDTH - 1), 0)
+        return self._payoff.limit(min(sequence.adaptive.limit(matched), share, room, MAX_WIDTH - 1))
 
     def _feed(self, sequence: _Sequence) -> _Feed | None:
         """Drafts and forced tokens of a row whose tokens are all known; None for just the one in the
@@ -514,7 +512,7 @@ class Scheduler:
             self._extend(sequence, new, len(new) - 1 if row.drafts else 0, given, outcomes)
         timed = took_s and self._policy.timed
         if decodes and timed and live == len(rows) and not any(row.forced for row in rows):
-            drafted = any(row.drafts for row in rows)
+            drafted = max([len(row.drafts) for row in rows])
             self._payoff.step(live, given_tokens, took_s, drafted=drafted)
         return outcomes
 

@@ -8,7 +8,9 @@ pay. None touches logits: a wrong draft changes no token.
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 SHORTEST_MATCH = 3
 """Tokens that must have been seen before, in this order, for a draft."""
@@ -156,43 +158,60 @@ class Adaptive:
 
 RECENT = 0.2  #: weight of the newest step in the averages
 LEAST_STEPS = 16  #: with drafts, before they are judged
-PAUSE_STEPS = 256  #: without, before drafts are tried again
+PAUSE_STEPS = 256  #: without drafts of a length, before it is tried again
+
+
+@dataclass(slots=True)
+class _Width:
+    """Averages of recent steps with drafts of one length: a row's tokens, and time in plain steps."""
+
+    gain: float = 0.0
+    cost: float = 0.0
+    seen: int = 0
+    pause: int = 0
 
 
 class Payoff:
     """Judge of drafts: do steps with them give more tokens a second than steps without?
 
     A wide step may cost many times as much: models with a compressed cache unpack all of it then. Steps are
-    compared with those without drafts of equally many rows.
+    compared with those without drafts of equally many rows, and judged by the length of their longest draft,
+    up to the next power of two.
     """
 
     def __init__(self) -> None:
         self._plain_s: dict[int, float] = {}
-        self._gain = self._cost = 0.0
-        """Tokens of a row, and time in plain steps: averages of recent steps with drafts."""
-        self._seen = self._pause = 0
+        self._widths: defaultdict[int, _Width] = defaultdict(_Width)
 
-    @property
-    def pays(self) -> bool:
-        """True while steps may have drafts."""
-        return not self._pause
+    def limit(self, most: int) -> int:
+        """Return the longest length of drafts, up to `most`, that is not paused; 0 for none."""
+        while most > 0 and self._widths[_bucket(most)].pause:
+            most = _bucket(most) // 2
+        return max(most, 0)
 
-    def step(self, rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:
-        """A step of `rows` rows gave so many tokens in all."""
+    def step(self, rows: int, tokens: int, seconds: float, *, drafted: int) -> None:
+        """Take a step of `rows` rows that gave so many tokens in all. `drafted`: its longest draft."""
+        for width in self._widths.values():
+            width.pause = max(width.pause - 1, 0)
         if not drafted:
             usual = self._plain_s.get(rows, seconds)
             self._plain_s[rows] = usual + RECENT * (seconds - usual)
-            self._pause = max(self._pause - 1, 0)
             return
         if rows not in self._plain_s:
             return
-        weight = RECENT if self._seen else 1.0
-        self._gain += weight * (tokens / rows - self._gain)
+        width = self._widths[_bucket(drafted)]
+        weight = RECENT if width.seen else 1.0
+        width.gain += weight * (tokens / rows - width.gain)
         # One that compiled kernels is no measure.
-        self._cost += weight * (min(seconds / self._plain_s[rows], MOST_DRAFTED) - self._cost)
-        self._seen += 1
-        if self._seen >= LEAST_STEPS and self._cost > self._gain:
-            self._seen, self._pause = 0, PAUSE_STEPS
+        width.cost += weight * (min(seconds / self._plain_s[rows], MOST_DRAFTED) - width.cost)
+        width.seen += 1
+        if width.seen >= LEAST_STEPS and width.cost > width.gain:
+            width.seen, width.pause = 0, PAUSE_STEPS
+
+
+def _bucket(length: int) -> int:
+    """The next power of two from `length`, at least 1, on."""
+    return 1 << (length - 1).bit_length()
 
 
 def is_wrong(drafted: int, accepted: int) -> bool:

@@ -319,42 +319,67 @@ def test_drafts_grow_while_they_are_right() -> None:
 
 
 def paid(wide_s: float, tokens: int, *, steps: int = LEAST_STEPS) -> Payoff:
-    """After plain steps of one second, and so many steps with drafts."""
+    """After plain steps of one second, and so many steps with drafts of 4."""
     payoff = Payoff()
-    payoff.step(2, 2, 1.0, drafted=False)
+    payoff.step(2, 2, 1.0, drafted=0)
     for _ in range(steps):
-        payoff.step(2, 2 * tokens, wide_s, drafted=True)
+        payoff.step(2, 2 * tokens, wide_s, drafted=4)
     return payoff
 
 
 def test_drafts_go_on_as_long_as_steps_give_more_than_they_cost() -> None:
-    assert paid(wide_s=2.9, tokens=3).pays
-    assert not paid(wide_s=3.1, tokens=3).pays
-    assert paid(wide_s=3.1, tokens=3, steps=LEAST_STEPS - 1).pays
+    assert paid(wide_s=2.9, tokens=3).limit(4) == 4
+    assert paid(wide_s=3.1, tokens=3).limit(4) < 4
+    assert paid(wide_s=3.1, tokens=3, steps=LEAST_STEPS - 1).limit(4) == 4
 
 
 def test_one_slow_step_stops_no_drafts() -> None:
     """Its kernels were compiled, say."""
     payoff = Payoff()
-    payoff.step(1, 1, 1.0, drafted=False)
-    payoff.step(1, 4, 100.0, drafted=True)
+    payoff.step(1, 1, 1.0, drafted=0)
+    payoff.step(1, 4, 100.0, drafted=4)
     for _ in range(2 * LEAST_STEPS):
-        payoff.step(1, 4, 2.0, drafted=True)
-    assert payoff.pays
+        payoff.step(1, 4, 2.0, drafted=4)
+    assert payoff.limit(4) == 4
 
 
 def test_drafts_are_tried_again_after_a_pause() -> None:
     payoff = paid(wide_s=9.0, tokens=3)
     for _ in range(PAUSE_STEPS - 1):
-        payoff.step(2, 2, 1.0, drafted=False)
-    assert not payoff.pays
-    payoff.step(2, 2, 1.0, drafted=False)
-    assert payoff.pays
+        payoff.step(2, 2, 1.0, drafted=0)
+    assert payoff.limit(4) < 4
+    payoff.step(2, 2, 1.0, drafted=0)
+    assert payoff.limit(4) == 4
+
+
+def test_long_drafts_that_lose_pause_no_short_ones_that_pay() -> None:
+    payoff = Payoff()
+    payoff.step(1, 1, 1.0, drafted=0)
+    for length, wide_s, tokens in ((16, 12.0, 10), (8, 9.0, 8), (2, 1.2, 2)):
+        for _ in range(LEAST_STEPS):
+            payoff.step(1, tokens, wide_s, drafted=length)
+    assert [payoff.limit(most) for most in (16, 9, 8, 5, 4, 3, 2, 1, 0, -1)] == [4, 4, 4, 4, 4, 3, 2, 1, 0, 0]
+
+
+def test_a_length_that_is_paused_is_tried_again_while_shorter_drafts_go_on() -> None:
+    payoff = paid(wide_s=9.0, tokens=3)
+    for _ in range(PAUSE_STEPS):
+        payoff.step(2, 4, 1.1, drafted=2)
+    assert payoff.limit(4) == 4
+
+
+def test_without_any_length_that_pays_nothing_is_drafted() -> None:
+    payoff = Payoff()
+    payoff.step(1, 1, 1.0, drafted=0)
+    for length in (16, 8, 4, 2, 1):
+        for _ in range(LEAST_STEPS):
+            payoff.step(1, 1, 3.0, drafted=length)
+    assert payoff.limit(16) == 0
 
 
 def test_steps_are_compared_with_those_of_as_many_rows() -> None:
     payoff = Payoff()
-    payoff.step(16, 16, 1.0, drafted=False)
+    payoff.step(16, 16, 1.0, drafted=0)
     for _ in range(2 * LEAST_STEPS):
-        payoff.step(1, 2, 100.0, drafted=True)
-    assert payoff.pays
+        payoff.step(1, 2, 100.0, drafted=4)
+    assert payoff.limit(4) == 4

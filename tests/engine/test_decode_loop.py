@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.engine import decode_loop, emitter
+from mlxtp.engine import decode_loop, emitter, grammar
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.desk import RequestDesk
 from mlxtp.engine.draft_model import DraftModel
@@ -17,12 +17,13 @@ from mlxtp.engine.emitter import Emitter
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.mail import AGENT, Mailbox
-from mlxtp.engine.rank import Rank
+from mlxtp.engine.rank import Forward, Rank, Result
 from mlxtp.engine.status import Status
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.wire.messages import (
     Accepted,
     Bootstrap,
+    Delta,
     Error,
     Finished,
     Generate,
@@ -61,7 +62,7 @@ class Story:
         """The phase in which it said each."""
         self.status = Status()
         self._orders = [*orders, Shutdown()]
-        self._mail = Mailbox()
+        self.mail = Mailbox()
         desk = RequestDesk()
         self.rank = Rank(
             replace(ALONE, **bootstrap),
@@ -73,8 +74,8 @@ class Story:
             exchange=None,  # type: ignore[arg-type]  # JACCL's
         )
         pipe: Any = self
-        self.followers = Followers({}, self._mail)
-        self._loop = DecodeLoop(self.rank, self._mail, pipe, self.followers, desk)
+        self.followers = Followers({}, self.mail)
+        self._loop = DecodeLoop(self.rank, self.mail, pipe, self.followers, desk)
 
     def play(self) -> list[Message]:
         """All that rank 0 said about requests and loads, in order."""
@@ -92,7 +93,7 @@ class Story:
             self._order()
 
     def _order(self) -> None:
-        self._mail.post(AGENT, Arrived(self._orders.pop(0)))
+        self.mail.post(AGENT, Arrived(self._orders.pop(0)))
 
 
 def test_a_request_that_waits_too_long_for_room_is_refused(tmp_path: Path, folder: Path) -> None:
@@ -144,6 +145,59 @@ def test_what_the_others_got_is_run_here_too_when_they_disagree(
     with pytest.raises(GroupError, match="another digest"):
         story.play()
     assert launched == sent
+
+
+def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_there(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Acks for a forward arrive while the frame after it is sent, once rank 0 has settled it."""
+    story = Story(tmp_path, LoadShard(str(folder), 512, ()), Generate(1, PROMPT, 6, ignore_eos=True))
+    settled, acknowledged, left = list[int](), set[int](), list[int]()
+    send, settle, launch, wait = (
+        story.followers.send,
+        story.rank.settle,
+        story.rank.launch,
+        story.mail.wait,
+    )
+
+    def note(result: Result) -> Result:
+        settled.append(result.step)
+        return result
+
+    def arrive(then: Any) -> Any:
+        acknowledged.update(settled)
+        return then
+
+    def queue(*args: Any) -> Forward:
+        left.append(sum(len(each.tokens) for each in story.said if isinstance(each, Delta)))
+        return launch(*args)
+
+    monkeypatch.setattr(story.rank, "settle", lambda forward: note(settle(forward)))
+    monkeypatch.setattr(story.rank, "launch", queue)
+    monkeypatch.setattr(story.followers, "send", lambda message: arrive(send(message)))
+    monkeypatch.setattr(story.followers, "acknowledged", lambda result: result.step in acknowledged)
+    monkeypatch.setattr(
+        story.mail, "wait", lambda timeout_s=None: arrive(wait(0) if settled else wait(timeout_s))
+    )
+    story.play()
+    assert left == [0, 0, 1, 2, 3, 4]
+
+
+def test_the_grammars_tokenizer_is_read_before_the_model_is_reported_loaded(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[int]()
+    story = Story(tmp_path, LoadShard(str(folder), 512, ()))
+    read = grammar.read_tokenizer
+
+    def note(*args: Any) -> Any:
+        said.append(len(story.said))
+        return read(*args)
+
+    monkeypatch.setattr(grammar, "read_tokenizer", note)
+    [reply] = story.play()
+    assert isinstance(reply, Loaded)
+    assert said == [0]
 
 
 def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ..errors import Code, GroupError, ModelError
@@ -180,6 +181,7 @@ class DecodeLoop:
         self._requests.moves(move)
         frame = _frame(move)
         step = self._followers.send(frame)
+        known = partial(self._settle, 0) if isinstance(move, Decode) and move.late else None
         try:
             self._confirm()  # launching may wait for the device: what is acknowledged by now leaves before
         finally:  # the other ranks run what they got, and their forward ends only with this one
@@ -189,7 +191,7 @@ class DecodeLoop:
                 case Evict():
                     self._rank.evict(frame.uids)
                 case PromptTokens() | PromptBatch() | StepToken():
-                    self._running.append(self._rank.launch(step, frame))
+                    self._running.append(self._rank.launch(step, frame, known))
         if isinstance(move, Prefill):
             self._settle(keep=1)  # everything before this chunk
             self._requests.prefilled(move)

@@ -54,6 +54,10 @@ class Guided:
     def cut(self) -> bool:
         return self._room.cut
 
+    @property
+    def foretells(self) -> bool:
+        return len(self._matcher.forced(2)) > 1
+
     def accept(self, token: int) -> None:
         self._matcher.accept(token)
         self._left -= 1

@@ -51,7 +51,10 @@ class PrefillTogether:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One forward over the running batch; fields as in `StepToken`."""
+    """One forward over the running batch; fields as in `StepToken`.
+
+    `late`: rank 0 chooses once the tokens of the forward before are known, because a grammar needs them.
+    """
 
     rows: tuple[int, ...]
     positions: tuple[int, ...]
@@ -59,6 +62,7 @@ class Decode:
     tokens: tuple[int, ...] = ()
     exchange: Exchange = "winners"
     agreement: Agreement = "verify"
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,11 @@ class Guide(Protocol):
     @property
     def cut(self) -> bool:
         """The text was cut short so that it could be completed."""
+        ...
+
+    @property
+    def foretells(self) -> bool:
+        """True where several tokens can only follow, so that one forward could be fed all of them."""
         ...
 
     def accept(self, token: int) -> None:

@@ -6,7 +6,7 @@ import gc
 import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,8 +138,16 @@ class Rank:
                 raise LocalProtocolError(f"{type(command).__name__} is not a command a rank carries out")
         return Done()
 
-    def launch(self, step: int, frame: PromptTokens | PromptBatch | StepToken) -> Forward:
-        """Queue the forward that frame number `step` names. Returns at once; the device works on."""
+    def launch(
+        self,
+        step: int,
+        frame: PromptTokens | PromptBatch | StepToken,
+        known: Callable[[], object] | None = None,
+    ) -> Forward:
+        """Queue the forward that frame number `step` names. Returns at once; the device works on.
+
+        With `known`, that is called before tokens are chosen; see `Runner.step`.
+        """
         launched_at = time.monotonic()
         runner, recorder = self._require_runner(), self.status.recorder
         phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
@@ -152,7 +160,7 @@ class Rank:
             chosen = runner.prefill_together(frame)
         else:
             entry = recorder.started(step, STEP, len(frame.rows), launched_at)
-            chosen = runner.step(frame)
+            chosen = runner.step(frame, known)
         recorder.queued(entry, runner.forwards, self._counter.count)
         return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
 

@@ -8,7 +8,7 @@ waits, nobody else does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..errors import Code, GroupError
 from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
 from . import kv
 from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatch, SlotBatch, cut, share
-from .choice import Chooser
+from .choice import Chooser, Scores
 from .group import CollectiveCounter
 from .loader import LoadedModel
 
@@ -43,7 +43,7 @@ class Chosen:
     tokens: mx.array
     rows: tuple[int, ...]
     widths: tuple[int, ...]
-    scores: Mapping[int, tuple[mx.array, mx.array, mx.array]]
+    scores: Scores
 
 
 class Runner:
@@ -140,10 +140,12 @@ class Runner:
         self._remember_more(chosen[:, 0], None if embeddings is None else embeddings[:, 0], alone=not first)
         return Chosen(chosen, frame.uids, widths, scores)
 
-    def step(self, frame: StepToken) -> Chosen:
+    def step(self, frame: StepToken, known: Callable[[], object] | None = None) -> Chosen:
         """Queue one decode forward.
 
-        Raises GroupError (DESYNC) when the frame's rows are not the rows this rank holds, or are not as long.
+        `known` waits for what rank 0 needs before it chooses from the gathered logits, while these are being
+        computed. Raises GroupError (DESYNC) when the frame's rows are not the rows this rank holds, or are
+        not as long.
         """
         rows = frame.rows
         if rows != tuple(self._batch.rows) or self._tokens is None:
@@ -160,12 +162,20 @@ class Runner:
         greedy = frame.exchange == "winners"
         local, winners = self._forward(tokens, given, positions, max(frame.positions) + width, winners=greedy)
         if winners is None:
-            chosen, embeddings, scores = self._choose(local, rows, widths, positions + 1, frame)
+            logits = self._vocabulary.gather(local)
+            try:
+                if known is not None:
+                    mx.async_eval(logits, *self._batch_arrays())
+                    known()
+            finally:  # the other ranks wait for what is chosen, whatever `known` raises
+                chosen, scores = self._draw(logits, rows, widths, positions + 1, frame)
+                embeddings = None
+                mx.async_eval(chosen, *self._batch_arrays())
         else:
             (chosen, embeddings), scores = winners, {}
             if frame.agreement == "broadcast":
                 chosen, embeddings = self._chooser.agree(chosen), None
-        mx.async_eval(chosen, *self._batch_arrays())
+            mx.async_eval(chosen, *self._batch_arrays())
         self._remember(chosen, embeddings, widths)
         return Chosen(chosen, rows, widths, scores)
 
@@ -342,16 +352,27 @@ class Runner:
         widths: tuple[int, ...],
         at: mx.array,
         frame: PromptTokens | PromptBatch | StepToken,
-    ) -> tuple[mx.array, mx.array | None, Mapping[int, tuple[mx.array, mx.array, mx.array]]]:
+    ) -> tuple[mx.array, mx.array | None, Scores]:
         """Tokens int32 [rows, width], their embeddings where they came along, and the scores asked for."""
-        broadcast = frame.agreement == "broadcast"
         if frame.exchange == "winners":
             tokens, embeddings = self._vocabulary.winners(local)
+            broadcast = frame.agreement == "broadcast"
             return (self._chooser.agree(tokens), None, {}) if broadcast else (tokens, embeddings, {})
-        logits = self._vocabulary.gather(local)
-        samplings = tuple(self._samplings[uid] for uid in rows)
-        tokens, scores = self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
+        tokens, scores = self._draw(self._vocabulary.gather(local), rows, widths, at, frame)
         return tokens, None, scores
+
+    def _draw(
+        self,
+        logits: mx.array,
+        rows: tuple[int, ...],
+        widths: tuple[int, ...],
+        at: mx.array,
+        frame: PromptTokens | PromptBatch | StepToken,
+    ) -> tuple[mx.array, Scores]:
+        """Tokens int32 [rows, width] from every rank's logits, and the scores asked for."""
+        samplings = tuple(self._samplings[uid] for uid in rows)
+        broadcast = frame.agreement == "broadcast"
+        return self._chooser.choose(logits, rows, widths, samplings, at, broadcast=broadcast)
 
     def _remember(self, chosen: mx.array, embeddings: mx.array | None, widths: tuple[int, ...]) -> None:
         if chosen.shape[1] == 1:

@@ -2,7 +2,8 @@
 
 A sequence waits, prefills in chunks, runs, and stops. Each call of `next` names one move; `record` takes
 what a forward chose. With run-ahead, `next` is called before the results of the previous forward are known.
-Where a row's next move depends on them (a grammar, drafts on their way), `next` returns None until they are.
+Where a row's next move depends on them (drafts on their way), `next` returns None until they are. A grammar's
+mask is not needed before the forward has its logits, so such a step is only `late`.
 
 A request may run as several sequences, one after the other: when the KV caches outgrow their budget, the
 youngest sequence is taken out and later prefilled again, with the tokens it has by then. A request that an
@@ -404,6 +405,7 @@ class Scheduler:
             tokens=tokens,
             exchange=_exchange(running),
             agreement=self._agreement(running),
+            late=any(sequence.in_flight and sequence.wants.guide is not None for sequence in running),
         )
         rows = []
         for sequence, feed in zip(tuple(running), feeds, strict=True):
@@ -418,8 +420,11 @@ class Scheduler:
         """Whether this row's tokens must be known before its next step."""
         if not sequence.in_flight:
             return False
-        if sequence.drafting or sequence.wants.guide is not None or sequence.known_at > sequence.generated:
+        if sequence.drafting or sequence.known_at > sequence.generated:
             return True
+        if sequence.wants.guide is not None:
+            # Forced tokens save more than running ahead does, unless others would wait.
+            return all(other.wants.guide is not None for other in self._running)
         if not self._may_draft(sequence):
             return False
         # With a likely continuation, knowing the token on its way is worth more than running ahead of it.
@@ -568,7 +573,11 @@ class Scheduler:
             if wants.guide is not None:
                 room = wants.max_tokens - sequence.generated - 1
                 wide = self._policy.wide and not wants.scored
-                sequence.forced = wants.guide.forced(min(room, MAX_WIDTH - 1) if wide else 0)
+                # A late step under way has been fed, and chooses the first of forced tokens itself.
+                most = min(room, MAX_WIDTH - 1) if wide and not sequence.in_flight else 0
+                sequence.forced = wants.guide.forced(most)
+                if sequence.in_flight and wide and wants.guide.foretells:
+                    sequence.known_at = sequence.generated + 1
         except MlxtpError as error:
             outcomes.append(self._fail(sequence, error))
 

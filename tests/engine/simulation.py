@@ -8,8 +8,9 @@ wrong cache, skips a token or forgets to roll back hears nonsense.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -114,6 +115,10 @@ class FakeGuide(Guide):
     def cut(self) -> bool:
         return self.accepted >= self._cuts
 
+    @property
+    def foretells(self) -> bool:
+        return {self.accepted, self.accepted + 1} <= self._forced_at
+
     def accept(self, token: int) -> None:
         if self.accepted == self._fails:
             raise RequestError("no way on", Code.BAD_REQUEST)
@@ -148,8 +153,13 @@ class Ranks:
         self._inside: dict[int, int] = {}
         """The token in each row's graph, which its next forward feeds."""
 
-    def make(self, move: Move) -> tuple[tuple[int, int], ...] | None:
-        """Carry out a move. Of a forward: (uid, token) of everything it chose, in order."""
+    def make(
+        self, move: Move, known: Callable[[], None] = lambda: None
+    ) -> tuple[tuple[int, int], ...] | None:
+        """Carry out a move. Of a forward: (uid, token) of everything it chose, in order.
+
+        `known` is called before a late step chooses.
+        """
         self._check_rules(move)
         match move:
             case Prefill():
@@ -159,7 +169,7 @@ class Ranks:
                 assert all(prompt.last for prompt in move.prompts)
                 chosen = self._prefill(move.prompts)
             case Decode():
-                chosen = self._decode(move)
+                chosen = self._decode(move, known)
             case Stop():
                 self._stop(move)
                 return None
@@ -200,8 +210,10 @@ class Ranks:
         self.forwards[prompt.uid] = 0
         self.request_of[prompt.uid] = prompt.request
 
-    def _decode(self, step: Decode) -> tuple[tuple[int, int], ...]:
+    def _decode(self, step: Decode, known: Callable[[], None]) -> tuple[tuple[int, int], ...]:
         assert list(step.rows) == self.rows
+        if step.late:
+            known()
         chosen, at = [], 0
         for uid, position, width in zip_longest(step.rows, step.positions, step.widths, fillvalue=0):
             contents = self.contents[uid]
@@ -225,7 +237,7 @@ class Ranks:
     def _check_guide(self, uid: int) -> None:
         """What a row chooses last, its grammar must be prepared for."""
         request = self._requests[self.request_of[uid]]
-        if request.guide is not None:
+        if request.guide is not None and not (request.ends or request.failures):
             assert request.guide.prepared == len(self.contents[uid]) - len(request.prompt)
 
     def _stop(self, stop: Stop) -> None:
@@ -337,7 +349,7 @@ class Simulation:
         move = self.scheduler.next()
         if move is not None:
             self.moves.append(move)
-            chosen = self.ranks.make(move)
+            chosen = self.ranks.make(move, partial(self._settle, 0))
             if chosen is not None:
                 self._running.append(chosen)
         self._settle(self._run_ahead if move is not None else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 
 from mlxtp.engine import decode_loop, emitter, grammar
+from mlxtp.engine.choice import Chooser
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.desk import RequestDesk
 from mlxtp.engine.draft_model import DraftModel
 from mlxtp.engine.emitter import Emitter
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
-from mlxtp.engine.mail import AGENT, Mailbox
+from mlxtp.engine.mail import AGENT, Mailbox, Terminated
 from mlxtp.engine.rank import Forward, Rank, Result
 from mlxtp.engine.status import Status
 from mlxtp.errors import Code, GroupError, ModelError
@@ -32,10 +34,12 @@ from mlxtp.wire.messages import (
     Message,
     Prefilled,
     PromptTokens,
+    Shaping,
     Shutdown,
     StepToken,
 )
 
+from ..reference import spoken
 from .small_models import write_model
 
 ALONE = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1)
@@ -181,6 +185,72 @@ def test_a_token_leaves_before_the_next_forward_is_queued_when_its_last_ack_is_t
     )
     story.play()
     assert left == [0, 0, 1, 2, 3, 4]
+
+
+class Pair(Story):
+    """A guided request, and one without a grammar that still runs when the first one ends."""
+
+    def __init__(self, tmp_path: Path, folder: Path) -> None:
+        shaping = Shaping(grammar_kind="regex", grammar="[ab]{6}")
+        guided = Generate(1, PROMPT, 9, shaping=shaping)
+        super().__init__(tmp_path, LoadShard(str(folder), 512, ()), guided, Shutdown())
+
+    def send(self, message: Message) -> None:
+        super().send(message)
+        if message == Accepted(1):
+            self.mail.post(AGENT, Arrived(Generate(2, PROMPT[::-1], 60, ignore_eos=True)))
+
+
+def test_a_guided_step_is_queued_before_the_token_before_it_is_known(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = Pair(tmp_path, folder)
+    events = list[str]()
+    send, settle = story.followers.send, story.rank.settle
+
+    def sent(message: Message) -> int:
+        if isinstance(message, PromptTokens | StepToken):
+            events.append("send")
+        return send(message)
+
+    def known(forward: Forward) -> Result:
+        events.append("settle")
+        return settle(forward)
+
+    monkeypatch.setattr(story.followers, "send", sent)
+    monkeypatch.setattr(story.rank, "settle", known)
+    story.play()
+    # Both prefills, then step after step, each before the one before it is settled.
+    assert " ".join(events).startswith("send send settle send settle send settle send settle")
+    deltas = [each for each in story.said if isinstance(each, Delta)]
+    said = [pair for each in deltas for pair in zip(each.uids, each.tokens, strict=True)]
+    tokens = tuple([token for uid, token in said if uid == 1])
+    assert re.fullmatch("[ab]{6}", spoken(tokens))
+
+
+def test_a_step_whose_wait_fails_chooses_all_the_same(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait in its last sum for what rank 0 chooses."""
+    story = Pair(tmp_path, folder)
+    settle, chose, settled = story.rank.settle, Chooser.choose, list[int]()
+    chosen = list[int]()
+
+    def fail(forward: Forward) -> Result:
+        settled.append(forward.step)
+        if len(settled) == 3:
+            raise Terminated
+        return settle(forward)
+
+    def note(chooser: Chooser, *args: Any, **named: Any) -> Any:
+        chosen.append(len(settled))
+        return chose(chooser, *args, **named)
+
+    monkeypatch.setattr(story.rank, "settle", fail)
+    monkeypatch.setattr(Chooser, "choose", note)
+    with pytest.raises(Terminated):
+        story.play()
+    assert chosen == [0, 1, 3]
 
 
 def test_the_grammars_tokenizer_is_read_before_the_model_is_reported_loaded(

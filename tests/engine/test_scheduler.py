@@ -580,6 +580,44 @@ def test_forced_tokens_take_no_forward_of_their_own(run_ahead: int) -> None:
     assert request.ends == [End(1, "stop", 20, 20 - 6)]
 
 
+@pytest.mark.parametrize(("run_ahead", "more"), [(0, 0), (1, 3)])
+def test_beside_others_forced_tokens_cost_one_forward_each_time_and_the_end_one(
+    run_ahead: int, more: int
+) -> None:
+    says = tuple(range(50, 70))
+    simulation = Simulation(run_ahead=run_ahead)
+    guide = FakeGuide(says, frozenset(range(3, 8)) | {10}, ends=20)
+    request = simulation.add(3, 40, says, guide=guide)
+    simulation.add(3, 40)
+    simulation.drain()
+    assert tuple(request.tokens) == says
+    assert request.ends == [End(1, "stop", 20, 20 - 6 + more)]
+
+
+def test_a_guided_row_runs_ahead_beside_others_and_chooses_late() -> None:
+    says = tuple(range(50, 70))
+    simulation = Simulation()
+    simulation.add(3, 20, says, guide=FakeGuide(says))
+    simulation.add(3, 20)
+    for _ in range(5):
+        assert simulation.tick() is not None, "no step waits for the tokens of the one before"
+    # The second prefill ran while the first one's token was booked.
+    assert [move.late for move in decodes(simulation.moves)] == [False, True, True]
+    simulation.drain()
+    check_answers(simulation)
+
+
+@pytest.mark.parametrize(("others", "run_ahead"), [(0, 1), (1, 0)])
+def test_alone_or_in_lockstep_no_guided_step_is_late(others: int, run_ahead: int) -> None:
+    simulation = Simulation(run_ahead=run_ahead)
+    says = tuple(range(50, 70))
+    simulation.add(3, 20, says, guide=FakeGuide(says))
+    for _ in range(others):
+        simulation.add(3, 20)
+    simulation.drain()
+    assert not any(move.late for move in decodes(simulation.moves))
+
+
 def test_forced_tokens_end_with_the_limit() -> None:
     says = tuple(range(50, 90))
     for limit in range(1, 12):

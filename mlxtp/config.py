@@ -77,7 +77,7 @@ class Settings:
     http_port: int
     ranks: int
     model: str
-    prefill_chunk: int = 512
+    prefill_chunk: int = 2048
     run_ahead: int = 1
     agreement: str = "auto"
     repeatable: bool = False

@@ -31,7 +31,7 @@ FAST_FENCE_S = 10e-6
 """The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us."""
 PROMPT = 1000
 """Tokens of the prompt for which the time to the first token is given."""
-CHUNK = 512
+CHUNK = 2048
 """Tokens of a prompt that the engine computes at once."""
 PREFILL_EFFICIENCY = 0.75
 """Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an

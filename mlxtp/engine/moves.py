@@ -187,7 +187,8 @@ class Policy:
     """What a scheduler goes by.
 
     `prefill_chunk`: most prompt tokens in one forward. `chunk_beside`: the same while others decode, and
-    between two of their steps. `max_rows`: most sequences in the running batch. `together`: most
+    between two of their steps; where `chunk_s` is not 0 and their time is known, as many as take so many
+    seconds. `max_rows`: most sequences in the running batch. `together`: most
     tokens of a forward over several prompts. `kv_tokens`: what the KV caches of one rank hold, in tokens; the
     smallest of all ranks. `wide`: whether rows may be fed several tokens at once. `drafts`: whether these may
     be guesses, `draft_room`: then the most tokens of a step, all rows padded to the widest. `timed`: whether
@@ -195,8 +196,9 @@ class Policy:
     """
 
     eos: frozenset[int]
-    prefill_chunk: int = 512
+    prefill_chunk: int = 2048
     chunk_beside: int = 256
+    chunk_s: float = 0.0
     max_rows: int = 64
     together: int = 512
     kv_tokens: int = 1 << 40

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.messages import Generate, Loaded, LoadShard
-from . import kv
+from . import chunks, kv
 from .desk import Guided, RequestDesk
 from .draft_model import DraftModel
 from .emitter import Emitter
@@ -27,9 +27,6 @@ from .turns import Turns
 
 MAX_ROWS = 64
 """Sequences decoded at once. More wait their turn."""
-USUAL_CHUNK = 512
-CHUNK_BESIDE = 256
-"""Prompt tokens computed between two decode steps of the others."""
 TOGETHER_ON_GPU = 512
 """Tokens of one forward over several prompts. A GPU reads the weights once for all of them."""
 TOGETHER_ON_CPU = 64
@@ -84,13 +81,12 @@ class Requests:
         self._context = reply.context
         self._reuses = bootstrap.prefix_cache and kinds.reusable
         gpu = mx.metal.is_available()
+        chunk, beside, chunk_s = chunks.sizes(command.prefill_chunk, gpu=gpu)
         self._policy = Policy(
             eos=rank.eos,
-            prefill_chunk=command.prefill_chunk,
-            # Who asks for larger chunks than usual does not mind the others' pauses.
-            chunk_beside=min(command.prefill_chunk, CHUNK_BESIDE)
-            if command.prefill_chunk <= USUAL_CHUNK
-            else command.prefill_chunk,
+            prefill_chunk=chunk,
+            chunk_beside=beside,
+            chunk_s=chunk_s,
             together=TOGETHER_ON_GPU if gpu else TOGETHER_ON_CPU,
             max_rows=MAX_ROWS if kinds.batches else 1,
             kv_tokens=reply.kv_bytes // reply.kv_token_bytes if reply.kv_token_bytes else UNLIMITED,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from ..errors import Code, MlxtpError
 from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
 from . import kv
+from .chunks import Chunks
 from .moves import (
     Agreement,
     Decode,
@@ -124,8 +125,8 @@ class Scheduler:
         self._requests: dict[int, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self._queued: deque[tuple[tuple[_Row, ...], bool]] = deque()
-        """Rows of each forward under way, and whether it is a decode step."""
+        self._queued: deque[tuple[tuple[_Row, ...], int]] = deque()
+        """Rows of each forward under way, and the tokens of a prompt's chunk; 0 for a decode step."""
         self._payoff = Payoff()
         self._moves: deque[Stop | Drop] = deque()
         self._late: list[Outcome] = []
@@ -133,6 +134,7 @@ class Scheduler:
         self._fits: tuple[int, int, int] = (0, 0, 0)
         """Rows, those with the prompts under way, and capacity that were last found to fit."""
         self._budget = policy.prefill_chunk
+        self._chunks = Chunks(policy)
         self._turns = Turns()
         self._user_turns = Turns()
 
@@ -230,7 +232,7 @@ class Scheduler:
         beside = bool(self._running)
         if not beside:
             self._budget = policy.prefill_chunk
-        limit = min(policy.chunk_beside, policy.prefill_chunk) if beside else policy.prefill_chunk
+        limit = self._chunks.beside if beside else policy.prefill_chunk
         self._budget = min(self._budget, limit)
         started = [sequence for sequence in self._waiting if sequence.uid]
         free = policy.max_rows - len(self._running) - len(started)
@@ -306,18 +308,19 @@ class Scheduler:
         move = self._chunk(sequence, limit)
         if move.last:
             self._join(sequence)
-            self._queued.append(((self._queue(sequence, (), ()),), False))
+            self._queued.append(((self._queue(sequence, (), ()),), len(move.tokens)))
             return move
         sequence.forwards += 1
         self._waiting.append(sequence)  # behind the others: long prompts take turns
-        self._queued.append(((), False))
+        self._queued.append(((), len(move.tokens)))
         return move
 
     def _prefill_together(self, group: Sequence[_Sequence]) -> PrefillTogether:
         prompts = tuple([self._chunk(sequence, sequence.prompt, may_take=False) for sequence in group])
         for sequence in group:
             self._join(sequence)
-        self._queued.append((tuple([self._queue(sequence, (), ()) for sequence in group]), False))
+        rows = tuple([self._queue(sequence, (), ()) for sequence in group])
+        self._queued.append((rows, sum([len(prompt.tokens) for prompt in prompts])))
         return PrefillTogether(prompts, _exchange(group), self._agreement(group))
 
     def _chunk(self, sequence: _Sequence, limit: int, *, may_take: bool = True) -> Prefill:
@@ -387,7 +390,7 @@ class Scheduler:
             return None
         if self._moves:
             return None  # room is made first
-        self._budget = min(self._policy.chunk_beside, self._policy.prefill_chunk)
+        self._budget = self._chunks.beside
         feeds = [None if sequence.in_flight else self._feed(sequence) for sequence in running]
         widths: tuple[int, ...] = ()
         tokens: tuple[int, ...] = ()
@@ -413,7 +416,7 @@ class Scheduler:
             if not drafts:
                 sequence.position += 1 + len(forced)
             rows.append(self._queue(sequence, drafts, forced))
-        self._queued.append((tuple(rows), True))
+        self._queued.append((tuple(rows), 0))
         return move
 
     def _must_wait(self, sequence: _Sequence) -> bool:
@@ -501,7 +504,7 @@ class Scheduler:
         """
         outcomes, self._late = self._late, []
         at = given_tokens = live = 0
-        rows, decodes = self._queued.popleft()
+        rows, prefilled = self._queued.popleft()
         for row in rows:
             width = 1 + len(row.drafts) + len(row.forced)
             chosen = tokens[at : at + width]
@@ -516,7 +519,9 @@ class Scheduler:
             live += 1
             self._extend(sequence, new, len(new) - 1 if row.drafts else 0, given, outcomes)
         timed = took_s and self._policy.timed
-        if decodes and timed and live == len(rows) and not any(row.forced for row in rows):
+        if timed and prefilled:
+            self._chunks.took(prefilled, took_s)
+        elif timed and live == len(rows) and not any(row.forced for row in rows):
             drafted = max([len(row.drafts) for row in rows])
             self._payoff.step(live, given_tokens, took_s, drafted=drafted)
         return outcomes

@@ -191,8 +191,9 @@ class Policy:
     seconds. `max_rows`: most sequences in the running batch. `together`: most
     tokens of a forward over several prompts. `kv_tokens`: what the KV caches of one rank hold, in tokens; the
     smallest of all ranks. `wide`: whether rows may be fed several tokens at once. `drafts`: whether these may
-    be guesses, `draft_room`: then the most tokens of a step, all rows padded to the widest. `timed`: whether
-    how long steps took may decide what is computed.
+    be guesses, `draft_room`: the most tokens of such a step, all rows padded to the widest. `late`: whether
+    a row with a grammar runs ahead beside others. `timed`: whether how long steps took may decide what is
+    computed.
     """
 
     eos: frozenset[int]
@@ -205,6 +206,7 @@ class Policy:
     wide: bool = True
     drafts: bool = True
     draft_room: int = 64
+    late: bool = True
     timed: bool = True
     agreement: Literal["auto", "broadcast", "broadcast-draws", "verify"] = "auto"
     drafter: Drafter | None = None

@@ -93,6 +93,7 @@ class Requests:
             wide=kinds.slots,
             drafts=bootstrap.speculation,
             draft_room=DRAFTS_ON_GPU if gpu else DRAFTS_ON_CPU,
+            late=gpu,
             timed=not bootstrap.repeatable,
             agreement=bootstrap.agreement,  # type: ignore[arg-type]
             drafter=drafter,

@@ -427,7 +427,7 @@ class Scheduler:
             return True
         if sequence.wants.guide is not None:
             # Forced tokens save more than running ahead does, unless others would wait.
-            return all(other.wants.guide is not None for other in self._running)
+            return not self._policy.late or all(other.wants.guide is not None for other in self._running)
         if not self._may_draft(sequence):
             return False
         # With a likely continuation, knowing the token on its way is worth more than running ahead of it.
@@ -444,11 +444,15 @@ class Scheduler:
         return sequence.lookup is not None and self._draft_limit(sequence) > 0
 
     def _draft_limit(self, sequence: _Sequence) -> int:
-        # Every row is padded to the widest one, so drafts of one cost all of them.
-        share = min(self._policy.draft_room // len(self._running) - 1, DRAFT_TOKENS)
+        share = min(self._share, DRAFT_TOKENS)
         room = sequence.wants.max_tokens - sequence.generated - 1
         matched = None if self._drafter or sequence.lookup is None else sequence.lookup.matched
         return self._payoff.limit(min(sequence.adaptive.limit(matched), share, room, MAX_WIDTH - 1))
+
+    @property
+    def _share(self) -> int:
+        """Tokens that a row may be fed beside its own: every row is padded to the widest one."""
+        return self._policy.draft_room // max(len(self._running), 1) - 1
 
     def _feed(self, sequence: _Sequence) -> _Feed | None:
         """Drafts and forced tokens of a row whose tokens are all known; None for just the one in the
@@ -576,11 +580,10 @@ class Scheduler:
                     outcomes.append(self._finish(sequence, "length"))
                     return
             if wants.guide is not None:
-                room = wants.max_tokens - sequence.generated - 1
+                room = min(wants.max_tokens - sequence.generated - 1, self._share, MAX_WIDTH - 1)
                 wide = self._policy.wide and not wants.scored
                 # A late step under way has been fed, and chooses the first of forced tokens itself.
-                most = min(room, MAX_WIDTH - 1) if wide and not sequence.in_flight else 0
-                sequence.forced = wants.guide.forced(most)
+                sequence.forced = wants.guide.forced(room if wide and not sequence.in_flight else 0)
                 if sequence.in_flight and wide and wants.guide.foretells:
                     sequence.known_at = sequence.generated + 1
         except MlxtpError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.engine import decode_loop, emitter, grammar
+from mlxtp.engine import decode_loop, emitter, grammar, requests
 from mlxtp.engine.choice import Chooser
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.desk import RequestDesk
@@ -19,6 +19,7 @@ from mlxtp.engine.emitter import Emitter
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
 from mlxtp.engine.mail import AGENT, Mailbox, Terminated
+from mlxtp.engine.moves import Policy
 from mlxtp.engine.rank import Forward, Rank, Result
 from mlxtp.engine.status import Status
 from mlxtp.errors import Code, GroupError, ModelError
@@ -201,6 +202,12 @@ class Pair(Story):
             self.mail.post(AGENT, Arrived(Generate(2, PROMPT[::-1], 60, ignore_eos=True)))
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "Policy", lambda **fields: Policy(**{**fields, "late": True}))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_guided_step_is_queued_before_the_token_before_it_is_known(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +235,7 @@ def test_a_guided_step_is_queued_before_the_token_before_it_is_known(
     assert re.fullmatch("[ab]{6}", spoken(tokens))
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_step_whose_wait_fails_chooses_all_the_same(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

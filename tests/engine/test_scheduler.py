@@ -618,6 +618,20 @@ def test_alone_or_in_lockstep_no_guided_step_is_late(others: int, run_ahead: int
     assert not any(move.late for move in decodes(simulation.moves))
 
 
+@pytest.mark.parametrize(("others", "widest"), [(0, 16), (1, 8), (3, 4), (7, 2), (15, 1)])
+def test_forced_tokens_make_no_step_wider_than_drafts_may(others: int, widest: int) -> None:
+    """All rows are padded to the widest."""
+    says = tuple(range(50, 100))
+    simulation = Simulation(run_ahead=0, draft_room=16)
+    for _ in range(others):
+        simulation.add(3, 60)
+    simulation.add(3, 40, says, guide=FakeGuide(says, frozenset(range(1, 40))))
+    simulation.drain()
+    check_answers(simulation)
+    rows = [move for move in decodes(simulation.moves) if len(move.rows) == others + 1]
+    assert max(max(move.widths, default=1) for move in rows) == widest
+
+
 def test_forced_tokens_end_with_the_limit() -> None:
     says = tuple(range(50, 90))
     for limit in range(1, 12):

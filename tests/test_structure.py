@@ -209,8 +209,16 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "": frozenset(),
 }
 """For each part of the package, the parts it may know; the package itself, with its version, is ""."""
-ALSO = frozenset({("mlxtp.api.backend", "mlxtp.wire.messages")})
-"""Single modules that may: what a request can ask for is said once, where frames are."""
+ALSO = frozenset(
+    {
+        (
+            "mlxtp.api.backend",
+            "mlxtp.wire.messages",
+        ),  # what requests may ask for is said once
+        ("mlxtp.api.text.contained", "mlxtp.wire.handover"),  # one list of names of secrets
+    }
+)
+"""Single modules that may."""
 
 
 def imported_modules(source: Source) -> dict[str, set[str]]:

@@ -283,8 +283,8 @@ def test_who_asks_and_until_when_reaches_the_backend(server: Server) -> None:
     post(server, ask(user="alice", deadline_s=2.5))
     post(server, ask())
     named, plain = server.backend.requests
-    assert (named.client, named.deadline_s) == ("127.0.0.1 alice", 2.5)
-    assert (plain.client, plain.deadline_s) == ("127.0.0.1 ", 0.0)
+    assert (named.client, named.user, named.deadline_s) == ("127.0.0.1", "alice", 2.5)
+    assert (plain.client, plain.user, plain.deadline_s) == ("127.0.0.1", "", 0.0)
     assert_error(post(server, ask(deadline_s=0)), 400, "invalid_request")
 
 

@@ -34,7 +34,7 @@ def write(home: Path, number: int) -> None:
         store.found_cluster()
     else:
         store.leave()
-    repo(home).refer(["main"], f"{number:040x}", lambda: False)
+    repo(home).refer(["main"], f"{number:040x}", lambda: False, by_hub=True)
     golden.kept(home / golden.FILE, f"{number % GOLDEN}", ((number,),))
     announce(home, f"http://127.0.0.1:{number}", "key")
     state.save(home, state.Kept(Beliefs(epoch=number)))

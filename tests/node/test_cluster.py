@@ -447,12 +447,12 @@ def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
     tmp_path: Path, member: Member, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(node: Node) -> None:
-        (tmp_path / "state.json.draft").mkdir()
+        (tmp_path / ".state.json.new").mkdir()
         node.cluster.want("org/model")
         node.tick()
         node.tick()
         assert "state.json cannot be written" in caplog.text
-        (tmp_path / "state.json.draft").rmdir()
+        (tmp_path / ".state.json.new").rmdir()
         node.tick()
         assert "org/model" in (tmp_path / "state.json").read_text()
         assert caplog.text.count("state.json cannot be written") == 1
@@ -466,11 +466,11 @@ def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
     async def story(node: Node) -> None:
         node.meet(A)
         node.tick()
-        (tmp_path / "state.json.draft").mkdir()
+        (tmp_path / ".state.json.new").mkdir()
         node.cluster.remove(A)
         node.tick()
         assert A in load(tmp_path)[0].beliefs.roster.members()
-        (tmp_path / "state.json.draft").rmdir()
+        (tmp_path / ".state.json.new").rmdir()
 
     play(tmp_path, member, story)
     assert A not in load(tmp_path)[0].beliefs.roster.members()

@@ -154,7 +154,8 @@ def test_requests_go_on_in_the_next_epoch(tmp_path: Path, source: ModelSource, c
         stage.supervisor.end_epoch(GroupError("epoch 1 lost mini (rank 1): it is dead", code))
         stage.supervisor.end_epoch(GroupError("again"))  # there is none now
         await sees(lambda: not stage.supervisor.in_epoch)
-        assert (stage.gateway.open_requests, stage.gateway.models()) == (1, ())
+        assert stage.gateway.open_requests == 1
+        assert bool(stage.gateway.models()) is (code is Code.REPLANNED)
         await stage.serves(2)
         await sees(lambda: any(note["answered"] for note in stage.orders.notes("generate")))
         assert first == Tokens((5,))

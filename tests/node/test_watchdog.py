@@ -59,8 +59,9 @@ def test_a_loop_that_waits_is_not(ended: threading.Event, monkeypatch: pytest.Mo
 
 def test_nothing_watches_when_it_is_over(ended: threading.Event) -> None:
     async def over() -> None:
+        before = set(threading.enumerate())
         with watched_loop():
-            (thread,) = [each for each in threading.enumerate() if each.name == "watchdog"]
+            (thread,) = set(threading.enumerate()) - before
         thread.join(WAIT_S)
         assert not thread.is_alive()
 

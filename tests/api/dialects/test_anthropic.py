@@ -295,7 +295,7 @@ def test_what_was_set_reaches_the_backend(server: AnthropicServer) -> None:
     create(server, extra_body=chosen, metadata={"user_id": "alice"}, max_tokens=31)
     asked = server.backend.request
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (0.5, 0.9, 7)
-    assert (asked.client, asked.max_tokens) == ("127.0.0.1 alice", 31)
+    assert (asked.client, asked.user, asked.max_tokens) == ("127.0.0.1", "alice", 31)
 
 
 # --- thoughts ---------------------------------------------------------------------------------------------

@@ -127,15 +127,17 @@ def test_a_tokenizer_that_takes_too_long_to_read_is_refused(
     loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contained, "START_BYTES", 1)
+    before = children()
     with pytest.raises(ModelError, match="memory"):
         ContainedWriter(loaded["byte_level"].folder)
-    assert children() == []
+    assert children() == before
 
 
 def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, Loaded]) -> None:
     usual = loaded["byte_level"]
+    before = children()
     text = Text(ContainedWriter(usual.folder))
-    [process] = children()
+    [process] = [each for each in children() if each not in before]
     process.kill()
     with pytest.raises(RequestError, match="status -9"):
         text.conversation_ids(saying("hello"))
@@ -145,8 +147,9 @@ def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, L
 
 
 def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded: dict[str, Loaded]) -> None:
+    before = children()
     text = Text(ContainedWriter(loaded["byte_level"].folder))
     text.continued_ids("x" * 100_000)
-    assert len(children()) == 2
+    assert len(children()) == len(before) + 2
     del text
-    assert children() == []
+    assert children() == before

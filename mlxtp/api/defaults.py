@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..tokenizer_file import content_of
 from .backend import GREEDY, Sampling
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ def load_defaults(folder: Path) -> Sampling:
     """For requests that leave the settings out. Greedy when the folder says nothing that can be used."""
     path = folder / "generation_config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(content_of(path))
     except FileNotFoundError:
         return GREEDY
     except (OSError, ValueError, RecursionError) as error:

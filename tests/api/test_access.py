@@ -118,6 +118,22 @@ def status(server: Door, target: str, host: str = "localhost", key: str = "") ->
         return int(sock.makefile("rb").readline().split()[1])
 
 
+def test_a_client_is_its_key_wherever_it_connects_from(backend: FakeBackend, tmp_path: Path) -> None:
+    with door(backend, tmp_path) as server:
+        for name in ("laptop", "school"):
+            headers = {"authorization": f"Bearer {server.key(name)}"}
+            reply = httpx.post(
+                f"http://127.0.0.1:{server.port}/v1/chat/completions",
+                json={"messages": [{"role": "user", "content": "hello"}], "user": "alice"},
+                headers=headers,
+                timeout=WAIT_S,
+            )
+            assert reply.status_code == 200
+    assert [(each.client, each.user) for each in backend.requests] == [
+        ("key laptop", "alice"), ("key school", "alice"),
+    ]  # fmt: skip
+
+
 def test_a_whole_url_is_its_path_with_the_same_guards(backend: FakeBackend, tmp_path: Path) -> None:
     with door(backend, tmp_path) as server:
         key, there = server.key(), f"http://127.0.0.1:{server.port}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...tokenizer_file import content_of, text_of
 from ..backend import ModelInfo, Stored
 
 Json = dict[str, Any]
@@ -63,7 +64,7 @@ def read_card(model: ModelInfo | Stored) -> ModelCard:
 
 def _read_json(path: Path) -> Json:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(content_of(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -100,7 +101,7 @@ def _quantization(config: Json) -> str:
 
 def _template(folder: Path) -> str:
     try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return text_of(folder / "chat_template.jinja")
     except (OSError, ValueError):
         template = _read_json(folder / "tokenizer_config.json").get("chat_template")
         return template if isinstance(template, str) else ""

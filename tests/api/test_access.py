@@ -23,11 +23,13 @@ from starlette.routing import Route
 
 from mlxtp.api import app as app_module
 from mlxtp.api import connection, handshake
+from mlxtp.api.accounting import Accounting
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import Event, Tokens
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.guard import UNREAD_BYTES, Access
 from mlxtp.api.server import bind, serve
+from mlxtp.api.tally import Tally
 from mlxtp.errors import MlxtpError
 from mlxtp.node.api_keys import FILE, KeyFile
 from mlxtp.node.http_tls import Tls, here_and_now, own_tls
@@ -86,7 +88,8 @@ def door(
     found = Door(home, sock.getsockname()[1], file, "http" if tls is None else "https")
     ring = KeyRing(file, rule, beyond=False, clock=lambda: found.now)
     ring.own_key = ADMIN_KEY
-    app = create_app(backend, admin=FakeAdmin(), access=Access(hosts, origins, ring))
+    guarded = create_app(backend, admin=FakeAdmin(), access=Access(hosts, origins, ring))
+    app = Accounting(guarded, Tally(time.monotonic))
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     context = None if tls is None else tls.context
     serving = serve(app, sock, stop, tls=context, grace_s=1, stall_s=stall_s, handshake_s=handshake_s)

@@ -32,7 +32,7 @@ from mlxtp.api.text.conversation import characters, template_messages
 from mlxtp.api.text.markup import Markup
 from mlxtp.api.text.stops import StopFinder
 from mlxtp.api.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
-from mlxtp.cluster import measurements
+from mlxtp.cluster import manifests, measurements
 from mlxtp.cluster.dialing import host_and_port
 from mlxtp.cluster.joining import Host, Joiner
 from mlxtp.cluster.multicast import info_of
@@ -94,6 +94,15 @@ def text(data: bytes) -> str:
     return data.decode(errors="replace")
 
 
+def manifest(data: bytes) -> None:
+    """A lender's list of a model's files. What is taken goes on as it came."""
+    taken = manifests.from_bytes(data)
+    assert manifests.from_bytes(manifests.to_bytes(taken)) == taken
+    assert set(manifests.wanted(taken.files)) <= set(taken.files)
+
+
+_FILES = tuple(manifests.ModelFile(path, 9, "a" * 40) for path in ("config.json", "a/model.safetensors"))
+_MANIFESTS = (manifests.to_bytes(manifests.Manifest("owner/name", "b" * 40, _FILES)), b'{"files": [[]]}')
 _REPLIES = (b"t\xc3\xa9", b"i\1\0\0\0", b'e["x", "model_invalid", 422]', b"e" + DEEP)
 
 
@@ -561,6 +570,7 @@ TARGETS: Mapping[str, Target] = {
     "certificate": Target(certificate, (ProtocolError, ValueError), _CERTIFICATES),
     "joining": Target(joining, (ProtocolError, UserError), _exchange()),
     "token": Target(lambda data: read_token(text(data)), (ConfigError,), (_TOKEN.text().encode(), b"a-b")),
+    "manifest": Target(manifest, (ValueError,), _MANIFESTS),
     "text_reply": Target(text_reply, (RequestError,), _REPLIES),
     "responses": Target(responses, (RequestError,), tuple(json.dumps(each).encode() for each in _ITEMS)),
     "continued": Target(continued, (RequestError,), tuple(json.dumps(each).encode() for each in _PROMPTS)),

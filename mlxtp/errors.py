@@ -105,6 +105,11 @@ def code_of_exit(status: int) -> Code | None:
     return codes[position] if 0 <= position < len(codes) else None
 
 
+def is_library_error(error: BaseException) -> bool:
+    """Return True for errors of Rust libraries: any Exception, and their panics, which are none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def is_disk_full(error: OSError) -> bool:
     """Whether only room is lacking."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

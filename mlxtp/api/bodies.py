@@ -88,7 +88,8 @@ class Body:
         if size > limit:
             raise RequestError(f"the body is larger than {limit} bytes", status=413)
         self.size, self._data = size, b"".join(parts)
-        if refused is None and not ((room and self._data.isascii()) or self.take(WIDE * size)):
+        plain = self._data.isascii() and b"\\u" not in self._data
+        if refused is None and not (room and (plain or self.take(WIDE * size))):
             refused = RequestError("the bodies of other requests leave no room", Code.OVERLOADED, status=503)
         if refused is not None:
             raise refused

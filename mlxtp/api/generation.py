@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
+ESCAPED = 6  # bytes of a character in JSON, at most, as a text process gets it
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 MAX_CHOICES = 16
 
@@ -395,7 +396,8 @@ async def _end(task: asyncio.Task[AsyncGenerator[Event]]) -> None:
 
 def _line(ask: Ask, body: Body) -> Line:
     """Return where a request waits for its text."""
-    return LONG_LINE if body.size > SHORT or _characters(ask) > SHORT else SHORT_LINE
+    long = body.size > SHORT or _characters(ask) * ESCAPED > SHORT
+    return LONG_LINE if long else SHORT_LINE
 
 
 def _characters(ask: Ask) -> int:

@@ -14,6 +14,8 @@ from .closing import Room
 from .grammar import Matcher, unpack
 from .sampler import Shaper
 
+RECENT = 16  # tokens of an interrupted answer in which its ending is looked for again
+
 
 @dataclass(slots=True)
 class _Order:
@@ -37,8 +39,9 @@ class Guided:
         self._vocabulary = vocabulary
         self._left = left
         self._room = Room(matcher, left)
-        for token in answered:
-            if self._room.watched(self._left):  # it may have been cut before it was interrupted
+        for number, token in enumerate(answered, RECENT - len(answered)):
+            # It may have been cut just before it was interrupted. To look further back would hold rows up.
+            if number >= 0 and self._room.watched(self._left):
                 self._room.fitting(matcher, self._left)
             self.accept(token)
         self.mask = np.zeros(vocabulary, np.bool_)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import Code, MlxtpError, RequestError
+from ..errors import Code, MlxtpError, RequestError, is_library_error
 from .grammar_trial import Trial, build, read_tokenizer, readable, refused
 
 if TYPE_CHECKING:
@@ -228,7 +228,9 @@ class Grammars:
             outcome: Grammar | RequestError = self.compile(kind, text)
         except RequestError as error:
             outcome = error
-        except Exception as error:  # noqa: BLE001 - the thread's boundary: whoever waits must hear of it
+        except BaseException as error:  # the thread's boundary: every request that waits needs an outcome
+            if not is_library_error(error):
+                raise
             outcome = RequestError(
                 f"the grammar could not be compiled ({type(error).__name__}: {error})",
                 Code.INTERNAL,
@@ -288,10 +290,10 @@ def _with_suffixes(hints: Hints, text: str, tokenizer: LLTokenizer, vocabulary: 
     """Return the hints with the suffixes that a Lark grammar names."""
     suffixes, last = list[tuple[int, ...]](), ""
     for written, token in dict.fromkeys(_SUFFIX.findall(text)):
-        if token:
-            suffixes.append((int(token),))
-            continue
-        with contextlib.suppress(ValueError):  # in a client's own grammar: an escape that JSON does not know
+        with contextlib.suppress(ValueError):  # in a client's own grammar: no such token or escape
+            if token:
+                suffixes += [(id_,)] if (id_ := int(token)) < vocabulary else []
+                continue
             suffix = json.loads(written)
             suffixes.append(tuple(tokenizer.tokenize_str(suffix)))
             last += f"\\x{{{ord(suffix[-1]):x}}}"

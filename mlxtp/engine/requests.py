@@ -120,6 +120,7 @@ class Requests:
         """End every request with an error. Nothing of theirs may be on its way."""
         self._emitter.fail_all(Code.SHUTTING_DOWN, why)
         self._compiling.clear()
+        self._lined_up.clear()
         self._waiting_since.clear()
         self._desk.clear()
         if self._policy is not None:

@@ -42,7 +42,7 @@ from .moves import (
 )
 from .prefix_cache import PrefixCache
 from .speculation import Adaptive, Lookup, Payoff
-from .turns import Turns
+from .turns import MAX_CLIENTS, Turns
 
 MAX_PREFILLING = 4
 """Prompts that are partly computed at once: long ones take turns, so that short ones need not wait."""
@@ -136,7 +136,8 @@ class Scheduler:
         self._budget = policy.prefill_chunk
         self._chunks = Chunks(policy)
         self._turns = Turns()
-        self._user_turns = Turns()
+        self._user_turns: dict[int, Turns] = {}
+        """By client, while it has something waiting."""
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -194,8 +195,13 @@ class Scheduler:
         waiting = [other for other in self._waiting if not other.uid]
         own = [other for other in waiting if other.client == sequence.client]
         sequence.turn = self._turns.following(sequence.client, [other.turn for other in own])
-        users = [other.user_turn for other in own if other.user == sequence.user]
-        sequence.user_turn = self._user_turns.following((sequence.client, sequence.user), users)
+        if not own:
+            self._user_turns.pop(sequence.client, None)
+            while len(self._user_turns) >= MAX_CLIENTS:
+                del self._user_turns[next(iter(self._user_turns))]
+        users = self._user_turns.setdefault(sequence.client, Turns())
+        same = (other.user_turn for other in own if other.user == sequence.user)
+        sequence.user_turn = users.following(sequence.user, same)
         later = next((other for other in waiting if other.turn > sequence.turn), None)
         self._waiting.insert(len(self._waiting) if later is None else self._waiting.index(later), sequence)
         if any(other.user_turn > sequence.user_turn for other in own):
@@ -203,7 +209,8 @@ class Scheduler:
 
     def _give_turns(self, own: list[_Sequence]) -> None:
         """Let users take the turns, and the places, of one client's waiting sequences."""
-        places = sorted(self._waiting.index(each) for each in own)
+        ids = {id(each) for each in own}
+        places = [place for place, each in enumerate(self._waiting) if id(each) in ids]
         turns = sorted(each.turn for each in own)
         own.sort(key=lambda each: each.user_turn)
         for place, turn, each in zip(places, turns, own, strict=True):
@@ -333,7 +340,8 @@ class Scheduler:
             self.last_uid += 1
             sequence.uid = self.last_uid
             self._turns.begin(sequence.client, sequence.turn)
-            self._user_turns.begin((sequence.client, sequence.user), sequence.user_turn)
+            if (users := self._user_turns.get(sequence.client)) is not None:
+                users.begin(sequence.user, sequence.user_turn)
             source, take = self._start_from(sequence, may_take=may_take)
         offset = sequence.prefilled
         tokens = tuple(sequence.tokens[offset : min(offset + limit, sequence.prompt)])

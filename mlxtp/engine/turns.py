@@ -7,7 +7,7 @@ served. So of 136 requests that one client has waiting, one at most goes before 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 MAX_CLIENTS = 1024
 """Clients whose last turn is remembered."""
@@ -19,15 +19,15 @@ class Turns:
     def __init__(self) -> None:
         self._now = 0
         """The highest turn that has begun."""
-        self._begun: dict[Hashable, int] = {}
+        self._begun: dict[int, int] = {}
         """By client, the highest of its turns that has begun."""
 
-    def following(self, client: Hashable, waiting: Iterable[int]) -> int:
+    def following(self, client: int, waiting: Iterable[int]) -> int:
         """The turn of a client's new request. `waiting`: those of its requests that have not begun."""
         own = max(waiting, default=-1)
         return max(self._now, own + 1, self._begun.get(client, -1) + 1)
 
-    def begin(self, client: Hashable, turn: int) -> None:
+    def begin(self, client: int, turn: int) -> None:
         """That request is being worked on."""
         self._now = max(self._now, turn)
         self._begun[client] = max(turn, self._begun.get(client, 0))

@@ -394,6 +394,22 @@ def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch
     play(story, backend)
 
 
+@pytest.mark.parametrize("letter", [b"a", b"\xc3\xa9", b"\\u00e9"])
+def test_text_that_is_not_ascii_takes_four_times_the_room(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, letter: bytes
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 300_000)
+    large = PLAIN.replace(b"hello", letter) + b" " * 150_000
+
+    async def story(connect: Callable[[], Client]) -> None:
+        client = connect()
+        await client.send(body_of(len(large)) + large)
+        head = await client.read()
+        assert head.startswith(b"HTTP/1.1 200 " if letter == b"a" else b"HTTP/1.1 503 ")
+
+    play(story, backend)
+
+
 # --- many -------------------------------------------------------------------------------------------------
 
 

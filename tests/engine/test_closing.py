@@ -260,3 +260,12 @@ def test_what_cannot_be_complete_is_not_disturbed(grammars: Grammars) -> None:
     guide = guided(grammars, schema, 100)
     assert len(answer(guide, 100, rambles, random.Random(2))) > 100
     assert not guide.cut
+
+
+@pytest.mark.parametrize("id_", [4_294_967_296, VOCABULARY, "9" * 5000])
+def test_a_comment_of_a_client_that_looks_like_a_token_is_only_a_comment(
+    grammars: Grammars, id_: object
+) -> None:
+    grammar = grammars.compile("lark", f"// text <[{id_}]>\nstart: /(?s:.*)/")
+    guide = Guided(grammar.matcher(), VOCABULARY, 8)
+    answer(guide, 8, rambles, random.Random(1))

@@ -833,3 +833,18 @@ def test_a_tool_whose_schema_cannot_be_used_is_refused(grammars: Grammars) -> No
     odd = {"properties": {"a": {"type": "string", "pattern": "(?=a)"}}}
     with pytest.raises(RequestError, match="look-ahead"):
         grammars.compile("lark", call_grammar(checked_tools([tool("x", odd)]), JSON_STYLE))
+
+
+def test_a_panic_is_the_error_of_its_grammar(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """As libraries in Rust raise it."""
+
+    def panic(*_arguments: object) -> None:
+        raise PanicException("index out of bounds")
+
+    outcomes: list[object] = []
+    monkeypatch.setattr(grammars, "compile", panic)
+    grammars.submit("regex", "a", outcomes.append).result()
+    [outcome] = outcomes
+    assert isinstance(outcome, RequestError)
+    assert "index out of bounds" in outcome.detail

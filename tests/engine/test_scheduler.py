@@ -312,6 +312,17 @@ def test_users_take_the_turns_of_their_client_alone() -> None:
     assert order == "abdcbdabdcdaa"
 
 
+def test_a_new_user_takes_a_turn_of_its_client_however_busy_other_clients_users_are() -> None:
+    simulation = Simulation(max_rows=1)
+    for _ in range(9):
+        simulation.add(prompt=1, max_tokens=1, client=8, user=1)
+        simulation.drain()
+    for user in (1, 1, 1, 2, 3):
+        simulation.add(prompt=1, max_tokens=1, client=7, user=user)
+    simulation.drain()
+    assert beginnings(simulation)[9:] == [10, 13, 14, 11, 12]
+
+
 def test_whoever_asks_again_and_again_does_not_starve_the_others() -> None:
     simulation = Simulation(max_rows=1)
     for _ in range(4):

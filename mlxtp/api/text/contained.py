@@ -30,6 +30,7 @@ from typing import Any
 
 from ...errors import Code, MlxtpError, ModelError, RequestError
 from ...wire.handover import without_secrets
+from ..extent import SHORT
 from .writer import Facts, Json, LocalWriter, broken, too_large
 
 START_CPU_S = 120.0
@@ -40,8 +41,9 @@ ROOM_BYTES = 512 << 20  # resident, beyond what the loaded process takes,
 ROOM_PER_BYTE = 64  # and for each byte of text
 WALL_S = 300.0  # for a process that neither works nor ends, such as a stopped one
 TICK_S = 0.05  # between two looks at its memory
-MOST_REPLY = 1 << 30  # bytes
-LONG = 64 * 1024  # bytes of a request that has a process of its own
+REPLY_BYTES = 4 << 20  # at most,
+REPLY_PER_BYTE = 16  # and for each byte of the request
+MOST_FACTS = 1 << 28  # bytes of a greeting
 
 _LENGTH = struct.Struct("<I")
 
@@ -69,7 +71,7 @@ class ContainedWriter:
             body = json.dumps(work).encode()
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the messages cannot be read: {error}", param="messages") from None
-        return self._lanes[len(body) > LONG].request(body)
+        return self._lanes[len(body) > SHORT].request(body)
 
 
 def read_text(kind: bytes, found: bytes) -> str:
@@ -112,20 +114,26 @@ class _Lane:
     def request(self, body: bytes) -> tuple[bytes, bytes]:
         """Return the kind of the reply and the reply. Raises RequestError where the process breaks."""
         with self._one:
-            if self._process is None:
-                self.start()
-            assert self._process is not None
             try:
+                if self._process is None:
+                    self.start()
+                assert self._process is not None
                 return self._process.request(body)
-            except _Ended as ended:
+            except BaseException as error:  # a reply that was not read would be the next request's
                 self._drop()
-                raise ended.error from None
+                if isinstance(error, _Ended):
+                    raise error.error from None
+                if isinstance(error, OSError | ModelError):
+                    raise broken(str(error)) from None
+                raise
 
     def start(self) -> Facts:
         """Start the process; returns what it says of the model. Raises ModelError."""
-        self._process = _Process(self._path)
         try:
+            self._process = _Process(self._path)
             kind, found = self._process.greeting()
+        except OSError as error:
+            raise ModelError(f"no process for the tokenizer of {self._path}: {error}") from None
         except _Ended as ended:
             self._drop()
             raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
@@ -168,7 +176,7 @@ class _Process:
         self.close = weakref.finalize(self, _end, popen, here)
 
     def greeting(self) -> tuple[bytes, bytes]:
-        reply = self._receive(START_BYTES, f"it takes more than {START_CPU_S:g} s")
+        reply = self._receive(START_BYTES, MOST_FACTS, f"it takes more than {START_CPU_S:g} s")
         self._warm_bytes = self._resident()
         return reply
 
@@ -180,9 +188,10 @@ class _Process:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError:
             raise _Ended(self._why(late)) from None
-        return self._receive(self._warm_bytes + ROOM_BYTES + ROOM_PER_BYTE * len(body), late)
+        most_bytes = self._warm_bytes + ROOM_BYTES + ROOM_PER_BYTE * len(body)
+        return self._receive(most_bytes, REPLY_BYTES + REPLY_PER_BYTE * len(body), late)
 
-    def _receive(self, most_bytes: int, late: str) -> tuple[bytes, bytes]:
+    def _receive(self, most_bytes: int, most_reply: int, late: str) -> tuple[bytes, bytes]:
         self._socket.settimeout(TICK_S)
         deadline, found, size = time.monotonic() + WALL_S, bytearray(), _LENGTH.size
         while len(found) < size:
@@ -203,7 +212,7 @@ class _Process:
             found += part
             if size == _LENGTH.size and len(found) >= size:
                 size += _LENGTH.unpack_from(found)[0]
-                if size > MOST_REPLY:
+                if size > most_reply:
                     raise _Ended(too_large())
         start = _LENGTH.size + 1
         return bytes(found[_LENGTH.size : start]), bytes(found[start:])

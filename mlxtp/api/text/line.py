@@ -1,9 +1,8 @@
-"""Where requests wait for a model's text: short ones and long ones apart, each one after the other."""
+"""Waiting lines for a model's text: short ones and long ones apart, each one after the other."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -24,16 +23,16 @@ class Line:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns. Raises as it does, and RequestError 503."""
-        since = time.monotonic()
-
-        def in_turn() -> T:
-            waited_s = time.monotonic() - since
-            if waited_s > MOST_WAIT_S:
-                detail = f"other prompts kept the tokenizer busy for {waited_s:.0f} s"
+        working = self._pool.submit(copy_context().run, work)
+        waiting = asyncio.wrap_future(working)
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
+            if not done and working.cancel():  # it has not begun
+                detail = f"other prompts kept the tokenizer busy for {MOST_WAIT_S:g} s"
                 raise RequestError(detail, Code.OVERLOADED, status=503)
-            return work()
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, in_turn)
+            return await waiting
+        finally:
+            working.cancel()
 
 
 SHORT_LINE = Line("short-text")

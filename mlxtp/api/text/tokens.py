@@ -12,14 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from ...errors import Code, ModelError, RequestError
+from ...errors import Code, ModelError, RequestError, is_library_error
 from ..ask import Conversation
 from .call_style import CallStyle, answer_prefix, call_style
 from .calls import JSON_CALLS, tool_format, tool_json
 from .contained import ContainedWriter
 from .conversation import plainer_messages, template_messages, template_options
 from .markup import call_format, thinking_markup
-from .writer import Facts, Writer, is_library_error
+from .writer import Facts, Writer, broken
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -169,7 +169,7 @@ class Text:
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """The text of tokens that a client sent, special ones too."""
-        return str(self._backend.decode(list(tokens), skip_special_tokens=False))
+        return _decoded(self._backend, tokens, skip_special=False)
 
     def thinks_on(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends in the middle of a thought, which the answer begins with then."""
@@ -224,7 +224,7 @@ class Text:
         if self._decoding is not None:
             piece = self._decoding.piece(token)
             return piece.decode(errors="replace"), tuple(piece)
-        text = str(self._backend.decode([token], skip_special_tokens=False))
+        text = _decoded(self._backend, [token], skip_special=False)
         return text or known, None if "\ufffd" in text or not text else tuple(text.encode())
 
     def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
@@ -307,15 +307,25 @@ class _LibraryDetokenizer:
         return str(text)
 
     def _flush(self) -> str:
-        text = self._backend.decode(self._held, skip_special_tokens=True) if self._held else ""
+        text = _decoded(self._backend, self._held, skip_special=True) if self._held else ""
         self._restart()
-        return str(text)
+        return text
 
     def _restart(self) -> None:
         from tokenizers.decoders import DecodeStream
 
         self._held.clear()
         self._stream = DecodeStream(skip_special_tokens=True)
+
+
+def _decoded(backend: Any, tokens: Sequence[int], *, skip_special: bool) -> str:
+    """Return the library's text of these tokens. Raises RequestError where its decoder breaks."""
+    try:
+        return str(backend.decode(list(tokens), skip_special_tokens=skip_special))
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise broken(f"{type(error).__name__}: {error}") from error
 
 
 def _byte_decoding(backend: Any, special: frozenset[int], writer: Writer) -> _ByteDecoding | None:

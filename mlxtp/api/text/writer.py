@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...errors import Code, ModelError, RequestError
+from ...errors import Code, ModelError, RequestError, is_library_error
 from ...tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
 from .template_modules import Render, template_module
 
@@ -25,8 +25,9 @@ _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an agent knows of a model's text. `tokenizer` is its tokenizer.json, `eos` its end token or -1.
+    """Facts of a model's text that an agent needs.
 
+    `tokenizer` is the model's tokenizer.json, `eos` its end token or -1.
     `template` holds the model's chat templates, empty where mlx-lm's module (or nothing) takes their place.
     `renders` is True where there is either.
     """
@@ -148,11 +149,6 @@ class LocalWriter:
                 raise
             raise broken(f"{type(error).__name__}: {str(error)[:_SHOWN]}") from error
         return tuple(found.ids)
-
-
-def is_library_error(error: BaseException) -> bool:
-    """Return True for errors of Rust libraries: any Exception, and their panics, which are none."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def broken(why: str) -> RequestError:

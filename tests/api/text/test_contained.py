@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,13 @@ import psutil
 import pytest
 
 from mlxtp.api.ask import Conversation, Turn
-from mlxtp.api.text import contained
+from mlxtp.api.text import contained, line
 from mlxtp.api.text.contained import ContainedWriter
 from mlxtp.api.text.tokens import Text
 from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, ModelError, RequestError
 
-from ..conftest import TEMPLATE, Loaded, byte_level, save
+from ..conftest import TEMPLATE, WAIT_S, Loaded, byte_level, save
 
 HOSTILE = {
     "endless": (
@@ -153,3 +155,49 @@ def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded:
     assert len(children()) == len(before) + 2
     del text
     assert children() == before
+
+
+def test_a_reply_that_was_not_read_is_never_the_next_request_s(
+    loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = loaded["byte_level"]
+    text = Text(ContainedWriter(usual.folder))
+    receive = contained._Process._receive
+
+    def interrupted(*_arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contained._Process, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        text.conversation_ids(saying("secret"))
+    monkeypatch.setattr(contained._Process, "_receive", receive)
+    assert text.conversation_ids(saying("hello")) == usual.text.conversation_ids(saying("hello"))
+
+
+def test_a_template_that_writes_far_more_than_it_reads_is_refused(tmp_path: Path) -> None:
+    wide = "{% if messages[-1].content == 'wide' %}{{ 'x' * 30000000 }}{% endif %}" + TEMPLATE
+    text = Text(ContainedWriter(save(byte_level(), tmp_path, wide)))
+    with pytest.raises(RequestError, match="memory"):
+        text.conversation_ids(saying("wide"))
+    assert text.conversation_ids(saying("hello"))
+
+
+def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "MOST_WAIT_S", 0.05)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def long() -> bool:
+        begun.set()
+        return go_on.wait(WAIT_S)
+
+    async def story() -> None:
+        queue = line.Line("test")
+        first = asyncio.create_task(queue.run(long))
+        await asyncio.to_thread(begun.wait, WAIT_S)
+        with pytest.raises(RequestError, match="kept the tokenizer busy") as caught:
+            await queue.run(lambda: None)
+        assert caught.value.status == 503
+        go_on.set()
+        assert await first
+
+    asyncio.run(story())

@@ -124,11 +124,13 @@ def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None
 
 
 @around(Rank, "launch")
-def hold_forward(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+def hold_forward(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
     place = "decode" if isinstance(frame, StepToken) else "prefill"
     if order := orders.due("hold", place):
         pause(order)
-    return original(rank, step, frame)
+    return original(rank, step, frame, known)
 
 
 @around(rank_module, "form")
@@ -157,11 +159,13 @@ NO_MEMORY = OUT_OF_MEMORY[-1]
 
 
 @around(Rank, "launch")
-def raise_in_forward(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+def raise_in_forward(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
     """The step's frame has gone out already."""
     if order := orders.due("raise_in_forward", type(frame).__name__):
         raise RuntimeError(NO_MEMORY if order.how == "memory" else "no such luck")
-    return original(rank, step, frame)
+    return original(rank, step, frame, known)
 
 
 @around(Rank, "give_back")
@@ -174,10 +178,12 @@ def note_memory(original: Wrapped, rank: Rank) -> None:
 
 
 @around(Rank, "launch")
-def die(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+def die(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
     if orders.due("die", "decode" if isinstance(frame, StepToken) else "prefill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return original(rank, step, frame)
+    return original(rank, step, frame, known)
 
 
 prompts: dict[int, tuple[int, ...]] = {}
@@ -185,13 +191,15 @@ prompts: dict[int, tuple[int, ...]] = {}
 
 
 @around(Rank, "launch")
-def poison(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+def poison(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
     """No rank survives a prompt with the tokens that `how` lists in it."""
     if isinstance(frame, PromptTokens) and (order := orders.order("poison")):
         prompts[frame.uid] = (*prompts.get(frame.uid, ()), *frame.tokens)
         if f" {order.how} " in f" {' '.join(map(str, prompts[frame.uid]))} " and orders.due("poison"):
             os.kill(os.getpid(), signal.SIGKILL)
-    return original(rank, step, frame)
+    return original(rank, step, frame, known)
 
 
 # --- a rank above 0 that does something else ----------------------------------------------------------
@@ -208,26 +216,30 @@ def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Any:
 
 
 @around(Rank, "launch")
-def run_twice(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
-    forward: Forward = original(rank, step, frame)
+def run_twice(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
+    forward: Forward = original(rank, step, frame, known)
     if isinstance(frame, StepToken) and orders.due("run_twice"):
-        return original(rank, step, frame)
+        return original(rank, step, frame, known)
     return forward
 
 
 @around(Rank, "launch")
-def swallow_exception(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+def swallow_exception(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
     """The forward raises; somebody catches it, goes on, and answers with what the last forward gave."""
     if not (isinstance(frame, StepToken) and orders.due("swallow_exception")):
-        swallow_exception.last = original(rank, step, frame)  # type: ignore[attr-defined]
+        swallow_exception.last = original(rank, step, frame, known)  # type: ignore[attr-defined]
         return swallow_exception.last  # type: ignore[attr-defined]
     rank.status.in_flight += 1
     return dataclasses.replace(swallow_exception.last, step=step)  # type: ignore[attr-defined]
 
 
 @around(Runner, "step")
-def take_another_token(original: Wrapped, runner: Runner, frame: StepToken) -> Chosen:
-    chosen: Chosen = original(runner, frame)
+def take_another_token(original: Wrapped, runner: Runner, frame: StepToken, known: Any = None) -> Chosen:
+    chosen: Chosen = original(runner, frame, known)
     if orders.due("take_another_token"):
         chosen = dataclasses.replace(chosen, tokens=chosen.tokens + 1)
         runner._tokens = chosen.tokens[:, -1]
@@ -287,7 +299,9 @@ def flip_after_gather(
 
 
 @around(Rank, "launch")
-def misread_step(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+def misread_step(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
     """What this rank runs is not what the frame says. It counts frames of one row, or of several."""
     rows = "one row" if isinstance(frame, StepToken) and len(frame.rows) == 1 else "several rows"
     if isinstance(frame, StepToken) and (order := orders.due("misread_step", rows)):
@@ -298,7 +312,7 @@ def misread_step(original: Wrapped, rank: Rank, step: int, frame: PromptTokens |
                 frame = dataclasses.replace(frame, rows=frame.rows[::-1], positions=frame.positions[::-1])
             case "order":  # as if this rank had let another row take a place that became free
                 rank._require_runner()._batch.rows.reverse()
-    return original(rank, step, frame)
+    return original(rank, step, frame, known)
 
 
 @around(Rank, "stop")
@@ -355,7 +369,9 @@ def lie(original: Wrapped, link: Link, message: Message) -> int:
 
 
 @around(Rank, "launch")
-def speak(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+def speak(
+    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+) -> Forward:
     """Emission is on where it must not be: the token that rank 0 sends goes out here as well."""
     if isinstance(frame, StepToken) and (order := orders.due("speak")):
         pipe = links[LinkKind.PIPE]
@@ -364,7 +380,7 @@ def speak(original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepTo
             pipe.send(delta)
         else:
             put(pipe, delta)
-    return original(rank, step, frame)
+    return original(rank, step, frame, known)
 
 
 # --- a rank 0 that takes one step too many ------------------------------------------------------------

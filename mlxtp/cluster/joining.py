@@ -222,12 +222,15 @@ class Host:
                 f"another member has node id {node_id} already: this Mac's mlxtp folder is a copy of its. "
                 f"Remove the folder identity in it, so that this Mac gets an id of its own",
             )
+        asked_by = self._desk.asked_by(request.token_id)
+        if asked_by == node_id:
+            return self._refusal(transcript, "a member cannot join by a token that it requested itself")
         self._desk.use(request.token_id, holder, now)
         certificate = self._authority.certify(node_id, key)
         proof = _proof(_GRANT, token_key, transcript, certificate)
         return Answer(
             JoinGrant(certificate, proof, spoken(self._cluster), self._peers),
-            Admitted(node_id, spoken(request.name), holder, self._desk.asked_by(request.token_id)),
+            Admitted(node_id, spoken(request.name), holder, asked_by),
         )
 
     def _refusal(self, transcript: bytes, reason: str) -> Answer:

@@ -30,7 +30,12 @@ class RosterProofs:
     def admission(
         self, entry: RosterEntry, admitted_by: str = "", address: str = "", at: int = 0
     ) -> RosterEntry:
-        """Sign an admission, on the Mac that has the authority; elsewhere add no signature."""
+        """Sign an admission, on the Mac that has the authority; elsewhere add no signature.
+
+        The signature names a Mac as admitted by itself only for this Mac's own key: that marks the founder.
+        """
+        if admitted_by == entry.node_id and entry.fingerprint != self._identity.fingerprint:
+            admitted_by = ""
         entry = replace(entry, admitted_by=admitted_by, address=address, at=at)
         authority = self._identity.authority
         if authority is None:

@@ -327,6 +327,12 @@ def test_a_token_ends_with_the_membership_of_the_mac_that_asked_for_it(story: St
     assert "the member that asked for this join token was removed" in story.refusal(story.request())
 
 
+def test_a_member_cannot_join_again_by_its_own_token(story: Story) -> None:
+    story.members[NEW] = NEW_PIN
+    story.token = story.desk.issue(b"t" * 16, NOW, asked_by=NEW)
+    assert "cannot join by a token that it requested itself" in story.refusal(story.request())
+
+
 def test_a_token_that_was_never_issued(story: Story) -> None:
     unknown = Token(CLUSTER, story.token.authority_hash, b"t" * 16)
     request = story.joiner(unknown).on_offer(story.host().offer, FIRST_CERTIFICATE)

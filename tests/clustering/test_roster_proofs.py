@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.beliefs import Roster
+from mlxtp.cluster.beliefs import Roster, is_founder
 from mlxtp.cluster.roster_proofs import RosterProofs
 from mlxtp.wire.control import RosterEntry
 
@@ -97,6 +97,17 @@ def test_a_member_removes_another_and_leaves(desk: Desk) -> None:
 
 def test_no_member_removes_the_founder(desk: Desk) -> None:
     assert not desk.removes(desk.roster, desk.first, desk.rogue)
+
+
+def test_a_member_that_joins_by_its_own_token_becomes_no_founder(desk: Desk) -> None:
+    rogue, authority = desk.rogue.identity, desk.proofs[desk.first.identity.node_id]
+    held = desk.roster.admitting(
+        rogue.node_id, "mac", rogue.fingerprint, lambda entry: authority.admission(entry, rogue.node_id)
+    )
+    entry = held.by_key(rogue.fingerprint)
+    assert entry is not None
+    assert not is_founder(entry)
+    assert desk.removes(held, desk.rogue, desk.mini)
 
 
 def test_a_removal_is_taken_from_members_alone_and_for_that_key_alone(desk: Desk) -> None:

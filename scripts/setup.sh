@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs mlxtp with everything for development into the virtual environment $1; $2 names other extras.
 # What hashes.txt names is installed first, and only with one of the hashes that stand there.
+# mlxtp comes last, and brings nothing else.
 set -eu
 venv=$1
 extras=${2:-dev}
@@ -11,8 +12,7 @@ if command -v uv >/dev/null 2>&1; then
     [ -x "$venv/bin/python" ] || uv venv --quiet --python '>=3.11' "$venv"
     "$venv/bin/python" scripts/locked.py "$extras" >"$venv/locked.txt"
     uv pip install --quiet --python "$venv/bin/python" --require-hashes --requirement "$venv/locked.txt"
-    exec uv pip install --quiet --python "$venv/bin/python" --no-build-isolation --constraint constraints.txt \
-        --editable ".[$extras]"
+    exec uv pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable .
 fi
 
 new_enough() {
@@ -39,5 +39,5 @@ fi
 "$venv/bin/python" scripts/locked.py "$extras" >"$venv/locked.txt"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --require-hashes --requirement "$venv/locked.txt"
-exec "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-build-isolation \
-    --constraint constraints.txt --editable ".[$extras]"
+exec "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+    --no-build-isolation --editable .

@@ -114,11 +114,11 @@ class Conductor:
             return False
         passing = _PASSING_JACCL if chosen.backend == "jaccl" else _PASSING_TCP
         strikes = STRIKES if error.code in passing else 1
+        self._trials.failed(chosen)
         return self.leave_out(chosen, error, formed=formed, strikes=strikes)
 
     def leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed; log and return whether another one takes its place."""
-        self._trials.failed(chosen)
         links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         what = "formed, and failed then" if formed else "did not form"
         group = FailedGroup(chosen.kind, links, f"it {what}: {error.detail}")

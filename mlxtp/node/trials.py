@@ -166,12 +166,13 @@ class Trials:
             if self._ahead is None:
                 self.ranks = ()
                 self._groups.forget(number)
-        if model is not None:
-            self._loaded.add(identity)
+        left_out = False
         if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
             self._proven.add(identity)
         else:
-            self._leave_out(tried, error, formed="proven" in stages)
+            left_out = self._leave_out(tried, error, formed="proven" in stages)
+        if model is not None and not left_out:  # the plan names it again at once
+            self._loaded.add(identity)
         cluster.changed()
 
     async def _end(self, ahead: _Ahead, error: MlxtpError | None) -> None:
@@ -184,10 +185,12 @@ class Trials:
             self._leave_out(ahead.chosen, error, formed=True)
         self._cluster.changed()
 
-    def _leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool) -> None:
+    def _leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool) -> bool:
+        """Return whether the plan goes on without that group."""
         self.failed(chosen)
-        if all(self._cluster.membership.standing(node).present for node in chosen.ranks):
-            self._groups.leave_out(chosen, error, formed=formed)
+        if not all(self._cluster.membership.standing(node).present for node in chosen.ranks):
+            return True
+        return self._groups.leave_out(chosen, error, formed=formed)
 
     def _may_load(self, chosen: Alternative) -> bool:
         """Return whether a group can load the model while the present one serves, and has not yet."""

@@ -168,7 +168,10 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         conductor._trials.served(chosen)
         conductor._trials._loaded.add(conductor._trials._identity(chosen))
         assert conductor._trials.is_over(chosen)
-        conductor.leave_out(chosen, GroupError("it hangs", Code.FORM_FAILED), formed=False)
+        form = SimpleNamespace(plan=SimpleNamespace(ranks=chosen.ranks))
+        conductor._mine = cast(Any, SimpleNamespace(placement=placement, form=form))
+        conductor.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
+        conductor._mine = None
         assert not conductor._trials.is_over(chosen)
 
     play(tmp_path, member, story, machine=machines[""], nodes="all")

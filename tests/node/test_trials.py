@@ -53,6 +53,7 @@ class Stage:
         self.held = 0
         self.serving: Any = None
         self.left_out: list[MlxtpError] = []
+        self.alternative = True
         self.formed: list[bool] = []
         self.stages = ["spawned", "linked", "formed", "proven"]
         self.forgotten: list[int] = []
@@ -83,9 +84,10 @@ class Stage:
         )
         self.trials = Trials(cast(Any, cluster), cast(Any, groups))
 
-    def leave_out(self, _chosen: Alternative, error: MlxtpError, *, formed: bool) -> None:
+    def leave_out(self, _chosen: Alternative, error: MlxtpError, *, formed: bool) -> bool:
         self.left_out.append(error)
         self.formed.append(formed)
+        return self.alternative
 
     async def try_out(self, plan: Plan, on_stage: Callable[[str], None]) -> Plan:
         self.tried.append(plan)
@@ -193,6 +195,17 @@ def test_a_group_that_did_not_load_may_load_once_it_is_planned_again() -> None:
         stage.error = None
         await stage.tries(6)
         assert [plan.model for plan in stage.tried] == [MODEL, MODEL]
+
+    play(story)
+
+
+def test_a_group_that_did_not_load_and_has_no_alternative_is_not_loaded_beside_again() -> None:
+    async def story(stage: Stage) -> None:
+        stage.error, stage.alternative = GroupError("a file is damaged", Code.MODEL_INVALID), False
+        await stage.tries()
+        stage.error = None
+        await stage.tries(6)
+        assert [plan.model for plan in stage.tried] == [MODEL, None]
 
     play(story)
 

@@ -84,7 +84,9 @@ class Crowd:
         names = [f"{number:032x}" for number in range(size)]
         roster = Roster()
         for name in names:
-            roster = roster.admitting(name, f"mac-{int(name, 16)}", f"{int(name, 16):064x}")
+            roster = roster.admitting(
+                name, f"mac-{int(name, 16)}", f"{int(name, 16):064x}", lambda entry: entry
+            )
         self._memberships = {name: Membership(name, f"{name}-1", names, self.now) for name in names}
         self._coordinations = {name: Coordination(name, Beliefs(roster=roster), self.now) for name in names}
         for coordination in self._coordinations.values():

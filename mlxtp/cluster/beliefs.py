@@ -56,11 +56,6 @@ Seal = Callable[[RosterEntry], RosterEntry]
 """Return the entry with the signature of whoever admits or removes."""
 
 
-def unsealed(entry: RosterEntry) -> RosterEntry:
-    """Return the entry as it is: this node can sign no admission."""
-    return entry
-
-
 @dataclass(frozen=True, slots=True)
 class Roster:
     """Who belongs to the cluster: one entry for each key fingerprint, in their order.
@@ -119,7 +114,7 @@ class Roster:
             )
         return Roster(tuple(by_key[fingerprint] for fingerprint in sorted(by_key)))
 
-    def admitting(self, node_id: str, name: str, fingerprint: str, seal: Seal = unsealed) -> Roster:
+    def admitting(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> Roster:
         """With this member. Its other keys stop counting.
 
         Raises UserError when the key was removed before, or there is no room.
@@ -158,7 +153,7 @@ class Roster:
             fit.append(entry)
         return tuple(fit)
 
-    def removing(self, node_id: str, seal: Seal = unsealed) -> Roster:
+    def removing(self, node_id: str, seal: Seal) -> Roster:
         """Without this member. Raises UserError when there is none."""
         if node_id not in {entry.node_id for entry in self.entries}:
             raise UserError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..errors import Code, RemoteProtocolError
 from ..wire.control import Beat, DesiredState, RosterEntry
-from .beliefs import NOBODY, Beliefs, Claim, Roster, Seal, newer, stronger, unsealed
+from .beliefs import NOBODY, Beliefs, Claim, Roster, Seal, newer, stronger
 from .decisions import Action, Plan, Running, View, Wait, decide
 from .membership import Membership
 from .standing import Change, Duplicate, Standing, State, Why
@@ -204,11 +204,11 @@ class Coordination:
         self.desired = DesiredState(version, self.self_id, model, nodes, said)
         return self.desired
 
-    def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal = unsealed) -> None:
+    def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
         """A member joined through this node. Raises UserError as `Roster.admitting` does."""
         self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
 
-    def remove(self, node_id: str, seal: Seal = unsealed) -> None:
+    def remove(self, node_id: str, seal: Seal) -> None:
         """A person at this node removed a member. Raises UserError when there is none."""
         self._hold(self.roster.removing(node_id, seal))
 

@@ -17,6 +17,7 @@ from mlxtp.cluster.beliefs import Beliefs, Roster
 from mlxtp.cluster.standing import State
 from mlxtp.node.state import Kept, from_text, to_text
 
+from .desks import unsealed
 from .simulated_node import Fin, Goodbye, Journal, Node
 
 
@@ -86,7 +87,7 @@ class World:
         self._wires: list[Wire] = []
         roster = Roster()
         for name in self.names:
-            roster = roster.admitting(name, f"mac-{name}", f"key of {name}")
+            roster = roster.admitting(name, f"mac-{name}", f"key of {name}", unsealed)
         self.disks: dict[str, str] = {name: to_text(Kept(Beliefs(roster=roster))) for name in self.names}
 
     # --- time

@@ -11,6 +11,8 @@ from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.control import MAX_MEMBERS, DesiredState, RosterEntry
 from mlxtp.wire.frames import encode
 
+from .desks import unsealed
+
 
 @pytest.mark.parametrize(
     ("one", "other"),
@@ -87,7 +89,7 @@ def test_who_was_removed_stays_so_whatever_is_merged(entries: list[RosterEntry])
 def roster(*names: str) -> Roster:
     found = Roster()
     for name in names:
-        found = found.admitting(name, f"mac-{name}", f"key-{name}")
+        found = found.admitting(name, f"mac-{name}", f"key-{name}", unsealed)
     return found
 
 
@@ -96,43 +98,50 @@ def test_members_are_listed_by_age() -> None:
 
 
 def test_a_removed_member_is_no_member_and_its_key_is_never_admitted_again() -> None:
-    less = roster("a", "b").removing("b")
+    less = roster("a", "b").removing("b", unsealed)
     assert list(less.members()) == ["a"]
     assert less.removed("key-b")
     assert not less.removed("key-a")
     with pytest.raises(UserError, match="mac-b was removed"):
-        less.admitting("b", "mac-b", "key-b")
-    assert list(less.admitting("b", "mac-b", "another key").members()) == ["a", "b"]
+        less.admitting("b", "mac-b", "key-b", unsealed)
+    assert list(less.admitting("b", "mac-b", "another key", unsealed).members()) == ["a", "b"]
 
 
 def test_a_removal_wins_over_a_later_word_of_whoever_did_not_hear_of_it() -> None:
     both = roster("a", "b")
-    renamed = both.admitting("b", "a new name", "key-b").admitting("b", "a newer name", "key-b")
-    for merged in (both.removing("b").merged(renamed.entries), renamed.merged(both.removing("b").entries)):
+    renamed = both.admitting("b", "a new name", "key-b", unsealed).admitting(
+        "b", "a newer name", "key-b", unsealed
+    )
+    for merged in (
+        both.removing("b", unsealed).merged(renamed.entries),
+        renamed.merged(both.removing("b", unsealed).entries),
+    ):
         assert list(merged.members()) == ["a"]
 
 
 def test_a_new_key_ends_the_old_one() -> None:
-    renewed = roster("a", "b").admitting("b", "mac-b", "key-2")
+    renewed = roster("a", "b").admitting("b", "mac-b", "key-2", unsealed)
     assert renewed.members()["b"].fingerprint == "key-2"
     assert renewed.removed("key-b")
 
 
 def test_removing_a_stranger_is_a_mistake_that_is_told() -> None:
     with pytest.raises(UserError, match="no member has the node id z"):
-        roster("a").removing("z")
+        roster("a").removing("z", unsealed)
 
 
 def test_there_is_room_for_64_members() -> None:
     full = roster(*(f"n{i}" for i in range(MAX_MEMBERS)))
     with pytest.raises(UserError, match="at most 64 members"):
-        full.admitting("one", "more", "key")
-    assert len(full.removing("n3").admitting("one", "more", "key").members()) == MAX_MEMBERS
+        full.admitting("one", "more", "key", unsealed)
+    assert (
+        len(full.removing("n3", unsealed).admitting("one", "more", "key", unsealed).members()) == MAX_MEMBERS
+    )
 
 
 def test_two_sides_that_filled_up_apart_keep_the_oldest_64() -> None:
     both = roster(*(f"n{i}" for i in range(MAX_MEMBERS - 1)))
-    merged = both.admitting("x", "x", "x").merged(both.admitting("y", "y", "y").entries)
+    merged = both.admitting("x", "x", "x", unsealed).merged(both.admitting("y", "y", "y", unsealed).entries)
     assert len(merged.members()) == MAX_MEMBERS
     assert "n0" in merged.members()
 
@@ -160,7 +169,7 @@ def test_a_roster_is_bounded() -> None:
     with pytest.raises(RemoteProtocolError, match="513"):
         full.merged([RosterEntry("z", "", "z", True, 1)])
     with pytest.raises(UserError, match="512"):
-        full.admitting("z", "", "z")
+        full.admitting("z", "", "z", unsealed)
 
 
 def test_the_digest_tells_rosters_apart() -> None:

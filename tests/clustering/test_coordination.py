@@ -14,6 +14,8 @@ from mlxtp.cluster.standing import Pace, State
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.control import Beat, DesiredState, RosterEntry
 
+from .desks import unsealed
+
 BEAT_S = Pace().beat_s
 CALM = Calm()
 
@@ -291,7 +293,7 @@ def test_only_the_coordinator_adds_to_the_pulse() -> None:
 def test_a_beat_tells_everything_in_short() -> None:
     story = led_by(A5)
     story.coordination.want("llama")
-    story.coordination.admit("a", "studio", "key")
+    story.coordination.admit("a", "studio", "key", unsealed)
     story.coordination.saw_epoch(17)
     word = story.coordination.beat(healthy=False)
     assert (word.term, word.coordinator, word.desired, word.epoch, word.healthy) == (5, "a", 1, 17, False)
@@ -302,7 +304,7 @@ def test_who_lacks_something_is_sent_it() -> None:
     story = Story()
     assert story.coordination.lacks(beat()) == (False, False)
     story.coordination.want("llama")
-    story.coordination.admit("a", "studio", "key")
+    story.coordination.admit("a", "studio", "key", unsealed)
     assert story.coordination.lacks(beat()) == (True, True)
 
 
@@ -335,19 +337,19 @@ def test_wishes_and_rosters_are_taken_over_once() -> None:
 
 def test_the_roster_is_changed_here_or_the_reason_told() -> None:
     coordination = Story().coordination
-    coordination.admit("a", "studio", "key")
-    coordination.remove("a")
+    coordination.admit("a", "studio", "key", unsealed)
+    coordination.remove("a", unsealed)
     assert coordination.roster.members() == {}
     with pytest.raises(UserError, match="was removed"):
-        coordination.admit("a", "studio", "key")
+        coordination.admit("a", "studio", "key", unsealed)
     with pytest.raises(UserError, match="no member"):
-        coordination.remove("z")
+        coordination.remove("z", unsealed)
 
 
 def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
     story = led_by(A5)
     story.coordination.want("llama")
-    story.coordination.admit("a", "studio", "key")
+    story.coordination.admit("a", "studio", "key", unsealed)
     story.coordination.saw_epoch(17)
     story.hear(1, beat(A5, 90, epoch=21))
     kept = story.coordination.kept()

@@ -13,6 +13,7 @@ from mlxtp.cluster.roster_proofs import RosterProofs
 from mlxtp.wire.control import RosterEntry
 
 from ..wire.members import Member, founder, member_of
+from .desks import unsealed
 
 Change = Callable[[RosterEntry], RosterEntry]
 
@@ -112,7 +113,7 @@ def test_a_member_that_joins_by_its_own_token_becomes_no_founder(desk: Desk) -> 
 
 def test_a_removal_is_taken_from_members_alone_and_for_that_key_alone(desk: Desk) -> None:
     assert not desk.removes(desk.roster, desk.air, desk.stranger)
-    gone = desk.roster.removing(desk.air.identity.node_id)
+    gone = desk.roster.removing(desk.air.identity.node_id, unsealed)
     assert desk.hears(desk.roster, gone) == desk.roster, "nobody signed it"
     proof = desk.removed(desk.roster, desk.air, desk.rogue).by_key(desk.air.identity.fingerprint)
     assert proof is not None
@@ -181,7 +182,7 @@ def test_without_the_founder_members_of_an_earlier_version_remove_each_other(des
 
 def test_a_member_known_by_its_certificate_alone_gets_the_entry_that_the_authority_signed(desk: Desk) -> None:
     air = desk.air.identity
-    met = Roster().admitting(air.node_id, "as it says", air.fingerprint)
+    met = Roster().admitting(air.node_id, "as it says", air.fingerprint, unsealed)
     held = desk.hears(met, desk.roster)
     assert held == desk.roster
     assert desk.hears(held, met) == held

@@ -9,6 +9,7 @@ from mlxtp.cluster.decisions import HandOver
 from mlxtp.cluster.standing import Change, State
 from mlxtp.node.state import Kept, to_text
 
+from .desks import unsealed
 from .simulated_node import TICK_S, Journal
 from .simulation import World
 
@@ -46,7 +47,7 @@ def formed(world: World) -> list[tuple[float, str, int]]:
 
 def remove(world: World, by: str, name: str) -> None:
     node = world.nodes[by]
-    node.coordination.remove(name)
+    node.coordination.remove(name, unsealed)
     node.tell_all(*node.coordination.roster.messages())
     node.follow_roster()
 
@@ -285,7 +286,7 @@ def test_a_member_that_joins_is_known_to_everybody_a_moment_later() -> None:
     want(world, "a", "llama", "3")
     world.names.append("c")
     node = world.nodes["b"]
-    node.coordination.admit("c", "mac-c", "key of c")
+    node.coordination.admit("c", "mac-c", "key of c", unsealed)
     node.tell_all(*node.coordination.roster.messages())
     node.follow_roster()
     world.disks["c"] = to_text(Kept(node.coordination.kept()))

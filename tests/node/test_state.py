@@ -14,11 +14,16 @@ from mlxtp.errors import UserError
 from mlxtp.node.state import FILE, Kept, forget, from_text, load, save, to_text
 from mlxtp.wire.control import DesiredState
 
+from ..clustering.desks import unsealed
+
 KEPT = Kept(
     Beliefs(
         Claim(7, "a"),
         DesiredState(3, "b", "mlx-community/Llama", "2", 3),
-        Roster().admitting("a", "studio", "key-a").admitting("b", "mini", "key-b").removing("b"),
+        Roster()
+        .admitting("a", "studio", "key-a", unsealed)
+        .admitting("b", "mini", "key-b", unsealed)
+        .removing("b", unsealed),
         12,
     ),
     {"a": ("192.168.1.5:52414", "10.0.0.1:52414"), "b": ()},

@@ -1,6 +1,6 @@
-"""What every member holds to be true of the cluster, and how two members' beliefs become one. Pure.
+"""Beliefs of a member about the cluster, and the merge of two members' beliefs. Pure.
 
-Merging needs no order: whoever hears the same things, in whatever order and however often, believes the same.
+Merging needs no order: members that received the same messages, in any order and however often, agree.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def stronger(one: Claim, other: Claim) -> Claim:
 
 
 NOTHING = DesiredState(0, "", "", "auto")
-"""What is desired before anybody has said anything."""
+"""The desired state before any request for one."""
 
 
 def newer(one: DesiredState, other: DesiredState) -> DesiredState:
-    """What rests on the later word of a person, however many requests have chosen since an earlier one; then
-    the later version; of one version, the smaller writer's.
+    """Return the one that rests on the later word of a person.
+
+    Of one word it is the later version; of one version, the smaller writer's. The number of requests that
+    have chosen since an earlier word does not count.
 
     Two people may have spoken at once, apart. What one of them pinned then counts more than what requests
     chose after the other.
@@ -53,12 +55,12 @@ def newer(one: DesiredState, other: DesiredState) -> DesiredState:
 
 
 Seal = Callable[[RosterEntry], RosterEntry]
-"""Return the entry with the signature of whoever admits or removes."""
+"""Return the entry with the signature of the member that admits or removes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who belongs to the cluster: one entry for each key fingerprint, in their order.
+    """Members of the cluster, and removed ones: one entry for each key fingerprint, in their order.
 
     A key that was removed stays so, whatever version says otherwise. An entry's version is that of the whole
     roster when it was written, so that members can be told apart by age. `roster_proofs` judges signatures.
@@ -77,7 +79,7 @@ class Roster:
         return {entry.node_id: entry for entry in oldest[:MAX_MEMBERS]}
 
     def removed(self, fingerprint: str) -> bool:
-        """Whether this key was removed from the cluster, or its node has another one by now."""
+        """Tell whether this key was removed from the cluster, or its node has a later one."""
         mine = self.by_key(fingerprint)
         return mine is not None and (
             mine.removed
@@ -225,7 +227,7 @@ def _parts(entry: RosterEntry) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Beliefs:
-    """All of it. `epoch` is the highest number of an epoch that anybody has heard of."""
+    """All of it. `epoch` is the highest number of an epoch that any member has reported."""
 
     claim: Claim = NOBODY
     desired: DesiredState = NOTHING
@@ -233,7 +235,7 @@ class Beliefs:
     epoch: int = 0
 
     def merged(self, other: Beliefs) -> Beliefs:
-        """What both come to believe when they meet."""
+        """Return the beliefs that both hold after they meet."""
         return Beliefs(
             stronger(self.claim, other.claim),
             newer(self.desired, other.desired),

@@ -1,6 +1,6 @@
-"""Who coordinates, what should run, who belongs: one node's part in agreeing on it. Pure.
+"""One node's part in agreeing on the coordinator, the desired state and the members. Pure.
 
-The present coordinator stays as long as it lives. Each of its beats counts a pulse; everybody passes on the
+The present coordinator stays as long as it lives. Each of its beats counts a pulse; every node passes on the
 highest pulse it has heard of, so that a node whose own link to the coordinator is cut still knows that it
 lives. When it is lost, the smallest node id among the living claims the next term. Of two claims the stronger
 holds everywhere sooner or later (`beliefs.stronger`), so that two sides of a partition that heals end with
@@ -21,12 +21,12 @@ from .membership import Membership
 from .standing import Change, Duplicate, Standing, State, Why
 
 LEAP = 1 << 32
-"""What is counted grows by ones. Who is so far ahead is broken, and nobody could count on from it."""
+"""Counters grow by ones. A node that is so far ahead is broken, and leaves no room to count on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calm:
-    """How long to wait before acting on what has just changed, in seconds.
+    """Seconds to wait before acting on what has just changed.
 
     settle_s       after the last change of membership, before an epoch is formed
     settle_most_s  after the first of changes that do not end
@@ -44,7 +44,7 @@ class Calm:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What the agent knows and this module does not; the fields are those of `decisions.View`."""
+    """Knowledge of the agent that this module lacks; the fields are those of `decisions.View`."""
 
     running: Running | None = None
     others: Sequence[Running] = ()
@@ -56,7 +56,7 @@ class Situation:
 
 @dataclass(slots=True)
 class _Following:
-    """How the claim is doing: the highest pulse, when it last rose, and when the claimant itself last spoke.
+    """State of the claim: the highest pulse, when it last rose, and when the claimant itself last spoke.
 
     `boot_id` is the claimant's own, once it spoke; `over` says that this start of it ended.
     """
@@ -91,7 +91,7 @@ class Coordination:
         self.claim = NOBODY
         self.desired = kept.desired
         self.overfull = False
-        """Whether anybody ever told of more members than a cluster can have."""
+        """True once a node has reported more members than a cluster can have."""
         self._hold(kept.roster)
         self.epoch = kept.epoch
         self._floor = kept.claim.term
@@ -99,7 +99,7 @@ class Coordination:
         self._started = now
         self._told: dict[str, str] = {}
         self._leaving: set[str] = set()
-        """Who said that it is about to stop, and this start of whom has not ended yet; perhaps this node."""
+        """Nodes that are about to stop, and whose present start has not ended; perhaps this node."""
         self._unrest = _Unrest(now, now)
         self._waiting_since: float | None = None
 
@@ -107,16 +107,16 @@ class Coordination:
 
     @property
     def leading(self) -> bool:
-        """Whether this node coordinates. A claim from before its start is not its own any more."""
+        """True while this node coordinates. A claim from before its start is no longer its own."""
         return self.claim.node_id == self.self_id and self.claim.term > self._floor
 
     @property
     def draining(self) -> frozenset[str]:
-        """Who is about to stop."""
+        """Return the nodes that are about to stop."""
         return frozenset(self._leaving)
 
     def kept(self) -> Beliefs:
-        """What should survive a restart of the agent."""
+        """Return the beliefs that have to survive a restart of the agent."""
         claim = self.claim if self.claim.term >= self._floor else Claim(self._floor)
         return Beliefs(claim, self.desired, self.roster, self.epoch)
 
@@ -137,7 +137,7 @@ class Coordination:
         )
 
     def lacks(self, beat: Beat) -> tuple[bool, bool]:
-        """Whether the sender of a beat should be sent the desired state, and the roster, of this node."""
+        """Tell whether the sender of a beat lacks the desired state, and the roster, of this node."""
         return beat.desired != self.desired.version, beat.roster != self._digest
 
     # --- what is heard
@@ -198,7 +198,7 @@ class Coordination:
     # --- what is said here
 
     def want(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
-        """What should run from now on, by the word of a person or a request here: keep it, and send it on."""
+        """Keep and send on a desired state, by the word of a person or a request here."""
         version = self.desired.version + 1
         said = version if by_person else self.desired.said
         self.desired = DesiredState(version, self.self_id, model, nodes, said)
@@ -213,7 +213,7 @@ class Coordination:
         self._hold(self.roster.removing(node_id, seal))
 
     def drain(self) -> None:
-        """This node is about to stop: from now on its beats say so, and no group shall count on it."""
+        """This node is about to stop: from now on its beats say so, and no group may count on it."""
         self._leaving.add(self.self_id)
 
     def hand_over(self, node_id: str, now: float) -> None:
@@ -274,7 +274,7 @@ class Coordination:
         )
 
     def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
-        """What to do next, see `decisions.decide`."""
+        """Return the next action, see `decisions.decide`."""
         action = decide(self.view(membership, situation, now))
         if not (isinstance(action, Wait) and action.for_requests):
             self._waiting_since = None
@@ -318,7 +318,7 @@ class Coordination:
         return min(self._unrest.last + self.calm.settle_s, self._unrest.first + self.calm.settle_most_s)
 
     def _is_lost(self, membership: Membership, now: float) -> bool:
-        """Whether nobody coordinates, as far as this node can tell."""
+        """Tell whether no node coordinates, as far as this node knows."""
         claim, following, pace = self.claim, self._following, membership.pace
         if self.leading:
             return False
@@ -346,9 +346,9 @@ class Coordination:
         ]
 
     def _has_waited(self, standings: Mapping[str, Standing], now: float) -> bool:
-        """Whether those who were started together with this node had time to show up."""
+        """Tell whether nodes that were started together with this one had time to show up."""
         missing = any(standing.state is State.AWAY for standing in standings.values())
-        missing |= not self._founder and len(standings) == 1  # somebody let it in whom it has yet to meet
+        missing |= not self._founder and len(standings) == 1  # a member let it in that it has yet to meet
         return not missing or now - self._started >= self.calm.start_s
 
 

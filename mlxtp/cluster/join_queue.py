@@ -1,4 +1,4 @@
-"""Whom a Mac that wants to join asks next. Pure: time comes in.
+"""Order in which a Mac that wants to join asks others. Pure: time comes in.
 
 Any Mac on the network can announce any addresses under the cluster's id. So announcers take turns, and so do
 the addresses of each: false ones cost an honest one no more than their share.

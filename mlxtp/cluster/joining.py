@@ -1,4 +1,4 @@
-"""How a Mac becomes a member: the two ends of the exchange. Messages in, messages out; no I/O.
+"""Joining, by which a Mac becomes a member: the two ends of the exchange. Messages in, messages out; no I/O.
 
     joiner                                             member
       connects by TLS, shows nothing, trusts nothing
@@ -77,7 +77,7 @@ class Denied(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """What the joiner got. `cluster` is the cluster's name for people, `peers` addresses to dial first."""
+    """A grant to the joiner. `cluster` is the cluster's name for people, `peers` addresses to dial first."""
 
     membership: Membership
     cluster: str
@@ -100,7 +100,7 @@ class Joiner:
         """The request to send, to a server that showed `server_certificate` (DER) in its TLS handshake.
 
         Raises UserError (JOIN_REFUSED) when the offer is another cluster's, ProtocolError (NOT_AUTHENTIC)
-        when the server is no member of the cluster it speaks for, AskElsewhere when it cannot let anybody in.
+        when the server is no member of the cluster it speaks for, AskElsewhere when it lets no Mac in.
         Nothing may be sent then.
         """
         if not hmac.compare_digest(authority_hash(offer.authority), self._token.authority_hash):
@@ -132,7 +132,7 @@ class Joiner:
         )
 
     def on_grant(self, grant: JoinGrant) -> Granted:
-        """What was granted. Raises ProtocolError (NOT_AUTHENTIC) when the grant is not for this request."""
+        """Return the grant. Raises ProtocolError (NOT_AUTHENTIC) when the grant is not for this request."""
         expected = _proof(_GRANT, self._token.key, self._transcript, grant.certificate)
         if not self._transcript or not hmac.compare_digest(expected, grant.proof):
             raise ProtocolError("the Mac that let us in does not know the join token", Code.NOT_AUTHENTIC)
@@ -157,7 +157,7 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Whom the host let in, under which key, by a token that the member `by` asked for."""
+    """A Mac that the host let in, with its key, by a token that the member `by` requested."""
 
     node_id: str
     name: str
@@ -167,7 +167,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What to send to a joiner, and whom that lets in, if anybody."""
+    """A message to a joiner, and the Mac that it lets in, if it lets one in."""
 
     message: JoinGrant | JoinRefusal
     admitted: Admitted | None = None
@@ -239,7 +239,7 @@ class Host:
 
 
 def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> JoinOffer:
-    """What a member without the authority's key offers: the name and control addresses of the Mac to ask."""
+    """Return the offer of a member without the authority's key: the Mac to ask, and its addresses."""
     return JoinOffer(authority, nonce, spoken(ask), at)
 
 

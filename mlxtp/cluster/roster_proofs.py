@@ -20,7 +20,7 @@ _REMOVAL = b"mlxtp roster removal\0"
 
 
 class RosterProofs:
-    """What this node signs, and what it takes from others."""
+    """Signatures that this node makes, and checks of those that it receives."""
 
     def __init__(self, identity: Identity) -> None:
         assert identity.membership is not None
@@ -75,7 +75,7 @@ class RosterProofs:
             if self._is_admitted(told, had):
                 entry = told
             elif had is not None:
-                entry = _with_removal(had, told)  # what is held stands, whoever signed it
+                entry = _with_removal(had, told)  # the held entry stands, signed or not
             else:
                 continue
             if entry != had:

@@ -41,7 +41,7 @@ MIB = 1 << 20
 KEY_NUMBERS = 2
 """Of what plans are compared by, see `_key`."""
 TELL_S = 3.0
-"""How long a member that has just come may take to say whether it has the model."""
+"""Seconds that a member that has just come may take to report whether it has the model."""
 STRIKES = 2  #: Failures in a row after which another plan takes the place of one that may yet come up.
 _OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
 """Codes of an end that says nothing about a group."""
@@ -82,7 +82,7 @@ class Conductor:
     # --- for the supervisor --------------------------------------------------------------------------
 
     async def next(self) -> EpochPlan:
-        """Wait until this node shall form an epoch."""
+        """Wait until this node has to form an epoch."""
         if self._mine is not None and self._mine.placement.backend == "jaccl":
             # With a cable out, between whichever ranks, JACCL forms all the same.
             await self._cluster.look_now(self._mine.form.plan.ranks)
@@ -179,7 +179,7 @@ class Conductor:
     # --- what is decided -----------------------------------------------------------------------------
 
     def situation(self) -> Situation:
-        """What `Coordination.decide` cannot know by itself."""
+        """Return the part of the situation that `Coordination.decide` cannot know by itself."""
         self._notice_changes()
         placement, why = self.placement()
         best = None
@@ -365,7 +365,7 @@ class Conductor:
     # --- which group ---------------------------------------------------------------------------------
 
     def members(self) -> list[Member]:
-        """Who is present and may take part, as placement wants to know it."""
+        """Return the members that are present and may take part, in the form that placement needs."""
         cluster = self._cluster
         found = []
         for node_id, standing in cluster.membership.standings().items():
@@ -388,7 +388,7 @@ class Conductor:
         return sorted(found, key=lambda member: member.node_id)
 
     def topology(self) -> Topology:
-        """What joins those who are present."""
+        """Return the connections between the members that are present."""
         return Topology(self.members(), self._overrides(self._cluster.settings))
 
     def held_bytes(self, node_id: str) -> int:
@@ -433,7 +433,7 @@ class Conductor:
         return True, ""
 
     def _mending(self, other: str) -> str:
-        """What is to be done where files differ between this Mac and another one."""
+        """Return the advice for files that differ between this Mac and another one."""
         model, here = self._cluster.coordination.desired.model, self._cluster.name
         if is_hub_id(model):
             return f"`mlxtp verify {model} --repair` on {other}, then on {here}, gets what is damaged anew"
@@ -468,7 +468,7 @@ class Conductor:
         return self._known[1], self._known[2]
 
     def _way_out(self, refused: Placement, members: list[Member], options: Options) -> str:
-        """What else there is to say of no group: `--nodes` of long ago may be all that is wrong."""
+        """Return the notes on having no group: an earlier `--nodes` may be the only reason."""
         words = ["", *refused.notes]
         if isinstance(options.nodes, int):
             auto = replace(options, nodes="auto")
@@ -477,8 +477,10 @@ class Conductor:
         return "; ".join(words)
 
     def no_place(self, shape: ModelShape, nodes: str = "", only: Container[str] | None = None) -> str:
-        """Why those who are here have no place for a model of this shape, even if each had it and nothing
-        else ran on its machine. Empty where they have, and as long as somebody may be back in a moment.
+        """Return the reason why the present members have no place for a model of this shape.
+
+        Each counts as if it had the model, and as if nothing else ran on its machine. The reason is empty
+        where there is a place, and as long as a member may be back in a moment.
 
         `nodes`: over how many Macs; empty for as many as were said last. `only` these may take part.
         """
@@ -581,7 +583,7 @@ class Conductor:
                 self._mine = replace(mine, form=form)
 
     def _key(self, placement: Placement) -> tuple[float, ...]:
-        """What plans are compared by: as many Macs as wanted, then tokens per second."""
+        """Return the order of plans: as many Macs as wanted, then tokens per second."""
         chosen = placement.chosen
         assert chosen is not None
         source = self._cluster.model.source
@@ -591,7 +593,7 @@ class Conductor:
         return (float(len(chosen.ranks)) if everybody else 0.0, speed)
 
     def _notice_changes(self) -> None:
-        """A failed state lasts until somebody comes or goes, or something else is wanted."""
+        """End a failed state once a member comes or goes, or something else is wanted."""
         cluster = self._cluster
         standings = cluster.membership.standings()
         present = tuple(sorted((node, s.boot_id) for node, s in standings.items() if s.present))
@@ -626,7 +628,7 @@ class Conductor:
     # --- what is told --------------------------------------------------------------------------------
 
     def serving(self) -> Serving | None:
-        """The group of this node, for all others; None when it has none and somebody else coordinates."""
+        """The group of this node, for all others; None when it has none and another node coordinates."""
         cluster, mine = self._cluster, self._mine
         supervisor = cluster.supervisor
         if mine is None:
@@ -670,7 +672,7 @@ class Conductor:
 
 
 def _steps(size: int) -> int:
-    """Memory comes and goes by the second; a plan is made anew when much has."""
+    """Memory comes and goes by the second; a large change alone makes another plan."""
     return size // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The control port: who may come in, and what for."""
+"""The control port: it accepts members and joiners."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Door:
         return self._desk.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), asked_by).text()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         await self._doorman.run()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
@@ -111,17 +111,17 @@ class Door:
         return self._cluster.coordination.roster.removed(identity.fingerprint)
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
-        """Without a control link nobody would notice that it vanishes, and its requests would go on."""
+        """Tell whether a member may send requests. Only a control link shows that it vanished."""
         return not self._is_removed(identity) and identity.node_id in self._cluster.neighbours.nodes()
 
     def _cut_removed(self) -> None:
-        """Who is no member any more has no requests here, and the tokens it asked for are void."""
+        """End the requests of a node that is no longer a member, and void the tokens that it requested."""
         self._cut(self._is_removed)
         if self._desk is not None:
             self._desk.keep(self._cluster.coordination.roster.members())
 
     def _cut_gone(self, node_id: str) -> None:
-        """Nor has who vanished: nobody reads the answers."""
+        """End the requests of a node that vanished: no client reads the replies."""
         self._cut(lambda identity: identity.node_id == node_id)
 
     def _cut(self, whose: Callable[[NodeIdentity], bool]) -> None:
@@ -168,6 +168,6 @@ class Door:
 
 
 def _sendable(cluster: Cluster, node_id: str) -> tuple[str, ...]:
-    """Where a node is, as far as a joiner may be told: whoever said nonsense must not keep others out."""
+    """Return the addresses of a node that fit into an offer. An invalid one must not keep joiners out."""
     addresses = cluster.knowledge.addresses.get(node_id, ())
     return tuple(each for each in addresses if len(each) <= MAX_ADDRESS and host_and_port(each))

@@ -1,4 +1,4 @@
-"""What this node believes, kept on its disk, and what it knows of the others' disks."""
+"""Beliefs of this node on its disk, and reports of the others' disks."""
 
 from __future__ import annotations
 

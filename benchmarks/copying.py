@@ -95,7 +95,7 @@ def _write(repo: Repo, size: int) -> Manifest:
     repo.blob(config).write_bytes(b"{}")
     manifest = Manifest(NAME, COMMIT, (config, weights))
     repo.keep(manifest)
-    repo.publish(manifest, "main")
+    repo.publish(manifest, "main", by_hub=True)
     return manifest
 
 

@@ -26,7 +26,7 @@ ENDLESS = _LOOP * 3 + "{% endfor %}" * 3
 BODIES = 200
 BODY_BYTES = 15 << 20
 ROOM_BYTES = 512 << 20
-SLOW_GRAMMARS = 32
+SLOW_GRAMMARS = 6
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,8 @@ def test_slow_grammars_of_one_client_do_not_keep_another_s_out(agent: Agent) -> 
                 asyncio.to_thread(honest, agent, response_format={"type": "regex", "pattern": "[A-Z]{3}"})
             )
             assert (await answered).status_code == 200
-            assert sum(each.done() for each in crowd) <= 4, (
-                "one is compiled when it comes, and one more may be"
-            )
+            compiled = [each for each in crowd if each.done() and each.result().status_code != 429]
+            assert len(compiled) <= 3, "one is compiled when the honest client comes"
             return await asyncio.gather(*crowd)
 
     replies = asyncio.run(story())

@@ -115,7 +115,8 @@ class _Lane:
         """Return the kind of the reply and the reply. Raises RequestError where the process breaks."""
         with self._one:
             try:
-                if self._process is None:
+                if self._process is None or not self._process.alive:
+                    self._drop()
                     self.start()
                 assert self._process is not None
                 return self._process.request(body)
@@ -174,6 +175,10 @@ class _Process:
         self._memory = psutil.Process(popen.pid)
         self._warm_bytes = 0
         self.close = weakref.finalize(self, _end, popen, here)
+
+    @property
+    def alive(self) -> bool:
+        return self._popen.poll() is None
 
     def greeting(self) -> tuple[bytes, bytes]:
         reply = self._receive(START_BYTES, MOST_FACTS, f"it takes more than {START_CPU_S:g} s")

@@ -126,7 +126,7 @@ class _Slip:
     used_by: str = ""
     used_at: float = 0.0
     void: bool = False
-    """Whether the member that asked for it is none any more."""
+    """True once the member that asked for it has left or was removed."""
 
     def is_open(self, now: float) -> bool:
         return not self.used_by and not self.void and now < self.expires_at

@@ -122,7 +122,7 @@ class Gateway:
         """The model that open requests are for."""
         self._text: Text | None = None
         self._handover: MlxtpError | None = None
-        """Why there is no desk between two groups, of which the second is on its way."""
+        """The reason for the gap between two groups, of which the second is on its way."""
         self._held = ""
         self.confirmed_tokens = 0
         """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""

@@ -17,7 +17,7 @@ RESERVED = 8
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one gateway holds at most: tokens of open requests' prompts and answers so far.
+    """Bounds of one gateway: tokens of open requests' prompts and of the answers so far.
 
     Each request counts as `request_tokens` at least, since its connection and its place in the queue cost
     something, too. `requests` bounds their number; 0: nothing does. Nothing new is taken while less than

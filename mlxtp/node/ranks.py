@@ -171,7 +171,7 @@ class Ranks:
         self._in_rounds = self.group.backend == "jaccl"
         """Whether ranks may still wait for each other's bytes."""
         self.at_ring = False
-        """Whether MLX's ring forms or proves itself just now, so that a stranger may be in it."""
+        """True while MLX's ring forms or proves itself, so that a stranger may be in it."""
         self._heart: asyncio.Task[None] | None = None
         self._reports: list[Report] = []
         self._over = False

@@ -113,7 +113,7 @@ class Supervisor:
         self._formed = self._served = False
         """True once the present epoch, or the last one, had formed and proven itself, and became ready."""
         self._at_ring = False
-        """Whether the last epoch ended while MLX's ring formed."""
+        """True if the last epoch ended while MLX's ring formed."""
         self.group: Group | None = None
         """The ranks of the present epoch, or of the last one."""
         self._weight_bytes = 0
@@ -345,7 +345,7 @@ class Supervisor:
     async def _only_near_ties(
         self, ranks: Ranks, prompts: Sequence[tuple[int, ...]], kept: golden.Answers, answers: golden.Answers
     ) -> bool:
-        """Whether each answer parts from the kept one where two tokens are about as probable, if it does."""
+        """Return True if every answer that differs does so where two tokens are about as probable."""
         for prompt, before, now in zip(prompts, kept, answers, strict=True):
             at = golden.difference(before, now)
             if at >= 0:

@@ -266,6 +266,6 @@ def test_what_cannot_be_complete_is_not_disturbed(grammars: Grammars) -> None:
 def test_a_comment_of_a_client_that_looks_like_a_token_is_only_a_comment(
     grammars: Grammars, id_: object
 ) -> None:
-    grammar = grammars.compile("lark", f"// text <[{id_}]>\nstart: /(?s:.*)/")
+    grammar = grammars.compile("lark", f'// text <[{id_}]>\nstart: /(?s:[^#])*/ "#"')
     guide = Guided(grammar.matcher(), VOCABULARY, 8)
-    answer(guide, 8, rambles, random.Random(1))
+    assert len(answer(guide, 8, rambles, random.Random(1))) <= 64

@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one answer is read.
+    """Reading plan of one answer.
 
     `forced`: nothing but a call may come. `calls` None: none are looked for. `dropped`: calls are left out.
     """

@@ -533,8 +533,8 @@ class Scheduler:
         timed = took_s and self._policy.timed
         if timed and prefilled:
             self._chunks.took(prefilled, took_s)
-        elif timed and live == len(rows) and not any(row.forced for row in rows):
-            drafted = max([len(row.drafts) for row in rows])
+        elif timed and live == len(rows):
+            drafted = max([len(row.drafts) + len(row.forced) for row in rows])
             self._payoff.step(live, given_tokens, took_s, drafted=drafted)
         return outcomes
 
@@ -588,10 +588,12 @@ class Scheduler:
                     outcomes.append(self._finish(sequence, "length"))
                     return
             if wants.guide is not None:
-                room = min(wants.max_tokens - sequence.generated - 1, self._share, MAX_WIDTH - 1)
+                most = min(wants.max_tokens - sequence.generated - 1, self._share, MAX_WIDTH - 1)
                 wide = self._policy.wide and not wants.scored
                 # A late step under way has been fed, and chooses the first of forced tokens itself.
-                sequence.forced = wants.guide.forced(room if wide and not sequence.in_flight else 0)
+                sequence.forced = wants.guide.forced(most if wide and not sequence.in_flight else 0)
+                if (pays := self._payoff.limit(len(sequence.forced))) < len(sequence.forced):
+                    sequence.forced = wants.guide.forced(pays)
                 if sequence.in_flight and wide and wants.guide.foretells:
                     sequence.known_at = sequence.generated + 1
         except MlxtpError as error:

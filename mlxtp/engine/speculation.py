@@ -172,11 +172,11 @@ class _Width:
 
 
 class Payoff:
-    """Judge of drafts: do steps with them give more tokens a second than steps without?
+    """Judge of drafts and forced tokens: do steps with them give more tokens a second than steps without?
 
-    A wide step may cost many times as much: models with a compressed cache unpack all of it then. Steps are
-    compared with those without drafts of equally many rows, and judged by the length of their longest draft,
-    up to the next power of two.
+    A wide step may cost many times as much: all rows are padded to the widest, and models with a compressed
+    cache unpack all of it then. Steps are compared with plain ones of equally many rows, and judged by the
+    length of their longest draft, up to the next power of two. Forced tokens are drafts that are right.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from ..errors import Code, GroupError, ModelError
 from ..wire.link import Link
 from ..wire.messages import (
-    Abort,
     Cancel,
     CollectivesTimed,
     Error,
@@ -99,11 +98,10 @@ class DecodeLoop:
                 self._pipe.send(self._load(command))
             case Gathered():
                 raise GroupError(command.error, Code.FORM_FAILED)  # another rank did not form
-            case Abort() | Unload():
+            case Unload():
                 self._drain()
                 self._requests.drop("the model was taken away while this request was running")
-                if isinstance(command, Unload):
-                    self._requests.close()
+                self._requests.close()
                 self._pipe.send(self._everywhere(command))
             case _:
                 self._drain()

@@ -18,9 +18,7 @@ import psutil
 from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
 from ..wire.identity import epoch_digest
 from ..wire.messages import (
-    Abort,
     Bootstrap,
-    ClearCache,
     CollectivesTimed,
     Done,
     Error,
@@ -130,10 +128,6 @@ class Rank:
                 return self._time(command)
             case Unload():
                 self._unload()
-            case Abort():
-                self._require_runner().clear()
-            case ClearCache():
-                mx.clear_cache()
             case _:
                 raise LocalProtocolError(f"{type(command).__name__} is not a command a rank carries out")
         return Done()

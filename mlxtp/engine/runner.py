@@ -218,13 +218,6 @@ class Runner:
         for uid in uids:
             del self._kept[uid], self._kept_bytes[uid]
 
-    def clear(self) -> None:
-        """Forget every sequence and everything that was kept."""
-        for uid in tuple(self._forwards):
-            self.stop(uid, 0)
-        self._kept.clear()
-        self._kept_bytes.clear()
-
     def kv_bytes(self) -> int:
         """What the KV caches of all sequences hold, in bytes."""
         held = sum(self._kept_bytes.values()) + sum(map(_bytes, self._prefilling.values()))

@@ -297,7 +297,7 @@ class Ranks:
         return await self._ask(command, Loaded, None)
 
     async def do(self, command: Message) -> None:
-        """Abort, Unload or ClearCache on every rank."""
+        """Carry out a command that is answered by Done on every rank."""
         await self._ask(command, Done, self._limits.shutdown_s + FREE_S)
 
     async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:

@@ -14,7 +14,7 @@ from ..api.backend import Health, ModelInfo
 from ..api.defaults import load_defaults
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
-from ..wire.messages import Abort, ClearCache, Loaded, Unload
+from ..wire.messages import Loaded, Unload
 from . import golden, timing
 from .epoch import BACKOFF_S, RestartPolicy, State, is_legal
 from .gateway import Gateway
@@ -211,16 +211,6 @@ class Supervisor:
         async with self._busy:
             await self._unload(self._require_ranks())
             self._desired = None
-
-    async def clear_cache(self) -> None:
-        """Give every rank's cached buffers back to its system."""
-        async with self._busy:
-            await self._require_ranks().do(ClearCache())
-
-    async def abort(self) -> None:
-        """End every request with an error; the model stays loaded."""
-        async with self._busy:
-            await self._require_ranks().do(Abort())
 
     async def measure_fabric(self) -> timing.Times:
         """What collectives take on the idle group; requests that come meanwhile shall try again.

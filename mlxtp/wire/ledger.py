@@ -13,11 +13,9 @@ from typing import Any
 
 from ..errors import Code
 from .messages import (
-    Abort,
     Accepted,
     Ack,
     Cancel,
-    ClearCache,
     Delta,
     Error,
     Evict,
@@ -111,7 +109,6 @@ class RequestLedger(PipeLedger):
         self.last_uid = 0
         self.tokens: dict[int, int] = {}
         """Of each live uid, how many tokens have been delivered: the index of its next one."""
-        self._over = 0
 
     def rules(self) -> Rules:
         requests: Rules = {
@@ -123,12 +120,11 @@ class RequestLedger(PipeLedger):
             ScoredDelta: self._scored,
             Finished: self._end,
             RequestFailed: self._end,
-            **dict.fromkeys((Abort, Unload, Shutdown), self._end_all),
         }
         return super().rules() | requests
 
     def forget(self) -> None:
-        self.tokens = {uid: count for uid, count in self.tokens.items() if uid > self._over}
+        self.tokens.clear()
 
     def _generate(self, generate: Generate, seq: int) -> None:
         if generate.uid <= self.last_uid:
@@ -181,16 +177,12 @@ class RequestLedger(PipeLedger):
             )
         self.tokens[uid] = index + 1
 
-    def _end_all(self, command: Message, seq: int) -> None:
-        # Requests that follow the command outlive its answer.
-        self._over = self.last_uid
-
     def _end(self, end: Finished | Error, seq: int) -> None:
         if self.tokens.pop(end.uid, None) is None:
             raise Violation(Code.WRONG_UID, f"{type(end).__name__} for uid {end.uid}, which is not live")
 
 
-_COMMANDS: tuple[type[Message], ...] = (SanityCheck, ClearCache, Abort, Unload, TimeCollectives, Shutdown)
+_COMMANDS: tuple[type[Message], ...] = (SanityCheck, Unload, TimeCollectives, Shutdown)
 """What comes between steps only."""
 
 

@@ -402,24 +402,10 @@ class LoadShard(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class ClearCache(Message):
-    """Give cached buffers back to the system. Reply: Done."""
-
-    TYPE: ClassVar[int] = 0x15
-
-
-@dataclass(frozen=True, slots=True)
 class Unload(Message):
     """Drop the model; the group stays. Reply: Done."""
 
     TYPE: ClassVar[int] = 0x16
-
-
-@dataclass(frozen=True, slots=True)
-class Abort(Message):
-    """Drop every session; the model stays. Reply: Done."""
-
-    TYPE: ClassVar[int] = 0x17
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,7 +455,7 @@ class Loaded(Message):
 
 @dataclass(frozen=True, slots=True)
 class Done(Message):
-    """The reply of Bootstrap, ClearCache, Unload, Abort and Shutdown.
+    """The reply of Bootstrap, Unload and Shutdown.
 
     After Bootstrap, `jaccl` tells whether MLX has JACCL on this machine.
     """
@@ -616,9 +602,10 @@ class SessionEnd(Message):
     TYPE: ClassVar[int] = 0xFF
 
 
+# 0x15 and 0x17 named messages of earlier versions; they are not used again.
 RANK_MESSAGES: tuple[type[Message], ...] = (
     Hello, Welcome, Ping, Pong, Bootstrap, SideChannel, Gathered, PromptTokens, PromptBatch, StepToken,
-    SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, ClearCache, Unload, Abort, Shutdown,
+    SessionStop, Evict, Ack, Error, Init, SanityCheck, LoadShard, Unload, Shutdown,
     InitDone, SanityDone, Loaded, Done, TimeCollectives, CollectivesTimed,
     Generate, Accepted, Prefilled, Delta, ScoredDelta, Cancel, Finished, SessionEnd,
 )  # fmt: skip

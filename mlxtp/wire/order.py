@@ -20,12 +20,10 @@ from enum import Enum
 from .control import BOTH_WAYS, AgentHello
 from .joining import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from .messages import (
-    Abort,
     Accepted,
     Ack,
     Bootstrap,
     Cancel,
-    ClearCache,
     CollectivesTimed,
     Delta,
     Done,
@@ -107,9 +105,6 @@ class State(Enum):
     LOADED = "loaded"
     CHECKING = "checking"
     MEASURING = "measuring"
-    CLEARING = "clearing"
-    CLEARING_EMPTY = "clearing, no model"
-    ABORTING = "aborting"
     UNLOADING = "unloading"
     CLOSING = "closing"
     CLOSING_AFTER_DONE = "closing after Done"
@@ -165,12 +160,6 @@ _LIFE: tuple[Row, ...] = (
     (State.PROVEN, _UPPER, LoadShard, State.LOADING),
     (State.LOADING, _LOWER, Loaded, State.LOADED),
     (State.LOADING, _LOWER, Error, State.PROVEN),  # a load that failed leaves the group usable
-    (State.PROVEN, _UPPER, ClearCache, State.CLEARING_EMPTY),
-    (State.CLEARING_EMPTY, _LOWER, Done, State.PROVEN),
-    (State.LOADED, _UPPER, ClearCache, State.CLEARING),
-    (State.CLEARING, _LOWER, Done, State.LOADED),
-    (State.LOADED, _UPPER, Abort, State.ABORTING),
-    (State.ABORTING, _LOWER, Done, State.LOADED),
     (State.LOADED, _UPPER, Unload, State.UNLOADING),
     (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # where a load failed on some ranks, all let go
     (State.UNLOADING, _LOWER, Done, State.PROVEN),
@@ -202,9 +191,6 @@ _SHUTDOWN_WHEN_BUSY = {
     State.FORMING: State.CLOSING_AFTER_INIT,
     State.PROVING: State.CLOSING_AFTER_SANITY,
     State.LOADING: State.CLOSING_AFTER_LOAD,
-    State.CLEARING: State.CLOSING_AFTER_DONE,
-    State.CLEARING_EMPTY: State.CLOSING_AFTER_DONE,
-    State.ABORTING: State.CLOSING_AFTER_DONE,
     State.UNLOADING: State.CLOSING_AFTER_DONE,
     State.MEASURING: State.CLOSING_AFTER_TIMES,
 }
@@ -228,10 +214,7 @@ _CANARY: tuple[Row, ...] = (
 )
 """Between forwards of an idle group, the proof by value may be asked for again."""
 
-_REQUESTS: tuple[Row, ...] = tuple(
-    (state, _UPPER, Generate, state) for state in (State.LOADED, State.CLEARING, State.ABORTING)
-)
-"""Whoever asks for tokens need not know of a command that keeps the model. Cancel may come anywhere."""
+_REQUESTS: tuple[Row, ...] = ((State.LOADED, _UPPER, Generate, State.LOADED),)  # Cancel may come anywhere
 
 _ROUNDS: tuple[Row, ...] = (
     (State.LINKED, _LOWER, SideChannel, State.LINKED),
@@ -251,8 +234,6 @@ _VOICE: tuple[Row, ...] = tuple(
     (state, _LOWER, message, state)
     for state in (
         State.LOADED,
-        State.CLEARING,
-        State.ABORTING,
         State.UNLOADING,
         State.MEASURING,
         State.CLOSING,

@@ -14,7 +14,7 @@ from .order import OPENING, TABLES, TERMINAL, LinkKind, Moves, RequestFailed, Si
 
 __all__ = ["LinkKind", "Protocol", "Received", "Side", "State"]
 
-_FORGETTING = frozenset((State.ABORTING, State.UNLOADING, State.CLOSING))
+_FORGETTING = frozenset((State.UNLOADING, State.CLOSING))
 """When the command of one of these states is answered, every earlier sequence or request is over."""
 
 

@@ -250,27 +250,6 @@ def test_requests_on_a_model_that_is_taken_away_end_with_an_error(group: Group, 
     assert cluster.content(QUESTION) == ANSWER
 
 
-def test_clearing_caches_between_requests_changes_nothing(group: Group) -> None:
-    cluster = group.cluster
-    running = cluster.start(prompt_ids(QUESTION), 64)
-    running.take(1)
-    cluster.call(cluster.supervisor.clear_cache())
-    assert running.finish()[0] == reference(prompt_ids(QUESTION), 64)
-    assert cluster.content(QUESTION) == ANSWER
-
-
-def test_abort_ends_every_request_and_keeps_the_model(group: Group) -> None:
-    cluster = group.cluster
-    running = cluster.start(endless_prompt(), 3000)
-    running.take(2)
-    cluster.call(cluster.supervisor.abort())
-    with pytest.raises(MlxtpError) as gone:
-        running.finish()
-    assert gone.value.code is Code.SHUTTING_DOWN
-    assert cluster.supervisor.state is State.READY
-    assert cluster.content(QUESTION) == ANSWER
-
-
 # --- a draft model ----------------------------------------------------------------------------------------
 
 

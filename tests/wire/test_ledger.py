@@ -9,11 +9,9 @@ import pytest
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import (
-    Abort,
     Accepted,
     Ack,
     Cancel,
-    ClearCache,
     Delta,
     Done,
     Error,
@@ -169,21 +167,6 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
         Code.WRONG_UID,
     ),
     "a step for what was kept": ([(UP, kept(1, 2))], (UP, step(1)), Code.WRONG_UID),
-    "a source from before Abort": (
-        [(UP, kept(1, 2)), (UP, Abort()), (DOWN, Done())],
-        (UP, behind(1, 2)),
-        Code.WRONG_UID,
-    ),
-    "dropping what Abort dropped": (
-        [(UP, kept(1, 2)), (UP, Abort()), (DOWN, Done())],
-        (UP, Evict((1,))),
-        Code.WRONG_UID,
-    ),
-    "a chunk from before Abort": (
-        [(UP, prompt(2, 0, 9, 2)), (DOWN, ack(FIRST)), (UP, Abort()), (DOWN, Done())],
-        (UP, prompt(2, 2, 9, 2)),
-        Code.WRONG_UID,
-    ),
     "prompts of an old uid": ([(UP, stop(1))], (UP, batch((1, 2, 0, 0, 0))), Code.WRONG_UID),
     "prompts whose uids go back": ([], (UP, batch((3, 2, 0, 0, 0), (2, 2, 0, 0, 0))), Code.WRONG_UID),
     "prompts of one uid": ([], (UP, batch((2, 2, 0, 0, 0), (2, 2, 0, 0, 0))), Code.WRONG_UID),
@@ -223,15 +206,9 @@ DECODE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Messag
     "an Ack twice": ([(UP, step(1)), (DOWN, ack(FIRST))], (DOWN, ack(FIRST)), Code.OUT_OF_ORDER),
     "Acks out of order": ([(UP, step(1)), (UP, step(1))], (DOWN, ack(FIRST + 1)), Code.OUT_OF_ORDER),
     "an Ack of a stop": ([(UP, stop(1))], (DOWN, ack(FIRST)), Code.OUT_OF_ORDER),
-    "a step after Abort": ([(UP, Abort()), (DOWN, Done())], (UP, step(1)), Code.WRONG_UID),
-    "an old uid after Abort": (
-        [(UP, Abort()), (DOWN, Done())],
-        (UP, prompt(1, 0, 2, 2)),
-        Code.WRONG_UID,
-    ),
     **{
         f"{type(command).__name__} before the Ack": ([(UP, step(1))], (UP, command), Code.OUT_OF_ORDER)
-        for command in (SanityCheck(), ClearCache(), Abort(), Unload(), TIME, Shutdown())
+        for command in (SanityCheck(), Unload(), TIME, Shutdown())
     },
 }
 
@@ -251,7 +228,6 @@ PIPE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Message]
     "Prefilled for a stranger": ([], (DOWN, Prefilled(2, 5, 0)), Code.WRONG_UID),
     "Prefilled after its Error": ([(DOWN, failed(1))], (DOWN, Prefilled(1, 5, 0)), Code.WRONG_UID),
     "Accepted after its Error": ([(DOWN, failed(1))], (DOWN, Accepted(1)), Code.WRONG_UID),
-    "Accepted after Abort": ([(UP, Abort()), (DOWN, Done())], (DOWN, Accepted(1)), Code.WRONG_UID),
     "fewer scores than tokens": ([], (DOWN, scored(tokens=2)), Code.FIELD_INVALID),
     "more scores than tokens": ([], (DOWN, scored(logprobs=2)), Code.FIELD_INVALID),
     "fewer alternatives": ([], (DOWN, scored(tokens=2, logprobs=2, top=2, tops=3)), Code.FIELD_INVALID),
@@ -271,7 +247,6 @@ PIPE_CASES: dict[str, tuple[Sequence[tuple[Side, Message]], tuple[Side, Message]
     "Finished twice": ([(DOWN, finished(1))], (DOWN, finished(1)), Code.WRONG_UID),
     "Finished after Error": ([(DOWN, failed(1))], (DOWN, finished(1)), Code.WRONG_UID),
     "an Error for a stranger": ([], (DOWN, failed(2)), Code.WRONG_UID),
-    "a Delta after Abort": ([(UP, Abort()), (DOWN, Done())], (DOWN, delta((1, 0))), Code.WRONG_UID),
     "a Pong unasked": ([], (DOWN, PONG), Code.OUT_OF_ORDER),
     "a Pong twice": ([(UP, Ping()), (DOWN, PONG)], (DOWN, PONG), Code.OUT_OF_ORDER),
 }
@@ -368,7 +343,7 @@ def test_rows_that_feed_different_widths() -> None:
     link.up(StepToken((2, 1), (6, 3)))
 
 
-@pytest.mark.parametrize("command", [Abort(), Unload(), Shutdown()])
+@pytest.mark.parametrize("command", [Unload(), Shutdown()])
 def test_a_command_that_ends_everything_is_the_end_of_what_was_kept(command: Message) -> None:
     link = pair_in(LinkKind.DECODE, State.LOADED)
     link.up(prompt(2, 0, 1, 1), prompt(3, 0, 9, 1), kept(1, 2))
@@ -382,15 +357,6 @@ def test_a_command_that_ends_everything_is_the_end_of_what_was_kept(command: Mes
         assert not ledger.running
         assert not ledger.prompts
         assert ledger.last_uid == 3
-
-
-def test_what_a_clearing_of_buffers_leaves() -> None:
-    link = pair_in(LinkKind.DECODE, State.LOADED)
-    link.up(prompt(2, 0, 3, 3), kept(1, 2))
-    link.down(ack(FIRST))
-    link.up(ClearCache())
-    link.down(Done())
-    link.up(behind(1, 2, uid=3, take=True), StepToken((2,), (3,)))
 
 
 def test_scores_count_as_tokens() -> None:

@@ -13,11 +13,9 @@ from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolErro
 from mlxtp.wire.frames import encode
 from mlxtp.wire.ledger import DecodeLedger, PipeLedger
 from mlxtp.wire.messages import (
-    Abort,
     Accepted,
     Ack,
     Cancel,
-    ClearCache,
     Delta,
     Done,
     Error,
@@ -90,8 +88,6 @@ def test_the_life_of_a_decode_link() -> None:
     link.up(SessionStop(1, "stop", 4, keep=6))
     link.down(Ack(link.upper.seq - 2, 4, 8, 97), Ack(link.upper.seq - 1, 5, 10, 96))
 
-    link.up(ClearCache())
-    link.down(Done())
     link.up(StepToken((2,), (2,), (4,), (21, 22, 23, 24)))
     link.down(Ack(link.upper.seq, 6, 12, 95))
     link.up(PromptTokens(3, 3, 5, (30, 31), 1, take=True))
@@ -104,11 +100,7 @@ def test_the_life_of_a_decode_link() -> None:
     link.down(say("CollectivesTimed"))
     link.up(StepToken((2, 3), (4, 5)))
     link.down(Ack(link.upper.seq, 8, 16, 93))
-    link.up(Abort())
-    link.down(Done())
     link.up(Unload())
-    link.down(Done())
-    link.up(ClearCache())
     link.down(Done())
     link.up(Shutdown())
     link.down(Done(), SessionEnd())
@@ -142,12 +134,8 @@ def test_the_life_of_a_pipe_to_rank_0() -> None:
     pipe.down(Finished(1, "stop", 4, 4, cached=1, drafted=2, accepted=1))
 
     pipe.up(Generate(6, (9,), 10))
-    pipe.up(Abort())
-    pipe.down(Delta((6, 6, 6), (0, 1, 2), (70, 71, 72)))  # it crossed the Abort
-    pipe.up(Generate(7, (9,), 10), Cancel(6))
-    pipe.down(Done())
-    pipe.down(Delta((7,), (0,), (80,)), Finished(7, "stop", 1, 1))
-    pipe.up(Unload(), Cancel(7))
+    pipe.up(Unload(), Cancel(6))
+    pipe.down(Delta((6, 6, 6), (0, 1, 2), (70, 71, 72)))  # it crossed the Unload
     pipe.down(Done())
     pipe.up(Shutdown())
     pipe.down(Done(), SessionEnd())
@@ -250,8 +238,6 @@ def test_tokens_on_their_way_when_shutdown_was_sent() -> None:
         (State.PROVING, "SanityDone"),
         (State.LOADING, "Loaded"),
         (State.LOADING, "Error"),
-        (State.CLEARING, "Done"),
-        (State.ABORTING, "Done"),
         (State.UNLOADING, "Done"),
     ],
 )
@@ -649,6 +635,6 @@ def lawful_on_decode(rng: random.Random, end: Protocol, kind: type[Message]) -> 
         return Evict(tuple(rng.sample(old, rng.randint(1, len(old))))) if old else None
     if kind is Ack:
         return Ack(ledger.steps[0], 1, 1, 0) if ledger.steps else None
-    if kind in (SanityCheck, ClearCache, Abort, Unload, TimeCollectives, Shutdown) and ledger.steps:
+    if kind in (SanityCheck, Unload, TimeCollectives, Shutdown) and ledger.steps:
         return None
     return example(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import TypeVar
@@ -36,6 +36,7 @@ class Body:
         """In bytes."""
         self._bodies = bodies
         self._taken = 0
+        self._parts: list[bytes] = []
         self._data = b""
 
     async def parsed(self, parse: Callable[[bytes], T], *, slow: bool = False) -> T:
@@ -54,14 +55,24 @@ class Body:
         self._bodies.room += self._taken
         self._taken = 0
 
-    def take(self, size: int) -> bool:
-        """Take room for `size` bytes in all; False where there is too little."""
-        more = max(size - SHORT - self._taken, 0)
-        if more > self._bodies.room:
+    def _take(self, size: int) -> bool:
+        """Take room for `size` bytes in all; False where there is too little.
+
+        Bodies that began to come later give way. Otherwise, many that come at once would all be refused.
+        """
+        bodies, more = self._bodies, max(size - SHORT - self._taken, 0)
+        while more > bodies.room and self in bodies.coming:
+            bodies.coming[-1]._give_way()
+        if self not in bodies.coming:
             return False
         self._taken += more
-        self._bodies.room -= more
+        bodies.room -= more
         return True
+
+    def _give_way(self) -> None:
+        self._bodies.coming.remove(self)
+        self._parts.clear()
+        self.release()
 
     async def read(self, request: Request, limit: int) -> None:
         """Read the body. Raises RequestError 413 for one that is too large, 503 where there is no room.
@@ -72,24 +83,22 @@ class Body:
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() else 0
         refused = self._bodies.backend.shortage() if size > SHORT else None
-        parts: list[bytes] = []
-        room = refused is None
         if size <= 4 * limit:
             size = 0
             async for part in request.stream():
                 size += len(part)
-                room = room and (size > limit or self.take(size))
-                if not room or size > limit:
-                    parts.clear()
+                if refused is None and size <= limit and self._take(size):
+                    self._parts.append(part)
                 else:
-                    parts.append(part)
+                    self._parts.clear()
                 if size > 4 * limit:
                     break
         if size > limit:
             raise RequestError(f"the body is larger than {limit} bytes", status=413)
-        self.size, self._data = size, b"".join(parts)
+        self.size, self._data = size, b"".join(self._parts)
+        self._parts.clear()
         plain = self._data.isascii() and b"\\u" not in self._data
-        if refused is None and not (room and (plain or self.take(WIDE * size))):
+        if refused is None and not self._take(size if plain else WIDE * size):
             refused = RequestError("the bodies of other requests leave no room", Code.OVERLOADED, status=503)
         if refused is not None:
             raise refused
@@ -101,6 +110,8 @@ class Bodies:
     def __init__(self, backend: Backend, limit: int, body_s: float) -> None:
         self.room = MAX_BODIES_BYTES
         """In bytes."""
+        self.coming: list[Body] = []
+        """Those that are being read and have room, in the order of their beginnings."""
         self.backend = backend
         self._limit = limit
         self._body_s = body_s
@@ -109,6 +120,7 @@ class Bodies:
     async def read(self, request: Request) -> AsyncIterator[Body]:
         """The whole body of a request. Raises RequestError 408, 413 or 503."""
         body = Body(self)
+        self.coming.append(body)
         try:
             try:
                 async with asyncio.timeout(self._body_s):
@@ -116,6 +128,9 @@ class Bodies:
             except TimeoutError:
                 detail = f"the body was not complete within {self._body_s:g} s"
                 raise RequestError(detail, status=408) from None
+            finally:
+                with suppress(ValueError):  # it gave way
+                    self.coming.remove(body)
             yield body
         finally:
             body.release()

@@ -394,6 +394,25 @@ def test_large_bodies_share_what_room_there_is(backend: FakeBackend, monkeypatch
     play(story, backend)
 
 
+def test_of_bodies_that_come_at_once_the_first_is_answered(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 250_000)
+    large = PLAIN + b" " * 250_000
+
+    async def story(connect: Callable[[], Client]) -> None:
+        clients = [connect() for _ in range(2)]
+        for client in clients:
+            await client.send(body_of(len(large)) + large[:150_000])
+            await asyncio.sleep(SOON_S)
+        for client in clients:
+            await client.send(large[150_000:])
+        heads = [(await client.read())[:13] for client in clients]
+        assert heads == [b"HTTP/1.1 200 ", b"HTTP/1.1 503 "]
+
+    play(story, backend)
+
+
 @pytest.mark.parametrize("letter", [b"a", b"\xc3\xa9", b"\\u00e9"])
 def test_text_that_is_not_ascii_takes_four_times_the_room(
     backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, letter: bytes

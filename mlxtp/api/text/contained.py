@@ -20,17 +20,18 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import Code, MlxtpError, ModelError, RequestError
 from ...wire.handover import without_secrets
 from ..extent import SHORT
+from .line import Line
 from .writer import Facts, Json, LocalWriter, broken, too_large
 
 START_CPU_S = 120.0
@@ -66,12 +67,16 @@ class ContainedWriter:
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return read_ids(*self._reply([text, special]))
 
+    def line(self, size: int) -> _Lane:
+        return self._lanes[size > SHORT]
+
     def _reply(self, work: list[Any]) -> tuple[bytes, bytes]:
         try:
             body = json.dumps(work).encode()
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the messages cannot be read: {error}", param="messages") from None
-        return self._lanes[len(body) > SHORT].request(body)
+        lane = next((each for each in self._lanes if each.here), self.line(len(body)))
+        return lane.run_blocking(partial(lane.request, body))
 
 
 def read_text(kind: bytes, found: bytes) -> str:
@@ -103,30 +108,32 @@ def _error_in(kind: bytes, found: bytes) -> RequestError:
     return RequestError(detail, Code(code), status=status, param="messages")
 
 
-class _Lane:
-    """One process and those who wait for it. Long texts have another one, so that short ones pass them."""
+class _Lane(Line):
+    """A line with a process of its own. Long texts have another one, so that short ones pass them."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
-        self._one = threading.Lock()
         self._process: _Process | None = None
 
     def request(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return the kind of the reply and the reply. Raises RequestError where the process breaks."""
-        with self._one:
-            try:
-                if self._process is None or not self._process.alive:
-                    self._drop()
-                    self.start()
-                assert self._process is not None
-                return self._process.request(body)
-            except BaseException as error:  # a reply that was not read would be the next request's
+        """Return the kind of the reply and the reply. Raises RequestError where the process breaks.
+
+        Only the thread of this line calls it.
+        """
+        try:
+            if self._process is None or not self._process.alive:
                 self._drop()
-                if isinstance(error, _Ended):
-                    raise error.error from None
-                if isinstance(error, OSError | ModelError):
-                    raise broken(str(error)) from None
-                raise
+                self.start()
+            assert self._process is not None
+            return self._process.request(body)
+        except BaseException as error:  # a reply that was not read would be the next request's
+            self._drop()
+            if isinstance(error, _Ended):
+                raise error.error from None
+            if isinstance(error, OSError | ModelError):
+                raise broken(str(error)) from None
+            raise
 
     def start(self) -> Facts:
         """Start the process; returns what it says of the model. Raises ModelError."""

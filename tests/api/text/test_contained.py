@@ -10,17 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from mlxtp.api.ask import Conversation, Turn
+from mlxtp.api.extent import SHORT
 from mlxtp.api.text import contained, line
 from mlxtp.api.text.contained import ContainedWriter
 from mlxtp.api.text.tokens import Text
 from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, ModelError, RequestError
 
-from ..conftest import TEMPLATE, WAIT_S, Loaded, byte_level, save
+from ..conftest import TEMPLATE, WAIT_S, FakeBackend, Loaded, byte_level, save, says, serving
 
 HOSTILE = {
     "endless": (
@@ -156,6 +158,47 @@ def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded:
     assert children() == before
 
 
+def test_short_texts_pass_the_long_text_that_a_template_makes_of_a_short_body(tmp_path: Path) -> None:
+    wide = "{% if messages[-1].content == 'wide' %}{{ 'x' * 100000 }}{% endif %}" + TEMPLATE
+    begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Watched(ContainedWriter):
+        def line(self, size: int) -> contained._Lane:
+            if size > SHORT:
+                waits.set()
+            return super().line(size)
+
+    def long() -> bool:
+        begun.set()
+        return go_on.wait(WAIT_S)
+
+    tokenizer = byte_level()
+    writer = Watched(save(tokenizer, tmp_path, wide))
+
+    async def story(url: str) -> list[int]:
+        first = asyncio.create_task(writer.line(SHORT + 1).run(long))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        waits.clear()
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+
+            async def count(words: str) -> int:
+                body = {"model": "tiny", "messages": [{"role": "user", "content": words}]}
+                reply = await client.post("/v1/messages/count_tokens", json=body)
+                return int(reply.json()["input_tokens"])
+
+            expanded = asyncio.create_task(count("wide"))
+            assert await asyncio.to_thread(waits.wait, WAIT_S)
+            found = [await count("hello")]
+            assert not expanded.done()
+            go_on.set()
+            assert await first
+            return [*found, await expanded]
+
+    with serving(FakeBackend(Text(writer), says([])), tokenizer) as server:
+        short, expanded = asyncio.run(story(server.url))
+    assert short < SHORT < expanded
+
+
 def test_a_reply_that_was_not_read_is_never_the_next_request_s(
     loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,7 +233,7 @@ def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPa
         return go_on.wait(WAIT_S)
 
     async def story() -> None:
-        queue = line.Line("test")
+        queue = line.Line()
         first = asyncio.create_task(queue.run(long))
         await asyncio.to_thread(begun.wait, WAIT_S)
         with pytest.raises(RequestError, match="kept the tokenizer busy") as caught:

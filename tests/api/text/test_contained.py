@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,77 @@ def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, L
     assert text.conversation_ids(saying("hello")) == loaded["byte_level"].text.conversation_ids(
         saying("hello")
     )
+
+
+def test_a_stopped_process_is_ended_and_its_request_gets_504(
+    loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contained, "STILL_S", 0.3)
+    usual = loaded["byte_level"]
+    before = children()
+    text = Text(ContainedWriter(usual.folder))
+    for words in ("hello", "x" * 500_000):  # one that fits into the socket's buffer, and one that does not
+        text.continued_ids(words)
+        for process in [each for each in children() if each not in before]:
+            process.suspend()
+        with pytest.raises(RequestError, match=r"its process stood still for 0\.3 s") as caught:
+            text.continued_ids(words)
+        assert (caught.value.status, caught.value.code) == (504, Code.DEADLINE)
+        assert text.continued_ids(words) == usual.text.continued_ids(words)
+
+
+def test_only_a_process_that_neither_works_nor_waits_for_a_core_stands_still() -> None:
+    looks = round(contained.STILL_S / contained.TICK_S) + 2
+
+    def error(*looked: tuple[float, str]) -> RequestError | None:
+        watch = contained.Watch(1, "late")
+        return [watch.look(0, *looked[i % len(looked)]) for i in range(looks)][-1]
+
+    for status in ("stopped", "sleeping"):
+        found = error((1.0, status))
+        assert found is not None
+        assert "stood still for 10 s" in found.detail
+        assert error((1.0, status), (1.01, status)) is None
+    for status in ("running", "disk-sleep"):
+        assert error((1.0, status)) is None
+        assert error(*[(1.0, "sleeping")] * (looks // 2), (1.0, status)) is None
+
+
+def test_a_process_that_was_killed_leaves_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(ContainedWriter(save(byte_level(), tmp_path, hostile("endless"))))
+
+    def kill() -> None:
+        [process] = [each for each in children() if str(tmp_path) in each.cmdline()]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its status is left for the agent
+
+    usual = text.conversation_ids(saying("hello"))
+    kill()  # between two requests
+    assert text.conversation_ids(saying("hello")) == usual
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "was ended by signal 9; the next request for this model starts a new one" in caplog.text
+    assert str(tmp_path) in caplog.text
+
+    caplog.clear()
+    receive = contained._Process._receive
+
+    def killed(process: contained._Process, *rest: Any) -> Any:
+        kill()
+        return receive(process, *rest)
+
+    with monkeypatch.context() as patched:  # in the middle of one
+        patched.setattr(contained._Process, "_receive", killed)
+        with pytest.raises(RequestError, match="was ended by signal 9") as caught:
+            text.conversation_ids(saying("endless"))
+    assert caught.value.status == 422
+    assert caplog.text.count("was ended by signal 9") == len(caplog.records) == 1
+
+    caplog.clear()
+    with pytest.raises(RequestError, match="it takes more than"):
+        text.conversation_ids(saying("endless"))
+    assert not caplog.records
 
 
 def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded: dict[str, Loaded]) -> None:

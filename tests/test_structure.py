@@ -216,6 +216,8 @@ ALSO = frozenset(
             "mlxtp.wire.messages",
         ),  # what requests may ask for is said once
         ("mlxtp.api.text.contained", "mlxtp.wire.handover"),  # one list of names of secrets
+        ("mlxtp.cluster.manifests", "mlxtp.tokenizer_file"),  # one bound for the files of a model
+        ("mlxtp.node.golden", "mlxtp.tokenizer_file"),
     }
 )
 """Single modules that may."""

@@ -31,7 +31,7 @@ from .catalog import Catalog
 from .choices import Answers, collect
 from .errors import error_status
 from .events import Event, Whole
-from .extent import SHORT, check_extent
+from .extent import check_extent
 from .guidance import Guidance, guidance
 from .openapi import Operation
 from .schema import not_supported, shown, wrong
@@ -39,7 +39,6 @@ from .streaming import AnswerStream, unless_gone
 from .text.calls import CallReader
 from .text.channels import Plan
 from .text.conversation import characters
-from .text.line import LONG_LINE, SHORT_LINE, Line
 from .text.stops import StopFinder
 from .text.tokens import Name, Text
 from .text.transcript import Transcript
@@ -51,7 +50,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
-ESCAPED = 6  # bytes of a character in JSON, at most, as a text process gets it
 ACCEPT_S = 1.0  # seconds that headers wait for acceptance
 MAX_CHOICES = 16
 
@@ -163,11 +161,12 @@ class Generation:
             ask = await body.parsed(parse, slow=True)
             model, text = await self.catalog.opened(ask.model)
 
-            def prompts() -> list[tuple[int, ...]]:
+            def written() -> list[Prompt]:
                 held = guidance(ask, text, text.eos)
-                return _prompts(ask, text, model, bool(held.grammar[0]))
+                return _written(ask, text, model, bool(held.grammar[0]))
 
-            return sum(map(len, await _line(ask, body).run(prompts)))
+            prompts = await text.line(_size(ask, body)).run(written)
+            return sum(map(len, await _tokens(ask, text, prompts)))
 
     async def load(self, request: Request, name: str | None) -> ModelInfo:
         """The model of this name, once it is loaded. The request's body must have been read.
@@ -273,12 +272,13 @@ class Generation:
         sampling = settings.sampling(options, model.defaults, seed)
         stops = settings.stop_strings(options.stop)
 
-        def written() -> tuple[Guidance, Shaping, list[tuple[int, ...]]]:
+        def written() -> tuple[Guidance, Shaping, list[Prompt]]:
             held = guidance(ask, text, model.eos)
             shaping = settings.shaping(options, model.vocabulary, held.grammar, held.banned)
-            return held, shaping, _prompts(ask, text, model, bool(shaping.grammar_kind))
+            return held, shaping, _written(ask, text, model, bool(shaping.grammar_kind))
 
-        held, shaping, prompts = await _line(ask, body).run(written)
+        held, shaping, texts = await text.line(_size(ask, body)).run(written)
+        prompts = await _tokens(ask, text, texts)
         guided = bool(shaping.grammar_kind)
         budgets = [budget.token_budget(options.max_tokens, prompt, model) for prompt in prompts]
         settings.check_min_tokens(shaping.min_tokens, min(budgets))
@@ -331,13 +331,13 @@ async def _come(turn: Turn) -> None:
         pass
 
 
-def _prompts(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> list[tuple[int, ...]]:
-    """Token ids. Raises RequestError."""
+def _written(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> list[Prompt]:
+    """Return prompts as the template or the client writes them. Raises RequestError."""
     if not isinstance(ask.prompt, Conversation):
         budget.check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
         assert isinstance(model, ModelInfo)
         _check_tokens(ask.prompt, model)
-        return [text.continued_ids(each) if isinstance(each, str) else each for each in ask.prompt]
+        return list(ask.prompt)
     conversation = ask.prompt
     if conversation.needs_thinking and text.markup.think is None:
         raise not_supported(
@@ -350,7 +350,20 @@ def _prompts(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> l
     )  # it is parsed for templates
     if guided and conversation.thinking is None:  # a grammar leaves no room for thoughts
         conversation = replace(conversation, thinking=False)
-    return [text.conversation_ids(conversation)]
+    return [text.rendered(conversation)]
+
+
+async def _tokens(ask: Ask, text: Text, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Return token ids of prompts. Raises RequestError.
+
+    They wait in the line for their own size: a template may write a long text for a short body.
+    """
+    special = not isinstance(ask.prompt, Conversation)  # a template writes them itself
+
+    def encoded() -> list[tuple[int, ...]]:
+        return [text.encoded(each, special=special) if isinstance(each, str) else each for each in prompts]
+
+    return await text.line(sum(map(len, prompts))).run(encoded)
 
 
 def _check_tokens(prompts: Sequence[Prompt], model: ModelInfo) -> None:
@@ -394,17 +407,10 @@ async def _end(task: asyncio.Task[AsyncGenerator[Event]]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _line(ask: Ask, body: Body) -> Line:
-    """Return where a request waits for its text."""
-    long = body.size > SHORT or _characters(ask) * ESCAPED > SHORT
-    return LONG_LINE if long else SHORT_LINE
-
-
-def _characters(ask: Ask) -> int:
-    """How long its prompts are: a short body may name a long conversation."""
-    if isinstance(ask.prompt, Conversation):
-        return characters(ask.prompt)
-    return sum(map(len, ask.prompt))
+def _size(ask: Ask, body: Body) -> int:
+    """Return bytes of the body, or characters of its prompts: a short body may name a long conversation."""
+    prompt = ask.prompt
+    return max(body.size, characters(prompt) if isinstance(prompt, Conversation) else sum(map(len, prompt)))
 
 
 def _json(body: Json) -> Response:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,6 +18,8 @@ from .extent import check_extent
 _SHOWN = 80  # characters of a refused value that go back to the client
 _UNION_BRANCHES = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-")
 """With these pydantic names the branches of a union, which are no fields."""
+
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class Schema(BaseModel):
@@ -71,7 +76,7 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
     """The first thing that is wrong, in the words of whoever wrote the body."""
     first = error.errors(include_url=False, include_context=False)[0]
     if first["type"] == "json_invalid":
-        return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        return _unreadable(first["input"], first["msg"].removeprefix("Invalid JSON: "))
     param = field_path((where, *first["loc"]) if where else first["loc"])
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param)
@@ -81,6 +86,37 @@ def refusal(error: ValidationError, where: str = "") -> RequestError:
         return RequestError(f"{param} is empty", param=param)
     what = first["msg"].removeprefix("Input ").removeprefix("List ")
     return RequestError(f"{param} {what}, got {shown(first['input'])}", param=param)
+
+
+def _unreadable(body: bytes, words: str) -> RequestError:
+    """Return the error of a body that the parser refuses in `words`.
+
+    JSON may have half a character, such as "\\ud83d", which is no text.
+    """
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        return RequestError(f"the body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}")
+    with suppress(ValueError, RecursionError):
+        if (found := _half_character(json.loads(text))) is not None:
+            where, half = found
+            what = f"half a character, {half}, which is no text; send both halves, or leave it out"
+            return RequestError(f"{where or 'the name of a field'} has {what}", param=where or None)
+    return RequestError(f"the body is not valid JSON: {words}")
+
+
+def _half_character(value: object, path: tuple[int | str, ...] = ()) -> tuple[str, str] | None:
+    """Return the place and the escape of the first lone surrogate. The place is empty for one in a name."""
+    found: tuple[str, str] | None = None
+    parts: Iterable[tuple[int | str, object]] = ()
+    if isinstance(value, str):
+        if half := _HALF.search(value):
+            found = field_path(path), ascii(half[0])[1:-1]
+    elif isinstance(value, dict):
+        found, parts = _half_character("".join(value)), value.items()
+    elif isinstance(value, list):
+        parts = enumerate(value)
+    return found or next(filter(None, (_half_character(part, (*path, key)) for key, part in parts)), None)
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from typing import Any
 
+from ..tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
+
 MAX_FILES = 4096
 MAX_FILE_BYTES = 1 << 43
 MAX_MODEL_BYTES = 1 << 46
 """Of all its files: far more than any model has, and few enough pieces to remember each of them."""
-MAX_CONFIG_BYTES = 8 << 20
-MAX_TEXT_BYTES = 64 << 20
-"""Of config.json, and of each other file that is read whole. Larger ones are not wanted."""
 MAX_MANIFEST_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 """Files come in pieces of this size; a piece is here or it is not."""

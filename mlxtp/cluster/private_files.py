@@ -67,6 +67,8 @@ def read_private(path: Path, if_read: str = "remove this Mac from its cluster") 
 def write_private(path: Path, data: bytes) -> None:
     """Writes the whole file, or leaves it as it was; it is on the disk when this returns.
 
+    Both flushes have the drive itself write: without the first, the drive may keep the new name and lose the
+    content; without the second, it may lose the new name after this has returned.
     One writer at a time. Nothing is left behind but, after a crash, a file `.NAME.new`, which the next write
     replaces. Raises ConfigError when it cannot be written.
     """

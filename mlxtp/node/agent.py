@@ -311,13 +311,15 @@ def drain_on_signal(drain: Drain, within_s: float) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
 
-    def first() -> None:
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, task.cancel)
+    def first(number: signal.Signals) -> None:
+        for each in _SIGNALS:
+            loop.add_signal_handler(each, task.cancel)
         drain.begin(within_s)
+        if number == signal.SIGINT and drain.now()["open_requests"]:
+            log.info("open requests get %g s to end; a second Ctrl-C ends at once", within_s)
 
     for number in _SIGNALS:
-        loop.add_signal_handler(number, first)
+        loop.add_signal_handler(number, first, number)
 
 
 @contextmanager

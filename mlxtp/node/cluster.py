@@ -273,7 +273,7 @@ class Cluster:
 
     async def saved_elsewhere(self) -> list[str]:
         """Return the members whose disks have this node's roster: see `Saving.elsewhere`."""
-        self._save()
+        await self._save()
         return await self._saving.elsewhere(lambda: self.coordination.roster)
 
     def drain(self) -> None:
@@ -603,8 +603,8 @@ class Cluster:
                 self.model.look_again()
                 self.getting.look_at_disk()
             self._tick(now)
-            self._save()
             self._wake.clear()
+            await self._save()  # what changes meanwhile wakes
             wait_s = min(beat_at, max(self._until, now + 0.02)) - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(wait_s, 0.0)):
@@ -717,8 +717,8 @@ class Cluster:
             return f"{' and '.join(map(self.name_of, who))} is about to stop, and the group needs it"
         return ""
 
-    def _save(self) -> None:
-        self._saving.save(Kept(self.coordination.kept(), self.peers()))
+    async def _save(self) -> None:
+        await self._saving.save(Kept(self.coordination.kept(), self.peers()))
 
     def woke(self, slept_s: float) -> None:
         """This machine slept: the others have given it up meanwhile, and their links say so only later."""
@@ -754,7 +754,8 @@ class Cluster:
         await self.neighbours.close()
         await self.model.close()
         await self.getting.close()
-        self._save()
+        await self._save()
+        await self._saving.close()
 
 
 def _retrieved(over: asyncio.Future[None]) -> None:

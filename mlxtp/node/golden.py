@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ..cluster.manifests import MAX_CONFIG_BYTES
+from ..tokenizer_file import MAX_CONFIG_BYTES
 
 Answers = tuple[tuple[int, ...], ...]
 """Tokens, for each prompt."""

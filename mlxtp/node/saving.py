@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..cluster.beliefs import Roster
@@ -21,32 +22,44 @@ ELSEWHERE_S = 5.0  #: How long a removal waits until another member's disk has i
 class Saving:
     """Writes `state.json` when something changed, and again at each tick until that works.
 
+    One thread writes, in the order of the calls: a flush to the drive would hold up the event loop.
     `on_roster` is called with what to tell the others once a new roster is on the disk.
     """
 
     def __init__(self, home: Path, on_roster: Callable[[RosterSaved], None]) -> None:
         self._home = home
         self._on_roster = on_roster
-        self._saved: Kept | None = None
+        self._disk = ThreadPoolExecutor(1, "saving")
+        self._latest: Kept | None = None  # that is written, or waits for the thread
+        self._roster: Roster | None = None  # of the file
         self._problem = ""
         self._rosters: dict[str, int] = {}
         """The digest of the roster on each other member's disk."""
         self._reported = asyncio.Event()
 
-    def save(self, kept: Kept) -> None:
-        """Write what is kept, unless the file has it."""
-        if kept == self._saved:
+    async def save(self, kept: Kept) -> None:
+        """Write what is kept, unless the file has it or is about to."""
+        if kept == self._latest:
             return
+        self._latest = kept
         try:
-            save(self._home, kept)
-        except UserError as error:
+            await asyncio.get_running_loop().run_in_executor(self._disk, save, self._home, kept)
+        except BaseException as error:
+            self._latest = None  # so that the next call writes, also after one that was cancelled
+            if not isinstance(error, UserError):
+                raise
             if error.detail != self._problem:
                 log.error("%s", error.detail)
             self._problem = error.detail
             return
-        before, self._saved, self._problem = self._saved, kept, ""
-        if before is None or before.beliefs.roster != kept.beliefs.roster:
-            self._on_roster(RosterSaved(kept.beliefs.roster.digest()))
+        self._problem = ""
+        if self._roster != kept.beliefs.roster:
+            self._roster = kept.beliefs.roster
+            self._on_roster(RosterSaved(self._roster.digest()))
+
+    async def close(self) -> None:
+        """Wait until the latest state is on the disk."""
+        await asyncio.to_thread(self._disk.shutdown)
 
     def received(self, node_id: str, report: RosterSaved) -> None:
         """Another member wrote its roster."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,15 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 
 def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(server.url + path, json=body, timeout=WAIT_S, trust_env=False)
+
+
+def send(server: Server, path: str, content: bytes) -> httpx.Response:
+    return httpx.post(server.url + path, content=content, timeout=WAIT_S, trust_env=False)
+
+
+def words_of(refused: httpx.Response) -> str:
+    error = refused.json()["error"]
+    return str(error if isinstance(error, str) else error["message"])
 
 
 def plain(path: str) -> dict[str, Any]:
@@ -108,6 +118,39 @@ def test_what_was_too_late_is_not_tried_again(roomy: Server, path: str) -> None:
     roomy.backend.refusal = RequestError("too late", Code.DEADLINE, status=504)
     response = post(roomy, path, plain(path))
     assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_half_a_character_is_called_so(server: Server, path: str) -> None:
+    whole = json.dumps({"note": "hello"} | plain(path))
+    for half in ("\\ud83d", "\\ude00", "\\ud83d\\ud83d", "\\ud83d\\n"):
+        refused = send(server, path, whole.replace("hello", f"hello {half}").encode())
+        assert refused.status_code == 400
+        assert f"has half a character, {half[:6]}, which is no text" in words_of(refused)
+    assert "JSON" not in words_of(refused)
+    refused = send(server, path, b'{"\\ud83d": 1, ' + whole.encode()[1:])
+    assert (refused.status_code, words_of(refused).split(",")[0]) == (
+        400,
+        "the name of a field has half a character",
+    )
+
+
+def test_half_a_character_is_found_in_its_field(server: Server) -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "a \ud83d b"}]}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = plain(path) | {"messages": [{"role": "user", "content": "hello \U0001f600"}, turn]}
+        words = words_of(send(server, path, json.dumps(body).encode()))
+        assert words.startswith("messages[1].content[0].text has half a character, \\ud83d,")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_is_not_utf_8_is_called_so(server: Server, path: str) -> None:
+    whole = json.dumps({"note": "hello"} | plain(path)).encode()
+    for odd in (b"\xff", b"\xed\xa0\xbd", b"\xc3"):
+        body = whole.replace(b"hello", odd)
+        refused = send(server, path, body)
+        what = f"the body is not UTF-8: byte {body.index(odd)} is 0x{odd[0]:02x}"
+        assert (refused.status_code, words_of(refused)) == (400, what)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])

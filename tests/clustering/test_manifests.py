@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp import tokenizer_file
-from mlxtp.cluster.manifests import MAX_CONFIG_BYTES, MAX_TEXT_BYTES, ModelFile, wanted
+from mlxtp.cluster.manifests import ModelFile, wanted
+from mlxtp.tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
 
 MANY = 1 << 43
 
@@ -25,10 +25,3 @@ def test_a_file_that_is_larger_than_models_need_is_not_wanted(path: str, most: i
     files = [ModelFile(path, size, "a" * 40) for size in (most, most + 1)]
     assert wanted(files[:1]) == (files[0],)
     assert bool(wanted(files[1:])) == (most == MANY)
-
-
-def test_the_same_is_not_read() -> None:
-    assert (tokenizer_file.MAX_CONFIG_BYTES, tokenizer_file.MAX_TEXT_BYTES) == (
-        MAX_CONFIG_BYTES,
-        MAX_TEXT_BYTES,
-    )

@@ -112,13 +112,16 @@ class Node:
                 link.close()
 
     def tick(self, seconds: float = 0.5) -> None:
-        """What `live` does, twice a second."""
+        """What `live` does, twice a second, but for writing to the disk."""
         CLOCK.now += seconds
         self.cluster.neighbours.tell_all(self.cluster.coordination.beat(healthy=True))
         if (serving := self.cluster.conductor.serving()) is not None:
             self.cluster.neighbours.tell_all(serving)
         self.cluster._tick(CLOCK.now)
-        self.cluster._save()
+
+    async def tick_and_save(self) -> None:
+        self.tick()
+        await self.cluster._save()
 
     def live(self, *links: FakeLink) -> None:
         """Some seconds in which all of them beat."""

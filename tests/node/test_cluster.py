@@ -449,11 +449,11 @@ def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
     async def story(node: Node) -> None:
         (tmp_path / ".state.json.new").mkdir()
         node.cluster.want("org/model")
-        node.tick()
-        node.tick()
+        await node.tick_and_save()
+        await node.tick_and_save()
         assert "state.json cannot be written" in caplog.text
         (tmp_path / ".state.json.new").rmdir()
-        node.tick()
+        await node.tick_and_save()
         assert "org/model" in (tmp_path / "state.json").read_text()
         assert caplog.text.count("state.json cannot be written") == 1
 
@@ -465,10 +465,10 @@ def test_a_removal_that_a_full_disk_refused_is_written_when_the_agent_ends(
 ) -> None:
     async def story(node: Node) -> None:
         node.meet(A)
-        node.tick()
+        await node.tick_and_save()
         (tmp_path / ".state.json.new").mkdir()
         node.cluster.remove(A)
-        node.tick()
+        await node.tick_and_save()
         assert A in load(tmp_path)[0].beliefs.roster.members()
         (tmp_path / ".state.json.new").rmdir()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.node.administration import Alone
 from mlxtp.node.administration import Member as Administration
-from mlxtp.node.agent import Agent
+from mlxtp.node.agent import Agent, drain_on_signal
 from mlxtp.node.drain import LOOK_S, Drain
 from mlxtp.node.epoch import State
 from mlxtp.node.store.models import ModelSource, open_model
@@ -110,6 +111,26 @@ def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, sou
         await answer.aclose()
         await admin.draining.over.wait()
         assert (await admin.progress())["over"]
+
+    test_supervisor.play(tmp_path, source, story)
+
+
+def test_ctrl_c_says_how_long_open_requests_take_and_what_a_second_one_does(
+    tmp_path: Path, source: ModelSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    async def story(stage: test_supervisor.Stage) -> None:
+        await stage.serves(1)
+        drain = Drain(stage.supervisor)
+        drain_on_signal(drain, 60.0)
+        answer = stage.gateway.generate(Request((5,), ENDLESS))
+        await answer.accepted()
+        signal.raise_signal(signal.SIGINT)
+        await sees(lambda: drain.begun)
+        assert "open requests get 60 s to end; a second Ctrl-C ends at once" in caplog.text
+        await answer.aclose()
+        await drain.over.wait()
 
     test_supervisor.play(tmp_path, source, story)
 

@@ -1,8 +1,8 @@
 """A model's chat template and tokenizer in a process of their own, with limits of time and memory.
 
 The process stays warm between requests and does one thing at a time. It watches its CPU time itself, so
-that a busy machine fails no request; the agent watches its memory. When it breaks, the request at fault
-gets an error and the next one a new process.
+that a busy machine fails no request; the agent watches its memory, and that it does not stand still. When
+it breaks, the request at fault gets an error and the next one a new process.
 
 `python -m mlxtp.api.text.contained FD FOLDER` sends the model's facts on the socket FD, then one reply for
 each frame. A frame is 4 bytes of length, then JSON. A reply has one byte more: `t` before text, `i` before
@@ -14,24 +14,29 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import Code, MlxtpError, ModelError, RequestError
 from ...wire.handover import without_secrets
 from ..extent import SHORT
+from .line import Line
 from .writer import Facts, Json, LocalWriter, broken, too_large
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 START_CPU_S = 120.0
 START_BYTES = 4 << 30  # resident, while a tokenizer is read
@@ -39,8 +44,9 @@ CPU_S = 3.0  # CPU time of one request,
 CPU_S_PER_MIB = 2.0  # and for each MiB of its text
 ROOM_BYTES = 512 << 20  # resident, beyond what the loaded process takes,
 ROOM_PER_BYTE = 64  # and for each byte of text
-WALL_S = 300.0  # for a process that neither works nor ends, such as a stopped one
-TICK_S = 0.05  # between two looks at its memory
+TICK_S = 0.05  # between two looks at a process with work
+STILL_S = 10.0  # of looks in a row that find it stopped or asleep, without any use of CPU time
+WALL_S = 300.0  # of looks in all
 REPLY_BYTES = 4 << 20  # at most,
 REPLY_PER_BYTE = 16  # and for each byte of the request
 MOST_FACTS = 1 << 28  # bytes of a greeting
@@ -66,12 +72,16 @@ class ContainedWriter:
     def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         return read_ids(*self._reply([text, special]))
 
+    def line(self, size: int) -> _Lane:
+        return self._lanes[size > SHORT]
+
     def _reply(self, work: list[Any]) -> tuple[bytes, bytes]:
         try:
             body = json.dumps(work).encode()
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the messages cannot be read: {error}", param="messages") from None
-        return self._lanes[len(body) > SHORT].request(body)
+        lane = next((each for each in self._lanes if each.here), self.line(len(body)))
+        return lane.run_blocking(partial(lane.request, body))
 
 
 def read_text(kind: bytes, found: bytes) -> str:
@@ -103,30 +113,32 @@ def _error_in(kind: bytes, found: bytes) -> RequestError:
     return RequestError(detail, Code(code), status=status, param="messages")
 
 
-class _Lane:
-    """One process and those who wait for it. Long texts have another one, so that short ones pass them."""
+class _Lane(Line):
+    """A line with a process of its own. Long texts have another one, so that short ones pass them."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
-        self._one = threading.Lock()
         self._process: _Process | None = None
 
     def request(self, body: bytes) -> tuple[bytes, bytes]:
-        """Return the kind of the reply and the reply. Raises RequestError where the process breaks."""
-        with self._one:
-            try:
-                if self._process is None or not self._process.alive:
-                    self._drop()
-                    self.start()
-                assert self._process is not None
-                return self._process.request(body)
-            except BaseException as error:  # a reply that was not read would be the next request's
+        """Return the kind of the reply and the reply. Raises RequestError where the process breaks.
+
+        Only the thread of this line calls it.
+        """
+        try:
+            if self._process is None or self._process.has_ended():
                 self._drop()
-                if isinstance(error, _Ended):
-                    raise error.error from None
-                if isinstance(error, OSError | ModelError):
-                    raise broken(str(error)) from None
-                raise
+                self.start()
+            assert self._process is not None
+            return self._process.request(body)
+        except BaseException as error:  # a reply that was not read would be the next request's
+            self._drop()
+            if isinstance(error, _Ended):
+                raise error.error from None
+            if isinstance(error, OSError | ModelError):
+                raise broken(str(error)) from None
+            raise
 
     def start(self) -> Facts:
         """Start the process; returns what it says of the model. Raises ModelError."""
@@ -170,50 +182,49 @@ class _Process:
             popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment
             )
+        here.settimeout(TICK_S)
+        self._path = path
         self._socket = here
         self._popen = popen
-        self._memory = psutil.Process(popen.pid)
+        self._process = psutil.Process(popen.pid)
         self._warm_bytes = 0
         self.close = weakref.finalize(self, _end, popen, here)
 
-    @property
-    def alive(self) -> bool:
-        return self._popen.poll() is None
+    def has_ended(self) -> bool:
+        """Return True where the process ended by itself, and log how, unless a limit did it."""
+        if (status := self._popen.poll()) is not None and status != -signal.SIGPROF:
+            log.warning(
+                "the process %d, which runs the chat template and tokenizer of %s, %s; "
+                "the next request for this model starts a new one",
+                self._popen.pid,
+                self._path,
+                _end_words(status),
+            )
+        return status is not None
 
     def greeting(self) -> tuple[bytes, bytes]:
-        reply = self._receive(START_BYTES, MOST_FACTS, f"it takes more than {START_CPU_S:g} s")
-        self._warm_bytes = self._resident()
+        import psutil
+
+        reply = self._receive(Watch(START_BYTES, f"it takes more than {START_CPU_S:g} s"), MOST_FACTS)
+        with contextlib.suppress(psutil.Error):
+            self._warm_bytes = self._process.memory_info().rss
         return reply
 
     def request(self, body: bytes) -> tuple[bytes, bytes]:
         """Return the kind of the reply and the reply. Raises _Ended."""
         late = f"it takes more than {_cpu_s(len(body)):.3g} s for these messages"
-        try:
-            self._socket.settimeout(WALL_S)
-            self._socket.sendall(_LENGTH.pack(len(body)) + body)
-        except OSError:
-            raise _Ended(self._why(late)) from None
-        most_bytes = self._warm_bytes + ROOM_BYTES + ROOM_PER_BYTE * len(body)
-        return self._receive(most_bytes, REPLY_BYTES + REPLY_PER_BYTE * len(body), late)
+        watch = Watch(self._warm_bytes + ROOM_BYTES + ROOM_PER_BYTE * len(body), late)
+        unsent = memoryview(_LENGTH.pack(len(body)) + body)
+        while unsent:
+            unsent = unsent[self._watched(watch, partial(self._socket.send, unsent)) :]
+        return self._receive(watch, REPLY_BYTES + REPLY_PER_BYTE * len(body))
 
-    def _receive(self, most_bytes: int, most_reply: int, late: str) -> tuple[bytes, bytes]:
-        self._socket.settimeout(TICK_S)
-        deadline, found, size = time.monotonic() + WALL_S, bytearray(), _LENGTH.size
+    def _receive(self, watch: Watch, most_reply: int) -> tuple[bytes, bytes]:
+        found, size = bytearray(), _LENGTH.size
         while len(found) < size:
-            try:
-                part = self._socket.recv(1 << 20)
-            except TimeoutError:
-                if self._resident() > most_bytes:
-                    raise _Ended(too_large()) from None
-                if time.monotonic() > deadline:
-                    raise _Ended(_too_late(late)) from None
-                continue
-            except OSError:
-                part = b""
+            part = self._watched(watch, partial(self._socket.recv, 1 << 20))
             if not part:
-                raise _Ended(self._why(late))
-            if not found:
-                deadline = time.monotonic() + WALL_S
+                raise _Ended(self._why(watch))
             found += part
             if size == _LENGTH.size and len(found) >= size:
                 size += _LENGTH.unpack_from(found)[0]
@@ -222,28 +233,76 @@ class _Process:
         start = _LENGTH.size + 1
         return bytes(found[_LENGTH.size : start]), bytes(found[start:])
 
-    def _resident(self) -> int:
+    def _watched(self, watch: Watch, step: Callable[[], T]) -> T:
+        """Return what `step` returns, which takes a tick at most. Raises _Ended."""
+        while True:
+            try:
+                return step()
+            except TimeoutError:
+                self._look(watch)
+            except OSError:
+                raise _Ended(self._why(watch)) from None
+
+    def _look(self, watch: Watch) -> None:
         import psutil
 
-        try:
-            return int(self._memory.memory_info().rss)
-        except psutil.Error:
-            return 0
+        resident, cpu_s, status = 0, 0.0, ""  # of a process that has ended, which its socket tells
+        with contextlib.suppress(psutil.Error), self._process.oneshot():
+            times = self._process.cpu_times()
+            resident, cpu_s = self._process.memory_info().rss, times.user + times.system
+            status = self._process.status()
+        if (error := watch.look(resident, cpu_s, status)) is not None:
+            raise _Ended(error)
 
-    def _why(self, late: str) -> RequestError:
+    def _why(self, watch: Watch) -> RequestError:
         """Return the error of a process that ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(5.0)
+        self.has_ended()
         status = self._popen.poll()
         if status == -signal.SIGPROF:
-            return _too_late(late)
-        return broken(f"the process that runs it ended with status {status}")
+            return _too_late(watch.late)
+        return broken(f"the process that runs it {_end_words(status)}")
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks at a process with work, one each tick. Pure.
+
+    Looks are counted instead of seconds, so that an agent that was stopped itself ends no process.
+    `most_bytes` may be resident. `late` says that the work takes too long.
+    """
+
+    most_bytes: int
+    late: str
+    looks: int = 0
+    still: int = 0
+    cpu_s: float = -1.0
+
+    def look(self, resident: int, cpu_s: float, status: str) -> RequestError | None:
+        """Return the error of a process that must end. `status` is psutil's word.
+
+        A process that waits for a free core is "running", which never counts as standing still.
+        """
+        moves = cpu_s != self.cpu_s or status not in ("stopped", "sleeping")
+        self.looks, self.still, self.cpu_s = self.looks + 1, 0 if moves else self.still + 1, cpu_s
+        if resident > self.most_bytes:
+            return too_large()
+        if self.still * TICK_S > STILL_S:
+            return _too_late(f"its process stood still for {STILL_S:g} s")
+        return _too_late(self.late) if self.looks * TICK_S > WALL_S else None
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
     link.close()
     process.kill()
     process.wait()
+
+
+def _end_words(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"was ended by signal {-status}"
+    return f"ended with status {status}"
 
 
 def _too_late(late: str) -> RequestError:

@@ -1,8 +1,9 @@
-"""Waiting lines for a model's text: short ones and long ones apart, each one after the other."""
+"""A waiting line of work on texts, with a bound on the wait."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -16,10 +17,20 @@ MOST_WAIT_S = 30.0  # before a request is refused
 
 
 class Line:
-    """A thread for work that waits for a model's text process. What waits too long is refused."""
+    """One thread that does one piece of work after the other. What waits too long is refused."""
 
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name)
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "text")
+        self._thread = self._pool.submit(threading.get_ident).result()
+
+    @property
+    def here(self) -> bool:
+        """True in the thread of this line."""
+        return threading.get_ident() == self._thread
+
+    def run_blocking(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns; at once where the thread is this line's. Raises as it does."""
+        return work() if self.here else self._pool.submit(work).result()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns. Raises as it does, and RequestError 503."""
@@ -33,7 +44,3 @@ class Line:
             return await waiting
         finally:
             working.cancel()
-
-
-SHORT_LINE = Line("short-text")
-LONG_LINE = Line("long-text")

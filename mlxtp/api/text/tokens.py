@@ -18,6 +18,7 @@ from .call_style import CallStyle, answer_prefix, call_style
 from .calls import JSON_CALLS, tool_format, tool_json
 from .contained import ContainedWriter
 from .conversation import plainer_messages, template_messages, template_options
+from .line import Line
 from .markup import call_format, thinking_markup
 from .writer import Facts, Writer, broken
 
@@ -109,7 +110,7 @@ class Text:
 
     def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
         """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
-        return self._encoded(self.rendered(conversation), add_special_tokens=False)
+        return self.encoded(self.rendered(conversation), special=False)
 
     def rendered(self, conversation: Conversation, prompting: bool = True) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
@@ -165,7 +166,7 @@ class Text:
 
     def continued_ids(self, text: str) -> tuple[int, ...]:
         """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
-        return self._encoded(text, add_special_tokens=True)
+        return self.encoded(text, special=True)
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """The text of tokens that a client sent, special ones too."""
@@ -189,7 +190,7 @@ class Text:
         are variables of the template.
         Raises RequestError when there is no template or the template refuses the messages.
         """
-        return self._encoded(self._rendered(messages, tools, options), add_special_tokens=False)
+        return self.encoded(self._rendered(messages, tools, options), special=False)
 
     def _rendered(
         self,
@@ -207,8 +208,13 @@ class Text:
             )
         return self._writer.render(messages, tools, options, prompting=prompting)
 
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        return self._writer.encode(text, special=add_special_tokens)
+    def encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Return token ids; `special` adds the tokens that begin every sequence. Raises RequestError."""
+        return self._writer.encode(text, special=special)
+
+    def line(self, size: int) -> Line:
+        """Return the line for work on texts of `size` bytes or characters."""
+        return self._writer.line(size)
 
     def name(self, token: int) -> Name:
         """What log-probabilities call `token`. Bytes that are no whole character are shown as U+FFFD."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from ...errors import Code, ModelError, RequestError, is_library_error
 from ...tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
+from .line import Line
 from .template_modules import Render, template_module
 
 Json = Mapping[str, Any]
@@ -54,6 +55,10 @@ class Writer(Protocol):
         """Return token ids; `special` adds the tokens that begin every sequence."""
         ...
 
+    def line(self, size: int) -> Line:
+        """Return the line for work on texts of `size` bytes or characters. The work may call this writer."""
+        ...
+
 
 class LocalWriter:
     """The writer in this process. `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend."""
@@ -63,6 +68,7 @@ class LocalWriter:
         self._tokenizer = tokenizer
         self._module = module
         self._backend = tokenizer.backend_tokenizer
+        self._line = Line()
         self._backend.no_truncation()
         self._backend.no_padding()
 
@@ -149,6 +155,9 @@ class LocalWriter:
                 raise
             raise broken(f"{type(error).__name__}: {str(error)[:_SHOWN]}") from error
         return tuple(found.ids)
+
+    def line(self, size: int) -> Line:
+        return self._line
 
 
 def broken(why: str) -> RequestError:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from mlxtp.api.ask import Conversation, Turn
+from mlxtp.api.extent import SHORT
 from mlxtp.api.text import contained, line
 from mlxtp.api.text.contained import ContainedWriter
 from mlxtp.api.text.tokens import Text
 from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, ModelError, RequestError
 
-from ..conftest import TEMPLATE, WAIT_S, Loaded, byte_level, save
+from ..conftest import TEMPLATE, WAIT_S, FakeBackend, Loaded, byte_level, save, says, serving
 
 HOSTILE = {
     "endless": (
@@ -147,6 +150,77 @@ def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, L
     )
 
 
+def test_a_stopped_process_is_ended_and_its_request_gets_504(
+    loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contained, "STILL_S", 0.3)
+    usual = loaded["byte_level"]
+    before = children()
+    text = Text(ContainedWriter(usual.folder))
+    for words in ("hello", "x" * 500_000):  # one that fits into the socket's buffer, and one that does not
+        text.continued_ids(words)
+        for process in [each for each in children() if each not in before]:
+            process.suspend()
+        with pytest.raises(RequestError, match=r"its process stood still for 0\.3 s") as caught:
+            text.continued_ids(words)
+        assert (caught.value.status, caught.value.code) == (504, Code.DEADLINE)
+        assert text.continued_ids(words) == usual.text.continued_ids(words)
+
+
+def test_only_a_process_that_neither_works_nor_waits_for_a_core_stands_still() -> None:
+    looks = round(contained.STILL_S / contained.TICK_S) + 2
+
+    def error(*looked: tuple[float, str]) -> RequestError | None:
+        watch = contained.Watch(1, "late")
+        return [watch.look(0, *looked[i % len(looked)]) for i in range(looks)][-1]
+
+    for status in ("stopped", "sleeping"):
+        found = error((1.0, status))
+        assert found is not None
+        assert "stood still for 10 s" in found.detail
+        assert error((1.0, status), (1.01, status)) is None
+    for status in ("running", "disk-sleep"):
+        assert error((1.0, status)) is None
+        assert error(*[(1.0, "sleeping")] * (looks // 2), (1.0, status)) is None
+
+
+def test_a_process_that_was_killed_leaves_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = Text(ContainedWriter(save(byte_level(), tmp_path, hostile("endless"))))
+
+    def kill() -> None:
+        [process] = [each for each in children() if str(tmp_path) in each.cmdline()]
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its status is left for the agent
+
+    usual = text.conversation_ids(saying("hello"))
+    kill()  # between two requests
+    assert text.conversation_ids(saying("hello")) == usual
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "was ended by signal 9; the next request for this model starts a new one" in caplog.text
+    assert str(tmp_path) in caplog.text
+
+    caplog.clear()
+    receive = contained._Process._receive
+
+    def killed(process: contained._Process, *rest: Any) -> Any:
+        kill()
+        return receive(process, *rest)
+
+    with monkeypatch.context() as patched:  # in the middle of one
+        patched.setattr(contained._Process, "_receive", killed)
+        with pytest.raises(RequestError, match="was ended by signal 9") as caught:
+            text.conversation_ids(saying("endless"))
+    assert caught.value.status == 422
+    assert caplog.text.count("was ended by signal 9") == len(caplog.records) == 1
+
+    caplog.clear()
+    with pytest.raises(RequestError, match="it takes more than"):
+        text.conversation_ids(saying("endless"))
+    assert not caplog.records
+
+
 def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded: dict[str, Loaded]) -> None:
     before = children()
     text = Text(ContainedWriter(loaded["byte_level"].folder))
@@ -154,6 +228,47 @@ def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded:
     assert len(children()) == len(before) + 2
     del text
     assert children() == before
+
+
+def test_short_texts_pass_the_long_text_that_a_template_makes_of_a_short_body(tmp_path: Path) -> None:
+    wide = "{% if messages[-1].content == 'wide' %}{{ 'x' * 100000 }}{% endif %}" + TEMPLATE
+    begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Watched(ContainedWriter):
+        def line(self, size: int) -> contained._Lane:
+            if size > SHORT:
+                waits.set()
+            return super().line(size)
+
+    def long() -> bool:
+        begun.set()
+        return go_on.wait(WAIT_S)
+
+    tokenizer = byte_level()
+    writer = Watched(save(tokenizer, tmp_path, wide))
+
+    async def story(url: str) -> list[int]:
+        first = asyncio.create_task(writer.line(SHORT + 1).run(long))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        waits.clear()
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+
+            async def count(words: str) -> int:
+                body = {"model": "tiny", "messages": [{"role": "user", "content": words}]}
+                reply = await client.post("/v1/messages/count_tokens", json=body)
+                return int(reply.json()["input_tokens"])
+
+            expanded = asyncio.create_task(count("wide"))
+            assert await asyncio.to_thread(waits.wait, WAIT_S)
+            found = [await count("hello")]
+            assert not expanded.done()
+            go_on.set()
+            assert await first
+            return [*found, await expanded]
+
+    with serving(FakeBackend(Text(writer), says([])), tokenizer) as server:
+        short, expanded = asyncio.run(story(server.url))
+    assert short < SHORT < expanded
 
 
 def test_a_reply_that_was_not_read_is_never_the_next_request_s(
@@ -190,7 +305,7 @@ def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPa
         return go_on.wait(WAIT_S)
 
     async def story() -> None:
-        queue = line.Line("test")
+        queue = line.Line()
         first = asyncio.create_task(queue.run(long))
         await asyncio.to_thread(begun.wait, WAIT_S)
         with pytest.raises(RequestError, match="kept the tokenizer busy") as caught:

@@ -215,10 +215,11 @@ def test_a_format_beside_tools_that_may_not_be_called(server: Server) -> None:
     ids=["tools that may not be called", "no thoughts under a format", "tools"],
 )
 def test_what_is_counted_is_the_prompt_that_would_be_sent(
-    server: Server, tmp_path: Path, fields: dict[str, Any]
+    server: Server, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = f"{TEMPLATE}{{% if enable_thinking is not defined %}}<think>{{% endif %}}"
-    server.backend.loaded_text = Text(LocalWriter.load(save(byte_level(), tmp_path, template)))
+    text = Text(LocalWriter.load(save(byte_level(), tmp_path, template)))
+    monkeypatch.setattr(server.backend, "loaded_text", text)  # the server is other tests', too
     answers_with(server, "yes")
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]
     asked = {"model": "tiny", "input": "hello", "tools": tools} | fields

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -686,12 +687,43 @@ def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_strangers_who_only_connect_keep_nobody_out(pair: Pair) -> None:
-    import socket
-
     with contextlib.ExitStack() as crowd:
         for _ in range(copying.MAX_CONNECTIONS + copying.MAX_STRANGERS):
             crowd.enter_context(socket.create_connection(("127.0.0.1", pair.lender.port), 5))
         assert same(pair.copy(), with_weights(EXTRA))
+
+
+def test_one_member_leaves_connections_for_others(pair: Pair, tmp_path: Path) -> None:
+    third = member_of(pair.one, tmp_path)
+    pair.welcome.add(third.identity.node_id)
+    held = 0
+    with contextlib.ExitStack() as crowd:
+        for _ in range(copying.MAX_CONNECTIONS):
+            channel = pair.connect()
+            crowd.callback(channel.close)
+            with contextlib.suppress(LinkError):
+                copying.ask(channel, NAME)
+                held += 1
+        assert held == copying.MAX_PER_MEMBER
+        address = [f"127.0.0.1:{pair.lender.port}"]
+        other = copying.connect(address, pair.one.identity.node_id, third.credentials)
+        crowd.callback(other.close)
+        assert copying.ask(other, NAME)
+
+
+def test_strangers_of_one_address_cut_no_handshake_of_another(pair: Pair) -> None:
+    port = ("127.0.0.1", pair.lender.port)
+    with contextlib.ExitStack() as crowd:
+        slow = crowd.enter_context(socket.create_connection(port, 5, source_address=("127.0.0.2", 0)))
+        strangers = [
+            crowd.enter_context(socket.create_connection(port, 5)) for _ in range(3 * copying.MAX_STRANGERS)
+        ]
+        # The lender accepts in order, so it has seen all but the last strangers once it cuts this one.
+        assert strangers[2 * copying.MAX_STRANGERS - 1].recv(1) == b""
+        context = member_context_client(pair.two.credentials, ALPN_MODELS)
+        with context.wrap_socket(slow) as tls:
+            tls.sendall(encode(FilesWanted(NAME), 0, 0))
+            assert tls.recv(1)
 
 
 def test_a_lender_among_more_than_1024_descriptors_lends(pair: Pair) -> None:
@@ -730,8 +762,6 @@ def test_a_link_out_of_the_cache_is_not_followed(pair: Pair, tmp_path: Path) -> 
 
 
 def test_strangers_and_joiners_do_not_get_in(pair: Pair, tmp_path: Path) -> None:
-    import socket
-
     stranger = founder(tmp_path)
     address = ("127.0.0.1", pair.lender.port)
     for context in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import resource
@@ -43,12 +42,14 @@ from mlxtp.wire.tls import (
 
 from ...hub import (
     COMMIT,
+    EVIL,
     NEWER,
     TOKEN,
     Hub,
     Model,
     blob_name,
     embedded,
+    poison,
     put,
     running_hub,
     with_weights,
@@ -483,22 +484,9 @@ def test_the_later_word_of_the_hub_replaces_that_of_a_member(hub: Hub, pair: Pai
     assert (folder.parents[1] / "refs" / "main").read_text() == NEWER
 
 
-EVIL = {"modeling_x.py": b"import os", "pytorch_model.bin": b"pickle", "sub/model.safetensors": b"w"}
-
-
 def test_a_member_brings_no_file_that_serving_does_not_need(hub: Hub, pair: Pair) -> None:
     """Other programs run the code and the pickles that they find in the cache."""
-    manifest = pair.theirs.manifest(COMMIT)
-    assert manifest is not None
-    evil = tuple(
-        manifests.ModelFile(path, len(body), hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest())
-        for path, body in EVIL.items()
-    )
-    for file, body in zip(evil, EVIL.values(), strict=True):
-        pair.theirs.blob(file).write_bytes(body)
-    (pair.theirs.folder / hub_cache.FOLDER / f"{COMMIT}.json").write_bytes(
-        manifests.to_bytes(dataclasses.replace(manifest, files=(*evil, *manifest.files)))
-    )
+    poison(pair.theirs, EVIL)
     for asked in (True, False):
         if not asked:
             without_the_hub(hub)

@@ -428,7 +428,7 @@ def test_a_mac_joins_beside_liars(tmp_path: Path) -> None:
                 silent.settimeout(WAIT_S)
                 asked += [silent.accept()[0] for _ in range(LIARS)]
                 net.mend(one)
-                wait(lambda: anna.member(ben), "ben is a member", anna, ben)
+                assert wait(lambda: anna.member(ben), "ben is a member", anna, ben)
             finally:
                 over.set()
                 announcer.join()

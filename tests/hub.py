@@ -9,15 +9,19 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from mlxtp.cluster.manifests import ModelFile
 from mlxtp.config import embedded_model_path
+from mlxtp.node.store.hub_cache import Repo
 
 COMMIT = "a" * 40
 NEWER = "b" * 40
 TOKEN = "hf_" + 20 * "t"
+#: Files that serving does not need, and other programs run.
+EVIL = {"modeling_x.py": b"import os", "pytorch_model.bin": b"pickle", "sub/model.safetensors": b"w"}
 _BLOCK = 64 * 1024
 
 
@@ -212,6 +216,18 @@ def _entry(path: str, body: bytes) -> dict[str, object]:
             "pointerSize": 134,
         }
     return entry
+
+
+def poison(repo: Repo, files: Mapping[str, bytes]) -> None:
+    """Add files to a complete model, as if they had always belonged to it."""
+    manifest = repo.manifest(COMMIT)
+    assert manifest is not None
+    added = tuple(ModelFile(path, len(body), blob_name(path, body)) for path, body in files.items())
+    for file, body in zip(added, files.values(), strict=True):
+        repo.blob(file).write_bytes(body)
+    whole = replace(manifest, files=(*added, *manifest.files))
+    repo.keep(whole)
+    repo.publish(whole, "main", by_hub=True)
 
 
 def put(hub_url: str, cache: Path, monkeypatch: object) -> None:

@@ -64,6 +64,7 @@ class Connection(H11Protocol):
         elif len(self.connections) > MAX_CONNECTIONS:
             self.app = _refusing(f"{MAX_CONNECTIONS} connections are open, the most this server takes")
         if len(self.connections) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
+            self.connections.discard(self)  # at once, as more may come in this turn of the event loop
             transport.abort()  # a client that was refused so often does not listen
             return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)

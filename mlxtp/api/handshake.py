@@ -35,6 +35,7 @@ class Secured(SSLProtocol):
         self.address = (transport.get_extra_info("peername") or ("",))[0]
         own = sum(other.address == self.address for other in self._all)
         if len(self._all) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
+            self._all.discard(self)  # at once, as in `Connection`
             transport.abort()
         else:
             super().connection_made(transport)

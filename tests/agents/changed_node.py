@@ -2,6 +2,7 @@
 
 version    what it tells others that its mlxtp is
 token_life seconds for which its join tokens are good
+issues     what it answers other members that ask it for a join token
 stuck      its event loop stands still once it runs; so many turns later it ends
 """
 
@@ -18,6 +19,7 @@ import mlxtp.node.supervisor
 import mlxtp.node.watchdog
 from mlxtp.cli import main
 from mlxtp.node.build import versions_here
+from mlxtp.node.door import Door
 
 
 async def stand_still(*_: Any) -> None:
@@ -33,6 +35,9 @@ def change(thing: str, value: str) -> None:
                 module.versions_here = lambda: told  # type: ignore[attr-defined]
         case "token_life":
             mlxtp.cluster.tokens.LIFE_S = float(value)
+        case "issues":
+            issue = Door.token
+            Door.token = lambda door, asked_by="": value if asked_by else issue(door)  # type: ignore[method-assign]
         case "stuck":
             mlxtp.node.watchdog.TURNS = int(value)
             mlxtp.node.supervisor.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]

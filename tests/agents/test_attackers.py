@@ -1,23 +1,57 @@
-"""Clients and models that mean harm, against a live agent: what they cost ends with them."""
+"""The book of attackers: each attack against live agents, and what it must not bring about.
+
+| attack | test |
+|---|---|
+| 1. large bodies, more than memory holds | here |
+| 2. a chat template that never ends, or takes all memory | here; `tests/api/text/test_contained.py` |
+| 3. a lender whose manifest lists code and pickles | here |
+| 4. join tokens that a member asked for before its removal | here |
+| 5. a founder that answers with a shell command for a token | here |
+| 6. a disk that is full while a member is removed | here |
+| 7. more connections from one address than a server takes | here |
+| 8. liars that announce themselves to a Mac that wants to join | here |
+| 9. a stranger at the ports of a group that forms | `tests/chaos/test_strangers.py` |
+| 10. a prompt guessed by the tokens that a cache saves | none: `docs/security.md` promises nothing there |
+| 11. a client that calls itself by many names | here |
+| 12. a page of another origin that posts blindly | here; in a browser `tests/page/test_other_origins.py` |
+| 13. slow grammars | here |
+| 14. a kill at any moment | `tests/node/test_crashes.py` |
+| 15. damaged headers of weights | `tests/fuzzing`, `tests/engine/test_tensor_headers.py` |
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import resource
 import shutil
+import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import pytest
+from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
+from mlxtp.cluster.sightings import MAX_ADDRESSES, SERVICE, Advert
 from mlxtp.config import embedded_model_path
+from mlxtp.node.state import load
+from mlxtp.node.store.fetching import Fetch
+from mlxtp.node.store.hub_cache import Repo
 
 from ..cluster import WAIT_S
+from ..clustering.test_discovery import multicasting, txt_record
+from ..hosts import Hosts, requires_namespaces
+from ..hub import EVIL, Hub, Model, embedded, poison, put, running_hub
 from .agents import PROMPT, SECRET, Agent, wait
+from .test_models import content, rows, snapshot
+from .test_one_machine import free_port
 
 HONEST = "127.0.0.2"
 """The address of the honest client; loopback has many."""
@@ -27,6 +61,12 @@ BODIES = 200
 BODY_BYTES = 15 << 20
 ROOM_BYTES = 512 << 20
 SLOW_GRAMMARS = 6
+ROWS = 64  #: Sequences that a rank decodes at once.
+NAMES = 4 * ROWS  #: Of one client, with a request each.
+CONNECTIONS = 2100
+NAME = "some-body/llama"
+LIARS = 16
+LIES = "198.18"  #: Network of the addresses that liars announce
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +147,37 @@ def test_slow_grammars_of_one_client_do_not_keep_another_s_out(agent: Agent) -> 
     assert {reply.status_code for reply in replies} <= {200, 400, 429}
 
 
+def test_a_client_gains_nothing_by_many_names(agent: Agent) -> None:
+    url = f"{url_of(agent)}/v1/chat/completions"
+
+    async def story() -> int:
+        limits = httpx.Limits(max_connections=NAMES)
+        async with httpx.AsyncClient(timeout=WAIT_S * 8, limits=limits) as client:
+            names = [body("hi", user=f"user {n}", max_tokens=500, ignore_eos=True) for n in range(NAMES)]
+            crowd = [asyncio.create_task(client.post(url, json=each)) for each in names]
+            while (await asyncio.to_thread(agent.health))["open_requests"] < 3 * ROWS:
+                assert not any(each.done() for each in crowd), "none ends before the honest client comes"
+            assert (await asyncio.to_thread(honest, agent, max_tokens=1)).status_code == 200
+            before = sum(each.done() for each in crowd)
+            for each in crowd:
+                each.cancel()
+            return before
+
+    # By names, the honest client would come last: when fewer of the first requests than rows are left.
+    assert asyncio.run(story()) < 2 * ROWS
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:8080", "null"])
+def test_a_page_of_another_origin_posts_in_vain(agent: Agent, origin: str) -> None:
+    """A browser sends such a post without asking first."""
+    headers = {"Origin": origin, "Content-Type": "text/plain"}
+    reply = httpx.post(
+        f"{url_of(agent)}/v1/chat/completions", content=json.dumps(body("hi")), headers=headers
+    )
+    assert reply.status_code == 403
+    assert reply.json()["error"]["code"] == "origin_not_allowed"
+
+
 @pytest.mark.chaos
 def test_bodies_that_nobody_waits_for_take_no_more_memory_than_their_bound(agent: Agent) -> None:
     process = psutil.Process(agent.process.pid) if agent.process else psutil.Process()
@@ -130,3 +201,236 @@ def test_bodies_that_nobody_waits_for_take_no_more_memory_than_their_bound(agent
     assert statuses[503], "the surplus is told to come again"
     assert most - idle < ROOM_BYTES
     wait(lambda: agent.chat() == SECRET, "it serves on", agent)
+
+
+# --- members, and Macs that want to be some ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A founder on loopback, with a Hub on loopback, and a folder for other Macs."""
+
+    folder: Path
+    hub: Hub
+    port: int
+    anna: Agent
+
+    def mac(self, name: str) -> Agent:
+        return Agent(self.folder, name, None, *flags(), "--peer", f"127.0.0.1:{self.port}")
+
+    def start(self, agent: Agent, *flags: str) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_ENDPOINT", self.hub.url)
+            patch.setenv("HF_HOME", str(agent.home / "hf"))  # each its own disk
+            patch.delenv("HF_TOKEN", raising=False)
+            agent.start(*flags)
+
+
+Join = Callable[..., Agent]
+
+
+def flags(port: int = 0) -> tuple[str, ...]:
+    """Return the flags of an agent that shares loopback with others."""
+    control = ("--control", f"127.0.0.1:{port}", "--interface", "127.0.0.1")
+    return ("--http", "127.0.0.1:0", *control, "--no-discovery")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder, port = tmp_path_factory.mktemp("members"), free_port()
+    with running_hub() as hub:
+        cluster = Cluster(folder, hub, port, Agent(folder, "anna", None, *flags(port)))
+        try:
+            cluster.start(cluster.anna)
+            cluster.anna.first_token()
+            cluster.anna.post("unload")
+            yield cluster
+        finally:
+            cluster.anna.close()
+
+
+@pytest.fixture
+def join(cluster: Cluster) -> Iterator[Join]:
+    """Yield a function that starts another member, which is gone when the test ends."""
+    members: list[Agent] = []
+
+    def joined(name: str, token: str = "") -> Agent:
+        agent = cluster.mac(name)
+        members.append(agent)
+        cluster.start(agent, "--join", token or cluster.anna.token())
+
+        def sees(one: Agent, other: Agent) -> bool:
+            return bool(one.member(other).get("state") == "alive")
+
+        anna = cluster.anna
+        wait(lambda: sees(anna, agent) and sees(agent, anna), f"{name} is a member", anna, agent)
+        return agent
+
+    yield joined
+    for each in members:
+        each.close()
+
+
+def refused(cluster: Cluster, name: str, token: str) -> str:
+    """Return the last line of a Mac that ends because this token does not let it in."""
+    agent = cluster.mac(name)
+    agent.start("--join", token)
+    try:
+        assert agent.ended() == 1, agent.log
+    finally:
+        agent.close()
+    return agent.log.splitlines()[-1]
+
+
+def test_a_lender_brings_no_code_and_moves_no_branch(
+    cluster: Cluster, join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hub does not know the model, so the lender's word is all there is."""
+    theirs = Repo(NAME, cluster.folder / "lena" / "hf" / "hub")
+    cluster.hub.models = {NAME: Model(embedded())}
+    put(cluster.hub.url, theirs.cache, monkeypatch)
+    Fetch(theirs, "main", "main").from_hub()
+    poison(theirs, EVIL)
+    cluster.hub.models = {}
+    lena, anna = join("lena"), cluster.anna
+    name = lena.post("pull", model=NAME, everywhere="yes")["model"]
+    wait(lambda: rows(lena, name).get("anna", {}).get("complete"), "anna has it", lena, anna)
+    folder = snapshot(anna, NAME)
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*")} == set(embedded())
+    assert not (folder.parents[1] / "refs" / "main").exists()
+
+
+def test_tokens_that_a_removed_member_asked_for_open_nothing(cluster: Cluster, join: Join) -> None:
+    ben = join("ben")
+    used, kept = ben.token(), ben.token()
+    join("carl", used)
+    assert "carl was let in by ben" in cluster.anna.command("cluster", "members").stdout
+    removed = cluster.anna.command("cluster", "remove", "ben")
+    assert "it let in carl" in removed.stdout
+    last = refused(cluster, "dora", kept)
+    assert "the member that asked for this join token was removed or left" in last
+
+
+def test_a_founder_hands_no_command_to_a_member_s_shell(tmp_path: Path) -> None:
+    port = free_port()
+    liar = Agent(
+        tmp_path, "liar", None, *flags(port), program=("tests.agents.changed_node", "issues=x; touch owned")
+    )
+    ben = Agent(tmp_path, "ben", None, *flags(), "--peer", f"127.0.0.1:{port}")
+    try:
+        liar.start()
+        ben.start("--join", liar.first_token())
+        wait(lambda: ben.member(liar).get("state") == "alive", "ben is a member", liar, ben)
+        said = ben.command("token")
+        assert (said.returncode, said.stdout) == (1, "")
+        assert "liar answered with what is no join token of this cluster" in said.stderr
+    finally:
+        ben.close()
+        liar.close()
+
+
+def test_a_removal_on_a_full_disk_outlives_a_kill(cluster: Cluster, join: Join) -> None:
+    anna, emil = cluster.anna, join("emil")
+    emil.kill()  # so that it does not hear of it
+    draft = anna.home / ".state.json.new"
+    draft.mkdir()
+    assert anna.command("cluster", "remove", "emil").returncode == 0
+    wait(lambda: anna.said("state.json cannot be written"), "anna notices", anna)
+    draft.rmdir()
+
+    def kept() -> set[str]:
+        return {entry.name for entry in load(anna.home)[0].beliefs.roster.members().values()}
+
+    wait(lambda: "emil" not in kept(), "it is written", anna, within_s=WAIT_S / 3)
+    anna.kill()
+    cluster.start(anna)
+    wait(anna.status, "anna is back", anna)
+    cluster.start(emil)
+    wait(lambda: emil.said("was removed from this cluster"), "emil is told", anna, emil)
+    assert anna.member(emil) == {}
+
+
+@pytest.mark.chaos
+def test_connections_of_one_address_keep_neither_clients_nor_members_out(
+    cluster: Cluster, join: Join
+) -> None:
+    """The descriptors above 1,023 are taken as well, which `select` would not survive."""
+    anna, mia = cluster.anna, join("mia")
+    larger = embedded() | {"model-extra-0.safetensors": b"mia"}
+    cluster.hub.models = {"some-body/other": Model(larger)}
+    name = anna.post("pull", model="some-body/other")["model"]
+    wait(lambda: rows(anna, name).get("anna", {}).get("complete"), "anna has it", anna)
+    cluster.hub.models = {}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * CONNECTIONS), hard))
+    port = urlsplit(url_of(anna)).port
+    try:
+        with contextlib.ExitStack() as crowd:
+            for _ in range(CONNECTIONS):
+                crowd.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+            transport = httpx.HTTPTransport(local_address=HONEST)
+            with httpx.Client(transport=transport, timeout=WAIT_S) as client:
+                reply = client.get(url_of(anna))
+                assert reply.status_code == 200, reply.text
+            name = mia.post("pull", model="some-body/other")["model"]
+            wait(lambda: rows(mia, name).get("mia", {}).get("complete"), "mia has it", mia)
+            assert content(snapshot(mia, "some-body/other")) == larger
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# --- liars on the network ---------------------------------------------------------------------------------
+
+
+def lie(number: int, cluster_id: str, port: int) -> bytes:
+    """The announcement of a Mac that says it can let others in, at 16 addresses where no Mac answers."""
+    advert = Advert(f"{number:08x}{'0' * 24}", cluster_id, f"a{number}", port, True, 1)
+    service = advert.service()
+    text = txt_record(*(f"{key}={value}" for key, value in advert.properties().items()))
+    out = DNSOutgoing(0x8400)
+    out.add_answer_at_time(DNSPointer(SERVICE, 12, 1, 4500, service), 0)
+    out.add_answer_at_time(DNSService(service, 33, 0x8001, 4500, 0, 0, port, service), 0)
+    out.add_answer_at_time(DNSText(service, 16, 0x8001, 4500, text), 0)
+    for each in range(MAX_ADDRESSES):
+        address = socket.inet_aton(f"{LIES}.{number}.{each + 1}")
+        out.add_answer_at_time(DNSAddress(service, 1, 0x8001, 4500, address), 0)
+    return bytes(out.packets()[0])
+
+
+@pytest.mark.chaos
+@requires_namespaces
+def test_a_mac_joins_beside_liars(tmp_path: Path) -> None:
+    """The liars accept each connection, send nothing, and are found first."""
+    with Hosts(3) as net:
+        one, two, liars = net.hosts
+        liars.ip(f"route add local {LIES}.0.0/16 dev lo")
+        two.ip(f"route add {LIES}.0.0/16 via {liars.address}")
+        anna, ben = Agent(tmp_path, "anna", one), Agent(tmp_path, "ben", two)
+        anna.start()
+        token = anna.first_token()
+        anna.post("unload")
+        cluster_id, over = anna.status()["cluster"], threading.Event()
+        silent = liars.inside(lambda: socket.create_server(("", 0), backlog=1024))
+        port = silent.getsockname()[1]
+
+        def announce() -> None:
+            while not over.wait(0.2):
+                for number in range(LIARS):
+                    sock.send(lie(number, cluster_id, port))
+
+        with silent, multicasting(liars) as sock:
+            announcer = threading.Thread(target=announce)
+            announcer.start()
+            asked: list[socket.socket] = []
+            try:
+                net.cut(one)
+                ben.start("--join", token)
+                silent.settimeout(WAIT_S)
+                asked += [silent.accept()[0] for _ in range(LIARS)]
+                net.mend(one)
+                assert wait(lambda: anna.member(ben), "ben is a member", anna, ben)
+            finally:
+                over.set()
+                announcer.join()
+                for each in asked:
+                    each.close()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from time import monotonic
 
 import pytest
 
-from mlxtp.api import bodies, connection
+from mlxtp.api import bodies, connection, handshake
 from mlxtp.api.account import current
 from mlxtp.api.accounting import Accounting
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
 from mlxtp.api.tally import Tally
+from mlxtp.node.http_tls import here_and_now, own_tls
 
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, forever, says, then
 
@@ -30,9 +34,10 @@ ENDLESS = 400_000
 class Client:
     """A socket that reads when it is told to. Its own buffer is small."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], source: str) -> None:
         self._socket = socket.socket()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.bind((source, 0))
         self._socket.connect(address)
         self._socket.setblocking(False)
 
@@ -56,20 +61,27 @@ class Client:
         self._socket.close()
 
 
-Story = Callable[[Callable[[], Client]], Awaitable[None]]
+Story = Callable[[Callable[..., Client]], Awaitable[None]]
 
 
 def play(
-    story: Story, backend: FakeBackend, *, stall_s: float = 60, request_s: float = 60, body_s: float = 60
+    story: Story,
+    backend: FakeBackend,
+    *,
+    stall_s: float = 60,
+    request_s: float = 60,
+    body_s: float = 60,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     async def run() -> None:
         sock, stop = bind("127.0.0.1", 0), asyncio.Event()
         app = Accounting(create_app(backend, body_s=body_s), Tally(monotonic))
-        serving = asyncio.create_task(serve(app, sock, stop, grace_s=1, stall_s=stall_s, request_s=request_s))
+        limits = {"stall_s": stall_s, "request_s": request_s}
+        serving = asyncio.create_task(serve(app, sock, stop, tls=tls, grace_s=1, **limits))
         clients: list[Client] = []
 
-        def connect() -> Client:
-            clients.append(Client(sock.getsockname()))
+        def connect(source: str = "127.0.0.1") -> Client:
+            clients.append(Client(sock.getsockname(), source))
             return clients[-1]
 
         async with asyncio.timeout(2 * WAIT_S):
@@ -458,3 +470,30 @@ def test_one_connection_too_many_is_told_so(
         assert len(backend.requests) == 2
 
     play(story, backend)
+
+
+def client_hello() -> bytes:
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(received, sent, server_hostname="localhost").do_handshake()
+    return sent.read()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_connections_that_are_cut_take_no_place(
+    backend: FakeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: bool
+) -> None:
+    """All of them come before the server looks at the first one."""
+    for module in (connection, handshake):
+        monkeypatch.setattr(module, "MOST_PER_ADDRESS", 1)
+        monkeypatch.setattr(module, "MOST_CONNECTIONS", 2)
+
+    async def story(connect: Callable[..., Client]) -> None:
+        for _ in range(3):
+            connect()
+        other = connect("127.0.0.2")
+        await other.send(client_hello() if secured else HEAD + REQUEST)
+        assert await other.read(10)
+
+    tls = own_tls(tmp_path, ("localhost",), ("127.0.0.1",), here_and_now()).context if secured else None
+    play(story, backend, tls=tls)

@@ -17,8 +17,8 @@ import ssl
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from ...cluster.manifests import Manifest, from_bytes, to_bytes
@@ -65,8 +65,10 @@ PIECES_AHEAD = 4
 """That a connection has asked for, so that the next one is on its way when one has come."""
 MAX_CONNECTIONS = 32
 """That a lender has at one time, of all members."""
+MAX_PER_MEMBER = 12  #: Of them. A Mac gets four models at one time, and some connections are just ending.
 MAX_STRANGERS = 8
-"""Connections of which it is not known yet whose they are; the oldest has to go for one more."""
+"""Connections of which it is not known yet whose they are. The address with the most loses its oldest for one
+more."""
 IDLE_S = 60
 """How long the other end may be silent, or not read."""
 PIECE_S = 300
@@ -277,9 +279,10 @@ class Lender:
         self._context = member_context_server(credentials, (ALPN_MODELS,))
         self._lent = lent
         self._may_copy = may_copy
-        self._open: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, None] = {}
-        """Those that have not shown a certificate yet, the oldest first."""
+        self._open: dict[socket.socket, str] = {}
+        """The node id of each connection."""
+        self._strangers: dict[socket.socket, str] = {}
+        """The address of each connection that has not shown a certificate yet, the oldest first."""
         self._lock = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         threading.Thread(target=self._accept, name="lender", daemon=True).start()
@@ -302,11 +305,11 @@ class Lender:
                     log.debug("nobody was let in to copy: %s", error)
                     continue
                 with self._lock:
-                    self._strangers[sock] = None
+                    self._strangers[sock] = str(address[0])
                     if len(self._strangers) > MAX_STRANGERS:
-                        oldest = next(iter(self._strangers))
-                        del self._strangers[oldest]
-                        _cut(oldest)
+                        surplus = _surplus(self._strangers)
+                        del self._strangers[surplus]
+                        _cut(surplus)
                 threading.Thread(target=self._attend, args=(sock, str(address[0])), daemon=True).start()
 
     def _attend(self, sock: socket.socket, address: str) -> None:
@@ -322,7 +325,7 @@ class Lender:
             finally:
                 with self._lock:
                     self._strangers.pop(sock, None)
-                    self._open.discard(sock)
+                    self._open.pop(sock, None)
 
     def _welcome(self, sock: socket.socket) -> tuple[Channel, NodeIdentity]:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -342,8 +345,13 @@ class Lender:
             if len(self._open) >= MAX_CONNECTIONS or sock not in self._strangers:
                 tls.close()
                 raise LinkError(f"{MAX_CONNECTIONS} connections copy from here, the most there may be")
+            if sum(node == identity.node_id for node in self._open.values()) >= MAX_PER_MEMBER:
+                tls.close()
+                raise LinkError(
+                    f"{identity.node_id[:8]} has {MAX_PER_MEMBER} connections, the most of one member"
+                )
             del self._strangers[sock]
-            self._open.add(sock)
+            self._open[sock] = identity.node_id
         return Channel(tls, MAX_OPENING_FRAME), identity
 
     def _serve(self, channel: Channel, identity: NodeIdentity) -> None:
@@ -357,6 +365,12 @@ class Lender:
                     _lend(channel, *lent, place, chunk)
                 case other:
                     raise RemoteProtocolError(f"{type(other).__name__} is not due here", Code.OUT_OF_ORDER)
+
+
+def _surplus(strangers: Mapping[socket.socket, str]) -> socket.socket:
+    """Return the oldest connection of the address that has the most."""
+    counts = Counter(strangers.values())
+    return max(strangers, key=lambda sock: counts[strangers[sock]])
 
 
 def _held(lent: tuple[Repo, Manifest] | None) -> FilesHeld:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import resource
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,12 +42,14 @@ from mlxtp.wire.tls import (
 
 from ...hub import (
     COMMIT,
+    EVIL,
     NEWER,
     TOKEN,
     Hub,
     Model,
     blob_name,
     embedded,
+    poison,
     put,
     running_hub,
     with_weights,
@@ -482,22 +484,9 @@ def test_the_later_word_of_the_hub_replaces_that_of_a_member(hub: Hub, pair: Pai
     assert (folder.parents[1] / "refs" / "main").read_text() == NEWER
 
 
-EVIL = {"modeling_x.py": b"import os", "pytorch_model.bin": b"pickle", "sub/model.safetensors": b"w"}
-
-
 def test_a_member_brings_no_file_that_serving_does_not_need(hub: Hub, pair: Pair) -> None:
     """Other programs run the code and the pickles that they find in the cache."""
-    manifest = pair.theirs.manifest(COMMIT)
-    assert manifest is not None
-    evil = tuple(
-        manifests.ModelFile(path, len(body), hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest())
-        for path, body in EVIL.items()
-    )
-    for file, body in zip(evil, EVIL.values(), strict=True):
-        pair.theirs.blob(file).write_bytes(body)
-    (pair.theirs.folder / hub_cache.FOLDER / f"{COMMIT}.json").write_bytes(
-        manifests.to_bytes(dataclasses.replace(manifest, files=(*evil, *manifest.files)))
-    )
+    poison(pair.theirs, EVIL)
     for asked in (True, False):
         if not asked:
             without_the_hub(hub)
@@ -686,12 +675,43 @@ def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_strangers_who_only_connect_keep_nobody_out(pair: Pair) -> None:
-    import socket
-
     with contextlib.ExitStack() as crowd:
         for _ in range(copying.MAX_CONNECTIONS + copying.MAX_STRANGERS):
             crowd.enter_context(socket.create_connection(("127.0.0.1", pair.lender.port), 5))
         assert same(pair.copy(), with_weights(EXTRA))
+
+
+def test_one_member_leaves_connections_for_others(pair: Pair, tmp_path: Path) -> None:
+    third = member_of(pair.one, tmp_path)
+    pair.welcome.add(third.identity.node_id)
+    held = 0
+    with contextlib.ExitStack() as crowd:
+        for _ in range(copying.MAX_CONNECTIONS):
+            channel = pair.connect()
+            crowd.callback(channel.close)
+            with contextlib.suppress(LinkError):
+                copying.ask(channel, NAME)
+                held += 1
+        assert held == copying.MAX_PER_MEMBER
+        address = [f"127.0.0.1:{pair.lender.port}"]
+        other = copying.connect(address, pair.one.identity.node_id, third.credentials)
+        crowd.callback(other.close)
+        assert copying.ask(other, NAME)
+
+
+def test_strangers_of_one_address_cut_no_handshake_of_another(pair: Pair) -> None:
+    port = ("127.0.0.1", pair.lender.port)
+    with contextlib.ExitStack() as crowd:
+        slow = crowd.enter_context(socket.create_connection(port, 5, source_address=("127.0.0.2", 0)))
+        strangers = [
+            crowd.enter_context(socket.create_connection(port, 5)) for _ in range(3 * copying.MAX_STRANGERS)
+        ]
+        # The lender accepts in order, so it has seen all but the last strangers once it cuts this one.
+        assert strangers[2 * copying.MAX_STRANGERS - 1].recv(1) == b""
+        context = member_context_client(pair.two.credentials, ALPN_MODELS)
+        with context.wrap_socket(slow) as tls:
+            tls.sendall(encode(FilesWanted(NAME), 0, 0))
+            assert tls.recv(1)
 
 
 def test_a_lender_among_more_than_1024_descriptors_lends(pair: Pair) -> None:
@@ -730,8 +750,6 @@ def test_a_link_out_of_the_cache_is_not_followed(pair: Pair, tmp_path: Path) -> 
 
 
 def test_strangers_and_joiners_do_not_get_in(pair: Pair, tmp_path: Path) -> None:
-    import socket
-
     stranger = founder(tmp_path)
     address = ("127.0.0.1", pair.lender.port)
     for context in (

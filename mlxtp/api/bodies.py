@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 BODY_S = 60.0
-MAX_BODIES_BYTES = 256 * 1024 * 1024
+MAX_BODIES_BYTES = 96 * 1024 * 1024
 """Bytes of all bodies and of the text in them. The first 64 KiB of each do not count."""
 WIDE = 4
 """Bytes of a character in Python, in a text that is not ASCII."""

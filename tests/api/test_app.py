@@ -183,7 +183,7 @@ def test_what_cannot_fit_by_far_is_refused_without_tokenizing_it(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "QUICK_CHARACTERS", 100_000)
-    monkeypatch.setattr(server.backend.loaded_text, "_encoded", None)
+    monkeypatch.setattr(server.backend.loaded_text, "encoded", None)
     words = [{"role": "user", "content": "a" * 120_000}]
     error = assert_error(post(server, ask(messages=words)), 400, "context_length_exceeded")
     assert "resulted in more than " in error["message"]

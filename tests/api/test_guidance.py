@@ -195,7 +195,7 @@ def test_pydantics_schemas_are_enforced(text: Text, grammars: Grammars) -> None:
         '{"pets": [{"kind": "dog", "tricks": ["sit"]}, {"kind": "cat"}], "favorite": null, '
         '"by_room": {"hall": 2}, "code": "x", "path": "/a", "share": 0.5, "pair": [1, "b"]}'
     )
-    for token in text._encoded(answer, add_special_tokens=False):
+    for token in text.encoded(answer, special=False):
         matcher.accept(token)
     assert matcher.finished
     assert Home.model_validate_json(answer).pets[0].kind == "dog"
@@ -216,7 +216,7 @@ def test_a_date_is_one_that_libraries_read(
 
     def write(date: str) -> bool:
         matcher = grammar.matcher()
-        for token in text._encoded(f'"{date}"', add_special_tokens=False):
+        for token in text.encoded(f'"{date}"', special=False):
             matcher.accept(token)
         return matcher.finished
 

@@ -166,7 +166,7 @@ def test_a_forced_call_is_written_as_the_template_writes_it(name: str, tmp_path:
     written = rest_of_prompt(
         text, Turn("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
     )
-    tokens = text._encoded(written.partition(FAMILIES[name].end)[0], add_special_tokens=False)
+    tokens = text.encoded(written.partition(FAMILIES[name].end)[0], special=False)
     grammars = Grammars(path, text._backend.get_vocab_size(), frozenset({end}))
     try:
         required = held(text, end, REQUIRED)
@@ -175,7 +175,7 @@ def test_a_forced_call_is_written_as_the_template_writes_it(name: str, tmp_path:
         assert accepted(grammars, beside, tokens).complete
         prefix = text.answer_prefix
         key = ":" if name == "compact" else ": "
-        answer = text._encoded(f'{prefix}{{"n"{key}5}}', add_special_tokens=False)
+        answer = text.encoded(f'{prefix}{{"n"{key}5}}', special=False)
         assert accepted(grammars, beside, answer).complete
         with pytest.raises(AssertionError, match="refuses"):
             accepted(grammars, required, answer)
@@ -218,7 +218,7 @@ def test_a_call_whose_text_cannot_be_followed_may_still_come_instead_of_json(tmp
     beside = held(text, end, AUTO, ANSWER)
     try:
         for answer in ('<tool_call>\n{"name": "ls", "arguments": {}, "id": "1"}\n</tool_call>', '{"n": 5}'):
-            assert accepted(grammars, beside, text._encoded(answer, add_special_tokens=False)).complete
+            assert accepted(grammars, beside, text.encoded(answer, special=False)).complete
     finally:
         grammars.close()
 
@@ -231,9 +231,9 @@ def test_json_has_the_separators_of_the_templates_calls(tmp_path: Path) -> None:
     grammars = Grammars(path, text._backend.get_vocab_size(), frozenset({end}))
     try:
         beside = held(text, end, AUTO, ANSWER)
-        assert accepted(grammars, beside, text._encoded('{"n":5}', add_special_tokens=False)).complete
+        assert accepted(grammars, beside, text.encoded('{"n":5}', special=False)).complete
         with pytest.raises(AssertionError, match="refuses"):
-            accepted(grammars, beside, text._encoded('{"n": 5}', add_special_tokens=False))
+            accepted(grammars, beside, text.encoded('{"n": 5}', special=False))
     finally:
         grammars.close()
 

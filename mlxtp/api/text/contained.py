@@ -87,7 +87,7 @@ class ContainedWriter:
 
 
 def _json(work: list[Any]) -> bytes:
-    """Return JSON. No other thread runs meanwhile, and pydantic is the faster one, but refuses half characters."""
+    """Return JSON. pydantic is faster, during which no other thread runs, but refuses half characters."""
     try:
         return to_json(work, inf_nan_mode="constants")
     except ValueError:

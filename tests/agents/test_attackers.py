@@ -362,7 +362,7 @@ def test_connections_of_one_address_keep_neither_clients_nor_members_out(
     wait(lambda: rows(anna, name).get("anna", {}).get("complete"), "anna has it", anna)
     cluster.hub.models = {}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * CONNECTIONS), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, CONNECTIONS + 1024), hard))
     port = urlsplit(url_of(anna)).port
     try:
         with contextlib.ExitStack() as crowd:

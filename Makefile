@@ -22,7 +22,7 @@ MANY := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/$(VENV)/bytecode
 # What `make chaos` runs: the folders of faults, and files with cases that it alone runs.
 FAULTS := tests/chaos tests/agents tests/soak tests/wire/test_frames.py tests/test_oracle.py \
   tests/node/test_requests_go_on.py tests/engine/test_features_ledger.py \
-  tests/engine/test_features_guided.py tests/node/test_spare.py
+  tests/engine/test_features_guided.py tests/node/test_spare.py tests/node/test_fallback.py
 DEMO_ARGS ?=
 TEST_ARGS ?=
 CHAOS_ARGS ?=

@@ -123,6 +123,7 @@ def test_a_template_that_never_ends_costs_its_request_alone(agent: Agent) -> Non
     assert agent.chat() == SECRET
 
 
+@pytest.mark.chaos
 def test_slow_grammars_of_one_client_do_not_keep_another_s_out(agent: Agent) -> None:
     url = f"{url_of(agent)}/v1/chat/completions"
 

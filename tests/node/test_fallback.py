@@ -69,11 +69,16 @@ def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ({}, "errno 22"),
-        ({"words": "Creating the queue pair failed with 'Resource busy (16)'."}, "Resource busy (16)"),
-        ({"fault": "wait"}, "did not form the group in time"),
+        pytest.param({}, "errno 22", id="no address"),
+        pytest.param(
+            {"words": "Creating the queue pair failed with 'Resource busy (16)'."},
+            "Resource busy (16)",
+            id="no queue pairs left",
+        ),
+        pytest.param(
+            {"fault": "wait"}, "did not form the group in time", id="hang", marks=pytest.mark.chaos
+        ),
     ],
-    ids=["no address", "no queue pairs left", "hang"],
 )
 def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
     tmp_path: Path,

@@ -75,9 +75,7 @@ def lines(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
             "Resource busy (16)",
             id="no queue pairs left",
         ),
-        pytest.param(
-            {"fault": "wait"}, "did not form the group in time", id="hang", marks=pytest.mark.chaos
-        ),
+        pytest.param({"fault": "wait"}, "did not form the group in time", id="hang", marks=pytest.mark.chaos),
     ],
 )
 def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(

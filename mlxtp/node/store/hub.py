@@ -129,7 +129,7 @@ def fetch(manifest: Manifest, part: Part, stopped: Callable[[], bool]) -> None:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import RepositoryNotFoundError
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its `__all__`
 
     _quiet()
     begins = part.begins
@@ -280,7 +280,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def _quiet() -> None:
     """No bars and no advice in the middle of ours."""
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     disable_progress_bars()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mlxtp.agent import stopped_by_signal
 from mlxtp.errors import MlxtpError
-from mlxtp.node.agent import stopped_by_signal
 
 from . import (
     concurrency,

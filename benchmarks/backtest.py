@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtp.cluster.chips import chip
-from mlxtp.cluster.known import KNOWN
-from mlxtp.cluster.shapes import shape_of
-from mlxtp.cluster.speed import ALONE, JACCL_MESH, Rank, speed
+from mlxtp.placement.chips import chip
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, Rank, speed
+from mlxtp.placement.model_shape import shape_of
+from mlxtp.placement.published_models import KNOWN
 
 PAGE = Path(__file__).parent.parent / "docs" / "placement.md"
 BEGIN = "<!-- backtest: written by `python -m benchmarks.backtest` -->"

@@ -9,8 +9,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import Request
-from mlxtp.node.agent import Agent
 
 from . import prompts
 from .http_client import Answer, Ask, median_ttft_ms, total_rate, total_s, user

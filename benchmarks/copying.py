@@ -17,11 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from mlxtp.cluster.identity import Store
-from mlxtp.cluster.manifests import Manifest, ModelFile
-from mlxtp.node.store import copying
-from mlxtp.node.store.fetching import Fetch
-from mlxtp.node.store.hub_cache import Repo
+from mlxtp.identity.store import Store
+from mlxtp.models import peer_copy
+from mlxtp.models.download import Fetch
+from mlxtp.models.hub_cache import Repo
+from mlxtp.models.manifest import Manifest, ModelFile
 from mlxtp.wire.certificates import Membership
 from mlxtp.wire.tls import ALPN_MODELS, Credentials, member_context_client
 
@@ -56,9 +56,9 @@ async def measure(stage: Stage) -> list[Row]:
         if not ports:
             raise Unmeasured("the lender did not start")
 
-        def connect() -> copying.Channel:
+        def connect() -> peer_copy.Channel:
             address = f"127.0.0.1:{ports['lender']}"
-            return copying.connect([address], identity.node_id, second.credentials)
+            return peer_copy.connect([address], identity.node_id, second.credentials)
 
         for number in stage.rounds("copying", full=15, quick=3):
             for as_members in in_turn(number, True, False):

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlxtp.engine import decode_links, worker
-from mlxtp.wire.link import Link
-from mlxtp.wire.protocol import Protocol
+from mlxtp.wire.blocking import Link
+from mlxtp.wire.session import Protocol
 
 DELAY_S = 0.001
 

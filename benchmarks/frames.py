@@ -20,7 +20,7 @@ from mlxtp.wire.messages import (
     StepToken,
     Welcome,
 )
-from mlxtp.wire.protocol import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Protocol, Side
 
 from .measures import Row, absolute
 from .stage import Stage

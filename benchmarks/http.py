@@ -8,8 +8,8 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import Request
-from mlxtp.node.agent import Agent
 
 from . import child, prompts
 from .errors import Unmeasured

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from mlxtp.admin.metrics import observed
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.server import bind, serve
-from mlxtp.api.text.tokens import Text
 from mlxtp.config import Settings, embedded_model_path
-from mlxtp.node.metrics import observed
-from mlxtp.node.rank_process import RequestEvent
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.local_rank import RequestEvent
+from mlxtp.text.tokenizer import Text
 from mlxtp.wire.base import Message
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate
 

@@ -11,9 +11,9 @@ import sys
 import threading
 from pathlib import Path
 
-from mlxtp.cluster.identity import Store
-from mlxtp.node.store.copying import Lender
-from mlxtp.node.store.hub_cache import Repo
+from mlxtp.identity.store import Store
+from mlxtp.models.hub_cache import Repo
+from mlxtp.models.peer_copy import Lender
 from mlxtp.wire.tls import ALPN_MODELS, member_context_server
 
 from .copying import BLOCK_BYTES, COMMIT, NAME

@@ -16,9 +16,9 @@ import asyncio
 import dataclasses
 import sys
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import Request
 from mlxtp.config import Limits
-from mlxtp.node.agent import Agent
 
 from . import models, prompts
 from .errors import Unmeasured

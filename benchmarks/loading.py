@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from mlxtp.node.agent import Agent
+from mlxtp.agent import Agent
 
 from . import models
 from .errors import Unmeasured

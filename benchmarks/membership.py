@@ -7,16 +7,16 @@ import random
 import time
 from dataclasses import replace
 
-from mlxtp.cluster.beliefs import Beliefs, Roster
-from mlxtp.cluster.coordination import Coordination, Situation
-from mlxtp.cluster.decisions import Plan
-from mlxtp.cluster.known import KNOWN
+from mlxtp.cluster.cluster_state import Beliefs, Roster
+from mlxtp.cluster.failure_detector import Pace
+from mlxtp.cluster.leadership import Coordination, Situation
 from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.nodes_file import read_nodes
-from mlxtp.cluster.placement import Options, plan
-from mlxtp.cluster.shapes import shape_of
-from mlxtp.cluster.standing import Pace
-from mlxtp.wire.control import MAX_MEMBERS, Beat
+from mlxtp.cluster.reconcile import Plan
+from mlxtp.placement.machines_file import read_nodes
+from mlxtp.placement.model_shape import shape_of
+from mlxtp.placement.planner import Options, plan
+from mlxtp.placement.published_models import KNOWN
+from mlxtp.wire.cluster_messages import MAX_MEMBERS, Beat
 
 from .errors import Unmeasured
 from .measures import Row, absolute

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import Request
-from mlxtp.node.agent import Agent
 
 from . import models, prompts
 from .errors import Unmeasured

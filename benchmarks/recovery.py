@@ -9,8 +9,8 @@ import time
 
 import psutil
 
-from mlxtp.node.agent import Agent
-from mlxtp.node.epoch import State
+from mlxtp.agent import Agent
+from mlxtp.groups.health import State
 
 from .errors import Unmeasured
 from .measures import Row, absolute

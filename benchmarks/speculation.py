@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import Request
-from mlxtp.node.agent import Agent
 
 from . import models, prompts
 from .errors import Unmeasured

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.api.text.tokens import Text
 from mlxtp.config import EMBEDDED_MODEL, Settings, embedded_model_path
-from mlxtp.node.agent import Agent, running_agent
-from mlxtp.node.rank_process import WORKER
-from mlxtp.node.store.models import open_model
+from mlxtp.groups.local_rank import WORKER
+from mlxtp.models.names import open_model
+from mlxtp.text.tokenizer import Text
 
 from .bare_loop import BareGroup
 from .decoded import Decoded

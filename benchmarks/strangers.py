@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.node.agent import Agent
 
 from . import child, prompts
 from .errors import Unmeasured

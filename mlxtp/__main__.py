@@ -8,7 +8,7 @@ from .interrupts import ending_at_once
 def main() -> None:
     """Entry of the `mlxtp` command. Until that is imported, Ctrl-C ends the process without a word."""
     with ending_at_once():
-        from .cli import main as run
+        from .cli.main import main as run
     run()
 
 

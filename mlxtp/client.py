@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from .asking import Piece, ask
+from .endpoint_client import Piece, ask
 from .errors import Code, UserError
 
 FILE = "agent.json"

@@ -1,7 +1,7 @@
 """How lines of the log are written: for people, or one JSON object each for programs.
 
 Whoever logs may say what a line is about: `extra={"epoch": 3, "rank": 1}`. The request that is being answered
-is known by itself (`api/account.py`). Neither prompts nor answers are ever logged.
+is known by itself (`api/request_context.py`). Neither prompts nor answers are ever logged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from .api.account import current
+from .api.request_context import current
 from .errors import ConfigError
 from .settings import KEPT_LOGS, MAX_LOG_BYTES
 from .wire.codecs import printable

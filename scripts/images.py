@@ -15,8 +15,8 @@ from pathlib import Path
 
 from playwright.async_api import Browser, Page, StorageState, async_playwright
 
+from mlxtp.agent import Agent, running_agent
 from mlxtp.config import Settings
-from mlxtp.node.agent import Agent, running_agent
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 CHROMIUM = os.environ.get("MLXTP_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"

@@ -13,7 +13,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from mlxtp.cli import app
+from mlxtp.cli.main import app
 from mlxtp.errors import Exit
 from mlxtp.settings import (
     BY_KEY,

@@ -12,8 +12,8 @@ from mlxtp.wire.base import Message
 from mlxtp.wire.codecs import FieldCodec
 from mlxtp.wire.frames import MAX_DEPTH, MAX_FRAME, MAX_ITEMS, MAX_OBJECTS, MAX_OPENING_FRAME
 from mlxtp.wire.messages import PROTOCOL_VERSION
-from mlxtp.wire.order import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
-from mlxtp.wire.table import MESSAGES, field_codecs
+from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.registry import MESSAGES, field_codecs
 
 _WIDTH = 118
 

@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
+from mlxtp.agent import Agent, running_agent
 from mlxtp.api.backend import End, Event, Score, Tokens
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.config import Limits, Settings
 from mlxtp.errors import MlxtpError
-from mlxtp.node.agent import Agent, running_agent
-from mlxtp.node.epoch import State
-from mlxtp.node.rank_process import WORKER
-from mlxtp.node.store.models import open_model
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.groups.health import State
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.local_rank import WORKER
+from mlxtp.models.names import open_model
 from mlxtp.wire.messages import Pong
 
 SLOWNESS = float(os.environ.get("MLXTP_TEST_SLOWNESS", "1"))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from mlxtp.cluster.manifests import ModelFile
 from mlxtp.config import embedded_model_path
-from mlxtp.node.store.hub_cache import Repo
+from mlxtp.models.hub_cache import Repo
+from mlxtp.models.manifest import ModelFile
 
 COMMIT = "a" * 40
 NEWER = "b" * 40

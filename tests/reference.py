@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 from mlxtp.api.backend import PLAIN, Request, Score
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.config import embedded_model_path
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 TINY = embedded_model_path()
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

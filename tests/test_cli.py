@@ -20,10 +20,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from mlxtp import cli
-from mlxtp.cluster.identity import Store
+from mlxtp.agent import Agent
+from mlxtp.cli import main
 from mlxtp.config import resolve_settings
-from mlxtp.node.agent import Agent
+from mlxtp.identity.store import Store
 
 from .cluster import START_S, WAIT_S, rank_processes, until
 
@@ -118,7 +118,7 @@ MISTYPED = (
 def test_a_mistake_is_answered_in_the_words_of_whoever_made_it(
     tmp_path: Path, typed: str, words: str
 ) -> None:
-    refused = CliRunner().invoke(cli.app, [*typed.split(), "--home", str(tmp_path)], env=alone())
+    refused = CliRunner().invoke(main.app, [*typed.split(), "--home", str(tmp_path)], env=alone())
     assert isinstance(refused.exception, SystemExit)
     assert refused.exit_code != 0
     assert words in " ".join(refused.stderr.split())
@@ -310,10 +310,10 @@ def test_a_mac_that_was_removed_hears_what_happened_and_what_mends_it(
         other: Any = SimpleNamespace(over=never)
         yield Agent(supervisor, "", other, other, over, other)
 
-    monkeypatch.setattr("mlxtp.node.agent.running_agent", ended)
+    monkeypatch.setattr("mlxtp.agent.running_agent", ended)
     settings = resolve_settings({"home": tmp_path}, {})
     with caplog.at_level(logging.INFO, logger="mlxtp"):
-        asyncio.run(cli._node(settings))
+        asyncio.run(main._node(settings))
     words = ("removed this Mac from its cluster", "`mlxtp cluster leave`", "`mlxtp node --join TOKEN`")
     assert all((word in caplog.text) is says for word in words)
     assert "belongs to no cluster any more" in caplog.text
@@ -325,9 +325,9 @@ def test_a_folder_of_models_that_is_not_there_is_said_once(
     async def nothing(_: object) -> None:
         pass
 
-    monkeypatch.setattr(cli, "_node", nothing)
+    monkeypatch.setattr(main, "_node", nothing)
     folders = ("--model-folder", f"{tmp_path}/nowhere", "--model-folder", str(tmp_path))
-    assert CliRunner().invoke(cli.app, ["node", "--home", str(tmp_path), *folders]).exit_code == 0
+    assert CliRunner().invoke(main.app, ["node", "--home", str(tmp_path), *folders]).exit_code == 0
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [f"--model-folder {tmp_path}/nowhere: there is no such folder"]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import platformdirs
 import pytest
 
+from mlxtp.cluster.own_build import _FLAGS
 from mlxtp.config import (
     DEFAULT_HTTP,
     Limits,
@@ -24,7 +25,6 @@ from mlxtp.config import (
     resolve_settings,
 )
 from mlxtp.errors import Code, ConfigError
-from mlxtp.node.build import _FLAGS
 from mlxtp.settings import BY_KEY, SETTINGS, unknown_variables
 
 

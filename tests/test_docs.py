@@ -15,7 +15,7 @@ import typer
 from typer._click.exceptions import BadOptionUsage, MissingParameter, NoArgsIsHelpError
 from typer.main import get_command
 
-from mlxtp.cli import _with_join_value, app
+from mlxtp.cli.main import _with_join_value, app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError
 from mlxtp.settings import BY_KEY
@@ -69,7 +69,7 @@ def anchors(text: str) -> set[str]:
 
 
 def test_modules_that_the_documents_name_are_there() -> None:
-    """`engine/batch.py`, `node/gateway`: as the walks and the map call them."""
+    """`engine/batch.py`, `gateway/gateway`: as the walks and the map call them."""
     folders = "|".join(path.name for path in (ROOT / "mlxtp").iterdir() if (path / "__init__.py").is_file())
     for page in DOCS:
         for name in re.findall(rf"`((?:mlxtp/)?(?:{folders})/[\w/]+(?:\.py)?)`", page.read_text()):

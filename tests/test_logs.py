@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.api.account import Account, answering
-from mlxtp.cli import _log as begin_log
+from mlxtp.api.request_context import Account, answering
+from mlxtp.cli.main import _log as begin_log
 from mlxtp.errors import ConfigError
 from mlxtp.logs import RotatingLog, log_formatter
 

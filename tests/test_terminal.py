@@ -21,8 +21,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import mlxtp as mlxtp_package
-from mlxtp.cli import app
-from mlxtp.cluster.placement import DEFAULT_CONTEXT
+from mlxtp.cli.main import app
+from mlxtp.placement.planner import DEFAULT_CONTEXT
 from mlxtp.terminal import TerminalLog
 
 from .cluster import START_S
@@ -249,7 +249,7 @@ def interrupted(
     )
 
 
-@pytest.mark.parametrize("module", ["mlxtp.cli", "typer", "mlxtp.commands.cluster"])
+@pytest.mark.parametrize("module", ["mlxtp.cli.main", "typer", "mlxtp.cli.cluster"])
 @pytest.mark.parametrize(
     "start", [START, "import runpy; runpy.run_module('mlxtp', run_name='__main__', alter_sys=True)"]
 )
@@ -260,7 +260,7 @@ def test_ctrl_c_before_a_command_has_begun_is_quiet(module: str, start: str) -> 
 
 @pytest.mark.parametrize("words", ["demo --once", "node --alone --http 127.0.0.1:0"])
 def test_ctrl_c_while_the_agent_is_imported_is_quiet(tmp_path: Path, words: str) -> None:
-    done = interrupted("mlxtp.node.supervisor", words=f"{words} --home {tmp_path / 'home'}")
+    done = interrupted("mlxtp.groups.lifecycle", words=f"{words} --home {tmp_path / 'home'}")
     assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
     assert not (tmp_path / "home").exists()
 
@@ -273,7 +273,7 @@ def test_ctrl_c_is_not_for_who_runs_in_the_background() -> None:
 
 
 def test_ctrl_c_while_a_command_runs_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxtp.commands.status.AgentClient", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("mlxtp.cli.status.AgentClient", lambda _: signal.raise_signal(signal.SIGINT))
     for words in ("status", "status --json"):
         done = mlxtp(words)
         assert (done.exit_code, done.stdout, done.stderr) == (130, "", "")

@@ -13,17 +13,16 @@ import pytest
 import regex
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from mlxtp.api.ask import Call, Conversation, Tool, Turn
-from mlxtp.api.text.template_modules import template_module
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.engine import loader
-from mlxtp.engine.grammar_trial import build, read_tokenizer
+from mlxtp.engine.grammar_sandbox import build, read_tokenizer
 from mlxtp.errors import ModelError, RequestError
-from mlxtp.node import golden
-from mlxtp.node.store import hub, servable
-from mlxtp.node.store.complete import lacks
-from mlxtp.node.timing import row_bytes
+from mlxtp.groups.collective_bench import row_bytes
+from mlxtp.models import hub_client, inspect, self_test
+from mlxtp.models.completeness import lacks
+from mlxtp.text.conversation import Call, Conversation, Tool, Turn
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.template_modules import template_module
+from mlxtp.text.tokenizer import Text
 from mlxtp.tokenizer_file import (
     _SHOWN,
     KIMI_PATTERN,
@@ -268,9 +267,9 @@ def test_a_model_without_text_is_refused_before_a_download(
         there.models["o/kimi"] = Model(files | {"model.safetensors": b"x" * 100})
         if why:
             with pytest.raises(ModelError, match=why):
-                hub.look_up("o/kimi", "main")
+                hub_client.look_up("o/kimi", "main")
         else:
-            found = {file.path for file in hub.look_up("o/kimi", "main").files}
+            found = {file.path for file in hub_client.look_up("o/kimi", "main").files}
             assert "tiktoken.model" in found
             assert "tokenization_kimi.py" not in found
         assert "model.safetensors" not in there.models["o/kimi"].sent
@@ -336,7 +335,7 @@ def test_other_names_are_no_template_module(name: str) -> None:
 
 def test_a_template_module_brings_no_mlx() -> None:
     code = (
-        "import sys\nfrom mlxtp.api.text.template_modules import template_module\n"
+        "import sys\nfrom mlxtp.text.template_modules import template_module\n"
         "assert template_module('deepseek_v32')([{'role': 'user', 'content': 'x'}])\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm'}))"
     )
@@ -363,11 +362,11 @@ def test_a_file_that_is_larger_than_models_need_is_not_read(tmp_path: Path) -> N
 
 def test_nor_in_the_places_where_models_are_looked_at(tmp_path: Path) -> None:
     large(tmp_path / "config.json", MAX_TEXT_BYTES + 1)
-    for read in (servable.read_config, loader.read_config):
+    for read in (inspect.read_config, loader.read_config):
         with pytest.raises(ModelError, match=r"config\.json has more than 8 MiB"):
             read(tmp_path)
     assert row_bytes(tmp_path) == 0
-    assert len(golden.fingerprint(tmp_path)) == 64
+    assert len(self_test.fingerprint(tmp_path)) == 64
     for name in ("tokenizer.json", "model.safetensors.index.json"):
         large(tmp_path / name, MAX_TEXT_BYTES + 1)
     with pytest.raises(ModelError, match=r"tokenizer\.json has more than 64 MiB"):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import MlxtpError
-from .ask import Ask
-from .events import Event, Whole
-from .text.tokens import Name
+from ..text.conversation import Ask
+from ..text.events import Event, Whole
+from ..text.tokenizer import Name
 
 Json = dict[str, Any]
 SSE = "text/event-stream"

@@ -19,20 +19,20 @@ from .adapter import SSE
 from .admin import Administration
 from .admin import routes as admin_routes
 from .backend import Backend
-from .bodies import BODY_S, MAX_BODY_BYTES
+from .dashboard import Observed
+from .dashboard import routes as page_routes
 from .dialects import openai_answers as answers
 from .dialects.anthropic import ANTHROPIC
 from .dialects.completions import Completions
 from .dialects.ollama import Ollama
 from .dialects.openai import MODELS, OpenAIChat, speaks_anthropic
-from .dialects.openai_shapes import OpenAIError
+from .dialects.openai_schema import OpenAIError
 from .dialects.responses import Responses
-from .errors import internal_error
 from .generation import Adapter, Generation
 from .guard import Access, guards, is_stranger
+from .http_errors import internal_error
 from .openapi import Operation, document
-from .pages import Observed
-from .pages import routes as page_routes
+from .request_body import BODY_S, MAX_BODY_BYTES
 from .streaming import ClientGone
 
 _NO_READER = 499  # what nobody will read, as proxies log it

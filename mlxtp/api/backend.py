@@ -1,4 +1,4 @@
-"""What the HTTP side needs from the rest of the agent: `node/gateway.py` has it, tests bring their own."""
+"""What the HTTP side needs from the rest of the agent: `gateway/gateway.py` has it, tests bring their own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..wire.messages import MAX_BIASES, MAX_GRAMMAR, PLAIN, Sampling, Shaping
 
 if TYPE_CHECKING:
     from ..errors import RequestError
-    from .text.tokens import Text
+    from ..text.tokenizer import Text
 
 __all__ = [
     "AT_ONCE", "COMING", "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "AtOnce",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import Code, ModelError, RequestError
+from ..text.tokenizer import Text
 from .backend import COMING, DRAINING, Backend, ModelInfo, Stored
 from .budget import UNNAMED, find_model, unknown_model
-from .text.tokens import Text
 
 KEPT = 2
 """How many tokenizers of models that are not loaded stay in memory: tens of megabytes each."""

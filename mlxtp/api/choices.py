@@ -6,11 +6,11 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from ..errors import Code, GroupError
-from .ask import Call
+from ..text.conversation import Call
+from ..text.events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole, Why
+from ..text.transcript import Transcript
 from .backend import Answer, End, Progress
-from .events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole, Why
 from .streaming import interleaved
-from .text.transcript import Transcript
 
 
 class Answers:

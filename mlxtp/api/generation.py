@@ -20,30 +20,31 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
-from . import budget, settings
-from .account import current, note
+from ..text.chat_template import characters
+from ..text.conversation import Ask, Conversation, Prompt
+from ..text.events import Event, Whole
+from ..text.json_limits import check_extent
+from ..text.reasoning import Plan
+from ..text.stop_strings import StopFinder
+from ..text.tokenizer import Name, Text
+from ..text.tool_calls import CallReader
+from ..text.transcript import Transcript
+from . import budget
+from . import sampling as settings
 from .adapter import About, Dialect, Json
-from .ask import Ask, Conversation, Prompt
 from .backend import Backend, Health, ModelInfo, Progress, Shaping, Stored, Turn
 from .backend import Request as Wanted
-from .bodies import BODY_S, MAX_BODY_BYTES, Bodies, Body
 from .catalog import Catalog
 from .choices import Answers, collect
-from .errors import error_status
-from .events import Event, Whole
-from .extent import check_extent
+from .error_wording import in_words_of
 from .guidance import Guidance, guidance
+from .http_errors import error_status
+from .loading_stream import Waiting
 from .openapi import Operation
+from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body
+from .request_context import current, note
 from .schema import not_supported, shown, wrong
 from .streaming import AnswerStream, unless_gone
-from .text.calls import CallReader
-from .text.channels import Plan
-from .text.conversation import characters
-from .text.stops import StopFinder
-from .text.tokens import Name, Text
-from .text.transcript import Transcript
-from .waiting import Waiting
-from .wording import in_words_of
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import Code, RequestError
-from .account import note
+from .request_context import note
 
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 ANY = "*"

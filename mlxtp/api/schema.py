@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..errors import Code, RequestError
-from .extent import check_extent
+from ..text.json_limits import check_extent
 
 _SHOWN = 80  # characters of a refused value that go back to the client
 _UNION_BRANCHES = ("str", "int", "float", "bool", "list[", "dict[", "tuple[", "function-", "constrained-")

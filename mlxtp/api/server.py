@@ -17,8 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
-from .connection import Connection, connection_class
-from .handshake import HANDSHAKE_S, Secured
+from .http_connection import Connection, connection_class
+from .tls_handshake import HANDSHAKE_S, Secured
 
 _BACKLOG = 1024
 _IDLE_CONNECTION_S = 75

@@ -1,1 +1,1 @@
-"""Who is here and who does what. Pure, except what looks at the network and at this machine."""
+"""Members, the coordinator, and the desired state; control links between agents."""

@@ -1,8 +1,8 @@
 """Who of the known members is here. Pure: time comes in as an argument.
 
 A member is away until it is first seen in this run. While it is here, its link and its beats are what it is
-judged by: silence or a broken link make it a suspect, more of it makes it dead. `standing.py` has every legal
-change.
+judged by: silence or a broken link make it a suspect, more of it makes it dead. `failure_detector.py` has
+every legal change.
 
 A boot id is one start of an agent, an incarnation of its node. Two things look alike and are told apart here:
 
@@ -22,8 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..errors import UserError
-from ..wire.control import MAX_MEMBERS
-from .standing import MOVES, Change, Duplicate, Pace, Standing, State, Why
+from ..wire.cluster_messages import MAX_MEMBERS
+from .failure_detector import MOVES, Change, Duplicate, Pace, Standing, State, Why
 
 _RETIRED = 16
 """Boot ids that are remembered as over for each member; older ones have no link left that could speak."""

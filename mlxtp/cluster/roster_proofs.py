@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ..identity.store import Identity
 from ..wire.certificates import PublicKey, authority_key, fingerprint, is_signed, key_at, point_of, sign
-from ..wire.control import RosterEntry
-from .beliefs import Roster, admission_of, is_founder, removal_of
-from .identity import Identity
+from ..wire.cluster_messages import RosterEntry
+from .cluster_state import Roster, admission_of, is_founder, removal_of
 
 _ADMISSION = b"mlxtp roster admission\0"
 _REMOVAL = b"mlxtp roster removal\0"

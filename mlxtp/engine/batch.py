@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..errors import Code, ModelError
 from .group import uncounted
-from .kv import SMALLEST, capacity, slots
+from .kv_budget import SMALLEST, capacity, slots
 
 QUANTIZATION_GROUPS = (64, 32)
 """Numbers that share a scale, the best first. A head's keys and values must divide by it."""
@@ -140,7 +140,7 @@ class ForwardShape:
 class SlotBatch:
     """All rows of a layer in one array for keys and one for values, [slots, KV heads, capacity, head size].
 
-    Both sizes grow and shrink in the steps of `kv.py`, so that they seldom change. A single row is its
+    Both sizes grow and shrink in the steps of `kv_budget.py`, so that they seldom change. A single row is its
     sequence's own arrays: it joins and leaves without a copy.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .moves import Policy
+from .steps import Policy
 
 LEAST, MOST = 64, 2048  #: tokens of a chunk beside others; a smaller one is no measure either
 USUAL = 2048  #: tokens of a chunk without others; a GPU reads the weights once for all of them

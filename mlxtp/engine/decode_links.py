@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
-from ..wire.identity import hello_proof, verify, welcome_proof
-from ..wire.link import Link, connect
+from ..wire.blocking import Link, connect
+from ..wire.epoch_proof import hello_proof, verify, welcome_proof
 from ..wire.messages import PROTOCOL_VERSION, Bootstrap, Hello, Welcome
-from ..wire.protocol import LinkKind, Protocol, Side
+from ..wire.session import LinkKind, Protocol, Side
 from ..wire.tls import (
     ALPN_DECODE,
     Credentials,

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import Code, GroupError, ModelError
-from ..wire.link import Link
+from ..wire.blocking import Link
 from ..wire.messages import (
     Cancel,
     CollectivesTimed,
@@ -34,14 +34,14 @@ from ..wire.messages import (
     StepToken,
     Unload,
 )
-from .desk import RequestDesk
 from .draft_model import CACHES_SHARE, DraftModel
 from .emitter import Emitter
+from .executor import Forward, Rank, Result
 from .followers import Followers
-from .mail import AGENT, COMPILER, Mailbox
-from .moves import Decode, Drop, Move, Outcome, Prefill, PrefillTogether, Stop
-from .rank import Forward, Rank, Result
+from .logit_shaping import RequestDesk
+from .mailbox import AGENT, COMPILER, Mailbox
 from .requests import Requests
+from .steps import Decode, Drop, Move, Outcome, Prefill, PrefillTogether, Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from itertools import groupby
 
 from ..errors import Code
-from ..wire.link import Link
+from ..wire.blocking import Link
 from ..wire.messages import Accepted, Delta, Error, Finished, Prefilled, ScoredDelta
-from .moves import End, Failed, Outcome, Token
-from .status import Status
+from .steps import End, Failed, Outcome, Token
+from .telemetry import Status
 
 LEAST_LOGPROB = -1e9
 """What stands for the logarithm of nothing: frames carry no infinities."""

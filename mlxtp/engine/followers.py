@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable, Mapping
 
 from ..errors import Code, GroupError, LinkError
-from ..wire.link import Link
+from ..wire.blocking import Link
 from ..wire.messages import Ack, Message
-from .mail import Mailbox
-from .rank import Result
+from .executor import Result
+from .mailbox import Mailbox
 
 
 class Followers:

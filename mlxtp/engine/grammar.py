@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Code, MlxtpError, RequestError, is_library_error
-from .grammar_trial import Trial, build, read_tokenizer, readable, refused
+from .grammar_sandbox import Trial, build, read_tokenizer, readable, refused
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -40,7 +40,7 @@ _WORD_BITS = 32
 
 PLAIN_TEXT = r'[^"\\{}\[\],:]+'
 INSIDE_STRINGS = r'[^"]+'
-# How a text ends in a Lark grammar, as `api/text/tool_grammar.py` writes it.
+# How a text ends in a Lark grammar, as `text/tool_grammar.py` writes it.
 _SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)+")\]|\btext <\[(\d+)\]>')
 CLOSING = '}],:"@-./0123456789tfn{['  # in this order: an object or a list ends before it goes on
 

@@ -27,8 +27,8 @@ from .sharding import (
     context_length,
     text_config,
 )
-from .stored import Folder, Stored, is_plain, read_share, share_of
 from .tensor_headers import read_header
+from .tensor_rows import Folder, Stored, is_plain, read_share, share_of
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .kv import capacity
+from .kv_budget import capacity
 
 SHORTEST_HIT = 16
 """Tokens a hit must save."""

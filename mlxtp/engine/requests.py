@@ -13,17 +13,17 @@ import mlx.core as mx
 
 from ..errors import Code, MlxtpError, RequestError
 from ..wire.messages import Generate, Loaded, LoadShard
-from . import chunks, kv
-from .desk import Guided, RequestDesk
+from . import chunks, kv_budget
 from .draft_model import DraftModel
 from .emitter import Emitter
+from .executor import Rank
+from .fair_queue import Turns
 from .grammar import Grammar, Grammars
-from .mail import COMPILER, Mailbox
-from .moves import Decode, End, Move, Outcome, Policy, Prefill, PrefillTogether, Token, Wants
+from .logit_shaping import Guided, RequestDesk
+from .mailbox import COMPILER, Mailbox
 from .prefix_cache import PrefixCache
-from .rank import Rank
 from .scheduler import Scheduler
-from .turns import Turns
+from .steps import Decode, End, Move, Outcome, Policy, Prefill, PrefillTogether, Token, Wants
 
 MAX_ROWS = 64
 """Sequences decoded at once. More wait their turn."""
@@ -103,7 +103,7 @@ class Requests:
         self._desk.open(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
         self._grammars.read()
-        return kv.fitting(self._policy.kv_tokens)
+        return kv_budget.fitting(self._policy.kv_tokens)
 
     def close(self) -> None:
         """No model any more."""

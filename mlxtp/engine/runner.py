@@ -18,9 +18,9 @@ from mlx.utils import tree_flatten
 
 from ..errors import Code, GroupError
 from ..wire.messages import PromptBatch, PromptTokens, Sampling, StepToken
-from . import kv
+from . import kv_budget
+from .agreement import Chooser, Scores
 from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatch, SlotBatch, cut, share
-from .choice import Chooser, Scores
 from .group import CollectiveCounter
 from .loader import LoadedModel
 
@@ -128,7 +128,9 @@ class Runner:
         longest = max(frame.totals)
         batch.reserve(longest + 1)
         room = batch.shape()[1]
-        shape = ForwardShape.of_prompts(frame.offsets, frame.totals, first, room, min(kv.view(longest), room))
+        shape = ForwardShape.of_prompts(
+            frame.offsets, frame.totals, first, room, min(kv_budget.view(longest), room)
+        )
         arrays, batch.arrays = batch.arrays, []
         layers = [LayerView(*pair, shape) for pair in zip(arrays[::2], arrays[1::2], strict=True)]
         local = self._vocabulary.forward(self._model, _left_padded(frame), layers, last_only=True)
@@ -279,7 +281,7 @@ class Runner:
             return local, self._vocabulary.winners(local) if winners else None
         assert isinstance(self._batch, SlotBatch)
         self._batch.reserve(longest)
-        room, view = self._batch.shape(), min(kv.view(longest), self._batch.shape()[1])
+        room, view = self._batch.shape(), min(kv_budget.view(longest), self._batch.shape()[1])
         # Outside the graph: small steps of arithmetic that a graph would have kernels made for.
         shape = ForwardShape.arrays(positions, width, view)
         if given is None and self._vocabulary.embedding is not None:

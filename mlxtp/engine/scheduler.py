@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 
 from ..errors import Code, MlxtpError
 from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
-from . import kv
+from . import kv_budget
 from .chunks import Chunks
-from .moves import (
+from .fair_queue import MAX_CLIENTS, Turns
+from .prefix_cache import PrefixCache
+from .speculation import Adaptive, Lookup, Payoff
+from .steps import (
     Agreement,
     Decode,
     Drafter,
@@ -40,9 +43,6 @@ from .moves import (
     Token,
     Wants,
 )
-from .prefix_cache import PrefixCache
-from .speculation import Adaptive, Lookup, Payoff
-from .turns import MAX_CLIENTS, Turns
 
 MAX_PREFILLING = 4
 """Prompts that are partly computed at once: long ones take turns, so that short ones need not wait."""
@@ -169,7 +169,7 @@ class Scheduler:
         when it could not run even alone.
         """
         prompt = len(tokens) - answered
-        needed = kv.capacity(prompt + wants.max_tokens)
+        needed = kv_budget.capacity(prompt + wants.max_tokens)
         if needed > self._policy.kv_tokens:
             raise MlxtpError(
                 f"{prompt} prompt tokens and {wants.max_tokens} new ones take room for {needed} in the "
@@ -671,15 +671,15 @@ class Scheduler:
         lengths = [max(sequence.position, sequence.prompt) + MAX_WIDTH for sequence in rows]
         # A prompt by itself has a cache of its own until it runs, unless nobody else does.
         apart = [*started, *joining] if len(joining) == 1 else started
-        own = sum([kv.capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
+        own = sum([kv_budget.capacity(sequence.prompt) for sequence in apart]) if len(rows) > 1 else 0
         kept = self._prefixes.positions if self._prefixes is not None else 0
-        return kv.batch_tokens(lengths) + own + kept
+        return kv_budget.batch_tokens(lengths) + own + kept
 
     def _make_room(self, joining: Sequence[_Sequence] = ()) -> bool:
         """Whether all fit beside each other, once kept caches have been dropped where needed."""
         live = len(self._running) + sum([1 for sequence in self._waiting if sequence.uid])
         longest = max([max(s.position, s.prompt) for s in (*self._running, *joining)])
-        shape = (len(self._running), live, kv.capacity(longest + MAX_WIDTH))
+        shape = (len(self._running), live, kv_budget.capacity(longest + MAX_WIDTH))
         if not joining and shape == self._fits:
             return True
         beyond = self._occupied(joining) - self._policy.kv_tokens

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..wire.link import Link
+from ..wire.blocking import Link
 from ..wire.messages import (
     Ack,
     Done,
@@ -19,8 +19,8 @@ from ..wire.messages import (
     Shutdown,
     StepToken,
 )
-from .mail import LEADER, Mailbox
-from .rank import Forward, Rank
+from .executor import Forward, Rank
+from .mailbox import LEADER, Mailbox
 
 NEXT_FRAME_WAIT_S = 0.002
 """How long to look out for the next frame before waiting for the forward that is running.

@@ -22,8 +22,8 @@ from typing import NoReturn
 from typing import Protocol as Interface
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, LinkError, MlxtpError, exit_status
-from ..wire.ending import FREE_S
-from ..wire.link import Link
+from ..wire.blocking import Link
+from ..wire.exit_timeouts import FREE_S
 from ..wire.messages import (
     PROTOCOL_VERSION,
     Bootstrap,
@@ -35,14 +35,14 @@ from ..wire.messages import (
     SessionEnd,
     Shutdown,
 )
-from ..wire.protocol import LinkKind, Protocol, Received, Side, State
+from ..wire.session import LinkKind, Protocol, Received, Side, State
 from .decode_links import open_links
 from .jaccl import Exchange
-from .mail import AGENT, LEADER, Mailbox, Terminated, read_in_background
+from .mailbox import AGENT, LEADER, Mailbox, Terminated, read_in_background
 from .mlx_errors import code_of
 from .recorder import Recorder
-from .spare import import_all, wait_for_arguments
-from .status import LEAST_PATIENCE_S, Status
+from .telemetry import LEAST_PATIENCE_S, Status
+from .warm_rank import import_all, wait_for_arguments
 
 PIPE_STALL_S = 60.0
 """Seconds that rank 0 waits for an agent that does not read. One that stands still comes back; the end of
@@ -223,10 +223,10 @@ def run(process: Process, listener: socket.socket | None, identity: Path | None)
         process.listen_to_rank(link, other)
     counter = CollectiveCounter()
     counter.install()
-    from .choice import NoDesk
-    from .desk import RequestDesk
-    from .light_import import import_mlx_lm
-    from .rank import Rank
+    from .agreement import NoDesk
+    from .executor import Rank
+    from .logit_shaping import RequestDesk
+    from .mlx_lm_shim import import_mlx_lm
 
     desk = RequestDesk()
     rank = Rank(

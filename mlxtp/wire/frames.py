@@ -17,7 +17,7 @@ import msgpack
 from ..errors import Code, LocalProtocolError, RemoteProtocolError
 from .base import U63, Message
 from .messages import Ack, StepToken
-from .table import MESSAGES, check_body, from_body, to_body
+from .registry import MESSAGES, check_body, from_body, to_body
 
 MAX_OPENING_FRAME: Final = 4 * 1024
 """Bytes of one frame, without its length, until the link is open."""

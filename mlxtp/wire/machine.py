@@ -1,6 +1,6 @@
 """What one Mac tells the others about itself: chip, memory, addresses, cables.
 
-Filled in by `cluster/hardware.py`, sent in `MachineReport`, judged by `cluster/placement.py`.
+Filled in by `placement/hardware.py`, sent in `MachineReport`, judged by `placement/planner.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The messages of links that end at a rank, one frozen dataclass each; `control.py` has those of agents.
+"""Messages of links that end at a rank, frozen dataclasses; `cluster_messages.py` has those of agents.
 
 A frame is `[type, epoch, seq, body]` (see `frames.py`); `body` is the message's fields as a map. What a
 field may hold is said once, in its declaration, and holds for both directions: a message that breaks it
 is refused before it is sent and after it is received.
 
 Links: *pipe* joins an agent and one rank of its own; *decode* joins rank 0 and one other rank; *join* lets a
-Mac into a cluster (its messages are in `joining.py`).
+Mac into a cluster (its messages are in `join_messages.py`).
 """
 
 from __future__ import annotations

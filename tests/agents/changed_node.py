@@ -12,14 +12,14 @@ import sys
 import threading
 from typing import Any
 
-import mlxtp.cluster.tokens
-import mlxtp.node.administration
-import mlxtp.node.cluster
-import mlxtp.node.supervisor
-import mlxtp.node.watchdog
-from mlxtp.cli import main
-from mlxtp.node.build import versions_here
-from mlxtp.node.door import Door
+import mlxtp.admin.handlers
+import mlxtp.cluster.node
+import mlxtp.groups.lifecycle
+import mlxtp.identity.join_token
+import mlxtp.service.watchdog
+from mlxtp.cli.main import main
+from mlxtp.cluster.control_port import Door
+from mlxtp.cluster.own_build import versions_here
 
 
 async def stand_still(*_: Any) -> None:
@@ -31,16 +31,16 @@ def change(thing: str, value: str) -> None:
         case "version":
             _, *others = versions_here()
             told = (f"mlxtp={value}", *others)
-            for module in (mlxtp.node.cluster, mlxtp.node.administration):
+            for module in (mlxtp.cluster.node, mlxtp.admin.handlers):
                 module.versions_here = lambda: told  # type: ignore[attr-defined]
         case "token_life":
-            mlxtp.cluster.tokens.LIFE_S = float(value)
+            mlxtp.identity.join_token.LIFE_S = float(value)
         case "issues":
             issue = Door.token
             Door.token = lambda door, asked_by="": value if asked_by else issue(door)  # type: ignore[method-assign]
         case "stuck":
-            mlxtp.node.watchdog.TURNS = int(value)
-            mlxtp.node.supervisor.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]
+            mlxtp.service.watchdog.TURNS = int(value)
+            mlxtp.groups.lifecycle.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]
         case _:
             raise SystemExit(f"nothing here is called {thing}")
 

@@ -39,11 +39,11 @@ import psutil
 import pytest
 from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
-from mlxtp.cluster.sightings import MAX_ADDRESSES, SERVICE, Advert
+from mlxtp.cluster.saved_state import load
 from mlxtp.config import embedded_model_path
-from mlxtp.node.state import load
-from mlxtp.node.store.fetching import Fetch
-from mlxtp.node.store.hub_cache import Repo
+from mlxtp.discovery.peer_cache import MAX_ADDRESSES, SERVICE, Advert
+from mlxtp.models.download import Fetch
+from mlxtp.models.hub_cache import Repo
 
 from ..cluster import WAIT_S
 from ..clustering.test_discovery import multicasting, txt_record

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp import __version__
-from mlxtp.cluster.identity import FOLDER, MEMBER, NODE_KEY
+from mlxtp.identity.store import FOLDER, MEMBER, NODE_KEY
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS
 
 from ..cluster import SLOWNESS, WAIT_S

@@ -33,9 +33,9 @@ from mlxtp.api.backend import (
     Turn,
 )
 from mlxtp.api.server import bind, serve
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, RequestError
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (

@@ -10,10 +10,10 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from mlxtp.api.accounting import Accounting
+from mlxtp.api.access_log import Accounting
 from mlxtp.api.admin import MAX_BODY_BYTES
 from mlxtp.api.app import create_app
-from mlxtp.api.tally import Tally
+from mlxtp.api.request_metrics import Tally
 from mlxtp.errors import Code, LinkError, UserError
 
 KEY = "the key in the home"

@@ -15,7 +15,7 @@ import pytest
 
 from mlxtp.api import budget
 from mlxtp.api.backend import Tokens
-from mlxtp.api.dialects.openai_shapes import ChatCompletionChunk, OpenAIError
+from mlxtp.api.dialects.openai_schema import ChatCompletionChunk, OpenAIError
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 
 from .conftest import CONTEXT, WAIT_S, Server, forever, says, then

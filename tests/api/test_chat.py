@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from mlxtp.api.backend import PLAIN, End, Event, Sampling, Score, Shaping, Tokens
-from mlxtp.api.settings import choice_seed
+from mlxtp.api.sampling import choice_seed
 from mlxtp.errors import Code, GroupError, RequestError
 
 from .conftest import WAIT_S, Server, forever, says, says_scored, score, then

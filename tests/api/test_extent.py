@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxtp.api import extent
-from mlxtp.api.extent import check_extent
 from mlxtp.errors import RequestError
+from mlxtp.text import json_limits
+from mlxtp.text.json_limits import check_extent
 
 from .conftest import Server
 
@@ -34,14 +34,14 @@ def test_a_million_token_ids_are_not_too_much() -> None:
 @pytest.mark.parametrize("text", ["[{:,", '\\"[', "\\\\[{", '"[\\\\"[{\\"', '\\\\\\"{'])
 def test_what_stands_in_strings_does_not_count(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the pieces are cut: through strings, escapes and runs of backslashes."""
-    monkeypatch.setattr(extent, "SHORT", 0)
+    monkeypatch.setattr(json_limits, "SHORT", 0)
     body = json.dumps({"a": text, text: [text]}).encode()
     for size in range(1, len(body) + 2):
-        monkeypatch.setattr(extent, "_PIECE", size)
+        monkeypatch.setattr(json_limits, "_PIECE", size)
         for signs, exact in ((b"{[", 2), (b":", 2), (b",", 1)):
-            monkeypatch.setattr(extent, "_BOUNDS", ((signs, exact, "of them"),))
+            monkeypatch.setattr(json_limits, "_BOUNDS", ((signs, exact, "of them"),))
             check_extent(body)
-            monkeypatch.setattr(extent, "_BOUNDS", ((signs, exact - 1, "of them"),))
+            monkeypatch.setattr(json_limits, "_BOUNDS", ((signs, exact - 1, "of them"),))
             with pytest.raises(RequestError, match=f"at least {exact} of them; at most {exact - 1}"):
                 check_extent(body)
 

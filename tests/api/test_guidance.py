@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field, SecretStr
 
-from mlxtp.api.ask import Ask, Conversation, Options, Turn
 from mlxtp.api.guidance import Guidance, guidance
-from mlxtp.api.text.call_style import Separators
-from mlxtp.api.text.guided_json import guided_schema
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.engine.grammar import Grammars
 from mlxtp.errors import Code, MlxtpError, RequestError
+from mlxtp.text.call_style import Separators
+from mlxtp.text.conversation import Ask, Conversation, Options, Turn
+from mlxtp.text.guided_json import guided_schema
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from ..reference import TINY, model_of
 

@@ -21,22 +21,22 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.process_collector import ProcessCollector
 
-from mlxtp.api.account import Account, answering, current, note, note_key
+from mlxtp.admin.metrics import Metrics, OwnProcess, observed
+from mlxtp.api.api_keys import KeyFile
 from mlxtp.api.app import create_app
+from mlxtp.api.auth import KeyRing
 from mlxtp.api.backend import End, ModelInfo, Request
 from mlxtp.api.guard import Access
+from mlxtp.api.request_context import Account, answering, current, note, note_key
+from mlxtp.api.request_metrics import MAX_MODELS, OTHER, Histogram, Tally
 from mlxtp.api.server import bind, serve
-from mlxtp.api.tally import MAX_MODELS, OTHER, Histogram, Tally
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
+from mlxtp.groups.health import State
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.recoveries import Recoveries
 from mlxtp.logs import JsonLines
-from mlxtp.node import golden
-from mlxtp.node.api_keys import KeyFile
-from mlxtp.node.epoch import State
-from mlxtp.node.key_ring import KeyRing
-from mlxtp.node.metrics import Metrics, OwnProcess, observed
-from mlxtp.node.recoveries import Recoveries
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.models import self_test
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Error, Finished, Generate, Message, Pong
 
 from ..cluster import Cluster
@@ -388,7 +388,7 @@ def test_what_an_agent_asks_itself_or_passes_on_is_not_counted(stage: Stage) -> 
     gateway = stage.supervisor.gateway
 
     def warm_up() -> Any:
-        return asyncio.ensure_future(gateway.warm_up(stage.desk, golden.prompts(VOCABULARY)))
+        return asyncio.ensure_future(gateway.warm_up(stage.desk, self_test.prompts(VOCABULARY)))
 
     stage.desk.held = True
     warming = stage.do(warm_up)
@@ -461,7 +461,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     """The fields of each finished request but probes, once there is one."""
     ends_at = time.monotonic() + WAIT_S
     while time.monotonic() < ends_at:
-        found = [record for record in caplog.records if record.name == "mlxtp.api.accounting"]
+        found = [record for record in caplog.records if record.name == "mlxtp.api.access_log"]
         if found := [record for record in found if record.levelno == logging.INFO]:
             return [cast(Any, record).fields | {"epoch": cast(Any, record).epoch} for record in found]
         time.sleep(0.01)
@@ -557,7 +557,7 @@ def test_whose_key_it_was_and_which_was_none_is_known(
     assert found("mlxtp_requests_refused_total", path=CHAT, code="invalid_api_key") == 1
     assert found("mlxtp_http_requests_total", **chat(401)) == 1
     assert key not in found.text
-    first, second = [json.loads(line) for line in caplog.text.splitlines() if "api.accounting" in line]
+    first, second = [json.loads(line) for line in caplog.text.splitlines() if "api.access_log" in line]
     assert (first["key"], first["status"], "code" in first) == ("laptop", 200, False)
     assert ("key" in second, second["status"], second["code"]) == (False, 401, "invalid_api_key")
     assert key not in caplog.text

@@ -14,12 +14,12 @@ import httpx
 import ollama
 import pytest
 
-from mlxtp.api.ask import Conversation
-from mlxtp.api.ask import Turn as Said
 from mlxtp.api.backend import AT_ONCE, Stored, Turn
-from mlxtp.api.dialects.ollama_shapes import OllamaShown
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
+from mlxtp.api.dialects.ollama_schema import OllamaShown
+from mlxtp.text.conversation import Conversation
+from mlxtp.text.conversation import Turn as Said
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_level, save, says
 from .test_loading import BROKEN, Turns, turns

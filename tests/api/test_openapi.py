@@ -11,9 +11,9 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from mlxtp.api.accounting import metrics_route
+from mlxtp.api.access_log import metrics_route
 from mlxtp.api.app import adapters, create_app
-from mlxtp.api.dialects.openai_shapes import ChatCompletion, ChatCompletionChunk, Health, Model, ModelList
+from mlxtp.api.dialects.openai_schema import ChatCompletion, ChatCompletionChunk, Health, Model, ModelList
 from mlxtp.api.openapi import document
 
 from .conftest import FakeBackend, Loaded, Server, says, says_scored

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api import settings
-from mlxtp.api.ask import Options
+from mlxtp.api import sampling as settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
 from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.errors import Code, RequestError
+from mlxtp.text.conversation import Options
 from mlxtp.wire.messages import Generate
-from mlxtp.wire.table import check_body, to_body
+from mlxtp.wire.registry import check_body, to_body
 
 VOCABULARY = 340
 

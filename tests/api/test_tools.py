@@ -9,11 +9,11 @@ from typing import Any
 import openai
 import pytest
 
-from mlxtp.api.ask import Tool
-from mlxtp.api.text.calls import tool_json
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import GroupError
+from mlxtp.text.conversation import Tool
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
+from mlxtp.text.tool_calls import tool_json
 
 from .conftest import TEMPLATE, Server, byte_level, save, says, then
 from .test_app import HELLO, fail_with

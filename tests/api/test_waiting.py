@@ -24,9 +24,9 @@ from mlxtp.api.adapter import About
 from mlxtp.api.backend import AtOnce, End, Progress
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.dialects.openai_request import parse_chat
-from mlxtp.api.events import Event, Finish, Said
-from mlxtp.api.waiting import Waiting
+from mlxtp.api.loading_stream import Waiting
 from mlxtp.errors import Code, RequestError
+from mlxtp.text.events import Event, Finish, Said
 
 from ..cluster import SLOWNESS
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, Server, forever, says, serving, then

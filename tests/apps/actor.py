@@ -33,10 +33,10 @@ import numpy as np
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import End, Event, ModelInfo, Request, Tokens
 from mlxtp.api.server import bind, serve
-from mlxtp.api.text.tokens import Text
 from mlxtp.client import FILE as AGENT_FILE
 from mlxtp.engine.closing import Room
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
+from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeAnswer, FakeBackend, score
 from ..reference import TINY

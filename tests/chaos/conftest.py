@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from mlxtp.api.app import create_app
-from mlxtp.node.epoch import State
+from mlxtp.groups.health import State
 
 from . import findings
 from .harness import KEEP_ALIVE_S, FaultyCluster
@@ -132,7 +132,7 @@ def _ranks_find_the_faults() -> Iterator[None]:
     """`-m tests.chaos.worker` works from any folder. Streams here say soon that they are alive."""
     patch = pytest.MonkeyPatch()
     hasty = functools.partial(create_app, keep_alive_s=KEEP_ALIVE_S)
-    patch.setattr("mlxtp.node.agent.create_app", hasty)
+    patch.setattr("mlxtp.agent.create_app", hasty)
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     yield

@@ -22,10 +22,10 @@ import pytest
 
 from mlxtp.api.backend import Request
 from mlxtp.config import Limits
-from mlxtp.doctor.postmortem import postmortems
+from mlxtp.diagnostics.examination import Postmortem
+from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.node.epoch import State, is_legal
-from mlxtp.postmortem.examination import Postmortem
+from mlxtp.groups.health import State, is_legal
 
 from ..cluster import LIMITS, SLOWNESS, WAIT_S, Cluster, until
 from .answers import LONG, SHORT, Answer, ask

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import Code
-from mlxtp.node.epoch import State
+from mlxtp.groups.health import State
 
 from ..cluster import SLOWNESS, until
 from .answers import LONG, SHORT

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import Code, GroupError
-from mlxtp.node.epoch import State
+from mlxtp.groups.health import State
 
 from .answers import LONG
 from .harness import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxtp.errors import Code
-from mlxtp.node.epoch import MAX_FAILURES
+from mlxtp.groups.health import MAX_FAILURES
 
 from ..cluster import WAIT_S
 from .harness import NOTICED_S, FaultyCluster, assert_recovered, assert_sound, before, kill

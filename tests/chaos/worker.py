@@ -23,20 +23,20 @@ import mlx.core as mx
 import msgpack
 
 from mlxtp.engine import decode_links, worker
-from mlxtp.engine import rank as rank_module
-from mlxtp.engine.choice import Chooser, Scores
-from mlxtp.engine.grammar_trial import Trial
+from mlxtp.engine import executor as rank_module
+from mlxtp.engine.agreement import Chooser, Scores
+from mlxtp.engine.executor import Forward, Rank
+from mlxtp.engine.grammar_sandbox import Trial
 from mlxtp.engine.group import Proof, RingGroup
 from mlxtp.engine.loader import LoadedModel
-from mlxtp.engine.mail import Mailbox
-from mlxtp.engine.moves import Decode, Move, Stop
-from mlxtp.engine.rank import Forward, Rank
+from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Chosen, Runner
 from mlxtp.engine.sampler import Sampler
 from mlxtp.engine.scheduler import Scheduler
+from mlxtp.engine.steps import Decode, Move, Stop
 from mlxtp.engine.vocabulary import Vocabulary
+from mlxtp.wire.blocking import Link
 from mlxtp.wire.frames import MAX_FRAME, encode
-from mlxtp.wire.link import Link
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -47,7 +47,7 @@ from mlxtp.wire.messages import (
     SessionStop,
     StepToken,
 )
-from mlxtp.wire.protocol import LinkKind, Protocol, Received, Side
+from mlxtp.wire.session import LinkKind, Protocol, Received, Side
 
 from ..mlx_errors import OUT_OF_MEMORY
 from .orders import Order, Orders

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxtp.cluster.shapes import ModelShape, shape_of
-from mlxtp.cluster.topology import Member
-from mlxtp.wire.control import RosterEntry
+from mlxtp.placement.model_shape import ModelShape, shape_of
+from mlxtp.placement.topology import Member
+from mlxtp.wire.cluster_messages import RosterEntry
 from mlxtp.wire.machine import Interface, Machine, Port
 
 GIB = 1024**3

@@ -12,8 +12,8 @@ import json
 import sys
 from typing import Any
 
-from mlxtp.cluster import discovery, multicast
-from mlxtp.cluster.sightings import Advert, Sighting
+from mlxtp.discovery import mdns, multicast
+from mlxtp.discovery.peer_cache import Advert, Sighting
 
 
 def tell(**line: Any) -> None:
@@ -27,9 +27,9 @@ def tell_sightings(sightings: tuple[Sighting, ...]) -> None:
 async def main() -> None:
     options = json.loads(sys.argv[1])
     for name, value in options.get("constants", {}).items():
-        module = discovery if hasattr(discovery, name) else multicast
+        module = mdns if hasattr(mdns, name) else multicast
         setattr(module, name, value)
-    member = discovery.Discovery(tell_sightings, lambda sentence: tell(said=sentence))
+    member = mdns.Discovery(tell_sightings, lambda sentence: tell(said=sentence))
     await member.start(Advert(**options["advert"]), options.get("addresses", ()))
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(

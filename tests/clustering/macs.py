@@ -8,9 +8,9 @@ from typing import Any
 
 import msgpack
 
-from mlxtp.cluster.probes.machines import mac
-from mlxtp.cluster.probes.macos import COMMANDS
-from mlxtp.cluster.probes.reading import NOT_INSTALLED, Output
+from mlxtp.placement.probe_machine import mac
+from mlxtp.placement.probe_macos import COMMANDS
+from mlxtp.placement.probe_output import NOT_INSTALLED, Output
 from mlxtp.wire.codecs import record
 from mlxtp.wire.machine import Machine, Port
 

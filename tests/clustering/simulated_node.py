@@ -8,21 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mlxtp.cluster.beliefs import Beliefs
-from mlxtp.cluster.coordination import Coordination, Situation
-from mlxtp.cluster.decisions import (
-    Action,
-    FormEpoch,
-    HandOver,
-    Plan,
-    Running,
-    StopEpoch,
-    may_leave,
-    refusal,
-)
+from mlxtp.cluster.cluster_state import Beliefs
+from mlxtp.cluster.failure_detector import Change, Duplicate, State
+from mlxtp.cluster.leadership import Coordination, Situation
 from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.standing import Change, Duplicate, State
-from mlxtp.wire.control import Beat, DesiredState, Members
+from mlxtp.cluster.reconcile import Action, FormEpoch, HandOver, Plan, Running, StopEpoch, may_leave, refusal
+from mlxtp.wire.cluster_messages import Beat, DesiredState, Members
 
 if TYPE_CHECKING:
     from .simulation import Wire, World

@@ -13,9 +13,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from mlxtp.cluster.beliefs import Beliefs, Roster
-from mlxtp.cluster.standing import State
-from mlxtp.node.state import Kept, from_text, to_text
+from mlxtp.cluster.cluster_state import Beliefs, Roster
+from mlxtp.cluster.failure_detector import State
+from mlxtp.cluster.saved_state import Kept, from_text, to_text
 
 from .desks import unsealed
 from .simulated_node import Fin, Goodbye, Journal, Node

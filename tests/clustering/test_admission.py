@@ -14,18 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.admission import answer_joiner, ask_to_join
-from mlxtp.cluster.identity import Identity, Store
-from mlxtp.cluster.joining import Admitted, AskElsewhere, Granted, Host, Joiner, redirect
-from mlxtp.cluster.tokens import LIFE_S, MAX_FAILURES, Desk, Token, read_token
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError, UserError
+from mlxtp.identity.join_exchange import answer_joiner, ask_to_join
+from mlxtp.identity.join_protocol import Admitted, AskElsewhere, Granted, Host, Joiner, redirect
+from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, Desk, Token, read_token
+from mlxtp.identity.store import Identity, Store
 from mlxtp.wire.certificates import authority_hash, certificates_to_pem, found, key_to_pem, new_key
-from mlxtp.wire.connection import Connection
-from mlxtp.wire.doorman import Doorman, open_tls
 from mlxtp.wire.frames import encode
-from mlxtp.wire.joining import JoinOffer
+from mlxtp.wire.join_messages import JoinOffer
 from mlxtp.wire.messages import Message, Ping
-from mlxtp.wire.protocol import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Protocol, Side
+from mlxtp.wire.streams import Connection
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_JOIN,
@@ -35,6 +34,7 @@ from mlxtp.wire.tls import (
     member_context_client,
     member_context_server,
 )
+from mlxtp.wire.tls_acceptor import Doorman, open_tls
 
 from ..wire.members import Member, founder, member_of
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.beliefs import MAX_ENTRIES, NOBODY, Beliefs, Claim, Roster, newer, stronger
+from mlxtp.cluster.cluster_state import MAX_ENTRIES, NOBODY, Beliefs, Claim, Roster, newer, stronger
 from mlxtp.errors import RemoteProtocolError, UserError
-from mlxtp.wire.control import MAX_MEMBERS, DesiredState, RosterEntry
+from mlxtp.wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
 from mlxtp.wire.frames import encode
 
 from .desks import unsealed

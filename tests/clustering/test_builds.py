@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.builds import Build, compare
+from mlxtp.cluster.compatibility import Build, compare
 
 OURS = Build(1, ("mlxtp=0.4.1", "mlx=0.32.4", "mlx-lm=0.32.2"), ("agreement=auto", "compiled=true"))
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.beliefs import NOBODY, NOTHING, Beliefs, Claim, Roster
-from mlxtp.cluster.coordination import Calm, Coordination, Situation
-from mlxtp.cluster.decisions import FormEpoch, HandOver, Plan, Running, StopEpoch, Wait
+from mlxtp.cluster.cluster_state import NOBODY, NOTHING, Beliefs, Claim, Roster
+from mlxtp.cluster.failure_detector import Pace, State
+from mlxtp.cluster.leadership import Calm, Coordination, Situation
 from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.standing import Pace, State
+from mlxtp.cluster.reconcile import FormEpoch, HandOver, Plan, Running, StopEpoch, Wait
 from mlxtp.errors import RemoteProtocolError, UserError
-from mlxtp.wire.control import Beat, DesiredState, RosterEntry
+from mlxtp.wire.cluster_messages import Beat, DesiredState, RosterEntry
 
 from .desks import unsealed
 

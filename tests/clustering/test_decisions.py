@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.beliefs import NOBODY, Claim
-from mlxtp.cluster.decisions import (
+from mlxtp.cluster.cluster_state import NOBODY, Claim
+from mlxtp.cluster.failure_detector import Standing, State
+from mlxtp.cluster.reconcile import (
     Action,
     FormEpoch,
     HandOver,
@@ -29,8 +30,7 @@ from mlxtp.cluster.decisions import (
     may_leave,
     refusal,
 )
-from mlxtp.cluster.standing import Standing, State
-from mlxtp.wire.control import DesiredState
+from mlxtp.wire.cluster_messages import DesiredState
 
 LLAMA = DesiredState(3, "b", "llama", "auto")
 NOW = 100.0

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from mlxtp.cluster.dialing import (
+from mlxtp.discovery.dial_schedule import (
     AT_ONCE,
     AT_ONCE_A_NODE,
     DIAL_S,
@@ -22,7 +22,7 @@ from mlxtp.cluster.dialing import (
     Dialing,
     host_and_port,
 )
-from mlxtp.cluster.sightings import Sighting
+from mlxtp.discovery.peer_cache import Sighting
 
 ME, ANNA, BEN = "0" * 32, "a" * 32, "b" * 32
 OURS, THEIRS = "c" * 16, "d" * 16

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster import discovery, sightings
-from mlxtp.cluster.discovery import Discovery
-from mlxtp.cluster.sightings import SERVICE, Advert, Sighting
+from mlxtp.discovery import mdns, peer_cache
+from mlxtp.discovery.mdns import Discovery
+from mlxtp.discovery.peer_cache import SERVICE, Advert, Sighting
 
 from ..cluster import WAIT_S
 
@@ -44,11 +44,11 @@ class World:
         self.answers: dict[str, asyncio.Event] = {}
         self.changes: list[tuple[Sighting, ...]] = []
         self.said: list[str] = []
-        monkeypatch.setattr(discovery, "Network", self.network)
-        monkeypatch.setattr(discovery, "info_of", Info)
-        monkeypatch.setattr(discovery, "send_something", self.send)
+        monkeypatch.setattr(mdns, "Network", self.network)
+        monkeypatch.setattr(mdns, "info_of", Info)
+        monkeypatch.setattr(mdns, "send_something", self.send)
         for name, value in {"REFRESH_S": 0.01, "RETRY_LOOK_S": 0.01, "FIRST_REST_S": 0.01}.items():
-            monkeypatch.setattr(discovery, name, value)
+            monkeypatch.setattr(mdns, name, value)
         self.discovery = Discovery(
             self.changes.append,
             self.said.append,
@@ -189,7 +189,7 @@ def test_where_the_network_may_not_be_reached_it_says_why_and_tries_again(
 
 def test_a_network_that_breaks_is_left_and_found_again(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(world: World) -> None:
-        monkeypatch.setattr(discovery, "ASK_AGAIN_S", 0.0)
+        monkeypatch.setattr(mdns, "ASK_AGAIN_S", 0.0)
         world.sending_fails = OSError(101, "Network is unreachable")
         await eventually(lambda: world.said, "said")
         world.sending_fails = None
@@ -201,7 +201,7 @@ def test_a_network_that_breaks_is_left_and_found_again(tell: Tell, monkeypatch: 
 
 
 def test_other_addresses_put_everything_in_doubt(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sightings, "CONFIRM_S", 1e6)
+    monkeypatch.setattr(peer_cache, "CONFIRM_S", 1e6)
 
     async def story(world: World) -> None:
         await eventually(lambda: world.networks[0].service, "announced")
@@ -262,7 +262,7 @@ def test_another_advert_is_announced(tell: Tell) -> None:
 
 
 def test_everybody_is_asked_again_now_and_then(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr(mdns, "ASK_AGAIN_S", 0.02)
 
     async def story(world: World) -> None:
         await eventually(lambda: world.networks[0].times_asked >= 3, "asked")
@@ -271,7 +271,7 @@ def test_everybody_is_asked_again_now_and_then(tell: Tell, monkeypatch: pytest.M
 
 
 def test_a_flood_is_left_alone_for_ever_longer(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "MAX_REST_S", 0.03)
+    monkeypatch.setattr(mdns, "MAX_REST_S", 0.03)
 
     async def story(world: World) -> None:
         world.publish(OTHER)
@@ -290,9 +290,9 @@ def test_a_flood_is_left_alone_for_ever_longer(tell: Tell, monkeypatch: pytest.M
         await eventually(lambda: len(world.networks) == 4, "open")
         await eventually(lambda: world.said[-1].endswith("again"), "well")
         # After some peace the next flood is the first.
-        monkeypatch.setattr(discovery, "ASK_AGAIN_S", 0.0)
+        monkeypatch.setattr(mdns, "ASK_AGAIN_S", 0.0)
         await eventually(lambda: world.networks[-1].times_asked > 1, "asked")
-        for number in range(discovery.MAX_NAMES):
+        for number in range(mdns.MAX_NAMES):
             world.hear(f"false {number}.{SERVICE}")
         await eventually(lambda: world.networks[-1].closed, "left")
 
@@ -308,7 +308,7 @@ def test_a_flood_is_left_alone_for_ever_longer(tell: Tell, monkeypatch: pytest.M
 def test_changes_are_told_no_more_often_than_every_so_often(
     tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "CHANGE_S", 0.05)
+    monkeypatch.setattr(mdns, "CHANGE_S", 0.05)
     begun = []
 
     async def story(world: World) -> None:
@@ -330,14 +330,14 @@ def test_so_many_are_asked_at_once_and_the_silent_are_asked_again(
 
     async def story(world: World) -> None:
         await eventually(lambda: world.networks[0].service, "announced")
-        monkeypatch.setattr(discovery, "RETRY_LOOK_S", 1e6)
+        monkeypatch.setattr(mdns, "RETRY_LOOK_S", 1e6)
         for name in names:
             world.hear(name)
-        await eventually(lambda: len(world.asked) == discovery.RESOLVE_AT_ONCE, "asked")
+        await eventually(lambda: len(world.asked) == mdns.RESOLVE_AT_ONCE, "asked")
         world.answers[world.asked[0]].set()
-        await eventually(lambda: len(world.asked) == discovery.RESOLVE_AT_ONCE + 1, "asked")
+        await eventually(lambda: len(world.asked) == mdns.RESOLVE_AT_ONCE + 1, "asked")
         assert len(set(world.asked)) == len(world.asked), "who did not answer has to wait"
-        monkeypatch.setattr(discovery, "RETRY_LOOK_S", 0.01)
+        monkeypatch.setattr(mdns, "RETRY_LOOK_S", 0.01)
         for name in names:
             world.answers.setdefault(name, asyncio.Event()).set()
         await eventually(lambda: set(world.asked) == set(names), "asked")

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.failed_groups import (
+from mlxtp.errors import Code
+from mlxtp.placement.cost_model import JACCL_MESH, JACCL_RING
+from mlxtp.placement.failed_groups import (
     ADDRESS_RETRY_S,
     ADDRESSES_COME_S,
     RETRY_S,
@@ -15,10 +17,8 @@ from mlxtp.cluster.failed_groups import (
     FailedGroups,
     links_of,
 )
-from mlxtp.cluster.placement import Options, plan
-from mlxtp.cluster.speed import JACCL_MESH, JACCL_RING
-from mlxtp.cluster.topology import Member
-from mlxtp.errors import Code
+from mlxtp.placement.planner import Options, plan
+from mlxtp.placement.topology import Member
 from mlxtp.wire.machine import Port
 
 from .desks import cabled, mac, on_lan, shape

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.findings import cable_addresses, findings
-from mlxtp.cluster.probes.machines import mac
+from mlxtp.placement.advice import cable_addresses, findings
+from mlxtp.placement.probe_machine import mac
 from mlxtp.wire.machine import Machine, Port
 
 from .macs import BOOK, MACS, MAX, MINI, OLD_BOOK, ULTRA, machine, outputs, port, recorded

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlxtp.cluster import hardware
-from mlxtp.cluster.hardware import probe, refresh, run_as_self, run_command
-from mlxtp.cluster.probes.macos import COMMANDS
-from mlxtp.cluster.probes.reading import NOT_INSTALLED, Output
+from mlxtp.placement import hardware
+from mlxtp.placement.hardware import probe, refresh, run_as_self, run_command
+from mlxtp.placement.probe_macos import COMMANDS
+from mlxtp.placement.probe_output import NOT_INSTALLED, Output
 
 from .macs import MAX, MINI, machine, outputs, over_the_wire, recorded
 

@@ -10,26 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster.probes import linux, macos
-from mlxtp.cluster.probes.links import MAX_LINKS, interfaces, only
-from mlxtp.cluster.probes.machines import elsewhere, mac, mac_again
-from mlxtp.cluster.probes.macos import COMMANDS
-from mlxtp.cluster.probes.profiler import parse_profile
-from mlxtp.cluster.probes.reading import Output, Reading
+from mlxtp.placement import probe_linux, probe_macos
+from mlxtp.placement.probe_addresses import MAX_LINKS, interfaces, only
+from mlxtp.placement.probe_machine import elsewhere, mac, mac_again
+from mlxtp.placement.probe_macos import COMMANDS
+from mlxtp.placement.probe_output import Output, Reading
+from mlxtp.placement.probe_profiler import parse_profile
 from mlxtp.wire.machine import MAX_PORTS
 
 from .macs import MACS, machine, outputs, over_the_wire, recorded
 
 PARSERS: dict[str, Callable[[str], Reading[Any]]] = {
     "system_profiler": parse_profile,
-    "sysctl": macos.parse_sysctl,
-    "vm_stat": macos.parse_vm_stat,
-    "networksetup": macos.parse_hardware_ports,
-    "ifconfig": macos.parse_ifconfig,
-    "ibv_devices": macos.parse_ibv_devices,
-    "ibv_devinfo": macos.parse_ibv_devinfo,
-    "rdma_ctl": macos.parse_rdma_ctl,
-    "pmset": macos.parse_pmset,
+    "sysctl": probe_macos.parse_sysctl,
+    "vm_stat": probe_macos.parse_vm_stat,
+    "networksetup": probe_macos.parse_hardware_ports,
+    "ifconfig": probe_macos.parse_ifconfig,
+    "ibv_devices": probe_macos.parse_ibv_devices,
+    "ibv_devinfo": probe_macos.parse_ibv_devinfo,
+    "rdma_ctl": probe_macos.parse_rdma_ctl,
+    "pmset": probe_macos.parse_pmset,
 }
 
 RECORDED = {
@@ -117,7 +117,7 @@ def test_whatever_was_said_the_machine_fits_into_its_message(
 
 LONG = st.text(min_size=0, max_size=200)
 ROWS = st.builds(
-    linux.Row,
+    probe_linux.Row,
     device=LONG,
     address=st.sampled_from(["10.0.0.1", "127.0.0.1", "::1"]) | LONG,
     netmask=st.sampled_from(["255.255.255.0", "255.0.255.0"]) | LONG,
@@ -130,22 +130,22 @@ ROWS = st.builds(
 @settings(max_examples=40)
 @given(
     st.builds(
-        linux.Sight,
+        probe_linux.Sight,
         *(LONG for _ in range(6)),
         *(st.integers() for _ in range(3)),
         st.none() | st.booleans(),
         st.lists(ROWS, max_size=8).map(tuple),
     )
 )
-def test_whatever_linux_says_the_machine_fits_into_its_message(sight: linux.Sight) -> None:
+def test_whatever_linux_says_the_machine_fits_into_its_message(sight: probe_linux.Sight) -> None:
     found = elsewhere(sight)
     assert over_the_wire(found) == found
 
 
 @settings(max_examples=30)
 @given(st.lists(ROWS, max_size=8), LONG)
-def test_an_address_selects_at_most_one_interface(rows: list[linux.Row], address: str) -> None:
-    links = linux.links(rows)
+def test_an_address_selects_at_most_one_interface(rows: list[probe_linux.Row], address: str) -> None:
+    links = probe_linux.links(rows)
     assert len(only(links, address)) <= 1
     assert len(interfaces(links)) <= len(rows)
 

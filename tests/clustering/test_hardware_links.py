@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.probes.links import Link, interfaces, ipv4, only
-from mlxtp.cluster.probes.linux import Row, Sight, links, parse_cpuinfo, parse_os_release
-from mlxtp.cluster.probes.machines import elsewhere
+from mlxtp.placement.probe_addresses import Link, interfaces, ipv4, only
+from mlxtp.placement.probe_linux import Row, Sight, links, parse_cpuinfo, parse_os_release
+from mlxtp.placement.probe_machine import elsewhere
 from mlxtp.wire.machine import Interface
 
 from .macs import over_the_wire

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.probes.machines import mac, mac_again
-from mlxtp.cluster.probes.macos import COMMANDS
-from mlxtp.cluster.probes.reading import Output
+from mlxtp.placement.probe_machine import mac, mac_again
+from mlxtp.placement.probe_macos import COMMANDS
+from mlxtp.placement.probe_output import Output
 from mlxtp.wire.machine import Interface
 
 from .macs import (

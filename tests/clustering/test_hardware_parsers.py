@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster.probes.links import Link
-from mlxtp.cluster.probes.macos import (
+from mlxtp.placement.probe_addresses import Link
+from mlxtp.placement.probe_macos import (
     Memory,
     parse_hardware_ports,
     parse_ibv_devices,
@@ -19,8 +19,8 @@ from mlxtp.cluster.probes.macos import (
     parse_sysctl,
     parse_vm_stat,
 )
-from mlxtp.cluster.probes.profiler import Bus, parse_profile
-from mlxtp.cluster.probes.reading import Output, Reading, count, note, printable
+from mlxtp.placement.probe_output import Output, Reading, count, note, printable
+from mlxtp.placement.probe_profiler import Bus, parse_profile
 
 OWN, PEER, FAR = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ABC")
 

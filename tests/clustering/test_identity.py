@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster import identity as module
-from mlxtp.cluster.identity import AUTHORITY, MEMBER, NEXT_KEY, NODE_ID, NODE_KEY, Store
 from mlxtp.errors import ConfigError, UserError
+from mlxtp.identity import store as module
+from mlxtp.identity.store import AUTHORITY, MEMBER, NEXT_KEY, NODE_ID, NODE_KEY, Store
 from mlxtp.wire.certificates import Membership, check_node, key_to_pem, new_key
 
 from ..wire.members import founder, member_of

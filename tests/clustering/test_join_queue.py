@@ -6,8 +6,8 @@ import heapq
 
 import pytest
 
-from mlxtp.cluster.join_queue import AGAIN_S, MAX_OF_EACH, PATIENCE_S, JoinQueue
-from mlxtp.node.entering import MAX_ASKED
+from mlxtp.identity.join_network import MAX_ASKED
+from mlxtp.identity.join_queue import AGAIN_S, MAX_OF_EACH, PATIENCE_S, JoinQueue
 
 
 def addresses(announcer: int, count: int) -> list[str]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.joining import Admitted, AskElsewhere, Granted, Host, Joiner, redirect, spoken
-from mlxtp.cluster.tokens import LIFE_S, MAX_FAILURES, RESEND_S, Desk, Token
 from mlxtp.errors import Code, ProtocolError, UserError
+from mlxtp.identity.join_protocol import Admitted, AskElsewhere, Granted, Host, Joiner, redirect, spoken
+from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, RESEND_S, Desk, Token
 from mlxtp.wire.certificates import (
     Authority,
     authority_hash,
@@ -20,7 +20,7 @@ from mlxtp.wire.certificates import (
     point_of,
     sign,
 )
-from mlxtp.wire.joining import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
+from mlxtp.wire.join_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 
 CLUSTER = "c1" * 8
 FIRST, NEW, OTHER = "a1" * 16, "a2" * 16, "a3" * 16

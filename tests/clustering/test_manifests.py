@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.cluster.manifests import ModelFile, wanted
+from mlxtp.models.manifest import ModelFile, wanted
 from mlxtp.tokenizer_file import MAX_CONFIG_BYTES, MAX_TEXT_BYTES
 
 MANY = 1 << 43

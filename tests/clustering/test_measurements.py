@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.measurements import (
+from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
+from mlxtp.placement.measurements import (
     EACH_S,
     MAX_RESULTS,
     MOST_ROUNDS,
@@ -27,9 +28,8 @@ from mlxtp.cluster.measurements import (
     to_json,
     to_text,
 )
-from mlxtp.cluster.placement import Options, plan
-from mlxtp.cluster.speed import JACCL_MESH, RING_ETHERNET, RING_THUNDERBOLT
-from mlxtp.wire.fabric import FabricResult
+from mlxtp.placement.planner import Options, plan
+from mlxtp.wire.fabric_result import FabricResult
 
 from .desks import all_pairs, cabled, mac, node_id, on_lan, shape
 

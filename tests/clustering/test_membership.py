@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxtp.cluster.failure_detector import MOVES, Change, Duplicate, Pace, Standing, State, Why
 from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.standing import MOVES, Change, Duplicate, Pace, Standing, State, Why
 from mlxtp.errors import UserError
-from mlxtp.wire.control import MAX_MEMBERS
+from mlxtp.wire.cluster_messages import MAX_MEMBERS
 
 PACE = Pace()
 BEAT_S = PACE.beat_s

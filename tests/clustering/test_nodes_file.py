@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster.nodes_file import read_nodes
-from mlxtp.cluster.placement import Options, plan
 from mlxtp.errors import ConfigError
+from mlxtp.placement.machines_file import read_nodes
+from mlxtp.placement.planner import Options, plan
 
 from .desks import GIB, shape
 

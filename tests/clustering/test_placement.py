@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster.chips import chip
-from mlxtp.cluster.placement import Options, Plan, plan
-from mlxtp.cluster.shapes import ModelShape, shape_of
-from mlxtp.cluster.speed import (
+from mlxtp.errors import ConfigError
+from mlxtp.placement.chips import chip
+from mlxtp.placement.cost_model import (
     ALONE,
     JACCL_MESH,
     JACCL_RING,
@@ -25,8 +24,9 @@ from mlxtp.cluster.speed import (
     Rank,
     speed,
 )
-from mlxtp.cluster.topology import Member
-from mlxtp.errors import ConfigError
+from mlxtp.placement.model_shape import ModelShape, shape_of
+from mlxtp.placement.planner import Options, Plan, plan
+from mlxtp.placement.topology import Member
 from mlxtp.wire.machine import Interface
 
 from .desks import (

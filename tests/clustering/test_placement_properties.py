@@ -12,12 +12,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster.alternatives import Alternative
-from mlxtp.cluster.known import KNOWN
-from mlxtp.cluster.memory import usable_bytes
-from mlxtp.cluster.placement import Options, Plan, plan
-from mlxtp.cluster.shapes import ModelShape, shape_of
-from mlxtp.cluster.topology import Member, Topology
+from mlxtp.placement.candidates import Alternative
+from mlxtp.placement.model_shape import ModelShape, shape_of
+from mlxtp.placement.planner import Options, Plan, plan
+from mlxtp.placement.published_models import KNOWN
+from mlxtp.placement.rank_memory import usable_bytes
+from mlxtp.placement.topology import Member, Topology
 from mlxtp.wire.machine import Interface
 
 from .desks import GIB, add, all_pairs, cabled, changed, ethernet, mac, node_id, on_lan, shape

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster.findings import cable_addresses
-from mlxtp.cluster.preflight import Trouble, explain, explain_crash, preflight
+from mlxtp.placement.advice import cable_addresses
+from mlxtp.placement.jaccl_preflight import Trouble, explain, explain_crash, preflight
 from mlxtp.wire.machine import Interface, Machine, Port
 
 from ..mlx_errors import OF_NO_KNOWN_TROUBLE, WHILE_FORMING

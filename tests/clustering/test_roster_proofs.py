@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.beliefs import Roster, is_founder
+from mlxtp.cluster.cluster_state import Roster, is_founder
 from mlxtp.cluster.roster_proofs import RosterProofs
-from mlxtp.wire.control import RosterEntry
+from mlxtp.wire.cluster_messages import RosterEntry
 
 from ..wire.members import Member, founder, member_of
 from .desks import unsealed

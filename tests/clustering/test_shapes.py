@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.utils import MODEL_REMAPPING
 
-from mlxtp.cluster.known import KNOWN
-from mlxtp.cluster.shapes import ALSO_CALLED, MAX_RANKS, SHARDABLE, shape_of
 from mlxtp.engine.sharding import check_divisible, shardable_families
 from mlxtp.errors import ModelError
+from mlxtp.placement.model_shape import ALSO_CALLED, MAX_RANKS, SHARDABLE, shape_of
+from mlxtp.placement.published_models import KNOWN
 
 from .desks import LLAMA, shape
 

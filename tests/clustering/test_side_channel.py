@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mlxtp.cluster.side_channel import ROUND_S, Hub
+from mlxtp.groups.side_channel import ROUND_S, Hub
 from mlxtp.wire.messages import MAX_ROUNDS, Bootstrap, Gathered, SideChannel
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster.decisions import HandOver
-from mlxtp.cluster.standing import Change, State
-from mlxtp.node.state import Kept, to_text
+from mlxtp.cluster.failure_detector import Change, State
+from mlxtp.cluster.reconcile import HandOver
+from mlxtp.cluster.saved_state import Kept, to_text
 
 from .desks import unsealed
 from .simulated_node import TICK_S, Journal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.cluster.sources import Held, choose
+from mlxtp.models.seeder import Held, choose
 
 WHOLE = Held("a" * 40, 9, 9)
 PASSING = Held("a" * 40, 9, 9, wants=False)

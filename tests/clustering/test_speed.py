@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.cluster.chips import chip
-from mlxtp.cluster.shapes import ModelShape
-from mlxtp.cluster.speed import (
+from mlxtp.placement.chips import chip
+from mlxtp.placement.cost_model import (
     ALONE,
     FABRICS,
     FAST_FENCE_S,
@@ -22,6 +21,7 @@ from mlxtp.cluster.speed import (
     Rank,
     speed,
 )
+from mlxtp.placement.model_shape import ModelShape
 
 from .desks import shape
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster.switching import Load, Tell, Turns
-from mlxtp.wire.control import DesiredState, ModelQueue, ModelTurn
+from mlxtp.models.queue_policy import Load, Tell, Turns
+from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelTurn
 
 TERM = 5
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, Member, Topology
+from mlxtp.placement.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, Member, Topology
 from mlxtp.wire.machine import Interface
 
 from .desks import add, cabled, changed, ethernet, linux, mac, node_id, on_lan

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mlxtp.cluster.alternatives import Alternative
-from mlxtp.cluster.fabrics import Fabrics
-from mlxtp.cluster.speed import JACCL_MESH, JACCL_RING, RING_ETHERNET
-from mlxtp.cluster.topology import Topology
-from mlxtp.cluster.trying import Device, devices_of, parts
+from mlxtp.placement.candidates import Alternative
+from mlxtp.placement.cost_model import JACCL_MESH, JACCL_RING, RING_ETHERNET
+from mlxtp.placement.fabrics import Fabrics
+from mlxtp.placement.topology import Topology
+from mlxtp.placement.trial_parts import Device, devices_of, parts
 
 from .desks import all_pairs, cabled, mac
 

@@ -9,17 +9,10 @@ from typing import Any
 
 import pytest
 
+from mlxtp.cli import bench_speed
+from mlxtp.cli.bench_speed import Answer, Row, measure, read, show, wrote
+from mlxtp.cli.launch import find_served
 from mlxtp.client import AgentClient
-from mlxtp.commands import bench_speed
-from mlxtp.commands.bench_speed import (
-    Answer,
-    Row,
-    measure,
-    read,
-    show,
-    wrote,
-)
-from mlxtp.commands.launch import find_served
 from mlxtp.errors import Code, UserError
 
 from ..cluster import Cluster

@@ -14,11 +14,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlxtp.asking import Answer, Piece
-from mlxtp.cli import app
+from mlxtp.cli.chat import Talk
+from mlxtp.cli.main import app
+from mlxtp.cli.markdown import settled
 from mlxtp.client import FILE
-from mlxtp.commands.chat import Talk
-from mlxtp.commands.markdown import settled
+from mlxtp.endpoint_client import Answer, Piece
 from mlxtp.errors import UserError
 
 from ..cluster import WAIT_S, Cluster

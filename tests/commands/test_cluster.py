@@ -19,19 +19,19 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from mlxtp.admin.handlers import FILE, announced
+from mlxtp.agent import _own_home
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
-from mlxtp.cli import _with_join_value, app
+from mlxtp.cli import bench_fabric, cluster
+from mlxtp.cli.main import _with_join_value, app
 from mlxtp.client import agent_runs
-from mlxtp.cluster.beliefs import Beliefs, Roster
-from mlxtp.cluster.identity import Store
-from mlxtp.commands import bench_fabric, cluster
+from mlxtp.cluster.cluster_state import Beliefs, Roster
+from mlxtp.cluster.saved_state import Kept, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
-from mlxtp.node.administration import FILE, announced
-from mlxtp.node.agent import _own_home
-from mlxtp.node.state import Kept, save
-from mlxtp.wire.control import RosterEntry
+from mlxtp.identity.store import Store
+from mlxtp.wire.cluster_messages import RosterEntry
 from mlxtp.wire.machine import Interface, Machine
 
 from ..api.test_admin import KEY, FakeAdmin

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mlxtp.cli import app
-from mlxtp.commands.completions import SHELLS
-from mlxtp.node.api_keys import KeyFile
+from mlxtp.api.api_keys import KeyFile
+from mlxtp.cli.main import app
+from mlxtp.cli.shell_completion import SHELLS
 
 from ..cluster import START_S
 

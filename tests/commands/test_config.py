@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlxtp.cli import app
+from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings, shown, told
 from mlxtp.settings import BY_KEY
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mlxtp.cli import demo
 from mlxtp.client import AgentClient
-from mlxtp.commands import demo
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
 

@@ -13,16 +13,16 @@ from click.testing import Result
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from mlxtp.cli import app
-from mlxtp.cluster.identity import Store
+from mlxtp.agent import _own_home
+from mlxtp.api.endpoint import open_endpoint
+from mlxtp.cli.main import app
 from mlxtp.config import Settings
-from mlxtp.doctor.report import show
-from mlxtp.doctor.rows import ROWS, as_markdown
-from mlxtp.node import looks
-from mlxtp.node.agent import _own_home
-from mlxtp.node.checkup import AgentCheckup
-from mlxtp.node.endpoint import open_endpoint
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.diagnostics import local_facts
+from mlxtp.diagnostics.checkup import AgentCheckup
+from mlxtp.diagnostics.report import show
+from mlxtp.diagnostics.rows import ROWS, as_markdown
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.identity.store import Store
 
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
@@ -84,7 +84,7 @@ def test_with_a_wrong_setting_it_says_so_and_looks_at_the_rest(tmp_path: Path) -
 
 def test_a_look_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", f"/{'x' * 300}")
-    monkeypatch.setattr(looks, "software_here", lambda: 1 // 0)
+    monkeypatch.setattr(local_facts, "software_here", lambda: 1 // 0)
     found = rows(type_in(tmp_path, "--json"))
     assert found["disk"]["level"] == "warning"
     assert "File name too long" in found["disk"]["findings"][1]["what"]
@@ -143,6 +143,6 @@ def test_a_terminal_without_unicode_gets_ascii_marks() -> None:
 
 
 def test_the_page_has_the_table_as_the_code_has_it() -> None:
-    """To renew it: python -c "from mlxtp.doctor.rows import *; print(*as_markdown(), sep='\\n')" """
+    """To renew it: python -c "from mlxtp.diagnostics.rows import *; print(*as_markdown(), sep='\\n')" """
     table = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     assert table[: len(ROWS) + 2] == list(as_markdown())

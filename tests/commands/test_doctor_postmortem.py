@@ -16,18 +16,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlxtp.cli import app
-from mlxtp.doctor.postmortem import postmortems
+from mlxtp.cli.main import app
+from mlxtp.diagnostics.failure_store import FOLDER, Failed, RankEnd, keep, read_recording, recording_file
+from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import Code, GroupError, exit_status
-from mlxtp.node.failures import (
-    FOLDER,
-    Failed,
-    RankEnd,
-    keep,
-    read_recording,
-    recording_file,
-)
 
 KEY = bytes(range(32))
 HOST = Failed(7, "studio", GroupError("step 14: rank 1 [mini] differs", Code.DESYNC), ("studio", "mini"))
@@ -137,7 +130,7 @@ def test_a_running_agent_is_asked_for_what_others_keep(
             asked.append((what, body))
             return {"files": files}
 
-    monkeypatch.setattr("mlxtp.commands.doctor.AgentClient", Agent)
+    monkeypatch.setattr("mlxtp.cli.doctor.AgentClient", Agent)
     text = shown("--home", tmp_path / "a")
     assert asked == [("records", {"epoch": "7", "epoch_id": files[0]["epoch_id"]})]
     assert "ranks differ first at step 14" in text

@@ -19,17 +19,17 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from mlxtp.admin.handlers import announced
+from mlxtp.api.api_keys import KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import GREEDY, ModelInfo, Stored
+from mlxtp.api.endpoint import open_endpoint
 from mlxtp.api.server import serve
-from mlxtp.cli import app
-from mlxtp.commands import bench_speed
-from mlxtp.commands.launch import as_shell, changed
-from mlxtp.commands.programs import PROGRAMS, Program, Served, Setup, claude, output_limit
+from mlxtp.cli import bench_speed
+from mlxtp.cli.launch import as_shell, changed
+from mlxtp.cli.main import app
+from mlxtp.cli.programs import PROGRAMS, Program, Served, Setup, claude, output_limit
 from mlxtp.config import Settings
-from mlxtp.node.administration import announced
-from mlxtp.node.api_keys import KeyFile
-from mlxtp.node.endpoint import open_endpoint
 
 from ..api.test_admin import KEY, FakeAdmin
 from ..cluster import WAIT_S, until

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from rich.progress import Task, TaskID
 
-from mlxtp.commands.models import _Speed
+from mlxtp.cli.models import _Speed
 from mlxtp.errors import Code, UserError
-from mlxtp.node.store.fetching import Fetch
-from mlxtp.node.store.hub_cache import Repo
+from mlxtp.models.download import Fetch
+from mlxtp.models.hub_cache import Repo
 
 from ..cluster import START_S
 from ..hub import (

@@ -14,15 +14,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mlxtp.cli import app
-from mlxtp.cluster.known import KNOWN
-from mlxtp.cluster.placement import Options
-from mlxtp.cluster.speed import ALONE, JACCL_MESH, RING_THUNDERBOLT, Measured
-from mlxtp.cluster.topology import Member
-from mlxtp.commands import planning as plan
+from mlxtp.cli import planning as plan
+from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
-from mlxtp.node.conductor import Conductor
+from mlxtp.groups.controller import Conductor
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT, Measured
+from mlxtp.placement.planner import Options
+from mlxtp.placement.published_models import KNOWN
+from mlxtp.placement.topology import Member
 
 from ..clustering.desks import (
     LLAMA,

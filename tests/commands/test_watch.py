@@ -14,11 +14,11 @@ from typing import Any, cast
 from rich.console import Console
 from typer.testing import CliRunner
 
+from mlxtp.admin.handlers import announced
 from mlxtp.api.app import create_app
 from mlxtp.api.server import bind, serve
-from mlxtp.cli import app
-from mlxtp.commands.watch import picture
-from mlxtp.node.administration import announced
+from mlxtp.cli.main import app
+from mlxtp.cli.watch import picture
 
 from ..api.test_admin import KEY
 from ..cluster import WAIT_S

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxtp.cluster.probes.macos import COMMANDS
-from mlxtp.cluster.probes.reading import NOT_INSTALLED, Output
 from mlxtp.config import Settings
-from mlxtp.doctor.facts import Facts
-from mlxtp.node.checkup import Checkup
+from mlxtp.diagnostics.checkup import Checkup
+from mlxtp.diagnostics.facts import Facts
+from mlxtp.placement.probe_macos import COMMANDS
+from mlxtp.placement.probe_output import NOT_INSTALLED, Output
 
 from ..clustering.macs import MAX, outputs
 

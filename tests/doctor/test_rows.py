@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster.probes.reading import Output
-from mlxtp.doctor.facts import (
+from mlxtp.diagnostics.check_result import Examined, Finding, Level, examine, to_json
+from mlxtp.diagnostics.facts import (
     AgentFacts,
     Attempt,
     Certificate,
@@ -29,9 +29,9 @@ from mlxtp.doctor.facts import (
     Port,
     PowerFacts,
 )
-from mlxtp.doctor.finding import Examined, Finding, Level, examine, to_json
-from mlxtp.doctor.rows import ROWS
-from mlxtp.node.looks import floors, software_here
+from mlxtp.diagnostics.local_facts import floors, software_here
+from mlxtp.diagnostics.rows import ROWS
+from mlxtp.placement.probe_output import Output
 from mlxtp.wire.machine import Interface
 
 from ..clustering.macs import BOOK, MAX, MINI, OLD_BOOK, ULTRA
@@ -361,7 +361,7 @@ def test_a_process_that_macos_keeps_out_is_told_so(monkeypatch: pytest.MonkeyPat
     def refused(_addresses: object) -> None:
         raise OSError(65, "No route to host")
 
-    monkeypatch.setattr("mlxtp.node.looks.send_something", refused)
+    monkeypatch.setattr("mlxtp.diagnostics.local_facts.send_something", refused)
     found = recorded.facts(tmp_path, Machine("mac_well"))
     assert (found.network.multicast, found.network.loopback) == (65, True)
     assert row(found, "local-network").level == Level.ERROR
@@ -378,8 +378,8 @@ def test_what_mlxtp_needs_is_read_from_its_own_metadata() -> None:
 
 def test_a_look_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
-    monkeypatch.setattr("mlxtp.node.looks.LOOK_S", 0.05)
-    monkeypatch.setattr("mlxtp.node.looks.disk", lambda purpose, folder: held.wait(60))
+    monkeypatch.setattr("mlxtp.diagnostics.local_facts.LOOK_S", 0.05)
+    monkeypatch.setattr("mlxtp.diagnostics.local_facts.disk", lambda purpose, folder: held.wait(60))
     try:
         found = recorded.facts(tmp_path, Machine("mac_well"))
     finally:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.probes.reading import NOT_INSTALLED, Output, Reading
-from mlxtp.cluster.probes.settings import (
+from mlxtp.diagnostics.facts import FirewallFacts
+from mlxtp.diagnostics.local_facts import linux_firewall, mac_firewall
+from mlxtp.placement.probe_output import NOT_INSTALLED, Output, Reading
+from mlxtp.placement.probe_settings import (
     parse_block_all,
     parse_firewall_app,
     parse_firewall_state,
@@ -21,8 +23,6 @@ from mlxtp.cluster.probes.settings import (
     parse_sntp,
     parse_timedatectl,
 )
-from mlxtp.doctor.facts import FirewallFacts
-from mlxtp.node.looks import linux_firewall, mac_firewall
 
 from .recorded import FIREWALL, said
 

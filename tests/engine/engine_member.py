@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxtp.engine import worker
-from mlxtp.engine.rank import Forward, Rank
+from mlxtp.engine.executor import Forward, Rank
 from mlxtp.engine.sampler import Sampler
 from mlxtp.wire.messages import PromptTokens, StepToken
 

@@ -191,7 +191,7 @@ def main() -> None:
     script = Script(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
     pretence = Pretence(script, Path(folder))
     if script.whole:
-        from mlxtp.engine import rank as rank_module
+        from mlxtp.engine import executor as rank_module
 
         group.is_available = lambda _: True
         rank_module.form = functools.partial(group.form, available=lambda _: True, init=pretence)

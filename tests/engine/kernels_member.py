@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlxtp.engine import loader
-from mlxtp.engine.desk import RequestDesk
+from mlxtp.engine.executor import Rank
 from mlxtp.engine.group import CollectiveCounter
-from mlxtp.engine.rank import Rank
-from mlxtp.engine.status import Status
+from mlxtp.engine.logit_shaping import RequestDesk
+from mlxtp.engine.telemetry import Status
 from mlxtp.wire.messages import Bootstrap, LoadShard, PromptTokens, StepToken
 
 CHUNK = 64

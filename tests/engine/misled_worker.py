@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mlxtp.engine import rank as rank_module
+from mlxtp.engine import executor as rank_module
 from mlxtp.engine import worker
 from mlxtp.engine.group import Group
 from mlxtp.engine.loader import LoadedModel

@@ -14,8 +14,10 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-from mlxtp.engine import kv
-from mlxtp.engine.moves import (
+from mlxtp.engine import kv_budget
+from mlxtp.engine.prefix_cache import PrefixCache
+from mlxtp.engine.scheduler import Scheduler
+from mlxtp.engine.steps import (
     Decode,
     Drop,
     End,
@@ -31,11 +33,9 @@ from mlxtp.engine.moves import (
     Token,
     Wants,
 )
-from mlxtp.engine.prefix_cache import PrefixCache
-from mlxtp.engine.scheduler import Scheduler
 from mlxtp.errors import Code, RequestError
-from mlxtp.wire.ledger import DecodeLedger
 from mlxtp.wire.messages import Evict, Message, PromptBatch, PromptTokens, SessionStop, StepToken
+from mlxtp.wire.rules import DecodeLedger
 
 EOS = 1
 NONSENSE = 999_999
@@ -254,9 +254,9 @@ class Ranks:
 
     def occupied(self) -> int:
         """Positions of all KV caches, as `kv.py` has them grow."""
-        kept = sum(kv.capacity(len(tokens)) for tokens in self.kept.values())
-        prompts = sum(kv.capacity(total) for total in self.prefilling.values())
-        return kept + prompts + kv.batch_tokens([len(self.contents[uid]) for uid in self.rows])
+        kept = sum(kv_budget.capacity(len(tokens)) for tokens in self.kept.values())
+        prompts = sum(kv_budget.capacity(total) for total in self.prefilling.values())
+        return kept + prompts + kv_budget.batch_tokens([len(self.contents[uid]) for uid in self.rows])
 
     def _check_room(self) -> None:
         assert self.occupied() <= self._kv_tokens

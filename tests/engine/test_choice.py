@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtp.engine.choice import Chooser, Desk, NoDesk
+from mlxtp.engine.agreement import Chooser, Desk, NoDesk
 from mlxtp.engine.group import LoneGroup
 from mlxtp.wire.messages import Sampling
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxtp.engine.chunks import LEAST, MOST, Chunks, sizes
-from mlxtp.engine.moves import Decode, Policy, Prefill, Wants
 from mlxtp.engine.scheduler import Scheduler
+from mlxtp.engine.steps import Decode, Policy, Prefill, Wants
 
 QUARTER = {"chunk_s": 0.25}
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mlxtp.api.ask import Tool
-from mlxtp.api.text.call_style import CallStyle
-from mlxtp.api.text.calls import tool_format, tool_json
-from mlxtp.api.text.tool_grammar import call_grammar, marked_call_grammar
 from mlxtp.engine.closing import Room
-from mlxtp.engine.desk import Guided
 from mlxtp.engine.grammar import Grammars, Matcher
+from mlxtp.engine.logit_shaping import Guided
+from mlxtp.text.call_style import CallStyle
+from mlxtp.text.conversation import Tool
+from mlxtp.text.tool_calls import tool_format, tool_json
+from mlxtp.text.tool_grammar import call_grammar, marked_call_grammar
 
 from ..reference import TINY, model_of
 

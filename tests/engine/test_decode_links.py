@@ -19,9 +19,9 @@ from benchmarks import delayed_worker
 from mlxtp.engine import decode_links
 from mlxtp.engine.decode_links import MAX_STRANGERS, open_links
 from mlxtp.errors import Code, LinkError, ProtocolError
+from mlxtp.wire.blocking import Link, listen
+from mlxtp.wire.epoch_proof import hello_proof, welcome_proof
 from mlxtp.wire.frames import encode
-from mlxtp.wire.identity import hello_proof, welcome_proof
-from mlxtp.wire.link import Link, listen
 from mlxtp.wire.messages import PROTOCOL_VERSION, Ack, Bootstrap, Hello, Init, InitDone, Message, Welcome
 from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_server
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from mlxtp.engine import decode_loop, emitter, grammar, requests
-from mlxtp.engine.choice import Chooser
+from mlxtp.engine.agreement import Chooser
 from mlxtp.engine.decode_loop import DecodeLoop
-from mlxtp.engine.desk import RequestDesk
 from mlxtp.engine.draft_model import DraftModel
 from mlxtp.engine.emitter import Emitter
+from mlxtp.engine.executor import Forward, Rank, Result
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
-from mlxtp.engine.mail import AGENT, Mailbox, Terminated
-from mlxtp.engine.moves import Policy
-from mlxtp.engine.rank import Forward, Rank, Result
-from mlxtp.engine.status import Status
+from mlxtp.engine.logit_shaping import RequestDesk
+from mlxtp.engine.mailbox import AGENT, Mailbox, Terminated
+from mlxtp.engine.steps import Policy
+from mlxtp.engine.telemetry import Status
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.wire.messages import (
     Accepted,

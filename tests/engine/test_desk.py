@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from mlxtp.engine.desk import Guided, RequestDesk
 from mlxtp.engine.grammar import Grammars
+from mlxtp.engine.logit_shaping import Guided, RequestDesk
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import Generate, Shaping
 

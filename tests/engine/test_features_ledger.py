@@ -15,7 +15,7 @@ import pytest
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.node.epoch import State
+from mlxtp.groups.health import State
 
 from ..cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.engine.followers import Followers
-from mlxtp.engine.mail import Mailbox
+from mlxtp.engine.mailbox import Mailbox
 from mlxtp.errors import Code, LinkError
-from mlxtp.wire.link import Link
+from mlxtp.wire.blocking import Link
 from mlxtp.wire.messages import Done
-from mlxtp.wire.protocol import Received
+from mlxtp.wire.session import Received
 
 from ..cluster import WAIT_S
 

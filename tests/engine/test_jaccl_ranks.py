@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from mlxtp.cluster.preflight import explain
-from mlxtp.cluster.side_channel import ROUND_S, Answers, Hub
-from mlxtp.engine.mail import Mailbox, read_in_background
+from mlxtp.engine.mailbox import Mailbox, read_in_background
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_status
-from mlxtp.wire.identity import epoch_digest
-from mlxtp.wire.link import Link, listen
+from mlxtp.groups.side_channel import ROUND_S, Answers, Hub
+from mlxtp.placement.jaccl_preflight import explain
+from mlxtp.wire.blocking import Link, listen
+from mlxtp.wire.epoch_proof import epoch_digest
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Bootstrap,
@@ -41,7 +41,7 @@ from mlxtp.wire.messages import (
     SideChannel,
     Welcome,
 )
-from mlxtp.wire.protocol import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Protocol, Side
 
 from ..cluster import WAIT_S
 from .jaccl_worker import SIZES, Script

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.errors import Code, MlxtpError, ModelError
-from mlxtp.node.epoch import State
+from mlxtp.groups.health import State
 from mlxtp.wire.messages import Loaded, LoadShard, Unload
 
 from ..cluster import Cluster, until

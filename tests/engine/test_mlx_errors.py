@@ -13,7 +13,7 @@ from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.mlx_errors import code_of
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.wire.messages import Error
-from mlxtp.wire.protocol import State
+from mlxtp.wire.session import State
 
 from ..mlx_errors import GPU_TIMEOUT, NEITHER, OUT_OF_MEMORY
 from .small_models import write_model

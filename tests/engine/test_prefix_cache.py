@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.engine.kv import capacity
+from mlxtp.engine.kv_budget import capacity
 from mlxtp.engine.prefix_cache import SHORTEST_HIT, Hit, PrefixCache
 
 A = tuple(range(100, 140))

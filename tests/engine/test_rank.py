@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtp.engine import rank as rank_module
-from mlxtp.engine.desk import RequestDesk
+from mlxtp.engine import executor as rank_module
+from mlxtp.engine.executor import Rank
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
-from mlxtp.engine.rank import Rank
-from mlxtp.engine.status import Status
+from mlxtp.engine.logit_shaping import RequestDesk
+from mlxtp.engine.telemetry import Status
 from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
 
 from .small_models import write_model

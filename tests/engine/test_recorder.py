@@ -11,8 +11,8 @@ from time import monotonic
 
 import pytest
 
+from mlxtp.diagnostics.failure_store import read_recording, recording_file
 from mlxtp.engine.recorder import PROMPT, STEP, Recorder
-from mlxtp.node.failures import read_recording, recording_file
 from mlxtp.wire.recording import MAX_WORDS_BYTES, STEPS, Recording, decode
 
 from ..cluster import WAIT_S

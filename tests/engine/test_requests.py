@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from tokenizers import Tokenizer
 
-from mlxtp.engine.desk import RequestDesk
 from mlxtp.engine.grammar import Grammars
-from mlxtp.engine.moves import End
+from mlxtp.engine.logit_shaping import RequestDesk
 from mlxtp.engine.requests import MAX_COMPILING, MAX_OWN_COMPILING, Requests
+from mlxtp.engine.steps import End
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import Generate, Shaping
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.engine.agreement import Chooser, NoDesk
 from mlxtp.engine.batch import CacheKind
-from mlxtp.engine.choice import Chooser, NoDesk
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
 from mlxtp.engine.runner import STEPS_BEFORE_TRACE, Chosen, Runner, _arrays

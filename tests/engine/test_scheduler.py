@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.engine.moves import Decode, Drop, End, Move, Policy, Prefill, PrefillTogether, Stop, Wants
 from mlxtp.engine.prefix_cache import Hit, PrefixCache
 from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
+from mlxtp.engine.steps import Decode, Drop, End, Move, Policy, Prefill, PrefillTogether, Stop, Wants
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import Sampling, Shaping
 

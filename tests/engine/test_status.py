@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.engine.status import Status
+from mlxtp.engine.telemetry import Status
 
 
 def ran(status: Status, phase: str, tokens: int, began: float, ended: float) -> None:

@@ -15,14 +15,14 @@ import mlx.core as mx
 import pytest
 from typer.testing import CliRunner
 
-from mlxtp.cli import app
-from mlxtp.cluster.measurements import SIZES
+from mlxtp.cli.main import app
 from mlxtp.engine import group as group_module
 from mlxtp.engine.decode_loop import _combined
 from mlxtp.engine.group import RingGroup
 from mlxtp.errors import Code, UserError
-from mlxtp.node.epoch import State
-from mlxtp.node.timing import Times
+from mlxtp.groups.collective_bench import Times
+from mlxtp.groups.health import State
+from mlxtp.placement.measurements import SIZES
 from mlxtp.wire.messages import CollectivesTimed, Message
 
 from ..cluster import Cluster, until

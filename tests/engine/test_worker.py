@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from mlxtp.engine.status import LEAST_PATIENCE_S, Status
+from mlxtp.engine.telemetry import LEAST_PATIENCE_S, Status
 from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, exit_status
-from mlxtp.wire.ending import PATIENCE_S
+from mlxtp.wire.exit_timeouts import PATIENCE_S
 
 from ..cluster import WAIT_S
 
 RANK = """
 import ctypes, os, signal, sys, threading, time
-from mlxtp.engine import status, worker
+from mlxtp.engine import telemetry, worker
 from mlxtp.errors import Code, GroupError
 
 LOST = GroupError("lost rank 1", Code.RANK_LOST)
@@ -67,7 +67,7 @@ def run(process, *_):
     {story}
 
 worker.run = run
-status.LEAST_PATIENCE_S = worker.FREE_S = 0.1
+telemetry.LEAST_PATIENCE_S = worker.FREE_S = 0.1
 worker.main(sys.argv[1:])
 """
 

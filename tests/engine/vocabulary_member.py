@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlxtp.engine import loader
 from mlxtp.engine.group import CollectiveCounter, Group, form
 from mlxtp.engine.loader import LoadedModel, load, make_cache, run_alone
-from mlxtp.engine.stored import Stored, read_share
+from mlxtp.engine.tensor_rows import Stored, read_share
 from mlxtp.engine.vocabulary import Vocabulary
 from mlxtp.errors import ModelError
 

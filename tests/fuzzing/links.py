@@ -9,9 +9,9 @@ import msgpack
 
 from mlxtp.errors import LocalProtocolError, MlxtpError, RemoteProtocolError
 from mlxtp.wire.messages import Message, Shutdown
-from mlxtp.wire.order import TABLES, LinkKind, RequestFailed, Side, State
-from mlxtp.wire.protocol import Protocol
-from mlxtp.wire.table import MESSAGES, from_body, to_body
+from mlxtp.wire.protocol import TABLES, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.registry import MESSAGES, from_body, to_body
+from mlxtp.wire.session import Protocol
 
 from ..wire.samples import EXAMPLES
 from ..wire.walk import EPOCH, example, pair_in, path_to

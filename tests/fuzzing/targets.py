@@ -17,43 +17,45 @@ from rich.console import Console
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncServiceInfo
 
-from mlxtp.api import budget, settings
+from mlxtp.api import budget
+from mlxtp.api import sampling as settings
 from mlxtp.api.adapter import About
-from mlxtp.api.ask import Ask, Conversation, Tool
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.dialects import completions_request, openai_request, responses_request
 from mlxtp.api.dialects.responses_answers import response_body
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.api.guard import host_name
-from mlxtp.api.text.calls import CallReader, tool_format, tool_json
-from mlxtp.api.text.channels import Channels, Plan
-from mlxtp.api.text.contained import read_ids, read_text
-from mlxtp.api.text.conversation import characters, template_messages
-from mlxtp.api.text.markup import Markup
-from mlxtp.api.text.stops import StopFinder
-from mlxtp.api.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
-from mlxtp.cluster import manifests, measurements
-from mlxtp.cluster.dialing import host_and_port
-from mlxtp.cluster.joining import Host, Joiner
-from mlxtp.cluster.multicast import info_of
-from mlxtp.cluster.nodes_file import read_nodes
-from mlxtp.cluster.probes.machines import mac
-from mlxtp.cluster.sightings import SERVICE, Advert, Sighting, judge
-from mlxtp.cluster.tokens import Desk, read_token
+from mlxtp.cluster import saved_state
 from mlxtp.config import parse_nodes, resolve_settings
-from mlxtp.doctor.postmortem import as_json, postmortems, show
+from mlxtp.diagnostics.examination import examine
+from mlxtp.diagnostics.failure_record import rank_record
+from mlxtp.diagnostics.failure_store import RankEnd, about_rank
+from mlxtp.diagnostics.postmortem import as_json, postmortems, show
+from mlxtp.discovery.dial_schedule import host_and_port
+from mlxtp.discovery.multicast import info_of
+from mlxtp.discovery.peer_cache import SERVICE, Advert, Sighting, judge
 from mlxtp.engine.tensor_headers import MAX_LENGTH, check_header
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
-from mlxtp.node import state
-from mlxtp.node.failures import RankEnd, about_rank
-from mlxtp.postmortem.examination import examine
-from mlxtp.postmortem.records import rank_record
+from mlxtp.identity.join_protocol import Host, Joiner
+from mlxtp.identity.join_token import Desk, read_token
+from mlxtp.models import manifest as manifests
+from mlxtp.placement import measurements
+from mlxtp.placement.machines_file import read_nodes
+from mlxtp.placement.probe_machine import mac
+from mlxtp.text.chat_template import characters, template_messages
+from mlxtp.text.conversation import Ask, Conversation, Tool
+from mlxtp.text.markup import Markup
+from mlxtp.text.reasoning import Channels, Plan
+from mlxtp.text.sandbox import read_ids, read_text
+from mlxtp.text.stop_strings import StopFinder
+from mlxtp.text.tool_calls import CallReader, tool_format, tool_json
+from mlxtp.text.tool_grammar import JSON_STYLE, call_grammar, checked_tools
 from mlxtp.wire import certificates, recording
-from mlxtp.wire.fabric import FabricResult
+from mlxtp.wire.fabric_result import FabricResult
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
-from mlxtp.wire.joining import JoinGrant, JoinOffer, JoinRequest
+from mlxtp.wire.join_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.messages import Generate
-from mlxtp.wire.order import LinkKind
+from mlxtp.wire.protocol import LinkKind
 
 from ..clustering.macs import MACS, outputs, over_the_wire, recorded
 from ..clustering.test_hardware_garbage import PARSERS
@@ -437,8 +439,8 @@ _CONFIGURATIONS = (
 
 def remembered(data: bytes) -> None:
     """state.json; what is read can be written, and read again."""
-    kept = state.from_text(data.decode())
-    assert state.from_text(_written(state.to_text, kept)) == kept
+    kept = saved_state.from_text(data.decode())
+    assert saved_state.from_text(_written(saved_state.to_text, kept)) == kept
 
 
 def fabrics(data: bytes) -> None:
@@ -599,7 +601,7 @@ TARGETS: Mapping[str, Target] = {
     "remembered": Target(
         remembered,
         (ValueError, RecursionError),
-        (state.to_text(state.Kept(peers={"a": ("10.0.0.1:1",)})).encode(), DEEP),
+        (saved_state.to_text(saved_state.Kept(peers={"a": ("10.0.0.1:1",)})).encode(), DEEP),
     ),
     "fabrics": Target(
         fabrics, (ValueError, RecursionError), (measurements.to_text([_RESULT]).encode(), DEEP)

@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
-from mlxtp.api.text.tokens import Text
 from mlxtp.config import embedded_model_path
-from mlxtp.node.store.models import ModelSource
+from mlxtp.models.names import ModelSource
+from mlxtp.text.tokenizer import Text
 
 from ..hub import Hub, put, running_hub
 from ..wire.members import Member, founder, member_of

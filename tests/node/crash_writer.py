@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mlxtp.cluster.beliefs import Beliefs
-from mlxtp.cluster.identity import Store
-from mlxtp.node import golden, state
-from mlxtp.node.administration import announce
-from mlxtp.node.api_keys import KeyFile
-from mlxtp.node.store.hub_cache import Repo
+from mlxtp.admin.handlers import announce
+from mlxtp.api.api_keys import KeyFile
+from mlxtp.cluster import saved_state
+from mlxtp.cluster.cluster_state import Beliefs
+from mlxtp.identity.store import Store
+from mlxtp.models import self_test
+from mlxtp.models.hub_cache import Repo
 
 GOLDEN = 5  #: sets of answers in one file
 
@@ -35,13 +36,13 @@ def write(home: Path, number: int) -> None:
     else:
         store.leave()
     repo(home).refer(["main"], f"{number:040x}", lambda: False, by_hub=True)
-    golden.kept(home / golden.FILE, f"{number % GOLDEN}", ((number,),))
+    self_test.kept(home / self_test.FILE, f"{number % GOLDEN}", ((number,),))
     announce(home, f"http://127.0.0.1:{number}", "key")
-    state.save(home, state.Kept(Beliefs(epoch=number)))
+    saved_state.save(home, saved_state.Kept(Beliefs(epoch=number)))
 
 
 def main(home: Path) -> None:
-    number = state.load(home)[0].beliefs.epoch
+    number = saved_state.load(home)[0].beliefs.epoch
     while True:
         number += 1
         write(home, number)

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtp.errors import TERMINATED_STATUS, exit_status
-from mlxtp.wire.handover import take_over
-from mlxtp.wire.link import Link
+from mlxtp.wire.blocking import Link
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -49,7 +48,8 @@ from mlxtp.wire.messages import (
     SideChannel,
     Unload,
 )
-from mlxtp.wire.protocol import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Protocol, Side
+from mlxtp.wire.warm_start import take_over
 
 ENDLESS = 1000
 """A request for so many tokens gets one, and then waits to be cancelled."""

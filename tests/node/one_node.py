@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.cluster import node as cluster_module
+from mlxtp.cluster.node import Cluster
 from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
-from mlxtp.node import cluster as cluster_module
-from mlxtp.node import model_here
-from mlxtp.node.cluster import Cluster
-from mlxtp.node.store.models import ModelSource
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.models import local_model
+from mlxtp.models.names import ModelSource
 from mlxtp.wire.base import Message
-from mlxtp.wire.control import AgentHello, Beat, MachineReport, ModelStatus
+from mlxtp.wire.cluster_messages import AgentHello, Beat, MachineReport, ModelStatus
 from mlxtp.wire.frames import encode
 from mlxtp.wire.machine import Interface, Machine
 from mlxtp.wire.messages import Error
@@ -161,7 +161,7 @@ def by_hand() -> Iterator[None]:
         raise ModelError(f"{name} is not here", Code.MODEL_NOT_FOUND)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_here, "find_model", find)
+        patch.setattr(local_model, "find_model", find)
         patch.setattr(cluster_module, "time", CLOCK)
         yield
 

@@ -10,19 +10,19 @@ from typing import cast
 
 import pytest
 
-from mlxtp.api.text.tokens import Text
+from mlxtp.admin.handlers import Alone, Member
+from mlxtp.cluster import persistence
+from mlxtp.cluster.own_build import flags_of, versions_here
 from mlxtp.cluster.roster_proofs import RosterProofs
+from mlxtp.cluster.saved_state import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError
-from mlxtp.node import saving
-from mlxtp.node.administration import Alone, Member
-from mlxtp.node.build import flags_of, versions_here
-from mlxtp.node.epoch import State
-from mlxtp.node.state import load
-from mlxtp.node.store.hub_cache import Repo
-from mlxtp.node.store.models import ModelSource
-from mlxtp.node.supervisor import Supervisor
-from mlxtp.wire.control import (
+from mlxtp.groups.health import State
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.models.hub_cache import Repo
+from mlxtp.models.names import ModelSource
+from mlxtp.text.tokenizer import Text
+from mlxtp.wire.cluster_messages import (
     DesiredState,
     Members,
     ModelsHere,
@@ -125,7 +125,7 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
 def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
     tmp_path: Path, member: members.Member, first: members.Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "ELSEWHERE_S", 0.0)
+    monkeypatch.setattr(persistence, "ELSEWHERE_S", 0.0)
     sign = RosterProofs(first.identity).admission
 
     async def story(node: Node) -> None:

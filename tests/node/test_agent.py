@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp import agent as agent_module
+from mlxtp.agent import running_agent
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, GroupError, ModelError
-from mlxtp.node import agent as agent_module
-from mlxtp.node import sleep
-from mlxtp.node.agent import running_agent
-from mlxtp.node.sleep import Clocks, watch_sleep
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.groups import sleep
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.sleep import Clocks, watch_sleep
 
 from ..cluster import Cluster, rank_processes, until
 from .scenes import run, sees, within

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp.api.api_keys import FILE, MAX_KEYS, PREFIX, KeyFile
+from mlxtp.api.auth import LOOK_S, KeyRing, keys_needed
 from mlxtp.errors import Code, ConfigError, UserError
-from mlxtp.node.api_keys import FILE, MAX_KEYS, PREFIX, KeyFile
-from mlxtp.node.key_ring import LOOK_S, KeyRing, keys_needed
 
 from ..cluster import WAIT_S
 
@@ -156,7 +156,7 @@ def test_a_home_that_takes_no_file_is_named(tmp_path: Path) -> None:
 MANY = """
 import sys
 from pathlib import Path
-from mlxtp.node.api_keys import KeyFile
+from mlxtp.api.api_keys import KeyFile
 file, who = KeyFile(Path(sys.argv[1])), sys.argv[2]
 for i in range(8):
     file.create(f"{who}-{i}", 0, 1.0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.node.blame import PROVEN_TOKENS, SUSPECT, Footing, ended, strikes_after
+from mlxtp.gateway.retry_policy import PROVEN_TOKENS, SUSPECT, Footing, ended, strikes_after
 
 NEW = Footing(0, 0, 10)
 ONCE = Footing(1, 3, 10)

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mlxtp.cluster.sightings import Sighting
-from mlxtp.doctor.facts import Attempt
-from mlxtp.node.build import versions_here
-from mlxtp.node.checkup import AgentCheckup
-from mlxtp.wire.control import ModelStatus, ReachTold, ReachWanted, Tried
+from mlxtp.cluster.own_build import versions_here
+from mlxtp.diagnostics.checkup import AgentCheckup
+from mlxtp.diagnostics.facts import Attempt
+from mlxtp.discovery.peer_cache import Sighting
+from mlxtp.wire.cluster_messages import ModelStatus, ReachTold, ReachWanted, Tried
 
 from ..wire.members import Member
 from .one_node import MACHINE, A, B, Node, play, report

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster import hardware
+from mlxtp.cluster import machine_reports
+from mlxtp.cluster.node import Cluster
 from mlxtp.cluster.roster_proofs import RosterProofs
-from mlxtp.cluster.tokens import Desk, Token
+from mlxtp.cluster.saved_state import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
-from mlxtp.node import machine_here
-from mlxtp.node.cluster import Cluster
-from mlxtp.node.overload import Memory
-from mlxtp.node.state import load
-from mlxtp.node.store.models import ModelSource
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.gateway.admission import Memory
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.identity.join_token import Desk, Token
+from mlxtp.models.names import ModelSource
+from mlxtp.placement import hardware
 from mlxtp.wire.base import U63, Message
 from mlxtp.wire.certificates import authority_hash
-from mlxtp.wire.control import (
+from mlxtp.wire.cluster_messages import (
     MAX_MEMBERS,
     MAX_TOLD,
     Beat,
@@ -611,7 +611,7 @@ def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
 def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
     tmp_path: Path, member: Member, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(machine_here, "LOOK_S", 0.05 if end == "time" else WAIT_S)
+    monkeypatch.setattr(machine_reports, "LOOK_S", 0.05 if end == "time" else WAIT_S)
 
     async def story(node: Node) -> None:
         go = looks(monkeypatch, MACHINE)

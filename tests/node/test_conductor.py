@@ -14,10 +14,10 @@ import pytest
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
-from mlxtp.node.conductor import TELL_S
-from mlxtp.node.ranks import Group
-from mlxtp.node.store.models import ModelSource
-from mlxtp.wire.control import DesiredState, ModelStatus, RankTrouble, Serving
+from mlxtp.groups.controller import TELL_S
+from mlxtp.groups.process_group import Group
+from mlxtp.models.names import ModelSource
+from mlxtp.wire.cluster_messages import DesiredState, ModelStatus, RankTrouble, Serving
 from mlxtp.wire.machine import Machine
 
 from ..clustering.desks import cabled, mac, on_lan

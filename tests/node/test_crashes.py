@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp.api.api_keys import KeyFile
 from mlxtp.client import AgentClient
-from mlxtp.cluster.identity import Store
-from mlxtp.node import golden, state
-from mlxtp.node.api_keys import KeyFile
+from mlxtp.cluster import saved_state
+from mlxtp.identity.store import Store
+from mlxtp.models import self_test
 
 from ..agents.agents import Agent, wait
 from ..agents.test_one_machine import free_port
@@ -39,7 +40,7 @@ def killed(home: Path, after_s: float) -> int:
 
 def check(home: Path, last: int) -> None:
     """Everything is as after round `last`, or as after the next one. What each file says is read as ever."""
-    kept, told = state.load(home)
+    kept, told = saved_state.load(home)
     assert told == ""
     assert kept.beliefs.epoch in (last, last + 1)
     names = [key.name for key in KeyFile(home).load()]
@@ -47,7 +48,7 @@ def check(home: Path, last: int) -> None:
     Store(home).load_or_create()
     ref = (crash_writer.repo(home).folder / "refs" / "main").read_text()
     assert int(ref, 16) in (last, last + 1)
-    assert len(json.loads((home / golden.FILE).read_text())) <= crash_writer.GOLDEN
+    assert len(json.loads((home / self_test.FILE).read_text())) <= crash_writer.GOLDEN
     assert int(AgentClient(home).url.rpartition(":")[2]) in (last, last + 1)
 
 

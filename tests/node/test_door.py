@@ -11,20 +11,20 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.admission import ask_to_join
-from mlxtp.cluster.joining import AskElsewhere, Denied, Granted, Joiner
-from mlxtp.cluster.tokens import Desk, Token, read_token
+from mlxtp.agent import running_agent
+from mlxtp.cluster.control_port import Door, bind_control, check_interface
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
-from mlxtp.node.agent import running_agent
-from mlxtp.node.door import Door, bind_control, check_interface
-from mlxtp.node.requests_link import RemoteDesk
+from mlxtp.gateway.remote_backend import RemoteDesk
+from mlxtp.identity.join_exchange import ask_to_join
+from mlxtp.identity.join_protocol import AskElsewhere, Denied, Granted, Joiner
+from mlxtp.identity.join_token import Desk, Token, read_token
 from mlxtp.wire.certificates import authority_hash, new_key
-from mlxtp.wire.control import TokenIssued, TokenWanted
-from mlxtp.wire.doorman import open_tls
-from mlxtp.wire.joining import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
+from mlxtp.wire.cluster_messages import TokenIssued, TokenWanted
+from mlxtp.wire.join_messages import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
 from mlxtp.wire.messages import Cancel, Generate
 from mlxtp.wire.tls import ALPN_CONTROL, ALPN_REQUESTS, member_context_client
+from mlxtp.wire.tls_acceptor import open_tls
 
 from ..wire.members import Member, founder, member_of
 from .one_node import CLOCK, A, Node, by_hand

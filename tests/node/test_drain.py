@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
+from mlxtp.admin.handlers import Alone
+from mlxtp.admin.handlers import Member as Administration
+from mlxtp.agent import Agent, drain_on_signal
 from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
-from mlxtp.node.administration import Alone
-from mlxtp.node.administration import Member as Administration
-from mlxtp.node.agent import Agent, drain_on_signal
-from mlxtp.node.drain import LOOK_S, Drain
-from mlxtp.node.epoch import State
-from mlxtp.node.store.models import ModelSource, open_model
-from mlxtp.wire.control import Beat, Prepare, RankTrouble, Serving
+from mlxtp.groups.drain import LOOK_S, Drain
+from mlxtp.groups.health import State
+from mlxtp.models.names import ModelSource, open_model
+from mlxtp.wire.cluster_messages import Beat, Prepare, RankTrouble, Serving
 from mlxtp.wire.messages import Error, Generate
 
 from ..wire.members import Member

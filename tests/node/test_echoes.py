@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxtp.node.echoes import Echoes
-from mlxtp.wire.control import Echo, Trip
+from mlxtp.cluster.rtt import Echoes
+from mlxtp.wire.cluster_messages import Echo, Trip
 
 from ..wire.members import Member
 from .one_node import A, B, Node, play

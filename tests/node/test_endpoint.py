@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from cryptography import x509
 
+from mlxtp.api import endpoint as module
+from mlxtp.api.api_keys import FILE, KeyFile
+from mlxtp.api.endpoint import Endpoint, names_here, open_endpoint
+from mlxtp.api.https_certificates import VALID, here_and_now, make
 from mlxtp.config import Settings
 from mlxtp.errors import ConfigError
-from mlxtp.node import endpoint as module
-from mlxtp.node.api_keys import FILE, KeyFile
-from mlxtp.node.endpoint import Endpoint, names_here, open_endpoint
-from mlxtp.node.http_tls import VALID, here_and_now, make
 
 from ..cluster import WAIT_S
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster import join_queue
-from mlxtp.cluster.identity import Store
-from mlxtp.cluster.joining import Denied, Host
-from mlxtp.cluster.sightings import Sighting
-from mlxtp.cluster.tokens import Desk
 from mlxtp.config import Settings
+from mlxtp.discovery.peer_cache import Sighting
 from mlxtp.errors import ConfigError, UserError
-from mlxtp.node import entering
-from mlxtp.node.entering import Entered, enter
+from mlxtp.identity import join_network, join_queue
+from mlxtp.identity.join_network import Entered, enter
+from mlxtp.identity.join_protocol import Denied, Host
+from mlxtp.identity.join_token import Desk
+from mlxtp.identity.store import Store
 from mlxtp.wire.certificates import Authority, authority_hash, new_key
 
 from ..wire.members import founder, member_of
@@ -52,7 +51,7 @@ class Street:
             async def close(self) -> None:
                 street.tell = lambda: None
 
-        monkeypatch.setattr(entering, "Discovery", Network)
+        monkeypatch.setattr(join_network, "Discovery", Network)
 
     def _home(self) -> Path:
         home = self.folder / f"home-{len(list(self.folder.iterdir()))}"
@@ -156,7 +155,7 @@ def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_
         street.announce(street.house.port)
         assert (await entering_).joined
 
-    monkeypatch.setattr(entering, "FIND_S", 1000.0)
+    monkeypatch.setattr(join_network, "FIND_S", 1000.0)
     play(tmp_path, monkeypatch, story)
 
 
@@ -168,7 +167,7 @@ def test_the_no_of_the_right_mac_is_the_end_of_it(tmp_path: Path, monkeypatch: p
         with pytest.raises(Denied, match="this join token was used before"):
             await street.enter(token)
 
-    monkeypatch.setattr(entering, "FIND_S", 1000.0)
+    monkeypatch.setattr(join_network, "FIND_S", 1000.0)
     play(tmp_path, monkeypatch, story)
 
 
@@ -185,7 +184,7 @@ def test_an_address_of_another_cluster_that_was_typed_is_said_at_once(
         street.announce(street.house.port)
         assert (await street.enter(street.house.door.token(), street.other.port)).joined
 
-    monkeypatch.setattr(entering, "FIND_S", 1000.0)
+    monkeypatch.setattr(join_network, "FIND_S", 1000.0)
     play(tmp_path, monkeypatch, story)
 
 
@@ -198,5 +197,5 @@ def test_when_nobody_is_found_it_is_said_what_was(tmp_path: Path, monkeypatch: p
         with pytest.raises(ConfigError, match=r"could not be joined within 1 s: .* another cluster answered"):
             await street.enter(token)
 
-    monkeypatch.setattr(entering, "FIND_S", 1.0)
+    monkeypatch.setattr(join_network, "FIND_S", 1.0)
     play(tmp_path, monkeypatch, story)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxtp.config import Limits
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, code_of_exit, exit_status
-from mlxtp.node.epoch import (
+from mlxtp.groups.health import (
     BACKOFF_S,
     FAILURE_WINDOW_S,
     MAX_FAILURES,

@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.measurements import to_text
-from mlxtp.cluster.speed import JACCL_MESH, RING_ETHERNET
+from mlxtp.admin.handlers import Member as Administration
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
-from mlxtp.node.administration import Member as Administration
-from mlxtp.node.fabric import FILE
-from mlxtp.node.store.models import ModelSource
-from mlxtp.node.timing import measure, row_bytes
-from mlxtp.wire.control import FabricAnswer, FabricReport, FabricWanted, Serving
-from mlxtp.wire.fabric import FabricResult
+from mlxtp.groups.collective_bench import measure, row_bytes
+from mlxtp.groups.fabric_bench import FILE
+from mlxtp.models.names import ModelSource
+from mlxtp.placement.cost_model import JACCL_MESH, RING_ETHERNET
+from mlxtp.placement.measurements import to_text
+from mlxtp.wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted, Serving
+from mlxtp.wire.fabric_result import FabricResult
 from mlxtp.wire.machine import Machine
 from mlxtp.wire.messages import CollectivesTimed
 

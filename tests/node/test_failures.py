@@ -15,12 +15,8 @@ from typing import Any
 
 import pytest
 
-from mlxtp.doctor.postmortem import newest
-from mlxtp.engine.recorder import STEP, Recorder
-from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
-from mlxtp.node import failures
-from mlxtp.node.epoch import Report
-from mlxtp.node.failures import (
+from mlxtp.diagnostics import failure_store
+from mlxtp.diagnostics.failure_store import (
     FOLDER,
     KEPT,
     Failed,
@@ -31,6 +27,10 @@ from mlxtp.node.failures import (
     recorder_memory,
     recording_file,
 )
+from mlxtp.diagnostics.postmortem import newest
+from mlxtp.engine.recorder import STEP, Recorder
+from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
+from mlxtp.groups.health import Report
 from mlxtp.wire.messages import Error, Pong
 from mlxtp.wire.recording import RECORDING_BYTES, decode
 
@@ -228,7 +228,7 @@ def test_a_recorder_has_its_memory_elsewhere_when_the_disk_is_full(
         pytest.skip("only Linux has files without a name")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(failures, "recording_file", full)
+    monkeypatch.setattr(failure_store, "recording_file", full)
     found = recorder_memory(tmp_path / "epoch" / "recording")
     assert found is not None
     descriptor, path = found

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from mlxtp.cluster import failed_groups
-from mlxtp.node import trials
-from mlxtp.node.agent import Agent
-from mlxtp.node.epoch import State
-from mlxtp.node.rank_process import WORKER
+from mlxtp.agent import Agent
+from mlxtp.groups import trials
+from mlxtp.groups.health import State
+from mlxtp.groups.local_rank import WORKER
+from mlxtp.placement import failed_groups
 
 from ..cluster import LIMITS, SLOWNESS, START_S
 from .scenes import sees
@@ -34,12 +34,12 @@ BROKEN: dict[str, Any] = {"whole": True, "fault": "raise", "at": 3}
 
 BROKEN_LOADER = """
 import sys
-from mlxtp.engine import rank, worker
+from mlxtp.engine import executor, worker
 from mlxtp.errors import Code, ModelError
 def load(*_, **__):
     raise ModelError("model.safetensors ends too early", Code.MODEL_INVALID)
 if sys.argv[sys.argv.index("--rank") + 1] == "1":
-    rank.load = load
+    executor.load = load
 worker.main(sys.argv[1:])
 """
 

@@ -12,22 +12,22 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import End, Health, Request, Tokens
+from mlxtp.cluster.surroundings import Knowledge
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
-from mlxtp.node import follower as follower_module
-from mlxtp.node.epoch import State
-from mlxtp.node.follower import Follower
-from mlxtp.node.gateway import Gateway
-from mlxtp.node.overload import Bounds
-from mlxtp.node.requests_link import serve_requests
-from mlxtp.node.store.models import ModelSource
-from mlxtp.node.supervisor import Supervisor
-from mlxtp.node.surroundings import Knowledge
-from mlxtp.wire.control import Serving
-from mlxtp.wire.doorman import Doorman
-from mlxtp.wire.link import listen
+from mlxtp.gateway import forwarding as follower_module
+from mlxtp.gateway.admission import Bounds
+from mlxtp.gateway.forwarding import Follower
+from mlxtp.gateway.gateway import Gateway
+from mlxtp.gateway.remote_backend import serve_requests
+from mlxtp.groups.health import State
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.models.names import ModelSource
+from mlxtp.wire.blocking import listen
+from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.messages import Cancel, Delta, Finished, Generate
 from mlxtp.wire.tls import Peer, member_context_server
+from mlxtp.wire.tls_acceptor import Doorman
 
 from ..wire.members import founder, member_of
 from .scenes import run, sees, within

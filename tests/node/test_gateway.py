@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from mlxtp.api.backend import End, Event, Health, ModelInfo, Progress, Request, Score, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
-from mlxtp.node import golden
-from mlxtp.node.gateway import WARM_UP_TOKENS, Gateway
-from mlxtp.node.overload import Bounds
-from mlxtp.node.ranks import Ranks
+from mlxtp.gateway.admission import Bounds
+from mlxtp.gateway.gateway import WARM_UP_TOKENS, Gateway
+from mlxtp.groups.process_group import Ranks
+from mlxtp.models import self_test
 from mlxtp.wire.messages import (
     MAX_FRAME_TOKENS,
     Accepted,
@@ -483,7 +483,7 @@ def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> Non
 
 def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once() -> None:
     async def story(stage: Stage) -> None:
-        golden_prompts = golden.prompts(5)
+        golden_prompts = self_test.prompts(5)
         warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), golden_prompts))
 
         async def sent(count: int) -> list[Generate]:
@@ -494,7 +494,7 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
 
         for uid, prompt in enumerate(golden_prompts, 1):
             newest = (await sent(uid))[-1]
-            assert newest == Generate(uid, prompt, golden.ANSWER_TOKENS, ignore_eos=True)
+            assert newest == Generate(uid, prompt, self_test.ANSWER_TOKENS, ignore_eos=True)
             stage.say(uid, uid)
             stage.finish(uid)
         pair = (await sent(len(golden_prompts) + 2))[-2:]
@@ -509,7 +509,7 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
 
 def test_warming_up_fails_as_a_request_would() -> None:
     async def story(stage: Stage) -> None:
-        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), golden.prompts(512)))
+        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), self_test.prompts(512)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         stage.gateway.suspend(GroupError("rank 1 is gone"))

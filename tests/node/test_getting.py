@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import ModelError
-from mlxtp.node import getting as getting_module
-from mlxtp.node.getting import AT_ONCE, MAX_ASKED, MAX_JOBS, Getting, described
-from mlxtp.node.store import copying
-from mlxtp.node.store.fetching import Fetch
-from mlxtp.node.store.hub_cache import Repo
-from mlxtp.wire.control import ModelHeld, ModelPull, ModelsHere
+from mlxtp.models import peer_copy
+from mlxtp.models import transfers as getting_module
+from mlxtp.models.download import Fetch
+from mlxtp.models.hub_cache import Repo
+from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, MAX_JOBS, Getting, described
+from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, ModelsHere
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
 from ..wire.members import Member, founder, member_of
@@ -116,13 +116,13 @@ class Lending:
         Fetch(self.repo, "main", "main").from_hub()
         hub.models = {}
         self.node_id = self.first.identity.node_id
-        self.lender: copying.Lender | None = None
+        self.lender: peer_copy.Lender | None = None
 
     def opens(self) -> None:
         manifest = self.repo.manifest(COMMIT)
         assert manifest is not None
         lent = (self.repo, manifest)
-        self.lender = copying.Lender("127.0.0.1", self.first.credentials, lambda _: lent, lambda _: True)
+        self.lender = peer_copy.Lender("127.0.0.1", self.first.credentials, lambda _: lent, lambda _: True)
 
     def joins(self, node: Node) -> FakeLink:
         link = node.meet(self.node_id)

@@ -10,31 +10,31 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.speed import RING_ETHERNET
 from mlxtp.config import Settings
 from mlxtp.engine.prefix_cache import SHORTEST_HIT
 from mlxtp.errors import Code, GroupError
-from mlxtp.node import golden
-from mlxtp.node.ranks import Group, agreement
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.process_group import Group, agreement
+from mlxtp.models import self_test
+from mlxtp.placement.cost_model import RING_ETHERNET
 
 KEPT = ((1, 2, 3), (4, 5, 6))
 OTHER = ((1, 2, 3), (4, 9, 9))
 PROMPTS = [(10, 11), (12, 13)]
 WHERE_THEY_PART = (12, 13, 4)
 TIE = ((9, -1.0), (5, -1.1))
-CLEAR = ((9, -1.0), (5, -1.0 - golden.NEAR_TIE))
+CLEAR = ((9, -1.0), (5, -1.0 - self_test.NEAR_TIE))
 
 
 class Answering:
     """A gateway whose group says `again` to the prompts, and has `top` as most probable tokens."""
 
-    def __init__(self, again: golden.Answers, top: tuple[tuple[int, float], ...] = TIE) -> None:
+    def __init__(self, again: self_test.Answers, top: tuple[tuple[int, float], ...] = TIE) -> None:
         self.again = again
         self.top = top
         self.asked: list[tuple[int, ...]] = []
 
-    async def golden_answers(self, _ranks: Any, prompts: Any) -> golden.Answers:
+    async def golden_answers(self, _ranks: Any, prompts: Any) -> self_test.Answers:
         assert prompts == PROMPTS
         return self.again
 
@@ -52,7 +52,7 @@ def judged(tmp_path: Path, gateway: Answering) -> str:
 
 
 @pytest.mark.parametrize("again", [OTHER, KEPT])
-def test_a_near_tie_that_falls_the_other_way_is_no_finding(tmp_path: Path, again: golden.Answers) -> None:
+def test_a_near_tie_that_falls_the_other_way_is_no_finding(tmp_path: Path, again: self_test.Answers) -> None:
     gateway = Answering(again)
     assert judged(tmp_path, gateway) == ""
     assert gateway.asked == [WHERE_THEY_PART]
@@ -73,30 +73,30 @@ def test_the_same_wrong_answer_twice_is_an_error(tmp_path: Path, top: Any) -> No
 
 
 @pytest.mark.parametrize("again", [KEPT, ((1, 2, 3), (4, 9, 8))])
-def test_an_answer_that_does_not_come_again_is_a_warning(tmp_path: Path, again: golden.Answers) -> None:
+def test_an_answer_that_does_not_come_again_is_a_warning(tmp_path: Path, again: self_test.Answers) -> None:
     assert "otherwise each time" in judged(tmp_path, Answering(again, CLEAR))
 
 
 def test_the_second_answer_is_computed_and_not_taken_from_kept_caches() -> None:
-    assert golden.PROMPT_TOKENS + golden.ANSWER_TOKENS <= SHORTEST_HIT
+    assert self_test.PROMPT_TOKENS + self_test.ANSWER_TOKENS <= SHORTEST_HIT
 
 
 def test_the_first_answers_are_kept_and_files_of_old_versions_replaced(tmp_path: Path) -> None:
-    path = tmp_path / golden.FILE
+    path = tmp_path / self_test.FILE
     path.write_text(json.dumps({"a": "a digest", "b": [[1], [2]]}))
-    assert golden.kept(path, "a", KEPT) == KEPT
-    assert golden.kept(path, "a", OTHER) == KEPT
-    assert golden.kept(path, "b", OTHER) == OTHER
-    assert golden.kept(path, "b", KEPT) == OTHER
+    assert self_test.kept(path, "a", KEPT) == KEPT
+    assert self_test.kept(path, "a", OTHER) == KEPT
+    assert self_test.kept(path, "b", OTHER) == OTHER
+    assert self_test.kept(path, "b", KEPT) == OTHER
 
 
 def test_sums_of_a_large_mesh_stay_below_what_comes_in_order_of_arrival() -> None:
-    assert golden.prompt_tokens(4096, mesh=True) == 8
-    assert golden.prompt_tokens(4096, mesh=False) == golden.PROMPT_TOKENS
-    assert golden.prompt_tokens(0, mesh=True) == golden.PROMPT_TOKENS
-    assert golden.prompt_tokens(1 << 20, mesh=True) == 1
-    assert golden.prompt_tokens(16, mesh=True) == golden.PROMPT_TOKENS
-    long, short = golden.prompts(500), golden.prompts(500, 3)
+    assert self_test.prompt_tokens(4096, mesh=True) == 8
+    assert self_test.prompt_tokens(4096, mesh=False) == self_test.PROMPT_TOKENS
+    assert self_test.prompt_tokens(0, mesh=True) == self_test.PROMPT_TOKENS
+    assert self_test.prompt_tokens(1 << 20, mesh=True) == 1
+    assert self_test.prompt_tokens(16, mesh=True) == self_test.PROMPT_TOKENS
+    long, short = self_test.prompts(500), self_test.prompts(500, 3)
     assert [prompt[:3] for prompt in long] == short
 
 
@@ -111,7 +111,7 @@ def test_each_part_of_the_key_counts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     group = {"fabric": "ring", "machines": ("M3 24A", "M4 24A"), "world_size": 2}
     keys = {
-        golden.key(tmp_path, group | other, settings)
+        self_test.key(tmp_path, group | other, settings)
         for other in ({}, {"fabric": "jaccl mesh"}, {"machines": ("M4 24A", "M3 24A")}, {"world_size": 3})
         for settings in ({}, {"agreement": "broadcast"})
     }
@@ -122,9 +122,9 @@ def test_a_machine_without_a_cluster_has_its_chip_and_system_in_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    before = golden.key(tmp_path, {}, {})
+    before = self_test.key(tmp_path, {}, {})
     monkeypatch.setattr(platform, "version", lambda: "Darwin Kernel Version 25.4.0: RELEASE_ARM64_T6031")
-    assert golden.key(tmp_path, {}, {}) != before
+    assert self_test.key(tmp_path, {}, {}) != before
 
 
 def test_unlike_macs_let_rank_0_draw() -> None:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import pytest
 
 from mlxtp.config import Settings
+from mlxtp.diagnostics.failure_store import FOLDER, epoch_id
 from mlxtp.errors import Code, LinkError, ModelError
-from mlxtp.node.failures import FOLDER, epoch_id
-from mlxtp.node.guest import MAX_ORDERS, Guest
+from mlxtp.groups.hosted_rank import MAX_ORDERS, Guest
 from mlxtp.wire.base import Message
-from mlxtp.wire.control import (
+from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
     Prepare,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.node.history import MOST, History, Meter, Now, to_json
+from mlxtp.groups.history import MOST, History, Meter, Now, to_json
 
 
 class Told:

@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from mlxtp.errors import ConfigError
-from mlxtp.node.http_tls import (
+from mlxtp.api.https_certificates import (
     OWN,
     OWN_CERTIFICATE,
     VALID,
@@ -33,6 +32,7 @@ from mlxtp.node.http_tls import (
     tls_of_files,
     why_new,
 )
+from mlxtp.errors import ConfigError
 
 from ..cluster import WAIT_S
 

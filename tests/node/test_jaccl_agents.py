@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.node.agent import Agent
-from mlxtp.node.epoch import State
+from mlxtp.groups.health import State
 
 from ..cluster import START_S, WAIT_S
 from .two_agents import two_agents

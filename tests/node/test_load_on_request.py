@@ -16,11 +16,11 @@ import httpx
 import pytest
 from huggingface_hub import constants
 
+from mlxtp.agent import Agent, running_agent
 from mlxtp.api import generation
 from mlxtp.config import Settings
 from mlxtp.errors import ConfigError
-from mlxtp.node.agent import Agent, running_agent
-from mlxtp.node.epoch import State
+from mlxtp.groups.health import State
 
 from ..cluster import START_S
 from ..engine.small_models import change_weights, write_model

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.text.tokens import Text
 from mlxtp.errors import Code, ModelError
-from mlxtp.node import model_here
-from mlxtp.node.model_here import ModelHere
-from mlxtp.node.store.models import ModelSource, in_folders
-from mlxtp.wire.control import DesiredState, ModelStatus
+from mlxtp.models import local_model
+from mlxtp.models.local_model import ModelHere
+from mlxtp.models.names import ModelSource, in_folders
+from mlxtp.text.tokenizer import Text
+from mlxtp.wire.cluster_messages import DesiredState, ModelStatus
 
 from .scenes import run, sees, within
 
@@ -31,10 +31,10 @@ class Stage:
         self.opened: list[tuple[str, str]] = []
         self.downloads: list[bool] = []
         self.model = ModelHere("draft", lambda: self.changes.append(self.model.status))
-        patch.setattr(model_here, "find_model", self._find)
-        patch.setattr(model_here, "open_model", self._open)
+        patch.setattr(local_model, "find_model", self._find)
+        patch.setattr(local_model, "open_model", self._open)
         self.print = ""
-        patch.setattr(model_here.golden, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
+        patch.setattr(local_model.self_test, "fingerprint", lambda path: self.print or f"{path.name:0>64}")
 
     async def _find(self, name: str, *, download: bool) -> Path:
         self.downloads.append(download)

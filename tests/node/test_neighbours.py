@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
+from mlxtp.cluster import links as neighbours_module
+from mlxtp.cluster.links import ControlLink, Neighbours
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
-from mlxtp.node import neighbours as neighbours_module
-from mlxtp.node.neighbours import ControlLink, Neighbours
 from mlxtp.wire.base import Message
+from mlxtp.wire.blocking import listen
 from mlxtp.wire.certificates import NodeIdentity
-from mlxtp.wire.connection import Connection
-from mlxtp.wire.control import AgentHello, Beat, DesiredState, Members, Prepare, RosterEntry
-from mlxtp.wire.doorman import Doorman, open_tls
+from mlxtp.wire.cluster_messages import AgentHello, Beat, DesiredState, Members, Prepare, RosterEntry
 from mlxtp.wire.frames import MAX_FRAME, encode
-from mlxtp.wire.link import listen
 from mlxtp.wire.messages import Error, Generate, Hello, SessionEnd
-from mlxtp.wire.protocol import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Protocol, Side
+from mlxtp.wire.streams import Connection
 from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_context_server, peer_identity
+from mlxtp.wire.tls_acceptor import Doorman, open_tls
 
 from ..wire.members import Member, founder, member_of
 from .scenes import run, sees, within

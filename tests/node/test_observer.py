@@ -13,17 +13,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from mlxtp.cluster.topology import Member, Topology
-from mlxtp.commands.watch import picture
+from mlxtp.admin.handlers import Alone
+from mlxtp.admin.snapshot import ALONE, Observer, links, pairs
+from mlxtp.cli.watch import picture
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
-from mlxtp.node.administration import Alone
-from mlxtp.node.epoch import State
-from mlxtp.node.observer import ALONE, Observer, links, pairs
-from mlxtp.node.ranks import Group
-from mlxtp.node.store.models import ModelSource
-from mlxtp.node.supervisor import Supervisor
-from mlxtp.wire.control import Serving
+from mlxtp.groups.health import State
+from mlxtp.groups.lifecycle import Supervisor
+from mlxtp.groups.process_group import Group
+from mlxtp.models.names import ModelSource
+from mlxtp.placement.topology import Member, Topology
+from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.machine import Interface, Machine
 
 from ..wire import members
@@ -90,7 +90,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    from mlxtp.node.store.models import open_model
+    from mlxtp.models.names import open_model
 
     return asyncio.run(open_model("tiny"))
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.node.free_memory import FRESH_S, FreeMemory, look_at_memory
-from mlxtp.node.overload import Bounds, Load, Memory, client_number, load_of, refusal
+from mlxtp.gateway.admission import Bounds, Load, Memory, client_number, load_of, refusal
+from mlxtp.gateway.free_memory import FRESH_S, FreeMemory, look_at_memory
 
 BOUNDS = Bounds(requests=16, tokens=1600, free_bytes=100 << 20, request_tokens=1)
 PLENTY = Memory(1 << 40)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.node.rank_lines import MAX_LINE, log_lines
-from mlxtp.node.spare import Spares
+from mlxtp.groups.warm_pool import Spares
+from mlxtp.groups.worker_output import MAX_LINE, log_lines
 
 from ..cluster import WAIT_S
 from .scenes import sees

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from mlxtp.config import Settings
+from mlxtp.diagnostics import failure_store
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, MlxtpError, ModelError
-from mlxtp.node import failures, rank_process, remote_rank
-from mlxtp.node.epoch import Report, Watch
-from mlxtp.node.ranks import MAX_REPORTS, Group, Ranks, canary_s
-from mlxtp.node.remote_rank import RankWord, RemoteRank
-from mlxtp.node.wired import HERE
+from mlxtp.groups import local_rank, remote_rank
+from mlxtp.groups.health import Report, Watch
+from mlxtp.groups.process_group import MAX_REPORTS, Group, Ranks, canary_s
+from mlxtp.groups.remote_rank import RankWord, RemoteRank
+from mlxtp.groups.wired_memory import HERE
 from mlxtp.wire.base import Message
-from mlxtp.wire.control import (
+from mlxtp.wire.cluster_messages import (
     EndEpoch,
     EpochEnded,
     Prepare,
@@ -174,7 +175,7 @@ def test_all_ranks_are_told_the_same_group_and_each_its_own_folder(tmp_path: Pat
         await stage.ranks.stop()
         assert [end.in_order for end in stage.peer.heard(EndEpoch)] == [True]
         assert stage.orders.notes("shut down")
-        assert not (stage.home / failures.FOLDER).exists(), "an end in order is no failure"
+        assert not (stage.home / failure_store.FOLDER).exists(), "an end in order is no failure"
 
     play(tmp_path, story, pins=("a", "b"))
 
@@ -317,7 +318,7 @@ SLOW_S = 0.6
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent waits less for a sign than a slow rank takes to end."""
-    monkeypatch.setattr(rank_process, "ANSWER_S", SLOW_S / 3)
+    monkeypatch.setattr(local_rank, "ANSWER_S", SLOW_S / 3)
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -346,7 +347,7 @@ def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path
         await stage.serve()
         await stage.ranks.stop()
         assert stage.ranks.processes[0]._end.status == 0
-        assert not (stage.home / failures.FOLDER).exists()
+        assert not (stage.home / failure_store.FOLDER).exists()
 
     play(tmp_path, story)
 
@@ -355,8 +356,8 @@ def test_an_end_in_order_is_waited_for_until_memory_is_given_back(tmp_path: Path
 def test_a_rank_that_does_not_end_although_it_gives_signs_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_process, "FREE_S", 0.0)
-    monkeypatch.setattr(rank_process, "patience_s", lambda _: SLOW_S)
+    monkeypatch.setattr(local_rank, "FREE_S", 0.0)
+    monkeypatch.setattr(local_rank, "patience_s", lambda _: SLOW_S)
 
     async def story(stage: Story) -> None:
         stage.orders.give(0, frees_s=-1)
@@ -393,7 +394,7 @@ def test_memory_is_compared_once_when_an_epoch_is_over(
 
 def kept(home: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What the one failure left: of the epoch, and of each rank of this machine."""
-    [folder] = (home / failures.FOLDER).iterdir()
+    [folder] = (home / failure_store.FOLDER).iterdir()
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     return json.loads((folder / "epoch.json").read_text()), ranks
 
@@ -409,7 +410,7 @@ def test_a_healthy_rank_that_is_ended_because_of_another_leaves_its_file(tmp_pat
         assert told["epoch_id"] == mine["epoch_id"] != ""
         assert (mine["signal"], mine["by_agent"], mine["deaf"]) == (15, True, False)
         await stage.ranks.kill()
-        assert len(list((stage.home / failures.FOLDER).iterdir())) == 1, "it failed once"
+        assert len(list((stage.home / failure_store.FOLDER).iterdir())) == 1, "it failed once"
 
     play(tmp_path, story)
 
@@ -446,7 +447,7 @@ def test_of_an_end_that_was_wished_nothing_is_kept(
             await starting
         never_hearing(stage, monkeypatch)
         await getattr(stage.ranks, end)()
-        assert not (stage.home / failures.FOLDER).exists()
+        assert not (stage.home / failure_store.FOLDER).exists()
 
     play(tmp_path, story)
 
@@ -471,7 +472,7 @@ def never_hearing(stage: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     process = stage.ranks.processes[0]
     kill = process.kill
 
-    async def killed() -> failures.RankEnd:
+    async def killed() -> failure_store.RankEnd:
         return replace(await kill(), deaf=True)
 
     monkeypatch.setattr(process, "kill", killed)
@@ -482,7 +483,7 @@ def test_a_failure_that_cannot_be_kept_keeps_nobody_from_going_on(
 ) -> None:
     async def story(stage: Story) -> None:
         await stage.serve()
-        (stage.home / failures.FOLDER).write_text("in the way")
+        (stage.home / failure_store.FOLDER).write_text("in the way")
         await stage.ranks.kill()
         assert "nothing of its failure is kept" in caplog.text
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.doctor.facts import Attempt
-from mlxtp.node import reach
-from mlxtp.node.build import versions_here
-from mlxtp.node.looks import shared
-from mlxtp.node.reach import Answer, attempts
-from mlxtp.wire.control import ReachTold, ReachWanted, Tried
+from mlxtp.cluster.own_build import versions_here
+from mlxtp.diagnostics import reachability
+from mlxtp.diagnostics.facts import Attempt
+from mlxtp.diagnostics.local_facts import shared
+from mlxtp.diagnostics.reachability import Answer, attempts
+from mlxtp.wire.cluster_messages import ReachTold, ReachWanted, Tried
 from mlxtp.wire.machine import Interface
 
 from ..wire.members import Member
@@ -92,7 +92,7 @@ def test_who_goes_or_says_nothing_is_not_waited_for(
         await asked(a)
         a.close()
         assert await asking == {A: Answer(unasked="its link ended")}
-        monkeypatch.setattr(reach, "ANSWER_S", 0.05)
+        monkeypatch.setattr(reachability, "ANSWER_S", 0.05)
         alike(node.meet(B))
         assert await node.cluster.reach.ask(()) == {B: Answer(unasked="it did not answer within 0.05 s")}
 

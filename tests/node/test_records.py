@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp.diagnostics import failure_files
+from mlxtp.diagnostics.failure_files import kept
+from mlxtp.diagnostics.failure_store import Failed, RankEnd, keep
 from mlxtp.errors import GroupError
-from mlxtp.node import records
-from mlxtp.node.failures import Failed, RankEnd, keep
-from mlxtp.node.records import kept
-from mlxtp.wire.control import Record, RecordsTold, RecordsWanted
+from mlxtp.wire.cluster_messages import Record, RecordsTold, RecordsWanted
 
 from ..wire.members import Member
 from .one_node import A, B, Node, play
@@ -56,7 +56,7 @@ def test_who_goes_or_says_nothing_is_waited_for_no_longer(
         a.close()
         assert await asking == []
         node.meet(B)
-        monkeypatch.setattr(records, "ANSWER_S", 0.05)
+        monkeypatch.setattr(failure_files, "ANSWER_S", 0.05)
         assert await node.cluster.records.gather(7, ID) == []
 
     play(tmp_path, member, story)

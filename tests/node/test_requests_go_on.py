@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from mlxtp.agent import Agent
 from mlxtp.api.backend import End, Request, Sampling, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
-from mlxtp.node.agent import Agent
-from mlxtp.node.overload import Memory
+from mlxtp.gateway.admission import Memory
 
 from ..cluster import START_S
 from ..reference import prompt_ids

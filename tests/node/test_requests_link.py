@@ -12,11 +12,10 @@ import pytest
 
 from mlxtp.api.backend import End, Health, Progress, Request, Score, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
-from mlxtp.node import asked, requests_link
-from mlxtp.node.gateway import Gateway
-from mlxtp.node.overload import Bounds
-from mlxtp.node.requests_link import RemoteDesk, serve_requests
-from mlxtp.wire.connection import Connection
+from mlxtp.gateway import client_request, remote_backend
+from mlxtp.gateway.admission import Bounds
+from mlxtp.gateway.gateway import Gateway
+from mlxtp.gateway.remote_backend import RemoteDesk, serve_requests
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -31,7 +30,8 @@ from mlxtp.wire.messages import (
     Shaping,
     Welcome,
 )
-from mlxtp.wire.protocol import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Protocol, Side
+from mlxtp.wire.streams import Connection
 
 from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
@@ -156,8 +156,8 @@ def test_the_progress_of_a_prefill_there_is_known_here() -> None:
 
 def test_a_client_that_stops_reading_there_holds_up_nobody_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own gateway always reads, so the link never fills; the client alone is ended."""
-    monkeypatch.setattr(asked, "MAX_UNREAD", 100)
-    monkeypatch.setattr(requests_link, "MAX_UNSENT_BYTES", 4096)
+    monkeypatch.setattr(client_request, "MAX_UNREAD", 100)
+    monkeypatch.setattr(remote_backend, "MAX_UNSENT_BYTES", 4096)
 
     async def story(stage: Stage) -> None:
         deaf, other = (stage.ours.generate(Request((number,), 900)) for number in (1, 2))
@@ -327,7 +327,7 @@ def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -
 
 
 def test_an_agent_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests_link, "MAX_UNSENT_BYTES", 100_000)
+    monkeypatch.setattr(remote_backend, "MAX_UNSENT_BYTES", 100_000)
 
     async def story(stage: Stage) -> None:
         mine = stage.serving

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mlxtp.node import sleep
-from mlxtp.node.sleep import CAFFEINATE, Clocks, KeepAwake, clocks, slept_s, watch_sleep
+from mlxtp.groups import sleep
+from mlxtp.groups.sleep import CAFFEINATE, Clocks, KeepAwake, clocks, slept_s, watch_sleep
 
 from .scenes import run, sees, within
 

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.node import spare
-from mlxtp.node.guest import Guest
-from mlxtp.node.ranks import Ranks
-from mlxtp.node.spare import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, Books, Spares, new_pipe
+from mlxtp.groups import warm_pool
+from mlxtp.groups.hosted_rank import Guest
+from mlxtp.groups.process_group import Ranks
+from mlxtp.groups.warm_pool import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, Books, Spares, new_pipe
 from mlxtp.wire.base import Message
-from mlxtp.wire.control import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
+from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
 from mlxtp.wire.messages import Bootstrap, Pong
 
 from ..cluster import LIMITS, SLOWNESS, Cluster, rank_processes, until
@@ -204,7 +204,7 @@ def runs(pid: int) -> bool:
 def test_one_that_does_not_answer_is_ended_and_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    monkeypatch.setattr(spare, "ANSWER_S", 0.2)
+    monkeypatch.setattr(warm_pool, "ANSWER_S", 0.2)
 
     async def story(stage: Story) -> None:
         await stage.serve()
@@ -223,7 +223,7 @@ def test_one_that_does_not_answer_is_ended_and_not_waited_for(
 def test_one_that_cannot_start_costs_nothing_but_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spare, "RETRY_S", 3600.0)
+    monkeypatch.setattr(warm_pool, "RETRY_S", 3600.0)
 
     async def story(stage: Story) -> None:
         stage.orders.give(SPARE, broken=True)
@@ -259,8 +259,8 @@ def test_one_that_still_imports_is_left_alone(tmp_path: Path) -> None:
 def test_one_that_never_becomes_ready_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spare, "IMPORT_S", 0.1)
-    monkeypatch.setattr(spare, "RETRY_S", 3600.0)
+    monkeypatch.setattr(warm_pool, "IMPORT_S", 0.1)
+    monkeypatch.setattr(warm_pool, "RETRY_S", 3600.0)
 
     async def story(stage: Story) -> None:
         stage.orders.give(SPARE, silent=True)
@@ -275,9 +275,9 @@ def test_an_old_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     async def story(stage: Story) -> None:
         await stage.serve()
         [pid] = await stage.spare_pids(1)
-        monkeypatch.setattr(spare, "MAX_AGE_S", 0.0)
+        monkeypatch.setattr(warm_pool, "MAX_AGE_S", 0.0)
         await sees(lambda: stage.spares.ready == ())
-        monkeypatch.setattr(spare, "MAX_AGE_S", 3600.0)
+        monkeypatch.setattr(warm_pool, "MAX_AGE_S", 3600.0)
         assert await stage.spare_pids(1) != {pid}
         assert not psutil.pid_exists(pid)
 
@@ -287,7 +287,7 @@ def test_an_old_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_without_ranks_there_are_no_spares_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spare, "UNUSED_S", 1.0)
+    monkeypatch.setattr(warm_pool, "UNUSED_S", 1.0)
 
     async def story(stage: Story) -> None:
         await stage.serve()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.beliefs import Beliefs, Claim, Roster
+from mlxtp.cluster.cluster_state import Beliefs, Claim, Roster
+from mlxtp.cluster.saved_state import FILE, Kept, forget, from_text, load, save, to_text
 from mlxtp.errors import UserError
-from mlxtp.node.state import FILE, Kept, forget, from_text, load, save, to_text
-from mlxtp.wire.control import DesiredState
+from mlxtp.wire.cluster_messages import DesiredState
 
 from ..clustering.desks import unsealed
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.node.epoch import MOVES, State, is_legal
-from mlxtp.node.supervisor import Supervisor
+from mlxtp.groups.health import MOVES, State, is_legal
+from mlxtp.groups.lifecycle import Supervisor
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 FENCE = "```mermaid\nstateDiagram-v2\n"

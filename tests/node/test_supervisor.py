@@ -18,12 +18,15 @@ import pytest
 
 from mlxtp.api.backend import End, Request, Tokens
 from mlxtp.config import Settings
+from mlxtp.diagnostics import failure_store
 from mlxtp.errors import Code, GroupError, MlxtpError
-from mlxtp.node import epoch, failures, golden, supervisor
-from mlxtp.node.epoch import MAX_FAILURES, RestartPolicy, State, is_legal
-from mlxtp.node.ranks import Group
-from mlxtp.node.store.models import ModelSource, open_model
-from mlxtp.node.supervisor import Plan, Supervisor
+from mlxtp.groups import health as epoch
+from mlxtp.groups import lifecycle
+from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, State, is_legal
+from mlxtp.groups.lifecycle import Plan, Supervisor
+from mlxtp.groups.process_group import Group
+from mlxtp.models import self_test
+from mlxtp.models.names import ModelSource, open_model
 from mlxtp.wire.messages import Delta, Pong
 
 from ..cluster import LIMITS, WAIT_S, rank_processes
@@ -235,7 +238,7 @@ def test_groups_that_formed_and_failed_are_counted_although_other_plans_are_left
 def test_groups_that_do_not_form_are_replaced_as_long_as_other_plans_are_left(
     tmp_path: Path, source: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (epoch, supervisor):
+    for module in (epoch, lifecycle):
         monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * (MAX_FAILURES - 1))
 
     async def story(stage: Stage) -> None:
@@ -276,15 +279,15 @@ def test_the_reason_of_a_golden_proof_that_failed_reaches_the_postmortem(
 ) -> None:
     """No rank reports it: the agent compares."""
 
-    def kept(*_: object) -> golden.Answers:
+    def kept(*_: object) -> self_test.Answers:
         raise GroupError("golden proof failed: it said so", Code.PROOF_FAILED)
 
-    monkeypatch.setattr(golden, "kept", kept)
+    monkeypatch.setattr(self_test, "kept", kept)
 
     async def story(stage: Stage) -> None:
         stage.plan(1)
         await sees(lambda: stage.asked == 2)
-        [folder] = (stage.home / failures.FOLDER).iterdir()
+        [folder] = (stage.home / failure_store.FOLDER).iterdir()
         told = json.loads((folder / "epoch.json").read_text())
         assert told["cause"] == {"code": "group_proof_failed", "detail": "golden proof failed: it said so"}
 
@@ -315,7 +318,7 @@ def test_a_full_disk_takes_the_recorder_and_not_the_epoch(
         await sees(lambda: stage.asked == 2)
         await stage.serves(2)
         assert not (stage.home / "run").exists()
-        assert not (stage.home / failures.FOLDER).exists()
+        assert not (stage.home / failure_store.FOLDER).exists()
 
     play(tmp_path, source, story)
     assert not elsewhere or list(temporary.iterdir()) == []

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.api.backend import ModelInfo, Turn
-from mlxtp.cluster.coordination import Situation
+from mlxtp.cluster.leadership import Situation
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
-from mlxtp.node.epoch import State
-from mlxtp.node.store.models import ModelSource
-from mlxtp.wire.control import DesiredState, ModelQueue, ModelStatus, ModelTurn
+from mlxtp.groups.health import State
+from mlxtp.models.names import ModelSource
+from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelStatus, ModelTurn
 from mlxtp.wire.messages import Generate
 
 from ..wire.members import Member

@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.cluster.alternatives import Alternative
-from mlxtp.cluster.fabrics import Fabrics
-from mlxtp.cluster.memory import RankMemory
-from mlxtp.cluster.speed import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET
-from mlxtp.cluster.topology import Topology
 from mlxtp.errors import Code, GroupError, MlxtpError
-from mlxtp.node.supervisor import Plan
-from mlxtp.node.trials import Trials
-from mlxtp.wire.control import Serving
+from mlxtp.groups.lifecycle import Plan
+from mlxtp.groups.trials import Trials
+from mlxtp.placement.candidates import Alternative
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET
+from mlxtp.placement.fabrics import Fabrics
+from mlxtp.placement.rank_memory import RankMemory
+from mlxtp.placement.topology import Topology
+from mlxtp.wire.cluster_messages import Serving
 
 from ..clustering.desks import cabled, mac
 from .scenes import run, sees

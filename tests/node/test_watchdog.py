@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import WEDGED_STATUS
-from mlxtp.node import watchdog
-from mlxtp.node.watchdog import watched_loop
+from mlxtp.service import watchdog
+from mlxtp.service.watchdog import watched_loop
 
 from ..cluster import WAIT_S
 
@@ -71,7 +71,7 @@ def test_nothing_watches_when_it_is_over(ended: threading.Event) -> None:
 
 STUCK = """
 import asyncio, logging, sys, threading
-from mlxtp.node import watchdog
+from mlxtp.service import watchdog
 watchdog.TURN_S = watchdog.REPORT_S = 0.01
 logging.basicConfig()
 async def main():

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from mlxtp.node import wired
-from mlxtp.node.wired import GB, LOOK_S, LOOKS, Wired, left_bytes, wired_bytes
+from mlxtp.groups import wired_memory
+from mlxtp.groups.wired_memory import GB, LOOK_S, LOOKS, Wired, left_bytes, wired_bytes
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ class Mac(Wired):
             self.slept_s += seconds
 
         # Not asyncio's own: servers of other tests run on in their threads.
-        monkeypatch.setattr(wired, "asyncio", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(wired_memory, "asyncio", SimpleNamespace(sleep=sleep))
 
     def _look(self) -> int:
         self.looks += 1

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mlxtp.admin.handlers import Member
 from mlxtp.errors import UserError
-from mlxtp.node import wishes
-from mlxtp.node.administration import Member
-from mlxtp.node.epoch import State
-from mlxtp.wire.control import ModelsHere, StoredModel
+from mlxtp.groups.health import State
+from mlxtp.models import selection
+from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded
 from ..wire import members
@@ -34,8 +34,8 @@ COMING = {
 
 @pytest.fixture(autouse=True)
 def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wishes, "LOOK_S", 0.02)
-    monkeypatch.setattr(wishes, "SILENT_S", 0.1)
+    monkeypatch.setattr(selection, "LOOK_S", 0.02)
+    monkeypatch.setattr(selection, "SILENT_S", 0.1)
     hub.models[MODEL] = Model(embedded())
 
 
@@ -113,7 +113,7 @@ def test_what_has_no_place_leaves_what_is_served(
         for model in ("tiny", MODEL):
             with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
                 await admin.serve(model, "3")
-        monkeypatch.setattr("mlxtp.node.store.hub_cache.free_bytes", lambda folder: 7_000_000)
+        monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
         with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
             await admin.serve(MODEL, "")
         assert node.cluster.coordination.desired.version == 1

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from mlxtp.agent import Agent, running_agent
 from mlxtp.config import Settings
-from mlxtp.node.agent import Agent, running_agent
-from mlxtp.node.rank_process import WORKER
+from mlxtp.groups.local_rank import WORKER
 
 from ..cluster import LIMITS, assert_marked
 

@@ -18,8 +18,8 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import End, Event, Tokens
 from mlxtp.api.guard import Access
 from mlxtp.api.server import bind, serve
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeBackend, byte_level, save
 from ..api.test_admin import FakeAdmin

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from mlxtp.api.pages import FOLDER
+from mlxtp.api.dashboard import FOLDER
 
 from ..cluster import WAIT_S
 from .conftest import Site

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeBackend, byte_level, save, says
 from ..api.test_access import BODY, Door, door

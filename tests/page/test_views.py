@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from mlxtp.api.api_keys import KeyFile
+from mlxtp.api.auth import KeyRing
 from mlxtp.api.guard import Access
 from mlxtp.errors import Code, UserError
-from mlxtp.node.api_keys import KeyFile
-from mlxtp.node.key_ring import KeyRing
 
 from ..api.test_admin import KEY
 from .conftest import DESK, FORMING, MOMENT, NODE, PHONE, RANK, SMALL, FakeObserved, Running, Site, Visit

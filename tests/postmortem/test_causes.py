@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from mlxtp.diagnostics.causes import Case, Cause, Difference, likely_cause
+from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, Step
 from mlxtp.errors import Code
-from mlxtp.postmortem.causes import Case, Cause, Difference, likely_cause
-from mlxtp.postmortem.records import EpochRecord, RankRecord, Step
 
 S = 1_000_000
 FINISHED = Step(6, started_us=8 * S, queued_us=8 * S, finished_us=9 * S)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from mlxtp.diagnostics.causes import Difference
+from mlxtp.diagnostics.examination import behind, examine, first_difference
+from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, Step
 from mlxtp.errors import Code
-from mlxtp.postmortem.causes import Difference
-from mlxtp.postmortem.examination import behind, examine, first_difference
-from mlxtp.postmortem.records import EpochRecord, RankRecord, Step
 
 
 def steps(*seqs: int, **fields: object) -> tuple[Step, ...]:

@@ -19,12 +19,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from mlxtp.cli import app
+from mlxtp.admin.handlers import announced
+from mlxtp.cli.main import app
 from mlxtp.client import agent_runs
 from mlxtp.config import default_home, resolve_settings, told
 from mlxtp.errors import UserError
-from mlxtp.node.administration import announced
-from mlxtp.service import here
+from mlxtp.service import installed as here
 from mlxtp.service.description import Command, Outcome, Owner, Remove, Write
 from mlxtp.service.launchd import Launchd
 from mlxtp.service.shell import Shell, owner_here, run

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtp.cluster.identity import Identity, Store
+from mlxtp.identity.store import Identity, Store
 from mlxtp.wire.certificates import Authority, Membership
 from mlxtp.wire.tls import Credentials
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.wire.control import (
+from mlxtp.wire.cluster_messages import (
     MAX_MEMBERS,
     MAX_TRIP_US,
     AgentHello,
@@ -49,8 +49,9 @@ from mlxtp.wire.control import (
     Tried,
     Trip,
 )
-from mlxtp.wire.fabric import MAX_SIZES
-from mlxtp.wire.joining import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
+from mlxtp.wire.copy_messages import FilesHeld, FilesWanted, PieceHeld, PieceWanted
+from mlxtp.wire.fabric_result import MAX_SIZES
+from mlxtp.wire.join_messages import MAX_ADDRESSES, MAX_PEERS, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from mlxtp.wire.machine import Interface, Port
 from mlxtp.wire.messages import (
     MAX_BIASES,
@@ -102,8 +103,7 @@ from mlxtp.wire.messages import (
     Unload,
     Welcome,
 )
-from mlxtp.wire.models import FilesHeld, FilesWanted, PieceHeld, PieceWanted
-from mlxtp.wire.table import MESSAGES
+from mlxtp.wire.registry import MESSAGES
 
 NODE = "0123456789abcdef" * 2
 _MEMBER = RosterEntry(

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mlxtp.errors import Code, LinkError, RemoteProtocolError
-from mlxtp.wire.connection import Connection
+from mlxtp.wire.blocking import Link
 from mlxtp.wire.frames import encode
-from mlxtp.wire.link import Link
 from mlxtp.wire.messages import Cancel, Delta, Finished, Generate, SessionEnd, StepToken
-from mlxtp.wire.protocol import LinkKind, Received, State
+from mlxtp.wire.session import LinkKind, Received, State
+from mlxtp.wire.streams import Connection
 
 from .walk import EPOCH, pair_in
 

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
-from mlxtp.wire import doorman as module
-from mlxtp.wire.connection import Connection
-from mlxtp.wire.doorman import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Doorman, Handler, open_tls
+from mlxtp.wire import tls_acceptor as module
 from mlxtp.wire.messages import Delta, Generate, SessionEnd
-from mlxtp.wire.protocol import LinkKind, Protocol, Side, State
+from mlxtp.wire.session import LinkKind, Protocol, Side, State
+from mlxtp.wire.streams import Connection
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_DECODE,
@@ -33,6 +32,7 @@ from mlxtp.wire.tls import (
     member_context_client,
     member_context_server,
 )
+from mlxtp.wire.tls_acceptor import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Doorman, Handler, open_tls
 
 from .members import Member, founder, member_of
 from .test_tls import careless

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LocalProtocolError, RemoteProtocolError
-from mlxtp.wire.control import AgentHello, DesiredState, Members, ModelStatus, RosterEntry
+from mlxtp.wire.cluster_messages import AgentHello, DesiredState, Members, ModelStatus, RosterEntry
 from mlxtp.wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, Frame, encode
-from mlxtp.wire.joining import JoinGrant, JoinOffer, JoinRequest
+from mlxtp.wire.join_messages import JoinGrant, JoinOffer, JoinRequest
 from mlxtp.wire.messages import (
     MAX_BIASES,
     MAX_FRAME_TOKENS,
@@ -43,7 +43,7 @@ from mlxtp.wire.messages import (
     Shaping,
     StepToken,
 )
-from mlxtp.wire.table import field_codecs, to_body
+from mlxtp.wire.registry import field_codecs, to_body
 
 from .samples import EXAMPLES, MESSAGE, fullest_generate
 

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlxtp.errors import LinkError
-from mlxtp.wire.handover import MAX_ARGUMENTS, READY, TAKEN, hand_over, take_over, without_secrets
-from mlxtp.wire.link import listen
+from mlxtp.wire.blocking import listen
+from mlxtp.wire.warm_start import MAX_ARGUMENTS, READY, TAKEN, hand_over, take_over, without_secrets
 
 ARGUMENTS = [
     "--rank",

@@ -35,7 +35,7 @@ from mlxtp.wire.messages import (
     TimeCollectives,
     Unload,
 )
-from mlxtp.wire.protocol import LinkKind, Side, State
+from mlxtp.wire.session import LinkKind, Side, State
 
 from .walk import EPOCH, Pair, pair_in, requests, sequences
 

@@ -12,10 +12,10 @@ from typing import TypeVar
 import pytest
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
+from mlxtp.wire.blocking import Link, connect, listen
 from mlxtp.wire.frames import encode
-from mlxtp.wire.link import Link, connect, listen
 from mlxtp.wire.messages import Ack, Delta, Generate, Ping, PromptTokens, SessionEnd, StepToken
-from mlxtp.wire.protocol import LinkKind, Received, State
+from mlxtp.wire.session import LinkKind, Received, State
 
 from .walk import EPOCH, pair_in
 

@@ -15,7 +15,7 @@ from mlxtp.wire.messages import (
     Prefilled,
     ScoredDelta,
 )
-from mlxtp.wire.order import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
 
 from .walk import path_to
 

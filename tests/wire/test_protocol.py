@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, RemoteProtocolError
 from mlxtp.wire.frames import encode
-from mlxtp.wire.ledger import DecodeLedger, PipeLedger
 from mlxtp.wire.messages import (
     Accepted,
     Ack,
@@ -42,9 +41,10 @@ from mlxtp.wire.messages import (
     TimeCollectives,
     Unload,
 )
-from mlxtp.wire.order import TABLES, TERMINAL, RequestFailed
-from mlxtp.wire.protocol import LinkKind, Protocol, Received, Side, State
-from mlxtp.wire.table import MESSAGES
+from mlxtp.wire.protocol import TABLES, TERMINAL, RequestFailed
+from mlxtp.wire.registry import MESSAGES
+from mlxtp.wire.rules import DecodeLedger, PipeLedger
+from mlxtp.wire.session import LinkKind, Protocol, Received, Side, State
 
 from .samples import EXAMPLES, MESSAGE
 from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, sequences

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import LinkError
-from mlxtp.wire.link import Link
+from mlxtp.wire.blocking import Link
 from mlxtp.wire.messages import Ack, PromptTokens, SessionEnd, StepToken
-from mlxtp.wire.protocol import LinkKind, State
+from mlxtp.wire.session import LinkKind, State
 from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_server
 
 from .members import founder, member_of

@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from mlxtp.errors import Code
-from mlxtp.wire.ledger import DecodeLedger, RequestLedger
 from mlxtp.wire.messages import Ack, Error, Generate, Message, PromptTokens
-from mlxtp.wire.order import TABLES, LinkKind, RequestFailed, Side, State
-from mlxtp.wire.protocol import Protocol, Received
+from mlxtp.wire.protocol import TABLES, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.rules import DecodeLedger, RequestLedger
+from mlxtp.wire.session import Protocol, Received
 
 from .samples import EXAMPLES
 

@@ -10,13 +10,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import Code, MlxtpError, RequestError
+from ...text.events import Whole
 from ..adapter import SSE, About, Json
-from ..events import Whole
 from ..generation import Generation
 from ..openapi import Operation
 from .anthropic_answers import OVERLOADED_STATUS, MessageWriter, error_body, request_id, whole_body
 from .anthropic_request import CountRequest, MessagesRequest, parse_count, parse_messages
-from .anthropic_shapes import AnthropicError, AnthropicMessage, TokenCount
+from .anthropic_schema import AnthropicError, AnthropicMessage, TokenCount
 
 
 class Anthropic:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from ...errors import Code, MlxtpError
-from ..account import current
+from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
 from ..adapter import About, Json
 from ..backend import ModelInfo, Stored
-from ..errors import error_status
-from ..events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
+from ..http_errors import error_status
+from ..request_context import current
 from .anthropic_request import Asked
 
 SIGNATURE = "mlxtp"

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...errors import RequestError
+from ...text.conversation import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
 from ..adapter import Json
-from ..ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
 from ..schema import Schema, checked, in_range, not_supported, parsed, shown
 from .client_tools import log_left_out
 

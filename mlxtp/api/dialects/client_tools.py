@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ...errors import RequestError
-from ..ask import Tool
+from ...text.conversation import Tool
 from ..schema import shown
 
 log = logging.getLogger(__name__)

@@ -9,17 +9,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
+from ...text.events import Whole
 from ..adapter import SSE, About, Json
-from ..errors import error_body_of
-from ..events import Whole
 from ..generation import Generation
+from ..http_errors import error_body_of
 from ..openapi import Operation
 from . import unserved
 from .completions_answers import CompletionWriter, whole_body
 from .completions_request import CompletionRequest, parse
-from .completions_shapes import Completion
+from .completions_schema import Completion
 from .openai_answers import TOO_LONG
-from .openai_shapes import OpenAIError
+from .openai_schema import OpenAIError
 
 PATH = "/v1/completions"
 

@@ -6,10 +6,10 @@ import codecs
 from collections.abc import Sequence
 
 from ...errors import MlxtpError
+from ...text.events import Event, Finish, Said, Scored, Whole
 from ..adapter import About, Json
 from ..backend import End
-from ..errors import error_body_of
-from ..events import Event, Finish, Said, Scored, Whole
+from ..http_errors import error_body_of
 from ..streaming import COMMENT
 from .openai_answers import LEAST_LOGPROB, finishes, first_open, sse, usage
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from ...errors import RequestError
+from ...text.conversation import Ask, Prompt
 from ..adapter import Json
-from ..ask import Ask, Prompt
 from ..generation import MAX_CHOICES
 from ..schema import in_range, not_supported, parsed, shown, wrong
 from .openai_request import StreamOptions

@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
+from ...text.conversation import Ask
+from ...text.events import Whole
 from ..adapter import NDJSON, About, Json, Writer
-from ..ask import Ask
 from ..backend import ModelInfo, Stored
-from ..defaults import load_defaults
-from ..events import Whole
 from ..generation import Generation
 from ..openapi import Operation
+from ..sampling_defaults import load_defaults
 from ..schema import not_supported, parsed, shown
 from .model_card import read_card
 from .ollama_answers import LineWriter, list_row, no_answer, running_row, show_body, whole_body
@@ -35,7 +35,7 @@ from .ollama_request import (
     parse_generate,
     served_name,
 )
-from .ollama_shapes import (
+from .ollama_schema import (
     OllamaChatAnswer,
     OllamaError,
     OllamaGenerateAnswer,

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from ...errors import MlxtpError
+from ...text.conversation import Call
+from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from ..adapter import About, Json
-from ..ask import Call
 from ..backend import GREEDY, Health, ModelInfo, Sampling, Stored
-from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
 from .model_card import ModelCard
 from .ollama_request import Asked
 

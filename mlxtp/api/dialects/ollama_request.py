@@ -17,8 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from ...errors import RequestError
+from ...text.conversation import Ask, Call, Conversation, Options, Role, Tool, Turn
 from ..adapter import Json
-from ..ask import Ask, Call, Conversation, Options, Role, Tool, Turn
 from ..backend import ModelInfo
 from ..schema import Schema, in_range, not_supported, parsed, shown
 

@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
+from ...text.events import Whole
 from ..adapter import SSE, About, Json, Writer
-from ..errors import error_body_of
-from ..events import Whole
 from ..generation import Generation
+from ..http_errors import error_body_of
 from ..openapi import Operation
 from . import anthropic_answers
 from . import openai_answers as answers
 from .openai_request import Asked, ChatRequest, parse_chat
-from .openai_shapes import ChatCompletion, Health, Model, ModelList, OpenAIError
+from .openai_schema import ChatCompletion, Health, Model, ModelList, OpenAIError
 
 MODELS = "/v1/models"
 

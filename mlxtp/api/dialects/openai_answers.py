@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from ...errors import MlxtpError
+from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
+from ...text.tokenizer import Name
 from ..adapter import About
 from ..backend import End, Health, ModelInfo, Stored
-from ..errors import error_body_of
-from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
+from ..http_errors import error_body_of
 from ..streaming import COMMENT
-from ..text.tokens import Name
 from .client_tools import TextReader, text_of
 
 Json = dict[str, Any]

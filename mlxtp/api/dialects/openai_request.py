@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...errors import RequestError
+from ...text.conversation import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Role, Turn
 from ..adapter import Json
-from ..ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Role, Turn
 from ..generation import MAX_CHOICES
 from ..schema import Schema, in_range, not_supported, parsed, shown
 from .client_tools import ClientTool, log_left_out, text_arguments, text_parameters

@@ -17,22 +17,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError, RequestError
+from ...text.conversation import Ask
+from ...text.events import Whole
 from ..adapter import SSE, About, Json
-from ..ask import Ask
-from ..errors import error_body_of
-from ..events import Whole
 from ..generation import Generation
+from ..http_errors import error_body_of
 from ..openapi import Operation
 from ..schema import not_supported, shown
 from .openai_answers import TOO_LONG, finishes
-from .openai_shapes import OpenAIError
+from .openai_schema import OpenAIError
 from .responses_answers import ResponseWriter, response_body
 from .responses_output import (
     items_of_whole,
     status_of,
 )
 from .responses_request import ResponseRequest, Wanted, parse
-from .responses_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
+from .responses_schema import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from .responses_store import ResponseStore
 
 PATH = "/v1/responses"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...errors import MlxtpError
+from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought
 from ..adapter import About, Json
-from ..errors import error_status
-from ..events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought
+from ..http_errors import error_status
 from .openai_answers import sse
 from .responses_items import CALLS
 from .responses_output import (

@@ -13,8 +13,8 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ...errors import RequestError
-from ..ask import Call
-from ..extent import check_extent
+from ...text.conversation import Call
+from ...text.json_limits import check_extent
 from ..schema import Schema, check_finite, checked, not_supported, shown, wrong
 from .client_tools import log_left_out
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ...text.conversation import Call
+from ...text.events import Finish, Scored, Whole
 from ..adapter import About
-from ..ask import Call
-from ..events import Finish, Scored, Whole
 from . import openai_answers as answers
 from .client_tools import ClientTool, TextReader, called
 from .responses_items import call_item, object_in, output_text, search_call

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ...errors import RequestError
-from ..ask import Ask, Conversation
+from ...text.conversation import Ask, Conversation
 from ..schema import Schema, check_finite, in_range, not_supported, parsed, shown, wrong
 from .client_tools import unfold
 from .responses_items import items_of
+from .responses_messages import pieces, turns_of, worth_keeping
 from .responses_store import ResponseStore, encoded
 from .responses_tools import Tools, read_tools, repeated_choice, tool_choice, tools_of_items
-from .responses_turns import pieces, turns_of, worth_keeping
 from .tuning import MOST_TOKENS, Tuning
 
 Json = dict[str, Any]

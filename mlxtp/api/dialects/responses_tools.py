@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ...errors import RequestError
-from ..ask import AUTO, NONE, REQUIRED
+from ...text.conversation import AUTO, NONE, REQUIRED
 from ..schema import Schema, checked, not_supported, shown, wrong
 from .client_tools import ClientTool, log_left_out, text_parameters
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..ask import Options
+from ...text.conversation import Options
 from ..schema import Schema, in_range
 
 MOST_TOKENS = 2**31 - 1

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from ...errors import Code, RequestError
 from ..generation import Handler
 from ..openapi import Operation
-from .openai_shapes import OpenAIError
+from .openai_schema import OpenAIError
 
 UNSERVED = {
     "/v1/embeddings": "embeddings are not served: mlxtp runs models that write text",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from ..conftest import SPECIAL, VOCABULARY, Server, save
 

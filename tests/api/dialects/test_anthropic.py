@@ -17,13 +17,12 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from mlxtp.api.accounting import Accounting
+from mlxtp.api.access_log import Accounting
 from mlxtp.api.app import create_app
-from mlxtp.api.ask import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.dialects.anthropic_answers import SIGNATURE, models_body
 from mlxtp.api.dialects.anthropic_request import parse_count, parse_messages
-from mlxtp.api.dialects.anthropic_shapes import (
+from mlxtp.api.dialects.anthropic_schema import (
     AnthropicError,
     AnthropicMessage,
     AnthropicModelPage,
@@ -43,11 +42,12 @@ from mlxtp.api.dialects.anthropic_shapes import (
     TokenCount,
 )
 from mlxtp.api.dialects.client_tools import log_left_out
+from mlxtp.api.request_metrics import Tally
 from mlxtp.api.server import bind, serve
-from mlxtp.api.tally import Tally
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
+from mlxtp.text.conversation import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
 from ..test_access import backend as backend

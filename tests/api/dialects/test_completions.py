@@ -12,7 +12,7 @@ import pytest
 from openai.types import Completion
 
 from mlxtp.api.backend import End, Score, Tokens
-from mlxtp.api.dialects import completions_shapes as shapes
+from mlxtp.api.dialects import completions_schema as shapes
 from mlxtp.errors import GroupError
 
 from ..conftest import CONTEXT, VOCABULARY, WAIT_S, Server, says, says_scored, score, then

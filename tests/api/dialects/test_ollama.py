@@ -18,11 +18,10 @@ import pytest
 from pydantic import BaseModel
 
 from mlxtp.api.app import create_app
-from mlxtp.api.ask import Conversation
 from mlxtp.api.backend import End, Event, Health, ModelInfo, Sampling, Tokens
 from mlxtp.api.dialects.model_card import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
-from mlxtp.api.dialects.ollama_shapes import (
+from mlxtp.api.dialects.ollama_schema import (
     OllamaChatAnswer,
     OllamaChatLine,
     OllamaEnd,
@@ -36,9 +35,10 @@ from mlxtp.api.dialects.ollama_shapes import (
     OllamaVersion,
 )
 from mlxtp.api.server import bind, serve
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
+from mlxtp.text.conversation import Conversation
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from ..conftest import (
     WAIT_S,

@@ -4,14 +4,14 @@ import json
 from typing import Any
 
 from mlxtp.api.adapter import About
-from mlxtp.api.ask import Ask, Call, Conversation, Options
 from mlxtp.api.backend import End, Score
 from mlxtp.api.dialects import openai_answers as answers
 from mlxtp.api.dialects.openai_answers import ChunkWriter
-from mlxtp.api.errors import error_body_of, error_status
-from mlxtp.api.events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
-from mlxtp.api.text.tokens import Name
+from mlxtp.api.http_errors import error_body_of, error_status
 from mlxtp.errors import GroupError, LinkError, LocalProtocolError, ModelError, RequestError
+from mlxtp.text.conversation import Ask, Call, Conversation, Options
+from mlxtp.text.events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
+from mlxtp.text.tokenizer import Name
 
 HEAD = {"id": 'chatcmpl-i"\\u0000', "created": 5, "model": '"m\0'}
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.api.ask import Ask, Call, Conversation, Tool, Turn
 from mlxtp.api.dialects import openai_request
 from mlxtp.errors import Code, RequestError
+from mlxtp.text.conversation import Ask, Call, Conversation, Tool, Turn
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -13,13 +13,13 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 
-from mlxtp.api.ask import Ask
 from mlxtp.api.backend import End, Score, Tokens
 from mlxtp.api.dialects import responses as responses_module
 from mlxtp.api.dialects.responses_request import parse
-from mlxtp.api.dialects.responses_shapes import InputItems, InputTokens, ResponseBody, ResponseDeleted
+from mlxtp.api.dialects.responses_schema import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.errors import GroupError, RequestError
+from mlxtp.text.conversation import Ask
 
 from ..conftest import (
     CONTEXT,

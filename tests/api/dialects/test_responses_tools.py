@@ -11,12 +11,12 @@ from typing import Any
 import openai
 import pytest
 
-from mlxtp.api.ask import Ask, Conversation
 from mlxtp.api.dialects.client_tools import TextReader, log_left_out, text_of
 from mlxtp.api.dialects.responses_request import parse
-from mlxtp.api.dialects.responses_shapes import InputItems
+from mlxtp.api.dialects.responses_schema import InputItems
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.errors import RequestError
+from mlxtp.text.conversation import Ask, Conversation
 
 from ..conftest import Server, says
 from .test_responses import (

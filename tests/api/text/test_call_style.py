@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from mlxtp.api.ask import AUTO, REQUIRED, Ask, Call, Conversation, Options, Tool, Turn
 from mlxtp.api.guidance import Guidance, guidance
-from mlxtp.api.text.call_style import Separators
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
+from mlxtp.text.call_style import Separators
+from mlxtp.text.conversation import AUTO, REQUIRED, Ask, Call, Conversation, Options, Tool, Turn
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
 
 from ..conftest import byte_level, save
 
@@ -197,7 +197,7 @@ def test_a_forced_call_is_read_back(name: str, tmp_path: Path) -> None:
         call = call.replace(marker, "")
     if name == "harmony":
         call = call.replace(" to=", "").replace("<|channel|>commentary", "")
-    from mlxtp.api.text.calls import tool_json
+    from mlxtp.text.tool_calls import tool_json
 
     found: Any = required.calls.parse(call, [tool_json(tool) for tool in TOOLS])
     (found,) = found if isinstance(found, list) else [found]

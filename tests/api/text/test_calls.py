@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.ask import Tool
-from mlxtp.api.text.calls import JSON_CALLS, LLAMA_CALLS, CallReader, CallText, ToolFormat, tool_format
 from mlxtp.errors import ModelError
+from mlxtp.text.conversation import Tool
+from mlxtp.text.tool_calls import JSON_CALLS, LLAMA_CALLS, CallReader, CallText, ToolFormat, tool_format
 
 from .test_stops import cut, quick, sizes
 
@@ -109,7 +109,7 @@ def test_every_parser_that_mlx_lm_has_is_read_here() -> None:
 
 def test_reading_calls_imports_no_mlx() -> None:
     code = (
-        "import sys; from mlxtp.api.text.calls import tool_format; tool_format('laguna'); "
+        "import sys; from mlxtp.text.tool_calls import tool_format; tool_format('laguna'); "
         "print([name for name in sys.modules if name.partition('.')[0] in ('mlx', 'mlx_lm')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

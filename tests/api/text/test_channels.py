@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.text.calls import JSON_CALLS, LLAMA_CALLS, CallReader, ToolFormat, tool_format
-from mlxtp.api.text.channels import Channels, Kind, Plan
-from mlxtp.api.text.markup import Markup, thinking_markup
+from mlxtp.text.markup import Markup, thinking_markup
+from mlxtp.text.reasoning import Channels, Kind, Plan
+from mlxtp.text.tool_calls import JSON_CALLS, LLAMA_CALLS, CallReader, ToolFormat, tool_format
 
 from .test_calls import TOOLS
 from .test_stops import cut, quick, sizes

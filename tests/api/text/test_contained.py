@@ -15,13 +15,13 @@ import httpx
 import psutil
 import pytest
 
-from mlxtp.api.ask import Conversation, Turn
-from mlxtp.api.extent import SHORT
-from mlxtp.api.text import contained, line
-from mlxtp.api.text.contained import ContainedWriter
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import Code, ModelError, RequestError
+from mlxtp.text import sandbox, worker_queue
+from mlxtp.text.conversation import Conversation, Turn
+from mlxtp.text.json_limits import SHORT
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.sandbox import ContainedWriter
+from mlxtp.text.tokenizer import Text
 
 from ..conftest import TEMPLATE, WAIT_S, FakeBackend, Loaded, byte_level, save, says, serving
 
@@ -48,12 +48,12 @@ def saying(words: str) -> Conversation:
 
 def children() -> list[psutil.Process]:
     gc.collect()  # what failed in another test
-    return [each for each in psutil.Process().children() if "mlxtp.api.text.contained" in each.cmdline()]
+    return [each for each in psutil.Process().children() if "mlxtp.text.sandbox" in each.cmdline()]
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contained, "ROOM_BYTES", 64 << 20)
+    monkeypatch.setattr(sandbox, "ROOM_BYTES", 64 << 20)
 
 
 def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, Loaded]) -> None:
@@ -131,7 +131,7 @@ def test_a_panic_while_reading_is_a_broken_model(tmp_path: Path) -> None:
 def test_a_tokenizer_that_takes_too_long_to_read_is_refused(
     loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contained, "START_BYTES", 1)
+    monkeypatch.setattr(sandbox, "START_BYTES", 1)
     before = children()
     with pytest.raises(ModelError, match="memory"):
         ContainedWriter(loaded["byte_level"].folder)
@@ -153,7 +153,7 @@ def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, L
 def test_a_stopped_process_is_ended_and_its_request_gets_504(
     loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contained, "STILL_S", 0.3)
+    monkeypatch.setattr(sandbox, "STILL_S", 0.3)
     usual = loaded["byte_level"]
     before = children()
     text = Text(ContainedWriter(usual.folder))
@@ -168,10 +168,10 @@ def test_a_stopped_process_is_ended_and_its_request_gets_504(
 
 
 def test_only_a_process_that_neither_works_nor_waits_for_a_core_stands_still() -> None:
-    looks = round(contained.STILL_S / contained.TICK_S) + 2
+    looks = round(sandbox.STILL_S / sandbox.TICK_S) + 2
 
     def error(*looked: tuple[float, str]) -> RequestError | None:
-        watch = contained.Watch(1, "late")
+        watch = sandbox.Watch(1, "late")
         return [watch.look(0, *looked[i % len(looked)]) for i in range(looks)][-1]
 
     for status in ("stopped", "sleeping"):
@@ -202,14 +202,14 @@ def test_a_process_that_was_killed_leaves_one_line_in_the_log(
     assert str(tmp_path) in caplog.text
 
     caplog.clear()
-    receive = contained._Process._receive
+    receive = sandbox._Process._receive
 
-    def killed(process: contained._Process, *rest: Any) -> Any:
+    def killed(process: sandbox._Process, *rest: Any) -> Any:
         kill()
         return receive(process, *rest)
 
     with monkeypatch.context() as patched:  # in the middle of one
-        patched.setattr(contained._Process, "_receive", killed)
+        patched.setattr(sandbox._Process, "_receive", killed)
         with pytest.raises(RequestError, match="was ended by signal 9") as caught:
             text.conversation_ids(saying("endless"))
     assert caught.value.status == 422
@@ -235,7 +235,7 @@ def test_short_texts_pass_the_long_text_that_a_template_makes_of_a_short_body(tm
     begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
 
     class Watched(ContainedWriter):
-        def line(self, size: int) -> contained._Lane:
+        def line(self, size: int) -> sandbox._Lane:
             if size > SHORT:
                 waits.set()
             return super().line(size)
@@ -276,15 +276,15 @@ def test_a_reply_that_was_not_read_is_never_the_next_request_s(
 ) -> None:
     usual = loaded["byte_level"]
     text = Text(ContainedWriter(usual.folder))
-    receive = contained._Process._receive
+    receive = sandbox._Process._receive
 
     def interrupted(*_arguments: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(contained._Process, "_receive", interrupted)
+    monkeypatch.setattr(sandbox._Process, "_receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         text.conversation_ids(saying("secret"))
-    monkeypatch.setattr(contained._Process, "_receive", receive)
+    monkeypatch.setattr(sandbox._Process, "_receive", receive)
     assert text.conversation_ids(saying("hello")) == usual.text.conversation_ids(saying("hello"))
 
 
@@ -297,7 +297,7 @@ def test_a_template_that_writes_far_more_than_it_reads_is_refused(tmp_path: Path
 
 
 def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "MOST_WAIT_S", 0.05)
+    monkeypatch.setattr(worker_queue, "MOST_WAIT_S", 0.05)
     begun, go_on = threading.Event(), threading.Event()
 
     def long() -> bool:
@@ -305,7 +305,7 @@ def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPa
         return go_on.wait(WAIT_S)
 
     async def story() -> None:
-        queue = line.Line()
+        queue = worker_queue.Line()
         first = asyncio.create_task(queue.run(long))
         await asyncio.to_thread(begun.wait, WAIT_S)
         with pytest.raises(RequestError, match="kept the tokenizer busy") as caught:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.api.ask import Call, Conversation, Tool, Turn
-from mlxtp.api.text.calls import tool_json
-from mlxtp.api.text.conversation import characters, template_messages, template_options
-from mlxtp.api.text.tokens import Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.errors import RequestError
+from mlxtp.text.chat_template import characters, template_messages, template_options
+from mlxtp.text.conversation import Call, Conversation, Tool, Turn
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Text
+from mlxtp.text.tool_calls import tool_json
 
 from ..conftest import byte_level, save
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtp.api.text.tokens import Detokenizer, Text
-from mlxtp.api.text.writer import LocalWriter
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, ModelError, RequestError
+from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.tokenizer import Detokenizer, Text
 
 from ..conftest import BYTE_FALLBACK, BYTE_LEVEL, KINDS, METASPACE, Loaded, byte_level, save
 
@@ -177,7 +177,7 @@ def test_the_http_side_computes_nothing_and_starts_quickly(loaded: dict[str, Loa
     code = (
         "import sys; import mlxtp.api.app, mlxtp.api.server\n"
         "assert 'transformers' not in sys.modules and 'tokenizers' not in sys.modules\n"
-        "from pathlib import Path; from mlxtp.api.text.tokens import Text\n"
+        "from pathlib import Path; from mlxtp.text.tokenizer import Text\n"
         "Text.load(Path(sys.argv[1])).prompt_ids([{'role': 'user', 'content': 'x'}])\n"
         "assert not {name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm', 'torch'}\n"
     )

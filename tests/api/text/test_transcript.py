@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.api.backend import Score
-from mlxtp.api.events import CallArguments, CallBegan, Event, Said, Scored, Thought
-from mlxtp.api.text.calls import JSON_CALLS, CallReader
-from mlxtp.api.text.channels import Plan
-from mlxtp.api.text.markup import Markup
-from mlxtp.api.text.stops import StopFinder
-from mlxtp.api.text.transcript import Transcript
+from mlxtp.text.events import CallArguments, CallBegan, Event, Said, Scored, Thought
+from mlxtp.text.markup import Markup
+from mlxtp.text.reasoning import Plan
+from mlxtp.text.stop_strings import StopFinder
+from mlxtp.text.tool_calls import JSON_CALLS, CallReader
+from mlxtp.text.transcript import Transcript
 
 from ..conftest import BYTE_LEVEL, KINDS, Loaded, score
 from .test_stops import quick, shown, sizes, stop_lists

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, scan_cache_dir
 
-from mlxtp.cluster import manifests
 from mlxtp.errors import (
     Code,
     LinkError,
@@ -25,14 +24,15 @@ from mlxtp.errors import (
     ProtocolError,
     RemoteProtocolError,
 )
-from mlxtp.node.store import copying, hub_cache
-from mlxtp.node.store.fetching import Fetch
-from mlxtp.node.store.hub import fetch_some, look_up
-from mlxtp.node.store.hub_cache import Damaged, Repo, Stopped
-from mlxtp.node.store.models import find_config
-from mlxtp.node.store.stored import revisions_here
+from mlxtp.models import hub_cache, peer_copy
+from mlxtp.models import manifest as manifests
+from mlxtp.models.download import Fetch
+from mlxtp.models.hub_cache import Damaged, Repo, Stopped
+from mlxtp.models.hub_client import fetch_some, look_up
+from mlxtp.models.inventory import revisions_here
+from mlxtp.models.names import find_config
+from mlxtp.wire.copy_messages import FilesWanted, PieceHeld, PieceWanted
 from mlxtp.wire.frames import encode
-from mlxtp.wire.models import FilesWanted, PieceHeld, PieceWanted
 from mlxtp.wire.tls import (
     ALPN_JOIN,
     ALPN_MODELS,
@@ -66,7 +66,7 @@ BIG = "model-extra-0.safetensors"
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(manifests, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(hub_cache, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr("mlxtp.node.store.hub.CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("mlxtp.models.hub_client.CHUNK_BYTES", CHUNK)
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
     monkeypatch.setattr("time.sleep", lambda s: threading.Event().wait(min(s, 0.05)))
     with running_hub() as running:
@@ -295,7 +295,7 @@ def test_sizes_that_no_disk_has_are_refused_before_anything_is_kept(
         ]
         return json.dumps({"id": NAME, "sha": COMMIT, "siblings": [*small, *weights]}).encode()
 
-    monkeypatch.setattr("mlxtp.node.store.fetching.Part", lambda *_: pytest.fail("pieces are counted"))
+    monkeypatch.setattr("mlxtp.models.download.Part", lambda *_: pytest.fail("pieces are counted"))
     hub.models[NAME].answer = claimed(1 << 43, 4000)
     with pytest.raises(ModelError, match="bytes in all cannot be right"):
         fetch().from_hub()
@@ -416,7 +416,7 @@ class Pair:
         self.two = member_of(self.one, tmp_path)
         self.welcome = {self.two.identity.node_id}
         self.cache = tmp_path / "other"
-        self.lender = copying.Lender("127.0.0.1", self.one.credentials, self._lent, self._may)
+        self.lender = peer_copy.Lender("127.0.0.1", self.one.credentials, self._lent, self._may)
         self.asked: list[str] = []
 
     def _lent(self, name: str) -> tuple[Repo, manifests.Manifest] | None:
@@ -427,9 +427,9 @@ class Pair:
     def _may(self, identity: object) -> bool:
         return getattr(identity, "node_id", "") in self.welcome
 
-    def connect(self) -> copying.Channel:
+    def connect(self) -> peer_copy.Channel:
         address = f"127.0.0.1:{self.lender.port}"
-        return copying.connect([address], self.one.identity.node_id, self.two.credentials)
+        return peer_copy.connect([address], self.one.identity.node_id, self.two.credentials)
 
     def copy(self) -> Path:
         return fetch(self.cache).from_member(NAME, self.connect)
@@ -579,7 +579,7 @@ def test_a_lender_that_goes_leaves_what_has_come(
     hub: Hub, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = 0
-    lend = copying._lend
+    lend = peer_copy._lend
 
     def dies(*args: object) -> None:
         nonlocal pieces
@@ -588,7 +588,7 @@ def test_a_lender_that_goes_leaves_what_has_come(
             pair.lender.close()
         lend(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(copying, "_lend", dies)
+    monkeypatch.setattr(peer_copy, "_lend", dies)
     with pytest.raises(LinkError, match=r"cut short|nothing can be copied"):
         pair.copy()
     repo = Repo(NAME, pair.cache)
@@ -603,16 +603,16 @@ def test_a_lender_that_goes_leaves_what_has_come(
 def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> None:
     pair.welcome.clear()
     with pytest.raises(LinkError):
-        copying.ask(pair.connect(), NAME)
+        peer_copy.ask(pair.connect(), NAME)
     pair.welcome.add(pair.two.identity.node_id)
     channel = pair.connect()
     for name in ("../../etc/passwd", "some-body/other", f"{NAME}@../..", "/etc/passwd", ""):
         with pytest.raises(LinkError, match="nothing of"):
-            copying.ask(channel, name)
-    manifest, _ = copying.ask(channel, NAME)
+            peer_copy.ask(channel, name)
+    manifest, _ = peer_copy.ask(channel, NAME)
     for place, piece in ((len(manifest.blobs), 0), (0, 1000), (2**32 - 1, 2**32 - 1)):
         other = pair.connect()
-        copying.ask(other, NAME)
+        peer_copy.ask(other, NAME)
         other.send(PieceWanted(place, piece))
         with pytest.raises(LinkError):
             other.next()
@@ -628,7 +628,7 @@ def test_only_members_copy_and_only_what_is_lent(pair: Pair, tmp_path: Path) -> 
     channel.send(FilesWanted(NAME))
     channel.next()
     with pytest.raises(LinkError):
-        copying.ask(channel, NAME)
+        peer_copy.ask(channel, NAME)
 
 
 def test_a_lender_that_gets_another_revision_meanwhile_is_left(
@@ -646,7 +646,7 @@ def test_a_lender_that_gets_another_revision_meanwhile_is_left(
 
 def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: dict[str, object] = {}
-    monkeypatch.setattr(copying.Board, "take", lambda *_: nothing["a bug"])
+    monkeypatch.setattr(peer_copy.Board, "take", lambda *_: nothing["a bug"])
     with pytest.raises(KeyError, match="a bug"):
         pair.copy()
 
@@ -654,7 +654,7 @@ def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.Monke
 def test_a_lender_without_a_piece_is_not_waited_for_all_day(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "PIECE_S", 0.5)
+    monkeypatch.setattr(peer_copy, "PIECE_S", 0.5)
     pair.theirs.blob(next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG)).unlink()  # type: ignore[union-attr]
     with pytest.raises(LinkError, match=r"no piece has come for 0\.5 s") as late:
         pair.copy()
@@ -662,21 +662,21 @@ def test_a_lender_without_a_piece_is_not_waited_for_all_day(
 
 
 def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drip(channel: copying.Channel, repo: Repo, manifest: manifests.Manifest, file: int, _: int) -> None:
+    def drip(channel: peer_copy.Channel, repo: Repo, manifest: manifests.Manifest, file: int, _: int) -> None:
         channel.send(PieceHeld(min(CHUNK, manifest.blobs[file].size)))
         while True:
             channel.send_bytes(b"\0")
             threading.Event().wait(0.1)
 
-    monkeypatch.setattr(copying, "PIECE_S", 0.5)
-    monkeypatch.setattr(copying, "_lend", drip)
+    monkeypatch.setattr(peer_copy, "PIECE_S", 0.5)
+    monkeypatch.setattr(peer_copy, "_lend", drip)
     with pytest.raises(LinkError, match=r"no piece has come for 0\.5 s"):
         pair.copy()
 
 
 def test_strangers_who_only_connect_keep_nobody_out(pair: Pair) -> None:
     with contextlib.ExitStack() as crowd:
-        for _ in range(copying.MAX_CONNECTIONS + copying.MAX_STRANGERS):
+        for _ in range(peer_copy.MAX_CONNECTIONS + peer_copy.MAX_STRANGERS):
             crowd.enter_context(socket.create_connection(("127.0.0.1", pair.lender.port), 5))
         assert same(pair.copy(), with_weights(EXTRA))
 
@@ -686,17 +686,17 @@ def test_one_member_leaves_connections_for_others(pair: Pair, tmp_path: Path) ->
     pair.welcome.add(third.identity.node_id)
     held = 0
     with contextlib.ExitStack() as crowd:
-        for _ in range(copying.MAX_CONNECTIONS):
+        for _ in range(peer_copy.MAX_CONNECTIONS):
             channel = pair.connect()
             crowd.callback(channel.close)
             with contextlib.suppress(LinkError):
-                copying.ask(channel, NAME)
+                peer_copy.ask(channel, NAME)
                 held += 1
-        assert held == copying.MAX_PER_MEMBER
+        assert held == peer_copy.MAX_PER_MEMBER
         address = [f"127.0.0.1:{pair.lender.port}"]
-        other = copying.connect(address, pair.one.identity.node_id, third.credentials)
+        other = peer_copy.connect(address, pair.one.identity.node_id, third.credentials)
         crowd.callback(other.close)
-        assert copying.ask(other, NAME)
+        assert peer_copy.ask(other, NAME)
 
 
 def test_strangers_of_one_address_cut_no_handshake_of_another(pair: Pair) -> None:
@@ -704,10 +704,10 @@ def test_strangers_of_one_address_cut_no_handshake_of_another(pair: Pair) -> Non
     with contextlib.ExitStack() as crowd:
         slow = crowd.enter_context(socket.create_connection(port, 5, source_address=("127.0.0.2", 0)))
         strangers = [
-            crowd.enter_context(socket.create_connection(port, 5)) for _ in range(3 * copying.MAX_STRANGERS)
+            crowd.enter_context(socket.create_connection(port, 5)) for _ in range(3 * peer_copy.MAX_STRANGERS)
         ]
         # The lender accepts in order, so it has seen all but the last strangers once it cuts this one.
-        assert strangers[2 * copying.MAX_STRANGERS - 1].recv(1) == b""
+        assert strangers[2 * peer_copy.MAX_STRANGERS - 1].recv(1) == b""
         context = member_context_client(pair.two.credentials, ALPN_MODELS)
         with context.wrap_socket(slow) as tls:
             tls.sendall(encode(FilesWanted(NAME), 0, 0))
@@ -723,7 +723,7 @@ def test_a_lender_among_more_than_1024_descriptors_lends(pair: Pair) -> None:
         while held[-1] <= 1024:
             held.append(os.dup(held[0]))
         pair.lender.close()
-        pair.lender = copying.Lender("127.0.0.1", pair.one.credentials, pair._lent, pair._may)
+        pair.lender = peer_copy.Lender("127.0.0.1", pair.one.credentials, pair._lent, pair._may)
         assert same(pair.copy(), with_weights(EXTRA))
     finally:
         for each in held:
@@ -732,8 +732,8 @@ def test_a_lender_among_more_than_1024_descriptors_lends(pair: Pair) -> None:
 
 
 def test_a_lender_that_falls_silent_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "IDLE_S", 1)
-    monkeypatch.setattr(copying, "_lend", lambda *_: threading.Event().wait(3))
+    monkeypatch.setattr(peer_copy, "IDLE_S", 1)
+    monkeypatch.setattr(peer_copy, "_lend", lambda *_: threading.Event().wait(3))
     with pytest.raises(LinkError, match="stood still for 1 s") as silent:
         pair.copy()
     assert silent.value.code is Code.LINK_TIMEOUT
@@ -766,7 +766,7 @@ def test_strangers_and_joiners_do_not_get_in(pair: Pair, tmp_path: Path) -> None
             got = b""
         assert not got
     with pytest.raises(ProtocolError, match="is another node"):
-        copying.connect([f"127.0.0.1:{pair.lender.port}"], "f" * 32, pair.two.credentials)
+        peer_copy.connect([f"127.0.0.1:{pair.lender.port}"], "f" * 32, pair.two.credentials)
     assert pair.asked == []
 
 
@@ -782,7 +782,7 @@ def test_a_manifest_with_a_path_that_leads_elsewhere_is_none(path: str) -> None:
 
 
 def test_a_lender_that_lies_about_the_manifest_is_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "to_bytes", lambda _: b'{"name": "a/b", "revision": "x", "files": []}')
+    monkeypatch.setattr(peer_copy, "to_bytes", lambda _: b'{"name": "a/b", "revision": "x", "files": []}')
     with pytest.raises(RemoteProtocolError, match="a manifest that makes no sense"):
         pair.copy()
     assert not (pair.cache / "models--some-body--llama" / "snapshots").exists()

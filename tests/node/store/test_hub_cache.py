@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.manifests import Manifest, ModelFile, wanted
 from mlxtp.errors import ModelError
-from mlxtp.node.store.hub_cache import Part, Repo, Stopped, hash_of
+from mlxtp.models.hub_cache import Part, Repo, Stopped, hash_of
+from mlxtp.models.manifest import Manifest, ModelFile, wanted
 
 from ...hub import COMMIT, NEWER, blob_name, embedded
 

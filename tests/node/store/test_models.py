@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, ModelError
-from mlxtp.node.store.models import lasting_name, open_model
+from mlxtp.models.names import lasting_name, open_model
 
 from ...hub import Model, embedded, running_hub
 
@@ -31,7 +31,7 @@ def open_in_new_process(name: str, endpoint: str, cache: Path) -> subprocess.Com
     program = (
         "import asyncio, sys\n"
         "from mlxtp.errors import MlxtpError\n"
-        "from mlxtp.node.store.models import open_model\n"
+        "from mlxtp.models.names import open_model\n"
         "try:\n"
         "    model = asyncio.run(open_model(sys.argv[1]))\n"
         "    print(model.id, sorted(p.name for p in model.path.iterdir()))\n"

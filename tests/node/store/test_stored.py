@@ -11,19 +11,14 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from mlxtp.cluster.known import KNOWN
-from mlxtp.cluster.weights import Config
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import ModelError
-from mlxtp.node.store.complete import is_complete
-from mlxtp.node.store.models import find_model, open_model, stored_name
-from mlxtp.node.store.servable import check_servable
-from mlxtp.node.store.stored import (
-    OnDisk,
-    hub_folder,
-    models_here,
-    stored_models,
-)
+from mlxtp.models.completeness import is_complete
+from mlxtp.models.inspect import check_servable
+from mlxtp.models.inventory import OnDisk, hub_folder, models_here, stored_models
+from mlxtp.models.names import find_model, open_model, stored_name
+from mlxtp.placement.model_weights import Config
+from mlxtp.placement.published_models import KNOWN
 
 from ..scenes import run
 

@@ -1,0 +1,1 @@
+"""What an agent reports of itself and the commands that it takes: snapshot, metrics, handlers."""

@@ -1,0 +1,507 @@
+"""What commands ask of a running agent, and where they find it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..api.auth import KeyRing
+from ..cluster.node import Cluster
+from ..cluster.own_build import versions_here
+from ..config import parse_nodes, parse_seconds
+from ..diagnostics.checkup import Checkup
+from ..errors import Code, ConfigError, UserError
+from ..groups import wired_memory
+from ..groups.drain import Drain
+from ..groups.lifecycle import Supervisor
+from ..identity.store import Store
+from ..models import hub_client
+from ..models.daemon_thread import apart
+from ..models.hub_cache import Repo, cache_folder, hub_name
+from ..models.inventory import models_here
+from ..models.names import is_hub_id
+from ..placement.cost_model import RING_LOOPBACK
+from ..placement.measurements import to_json
+from ..wire.cluster_messages import Serving
+from .snapshot import Observer
+
+FILE = "agent.json"
+"""In the home, for this user's eyes: where the agent answers, and with which key."""
+
+COMING = "it is just being copied or downloaded; wait until that is over"
+
+Json = Mapping[str, Any]
+
+
+class Alone:
+    """The administration of an agent that keeps to itself."""
+
+    def __init__(self, supervisor: Supervisor, name: str) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.draining = Drain(supervisor)
+        self.api_keys: KeyRing | None = None
+        self.checkup: Checkup | None = None
+        self.started_with: Json = {}
+        self.observer = Observer(supervisor, name)
+        self._supervisor = supervisor
+        self._name = name
+
+    def status(self) -> Json:
+        """One moment of this agent."""
+        supervisor = self._supervisor
+        group = supervisor.group
+        model = next(iter(supervisor.gateway.models()), None)
+        ranks = supervisor.ranks
+        pongs = ranks.pongs if ranks is not None else {}
+        pids = {each.rank: each.pid for each in ranks.processes} if ranks is not None and pongs else {}
+        health = supervisor.gateway.health()
+        return {
+            "versions": list(versions_here()),
+            "name": self._name,
+            "pid": os.getpid(),
+            "state": health.state,
+            "reason": health.reason or "",
+            "starting": health.starting,
+            "epoch": supervisor.epoch,
+            "model": model.id if model is not None else "",
+            "world_size": group.world_size if group is not None else 0,
+            "backend": group.backend if group is not None else "none",
+            "kind": group.kind if group is not None else "",
+            "open_requests": supervisor.gateway.open_requests,
+            "left_wired": wired_memory.HERE.words,
+            "ranks": [
+                {
+                    "rank": rank,
+                    "pid": pids.get(rank),
+                    "phase": pong.phase,
+                    "memory_bytes": pong.memory_bytes,
+                    "step_us": pong.step_us,
+                }
+                for rank, pong in sorted(pongs.items())
+            ],
+        }
+
+    def drain(self, within: str) -> Json:
+        """Have the agent finish what it has begun, take nothing new, and end, `within` some seconds."""
+        self.draining.begin(parse_seconds(within, "--within") if within else None)
+        return self.draining.now()
+
+    async def progress(self) -> Json:
+        """How far the drain is, once that has changed or a while has passed."""
+        return await self.draining.progress()
+
+    def keys(self) -> Json:
+        """When each API key was last used since this agent started, in seconds since 1970."""
+        return {"used": dict(self.api_keys.used) if self.api_keys is not None else {}}
+
+    def settings(self) -> Json:
+        """The settings this agent was started with, and where each was set."""
+        return self.started_with
+
+    async def models(self) -> Json:
+        """The models on this machine's disk that can be named without a path."""
+        found = await asyncio.to_thread(models_here)
+        return {"models": [asdict(each) for each in found]}
+
+    async def doctor(self) -> Json:
+        """What of this machine is in the way, as this agent sees it."""
+        assert self.checkup is not None
+        return await self.checkup.report()
+
+    async def pull(self, model: str, everywhere: str) -> Json:
+        raise self._alone()
+
+    def pulling(self, model: str) -> Json:
+        raise self._alone()
+
+    def stored(self) -> Json:
+        """Where this agent's models are, and what other members have on their disks: of each model who."""
+        return {"folder": str(cache_folder()), "elsewhere": []}
+
+    def removable(self, model: str) -> Json:
+        """Whether OWNER/NAME may be removed from this Mac's disk. Raises UserError while it is needed."""
+        repo = hub_name(model)[0].as_here()
+        if why := self._needed(repo):
+            raise UserError(f"{repo.name} cannot be removed: {why}")
+        return {"removable": repo.name}
+
+    async def repairable(self, model: str) -> Json:
+        """Whether damaged files of OWNER/NAME@COMMIT may go from this Mac's disk, and would come again.
+
+        Raises UserError while a rank of this Mac has them open, and when nobody can give them.
+        """
+        repo, commit = hub_name(model)
+        repo = repo.as_here()
+        if why := self._in_use(repo):
+            raise UserError(f"{repo.name} cannot be repaired now: {why}")
+        if not self._is_elsewhere(model):
+            await apart(partial(hub_client.look_up, repo.name, commit))
+        return {"repairable": repo.name}
+
+    def _is_elsewhere(self, model: str) -> bool:
+        return False
+
+    def _in_use(self, repo: Repo) -> str:
+        """Why files of it must stay as they are now; empty when none does."""
+        source = self._supervisor.source if self._supervisor.in_epoch else None
+        paths = (source.path, source.draft_path) if source is not None else ()
+        return "a rank of this Mac has it open; `mlxtp unload` first" if _has_one(repo, paths) else ""
+
+    def removed(self, model: str) -> Json:
+        """A command has removed or got files of OWNER/NAME on this Mac by itself: look again."""
+        return {"model": model}
+
+    def _needed(self, repo: Repo) -> str:
+        """Why this agent needs a model of the Hub; empty when it does not."""
+        source = self._supervisor.source
+        paths = (source.path, source.draft_path) if source is not None else ()
+        in_use = _has_one(repo, paths)
+        return "it is served here; `mlxtp unload`, or stop `mlxtp node`, first" if in_use else ""
+
+    def close(self) -> None:
+        """Look no more; whoever watches is let go."""
+        self.draining.close()
+        self.observer.over.set()
+
+    def plan(self) -> Json:
+        raise self._alone()
+
+    async def token(self) -> Json:
+        raise self._alone()
+
+    async def bench_fabric(self) -> Json:
+        """What collectives take between the ranks of this machine. It is kept nowhere."""
+        group, times = self._supervisor.group, await self._supervisor.measure_fabric()
+        assert group is not None
+        return {
+            "nodes": [],
+            "names": [f"rank {rank}" for rank in range(group.world_size)],
+            "backend": group.backend,
+            "kind": group.kind or RING_LOOPBACK,
+            "fast_fences": self._supervisor.fast_fences,
+            "at": int(time.time()),
+            **asdict(times),
+        }
+
+    async def records(self, epoch: str, epoch_id: str) -> Json:
+        raise self._alone()
+
+    async def serve(self, model: str, nodes: str) -> Json:
+        raise self._alone()
+
+    def unload(self) -> Json:
+        raise self._alone()
+
+    def members(self) -> Json:
+        raise self._alone()
+
+    def let_in(self, node: str) -> Json:
+        raise self._alone()
+
+    async def remove(self, node: str, with_admitted: str) -> Json:
+        raise self._alone()
+
+    def leave(self, force: str) -> Json:
+        raise self._alone()
+
+    def _alone(self) -> UserError:
+        return UserError(
+            "this agent keeps to this Mac (--alone, or several --ranks), so there is no cluster; start "
+            "`mlxtp node` without them",
+            Code.NOT_SUPPORTED,
+        )
+
+
+class Member(Alone):
+    """The administration of an agent in a cluster."""
+
+    def __init__(self, cluster: Cluster, store: Store) -> None:
+        super().__init__(cluster.supervisor, cluster.name)
+        self.draining = Drain(cluster.supervisor, cluster)
+        self.observer = Observer(cluster.supervisor, cluster.name, cluster)
+        self.wishes = cluster.wishes
+        self._cluster = cluster
+        self._store = store
+
+    def status(self) -> Json:
+        """One moment of the cluster as this member sees it."""
+        cluster = self._cluster
+        desired = cluster.coordination.desired
+        claim = cluster.coordination.claim
+        return {
+            **super().status(),
+            "problem": cluster.problem,
+            "waiting": cluster.waiting,
+            "left_out": cluster.conductor.left_out_lines(),
+            "cluster": cluster.identity.cluster_id,
+            "node_id": cluster.node_id,
+            "coordinator": cluster.name_of(claim.node_id) if claim.node_id else "",
+            "term": claim.term,
+            "desired": {
+                "model": desired.model,
+                "nodes": desired.nodes,
+                "version": desired.version,
+                "pinned": desired.pinned,
+            },
+            "coming": self.wishes.told(),
+            "fabric": self._fabric(),
+            "members": self._members(),
+        }
+
+    def _fabric(self) -> Json | None:
+        """What was measured of the group that serves; None for nothing."""
+        cluster = self._cluster
+        for serving in self._servings():
+            found = cluster.fabric.of(serving.participants, serving.kind)
+            if serving.state == "ready" and found is not None:
+                return to_json(found)
+        return None
+
+    def plan(self) -> Json:
+        """The machines of the members that are present, for `mlxtp plan`."""
+        cluster = self._cluster
+        return {
+            "coordinator": cluster.coordination.claim.node_id,
+            "fabric": [to_json(each) for each in cluster.fabric.results],
+            "nodes": [
+                {
+                    "node_id": member.node_id,
+                    "name": member.name,
+                    "machine": asdict(cluster.knowledge.machines[member.node_id]),
+                    "held_bytes": member.held_bytes,
+                }
+                for member in cluster.conductor.members()
+            ],
+        }
+
+    async def token(self) -> Json:
+        """A new join token."""
+        return {"token": await self._cluster.issuing.token(), "valid_s": 900}
+
+    async def bench_fabric(self) -> Json:
+        """What collectives take in the group that serves, measured now, wherever its rank 0 is."""
+        result = await self._cluster.fabric.bench()
+        return {**to_json(result), "names": [self._cluster.name_of(node) for node in result.nodes]}
+
+    async def records(self, epoch: str, epoch_id: str) -> Json:
+        """What other members keep of a failure."""
+        if not epoch.isdecimal() or not int(epoch[:19]) > 0 or len(epoch_id) > 40:
+            raise UserError(f"{epoch!r:.40} is no number of an epoch")
+        return {"files": await self._cluster.records.gather(int(epoch[:19]), epoch_id)}
+
+    async def serve(self, model: str, nodes: str) -> Json:
+        """What the cluster should serve from now on, or from when it is here."""
+        if not model:
+            raise UserError("which model? A folder that every Mac has, or an id on the Hub")
+        said = await self.wishes.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        desired = said.desired
+        return {
+            "model": said.model,
+            "nodes": desired.nodes,
+            "version": desired.version,
+            "coming": said.coming,
+            "until_then": desired.model if said.coming else "",
+        }
+
+    async def pull(self, model: str, everywhere: str) -> Json:
+        """Begin to get a model of the Hub, here or on all members that are present."""
+        return {"model": await self._cluster.getting.pull(model, everywhere=bool(everywhere))}
+
+    def pulling(self, model: str) -> Json:
+        """How far that is, of each member that is to have it."""
+        return {"members": self._cluster.getting.progress(model)}
+
+    def stored(self) -> Json:
+        """Where models are here, and what other members have on their disks."""
+        cluster = self._cluster
+        cluster.getting.look_at_disk()
+        return {
+            **super().stored(),
+            "elsewhere": [
+                {"node": cluster.name_of(node), "node_id": node, **asdict(model)}
+                for node, models in sorted(cluster.getting.stored.items())
+                for model in models
+            ],
+        }
+
+    def _needed(self, repo: Repo) -> str:
+        cluster = self._cluster
+        wanted = cluster.coordination.desired.model
+        if is_hub_id(wanted) and hub_name(wanted)[0].as_here().name == repo.name:
+            return "the cluster serves it, or is to; `mlxtp unload`, or `mlxtp serve` another model, first"
+        if cluster.getting.is_getting(repo.name):
+            return COMING
+        return super()._needed(repo)
+
+    def _in_use(self, repo: Repo) -> str:
+        cluster = self._cluster
+        if cluster.getting.is_getting(repo.name):
+            return COMING
+        if cluster.guest.epoch and _has_one(repo, (cluster.guest.model,)):
+            return "a rank of this Mac has it open; `mlxtp unload` first"
+        return super()._in_use(repo)
+
+    def _is_elsewhere(self, model: str) -> bool:
+        return self._cluster.getting.is_elsewhere(model)
+
+    def removed(self, model: str) -> Json:
+        """A command has removed or got files of OWNER/NAME by itself: look again, and tell the others."""
+        self._cluster.getting.changed(hub_name(model)[0].name)
+        return super().removed(model)
+
+    def unload(self) -> Json:
+        """Serve nothing."""
+        self.wishes.forget()
+        desired = self._cluster.want("")
+        return {"model": "", "nodes": desired.nodes, "version": desired.version}
+
+    def members(self) -> Json:
+        """Everybody that belongs to the cluster."""
+        return {"cluster": self._cluster.identity.cluster_id, "members": self._members()}
+
+    def let_in(self, node: str) -> Json:
+        """Return the members that joined by a token for which a member asked, those in turn included."""
+        node_id = self._other(node)
+        return {"name": self._cluster.name_of(node_id), "let_in": self._admitted(node_id)}
+
+    async def remove(self, node: str, with_admitted: str) -> Json:
+        """Take a member out, by name, or by the start of its id, and whom it let in if that is asked.
+
+        Answers when another member has it on its disk, or after some seconds.
+        """
+        cluster, node_id = self._cluster, self._other(node)
+        name, let_in = cluster.name_of(node_id), self._admitted(node_id)
+        cluster.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
+        others = cluster.coordination.roster.members().keys() - {cluster.node_id}
+        there = others & cluster.neighbours.nodes()
+        saved_by = await cluster.saved_elsewhere() if there else []
+        return {
+            "removed": name,
+            "node_id": node_id,
+            "let_in": let_in,
+            "with_admitted": bool(with_admitted),
+            "others": len(others),
+            "saved_by": [cluster.name_of(each) for each in saved_by],
+        }
+
+    def _admitted(self, node_id: str) -> list[dict[str, str]]:
+        cluster = self._cluster
+        found = cluster.coordination.roster.let_in(node_id)
+        return [{"node_id": each, "name": cluster.name_of(each)} for each in found if each != cluster.node_id]
+
+    def _other(self, node: str) -> str:
+        """Return the node id of another member, by name, or by the start of its id."""
+        cluster = self._cluster
+        members = cluster.coordination.roster.members()
+        found = [each for each in members if cluster.name_of(each) == node]
+        found = found or [each for each in members if each.startswith(node)]
+        if not node or len(found) != 1:
+            known = ", ".join(f"{cluster.name_of(each)} ({each[:8]})" for each in members)
+            what = "more than one member is" if found else "no member is"
+            raise UserError(f"{what} called {node!r}; there are {known}")
+        if found[0] == cluster.node_id:
+            raise UserError("this Mac itself leaves with `mlxtp cluster leave`")
+        return found[0]
+
+    def leave(self, force: str) -> Json:
+        """This Mac belongs to no cluster any more. Its agent ends. The founder's leaving takes `force`."""
+        cluster = self._cluster
+        others = [each for each in cluster.coordination.roster.members() if each != cluster.node_id]
+        if others and cluster.identity.authority is not None and not force:
+            raise UserError(
+                "this Mac founded the cluster and alone can let others in: when it leaves, nobody can join "
+                "any more. `mlxtp cluster leave --force` leaves all the same"
+            )
+        if others:
+            cluster.remove(cluster.node_id)
+        self._store.leave()
+        cluster.end()
+        return {"left": cluster.identity.cluster_id, "members": len(others)}
+
+    def _servings(self) -> list[Serving]:
+        """What this node and others say of their groups."""
+        mine = self._cluster.conductor.serving()
+        return [*([mine] if mine is not None else []), *self._cluster.knowledge.servings.values()]
+
+    def _members(self) -> list[Json]:
+        cluster = self._cluster
+        ranks = {
+            node_id: rank
+            for serving in self._servings()
+            if serving.state == "ready"
+            for rank, node_id in enumerate(serving.participants)
+        }
+        found: list[Json] = []
+        for node_id, entry in cluster.coordination.roster.members().items():
+            machine = cluster.knowledge.machines.get(node_id)
+            model = (
+                cluster.model.status if node_id == cluster.node_id else cluster.knowledge.models.get(node_id)
+            )
+            link = cluster.neighbours.to(node_id)
+            found.append(
+                {
+                    "node_id": node_id,
+                    "name": cluster.name_of(node_id) or entry.name,
+                    "state": str(cluster.membership.standing(node_id).state),
+                    "draining": node_id in cluster.coordination.draining,
+                    "self": node_id == cluster.node_id,
+                    "coordinator": node_id == cluster.coordination.claim.node_id,
+                    "rank": ranks.get(node_id),
+                    "address": link.remote if link is not None else "",
+                    "http": cluster.http
+                    if node_id == cluster.node_id
+                    else cluster.knowledge.https.get(node_id, ""),
+                    "chip": machine.chip if machine is not None else "",
+                    "memory_bytes": machine.memory_bytes if machine is not None else 0,
+                    "notes": list(machine.notes) if machine is not None else [],
+                    "admitted_by": entry.admitted_by,
+                    "admitted_by_name": cluster.name_of(entry.admitted_by) if entry.admitted_by else "",
+                    "joined_from": entry.address,
+                    "joined_at": entry.at,
+                    "model_problem": model.problem if model is not None else "",
+                    "model_progress": cluster.getting.said(cluster.coordination.desired.model, node_id),
+                }
+            )
+        return found
+
+
+def _has_one(repo: Repo, paths: Iterable[Path | None]) -> bool:
+    return any(path is not None and repo.has_inside(path) for path in paths)
+
+
+@contextmanager
+def announced(home: Path, url: str, key: str, certificate: str = "") -> Iterator[None]:
+    """Meanwhile commands of this user find the agent. Raises ConfigError as `announce` does."""
+    announce(home, url, key, certificate)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (home / FILE).unlink()
+
+
+def announce(home: Path, url: str, key: str, certificate: str = "") -> None:
+    """Leave word where the agent answers, with which key, and which `certificate` (PEM) it shows by HTTPS.
+
+    That is empty for HTTP. Raises ConfigError when the home takes no files.
+    """
+    path = home / FILE
+    draft = path.with_suffix(".draft")
+    try:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            found = {"url": url, "key": key, "certificate": certificate, "pid": os.getpid()}
+            json.dump(found, file)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--home {home}: {path.name} cannot be written: {error.strerror}") from None

@@ -1,0 +1,321 @@
+"""`GET /metrics`: what this agent knows, in Prometheus' text format.
+
+Nothing is measured for it but what `api/request_metrics.py` counts; the rest is read off the supervisor when
+somebody asks. A metric whose source this agent does not have, such as the ranks of another Mac's group, has
+no samples here. Names with `vllm:` are those that vLLM made common, so that existing dashboards show
+something; each HELP says what it is here. `docs/metrics.md` lists all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from ..api.access_log import Accounting, metrics_route
+from ..api.request_metrics import Histogram, ModelTally, Tally
+from ..cluster.own_build import versions_here
+from ..groups.health import State
+from ..groups.lifecycle import Supervisor
+from ..wire.messages import Pong
+
+Labels = Sequence[str]
+Samples = Iterable[tuple[Labels, float]]
+
+
+def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
+    """`app`, with `GET /metrics` and everything counted that goes through it and the supervisor's gateway."""
+    tally = Tally(time.perf_counter)
+    supervisor.gateway.meter = tally
+    app.router.routes.insert(0, metrics_route(Metrics(supervisor, tally).collect))
+    return Accounting(app, tally, lambda: supervisor.epoch)
+
+
+class Metrics:
+    """All metrics of one agent. Nothing of it is shared with another one in the same process."""
+
+    def __init__(self, supervisor: Supervisor, tally: Tally) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Agent(supervisor, tally))
+        if sys.platform == "linux":
+            ProcessCollector(registry=self._registry)
+        else:
+            self._registry.register(OwnProcess())
+
+    def collect(self) -> tuple[bytes, str]:
+        """The text of now, and its media type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _Agent(Collector):
+    def __init__(self, supervisor: Supervisor, tally: Tally) -> None:
+        self._supervisor = supervisor
+        self._tally = tally
+        self._versions = tuple(each.partition("=")[2] for each in versions_here())
+
+    def collect(self) -> Iterator[Metric]:
+        says = "1; the versions of what runs here are in the labels."
+        yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(self._versions, 1)])
+        yield from self._requests()
+        yield from _models(self._tally.models)
+        yield from self._http()
+        yield from self._group()
+        yield from self._ranks()
+
+    def _requests(self) -> Iterator[Metric]:
+        census = self._supervisor.gateway.census()
+        name = census.model
+        if name:
+            self._tally.model(name)  # so that its counters are there, at 0, before the first request
+        by_model = ("model_name",)
+        open_here = name or census.running or census.waiting
+        yield _gauge(
+            "vllm:num_requests_running",
+            "Open requests of clients of this agent that have their first token.",
+            by_model,
+            [((name,), census.running)] if open_here else (),
+        )
+        yield _gauge(
+            "vllm:num_requests_waiting",
+            "Those without a first token: queued, in prefill, or between two groups.",
+            by_model,
+            [((name,), census.waiting)] if open_here else (),
+        )
+        room = self._supervisor.kv_room
+        yield _gauge(
+            "vllm:kv_cache_usage_perc",
+            "Tokens of all running requests by the tokens that KV caches have room for, from 0 to 1. Where "
+            "rank 0 is. What is kept for later prompts does not count, since it makes room.",
+            by_model,
+            [((name,), min(census.held / room, 1.0))] if room and name else (),
+        )
+        yield _gauge(
+            "mlxtp_kv_cache_room_tokens",
+            "Tokens that KV caches have room for. Where rank 0 is.",
+            by_model,
+            [((name,), room)] if room and name else (),
+        )
+        yield _gauge(
+            "mlxtp_open_requests",
+            "Open requests at this agent, those that other agents passed on included.",
+            (),
+            [((), self._supervisor.gateway.open_requests)],
+        )
+
+    def _http(self) -> Iterator[Metric]:
+        tally = self._tally
+        yield _counter(
+            "mlxtp_http_requests",
+            "HTTP requests by method, path of the route and status; 499: the client left before an answer.",
+            ("method", "path", "status"),
+            [
+                ((method, path, str(status)), count)
+                for (method, path, status), count in tally.answered.items()
+            ],
+        )
+        yield _counter(
+            "mlxtp_requests_refused",
+            "HTTP requests that were answered with an error, by path of the route and code.",
+            ("path", "code"),
+            tally.refused.items(),
+        )
+        yield _counter(
+            "mlxtp_requests_failed",
+            "HTTP requests whose answer broke off with an error after it had begun, by path and code.",
+            ("path", "code"),
+            tally.failed.items(),
+        )
+
+    def _group(self) -> Iterator[Metric]:
+        supervisor = self._supervisor
+        health = supervisor.gateway.health()
+        yield _gauge("mlxtp_epoch", "Number of the present epoch, or the last one.", (), [((), health.epoch)])
+        yield _gauge(
+            "mlxtp_state",
+            "1 for the state that this agent is in, 0 for all others.",
+            ("state",),
+            [((str(state),), float(health.state == state)) for state in State],
+        )
+        yield _gauge("mlxtp_ready", "Whether requests are answered now.", (), [((), float(health.ready))])
+        yield _gauge(
+            "mlxtp_world_size",
+            "Ranks that the present group has, or shall have.",
+            (),
+            [((), health.world_size)],
+        )
+        recoveries = supervisor.recoveries
+        yield _counter(
+            "mlxtp_epochs_ended",
+            "Epochs with rank 0 on this Mac that ended, by the code of the reason.",
+            ("code",),
+            [((str(code),), count) for code, count in recoveries.ended.items()],
+        )
+        yield _histogram(
+            "mlxtp_recovery_seconds",
+            "From the failure of an epoch that served to the next one that serves, rank 0 being on this Mac.",
+            (),
+            [((), recoveries.seconds)],
+        )
+
+    def _ranks(self) -> Iterator[Metric]:
+        ranks = self._supervisor.ranks
+        pongs = dict(sorted(ranks.pongs.items())) if ranks is not None else {}
+        yield _gauge(
+            "mlxtp_ranks_alive",
+            "Ranks of the group whose heartbeat this agent hears; it has them all where rank 0 is.",
+            (),
+            [((), len(pongs))] if ranks is not None else (),
+        )
+        for name, says, read in _OF_A_RANK:
+            yield _gauge(name, says, ("rank",), [((str(rank),), read(pong)) for rank, pong in pongs.items()])
+        yield _counter(
+            "mlxtp_rank_forwards",
+            "Forwards of a rank in this epoch.",
+            ("rank",),
+            [((str(rank),), pong.forwards) for rank, pong in pongs.items()],
+        )
+
+
+_OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
+    ("mlxtp_rank_memory_bytes", "What MLX holds on a rank.", lambda pong: pong.memory_bytes),
+    (
+        "mlxtp_rank_peak_memory_bytes",
+        "The most that it held in this epoch.",
+        lambda pong: pong.peak_memory_bytes,
+    ),
+    ("mlxtp_rank_weight_bytes", "A rank's part of the weights.", lambda pong: pong.weight_bytes),
+    (
+        "mlxtp_rank_kv_cache_bytes",
+        "What KV caches held on a rank when a sequence last ended, those kept for later prompts included.",
+        lambda pong: pong.kv_bytes,
+    ),
+    (
+        "mlxtp_rank_step_seconds",
+        "What a forward took, on average over the last ten.",
+        lambda p: p.step_us / 1e6,
+    ),
+    (
+        "mlxtp_rank_wait_seconds",
+        "Of that, how long the rank waited for its device, on average over the last ten.",
+        lambda pong: pong.wait_us / 1e6,
+    ),
+    (
+        "mlxtp_rank_collective_seconds",
+        "What one small collective took at the last proof, links between ranks included.",
+        lambda pong: pong.collective_us / 1e6,
+    ),
+)
+"""Of each rank's newest heartbeat: name, what it says, where it stands."""
+
+
+def _models(models: Mapping[str, ModelTally]) -> Iterator[Metric]:
+    for name, says, read in _HISTOGRAMS:
+        yield _histogram(name, says, ("model_name",), [((model,), read(of)) for model, of in models.items()])
+    for name, says, count in _COUNTERS:
+        yield _counter(name, says, ("model_name",), [((model,), count(of)) for model, of in models.items()])
+    yield _counter(
+        "vllm:request_success",
+        "Answers that ended: stop and length are whole; abort: its client gave it up; error: the server did.",
+        ("model_name", "finished_reason"),
+        [((model, why), count) for model, of in models.items() for why, count in of.finished.items()],
+    )
+
+
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelTally], Histogram]], ...] = (
+    (
+        "vllm:time_to_first_token_seconds",
+        "From when all of a request was here to its first token.",
+        lambda of: of.first_token_s,
+    ),
+    (
+        "vllm:inter_token_latency_seconds",
+        "Between the steps that brought tokens of one answer. Tokens of one step count once.",
+        lambda of: of.inter_token_s,
+    ),
+    (
+        "vllm:e2e_request_latency_seconds",
+        "From when all of a request was here to the end of a whole answer.",
+        lambda of: of.latency_s,
+    ),
+    ("vllm:request_prompt_tokens", "Prompt tokens of whole answers.", lambda of: of.prompt),
+    ("vllm:request_generation_tokens", "Generated tokens of whole answers.", lambda of: of.generation),
+    (
+        "mlxtp_request_accept_seconds",
+        "From the gateway to rank 0's word that it will run the request: checks, and compiling a grammar.",
+        lambda of: of.accept_s,
+    ),
+)
+_COUNTERS: tuple[tuple[str, str, Callable[[ModelTally], int]], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens of answers that have begun.", lambda of: of.prompt_tokens),
+    ("vllm:generation_tokens", "Tokens that were generated.", lambda of: of.generation_tokens),
+    (
+        "vllm:prefix_cache_queries",
+        "Prompt tokens of answers that were generated to their end: of others rank 0 does not say what was "
+        "cached.",
+        lambda of: of.queried_tokens,
+    ),
+    ("vllm:prefix_cache_hits", "Of those, tokens that were not computed again.", lambda of: of.cached_tokens),
+    (
+        "vllm:spec_decode_num_draft_tokens",
+        "Drafted tokens of answers that were generated to their end.",
+        lambda of: of.drafted_tokens,
+    ),
+    ("vllm:spec_decode_num_accepted_tokens", "Of those, the right ones.", lambda of: of.accepted_tokens),
+)
+
+
+class OwnProcess(Collector):
+    """What prometheus-client tells of a process on Linux, where there is no /proc."""
+
+    def collect(self) -> Iterator[Metric]:
+        import resource
+
+        import psutil
+
+        process = psutil.Process()
+        with process.oneshot():
+            memory, times, born = process.memory_info(), process.cpu_times(), process.create_time()
+            open_files = process.num_fds()
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        yield _gauge("process_virtual_memory_bytes", "Virtual memory in bytes.", (), [((), memory.vms)])
+        yield _gauge("process_resident_memory_bytes", "Resident memory in bytes.", (), [((), memory.rss)])
+        yield _gauge("process_start_time_seconds", "When it started, since 1970.", (), [((), born)])
+        cpu_s = times.user + times.system
+        yield _counter("process_cpu_seconds", "User and system CPU time in seconds.", (), [((), cpu_s)])
+        yield _gauge("process_open_fds", "Open file descriptors.", (), [((), open_files)])
+        yield _gauge("process_max_fds", "The most file descriptors that it may open.", (), [((), most)])
+
+
+def _gauge(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
+    family = GaugeMetricFamily(name, says, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _counter(name: str, says: str, labels: Labels, samples: Samples) -> Metric:
+    family = CounterMetricFamily(name, says, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _histogram(name: str, says: str, labels: Labels, samples: Iterable[tuple[Labels, Histogram]]) -> Metric:
+    family = HistogramMetricFamily(name, says, labels=labels)
+    for values, of in samples:
+        bounds = [(_bound(bound), count) for bound, count in of.buckets()]
+        family.add_metric(values, bounds, of.total)
+    return family
+
+
+def _bound(seconds: float) -> str:
+    """As Prometheus writes the upper bound of a bucket."""
+    return str(floatToGoString(seconds))  # type: ignore[no-untyped-call]

@@ -1,0 +1,228 @@
+"""One moment of everything, for the page and whoever else watches. What is not known is None."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..api.dashboard import Json
+from ..cluster.node import Cluster
+from ..cluster.own_build import versions_here
+from ..groups.health import State
+from ..groups.history import Meter, to_json
+from ..groups.lifecycle import Supervisor
+from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
+from ..placement.topology import NETWORKS, Topology
+from ..wire.cluster_messages import Serving
+from ..wire.fabric_result import FabricResult
+
+_RANK = (
+    "phase", "memory_bytes", "weight_bytes", "kv_bytes", "step_us", "wait_us", "collective_us", "in_flight",
+)  # fmt: skip
+"""What is told of each rank's heartbeat."""
+ALONE = "here"
+"""The node id of an agent that belongs to no cluster."""
+
+
+class Observer:
+    """Implements `api.pages.Observed` for an agent in a `cluster`, or for one that keeps to itself."""
+
+    def __init__(self, supervisor: Supervisor, name: str, cluster: Cluster | None = None) -> None:
+        self.over = asyncio.Event()
+        self._supervisor = supervisor
+        self._name = name
+        self._cluster = cluster
+        self._meter = Meter()
+
+    def moment(self) -> Json:
+        """Everything that is known now, as JSON; `docs/page.md` names the fields."""
+        supervisor = self._supervisor
+        health = supervisor.gateway.health()
+        participants = self._participants()
+        return {
+            "versions": list(versions_here()),
+            "self": ALONE if self._cluster is None else self._cluster.node_id,
+            "state": health.state,
+            "ready": health.ready,
+            "reason": health.reason,
+            "starting": health.starting,
+            "epoch": health.epoch,
+            "model": health.model,
+            "model_bytes": self._model_bytes(),
+            "context": next((model.context for model in supervisor.gateway.models()), None),
+            "group": self._group(participants),
+            "ranks": self._ranks(participants),
+            "tokens_per_second": self._speed(),
+            "requests": {"open": health.open_requests, **supervisor.gateway.queue},
+            "history": to_json(supervisor.history.stories),
+            **(self._alone() if self._cluster is None else self._of(self._cluster)),
+        }
+
+    # --- the group ---------------------------------------------------------------------------------------
+
+    def _participants(self) -> tuple[str, ...]:
+        """Node ids in rank order; () while there is no group."""
+        supervisor, cluster = self._supervisor, self._cluster
+        if cluster is None:
+            return (ALONE,) * (supervisor.group.world_size if supervisor.group is not None else 0)
+        serving = self._serving(cluster)
+        return serving.participants if serving is not None else ()
+
+    def _serving(self, cluster: Cluster) -> Serving | None:
+        """What is said of the group whose epoch this node shows."""
+        mine = cluster.conductor.serving()
+        told = [*([mine] if mine is not None else []), *cluster.knowledge.servings.values()]
+        mentioned = [each for each in told if each.epoch == self._supervisor.epoch and each.participants]
+        return mentioned[0] if mentioned else None
+
+    def _group(self, participants: Sequence[str]) -> Json | None:
+        group = self._supervisor.group
+        if group is None or group.world_size == 0:
+            return None
+        kind = group.kind or (RING_LOOPBACK if group.world_size > 1 else "")
+        return {
+            "world_size": group.world_size,
+            "backend": group.backend,
+            "kind": kind,
+            "pairs": pairs(group.world_size, mesh=kind == JACCL_MESH),
+            "fabric": self._fabric(participants, kind),
+        }
+
+    def _fabric(self, participants: Sequence[str], kind: str) -> Json | None:
+        """What a collective takes, the best that is known: measured for it, or by the last proof."""
+        cluster = self._cluster
+        if cluster is not None and (found := cluster.fabric.of(tuple(participants), kind)) is not None:
+            return _measured(found)
+        pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
+        slowest_us = max((pong.collective_us for pong in pongs.values()), default=0)
+        return {"collective_us": slowest_us, "by": "proof", "at": None} if slowest_us else None
+
+    def _ranks(self, participants: Sequence[str]) -> list[Json]:
+        """Every rank of the group; figures are None on an agent that does not hear its heartbeats."""
+        pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
+        return [
+            {
+                "rank": rank,
+                "node": node,
+                **{name: getattr(pongs[rank], name) if rank in pongs else None for name in _RANK},
+            }
+            for rank, node in enumerate(participants)
+        ]
+
+    def _model_bytes(self) -> int | None:
+        """What the weights of the model that is served, or about to be, take on disk."""
+        source = self._cluster.model.source if self._cluster is not None else self._supervisor.desired
+        return _weights(source.path) if source is not None else None
+
+    def _speed(self) -> Json:
+        """Of all requests where rank 0 is, elsewhere only of those that were asked here."""
+        supervisor = self._supervisor
+        if supervisor.state not in (State.READY, State.DRAINING):
+            self._meter.forget()
+            return {"value": None, "of": "group"}
+        rate = self._meter.rate(supervisor.gateway.confirmed_tokens, time.monotonic())
+        return {"value": rate, "of": "group" if supervisor.ranks is not None else "here"}
+
+    # --- nodes and what joins them -----------------------------------------------------------------------
+
+    def _alone(self) -> Json:
+        memory, wanted = psutil.virtual_memory(), self._supervisor.desired
+        desired = {"model": wanted.id, "nodes": None} if wanted is not None else None
+        node = {
+            "node_id": ALONE,
+            "name": self._name,
+            "state": "alive",
+            "self": True,
+            "coordinator": False,
+            "draining": False,
+            "address": None,
+            "chip": None,
+            "memory_bytes": int(memory.total),
+            "notes": [],
+            "model_problem": None,
+            "model_progress": None,
+        }
+        return {"cluster": None, "coordinator": None, "problem": None, "waiting": None,
+                "desired": desired, "coming": [], "links": [], "nodes": [node]}  # fmt: skip
+
+    def _of(self, cluster: Cluster) -> Json:
+        desired, claim = cluster.coordination.desired, cluster.coordination.claim
+        return {
+            "cluster": cluster.identity.cluster_id,
+            "coordinator": claim.node_id or None,
+            "problem": cluster.problem or None,
+            "waiting": cluster.waiting or None,
+            "desired": {"model": desired.model, "nodes": desired.nodes},
+            "coming": cluster.wishes.told(),
+            "nodes": [self._node(cluster, node_id) for node_id in cluster.coordination.roster.members()],
+            "links": links(cluster.conductor.topology(), self._present(cluster), cluster.echoes.between),
+        }
+
+    def _present(self, cluster: Cluster) -> list[str]:
+        return [member.node_id for member in cluster.conductor.members()]
+
+    def _node(self, cluster: Cluster, node_id: str) -> Json:
+        machine = cluster.knowledge.machines.get(node_id)
+        here = node_id == cluster.node_id
+        model = cluster.model.status if here else cluster.knowledge.models.get(node_id)
+        link = cluster.neighbours.to(node_id)
+        return {
+            "node_id": node_id,
+            "name": cluster.name_of(node_id),
+            "state": str(cluster.membership.standing(node_id).state),
+            "self": here,
+            "coordinator": node_id == cluster.coordination.claim.node_id,
+            "draining": node_id in cluster.coordination.draining,
+            "address": link.remote if link is not None else None,
+            "chip": machine.chip or None if machine is not None else None,
+            "memory_bytes": machine.memory_bytes or None if machine is not None else None,
+            "notes": list(machine.notes) if machine is not None else [],
+            "model_problem": model.problem or None if model is not None else None,
+            "model_progress": cluster.getting.said(cluster.coordination.desired.model, node_id) or None,
+        }
+
+
+def pairs(world_size: int, *, mesh: bool) -> list[tuple[int, int]]:
+    """Which ranks exchange bytes with each other: all of a mesh, neighbours of a ring."""
+    if mesh or world_size < 3:
+        return list(combinations(range(world_size), 2))
+    return [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+
+
+def links(topology: Topology, nodes: Sequence[str], trip_us: Callable[[str, str], int | None]) -> list[Json]:
+    """For each two nodes that can reach each other the best way: RDMA on a cable, else the fastest network.
+
+    `mbps` is what the slower end calls its speed, `trip_us` what a word of the agents takes there and back.
+    That goes by the network of their control link, which may be another one.
+    """
+    found: list[Mapping[str, Any]] = []
+    for a, b in combinations(sorted(nodes), 2):
+        ends = {"a": a, "b": b, "trip_us": trip_us(a, b)}
+        if topology.rdma(a, b) is not None:
+            found.append({**ends, "network": "thunderbolt", "rdma": True, "mbps": None})
+            continue
+        for network in NETWORKS:
+            if (link := topology.tcp(network, a, b)) is not None:
+                found.append({**ends, "network": network, "rdma": False, "mbps": link.mbps or None})
+                break
+    return found
+
+
+def _measured(found: FabricResult) -> Json:
+    return {"collective_us": round(found.collective_s * 1e6), "by": "bench", "at": found.at}
+
+
+@lru_cache(maxsize=8)
+def _weights(folder: Path) -> int | None:
+    """Bytes of the weights in a model folder; None when it cannot be read."""
+    try:
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors")) or None
+    except OSError:
+        return None

@@ -1,0 +1,344 @@
+"""The agent of one machine: puts model, ranks and endpoint together, and takes them apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import resource
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.types import ASGIApp
+
+from .admin.handlers import Alone, Member, announce, announced
+from .admin.metrics import observed
+from .api.app import create_app
+from .api.endpoint import Endpoint, open_endpoint
+from .api.server import serve
+from .cluster.control_port import Door, bind_control, check_interface
+from .cluster.node import Cluster
+from .config import Settings, told
+from .diagnostics.checkup import AgentCheckup
+from .discovery.dialer import Dialer
+from .errors import Code, ConfigError, GroupError, MlxtpError
+from .groups.drain import Drain
+from .groups.health import State
+from .groups.lifecycle import StageListener, Supervisor
+from .groups.local_rank import WORKER
+from .groups.sleep import KeepAwake, watch_sleep
+from .groups.warm_pool import Spares
+from .groups.worker_output import log_lines
+from .identity.join_network import enter
+from .identity.store import Store
+from .models.names import ModelSource, find_model, in_folders, is_hub_id, lasting_name, open_model
+from .placement import hardware
+from .service.watchdog import watched_loop
+from .wire.machine import Machine
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MANY_FILES = 4096
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A running agent. One that keeps to itself has no `cluster`; `founded` says that this one is new."""
+
+    supervisor: Supervisor
+    url: str
+    """Where the endpoint answers programs of this Mac, such as http://127.0.0.1:52415."""
+    spares: Spares
+    drain: Drain
+    over: asyncio.Future[None]
+    """Done when this agent has no more to do: it belongs to no cluster any more, or a bug, as an error."""
+    cluster: Cluster | None = None
+    founded: bool = False
+    certificate: str = ""
+    """What the endpoint shows there by HTTPS, as PEM; empty for HTTP."""
+    key: str = field(default="", repr=False)
+    """That of this Mac's own commands, with which the endpoint always answers."""
+
+    async def wait_ready(self) -> None:
+        """Wait until the model answers, or this agent has no more to do.
+
+        Raises the MlxtpError for which it never will answer.
+        """
+        waiting = asyncio.ensure_future(self.supervisor.wait_until(State.READY, State.FAILED, State.STOPPED))
+        either: set[asyncio.Future[Any]] = {waiting, self.over}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self.over.done():
+            self.over.result()
+        elif waiting.result() is not State.READY:
+            raise self.supervisor.reason or GroupError("the ranks were stopped before they were ready")
+
+
+@asynccontextmanager
+async def running_agent(
+    settings: Settings,
+    on_stage: StageListener = lambda _stage, _seconds: None,
+    worker: Sequence[str] = WORKER,
+) -> AsyncIterator[Agent]:
+    """An agent from its start to its end; on the way out requests end, ranks leave, ports close.
+
+    Raises ConfigError and ModelError before anything is started.
+    """
+    if settings.load_on_request and not settings.cluster:
+        raise ConfigError(
+            "--load-on-request needs an agent that is part of a cluster, if only of one Mac: leave --alone "
+            "and --ranks away"
+        )
+    with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
+        wanted = settings.ranks if settings.spare else 0
+        heard = log_lines if settings.log_file or settings.log_format == "json" else None
+        async with Spares(worker, settings.home / "run", wanted, heard) as spares:
+            if settings.cluster:
+                async with _among_others(settings, endpoint, on_stage, spares) as agent:
+                    yield agent
+                return
+            name = in_folders(settings.model, settings.model_folders)
+            model = await open_model(name, settings.draft_model)
+            async with _running(settings, endpoint, model, on_stage, spares) as agent:
+                yield agent
+
+
+@asynccontextmanager
+async def _running(
+    settings: Settings,
+    endpoint: Endpoint,
+    model: ModelSource,
+    on_stage: StageListener,
+    spares: Spares,
+) -> AsyncIterator[Agent]:
+    supervisor = Supervisor(settings, on_stage, spares)
+    stop = asyncio.Event()
+    admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
+    admin.checkup = AgentCheckup(settings, supervisor, endpoint)
+    app = _app(supervisor, admin, endpoint, settings)
+    serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
+    supervising = asyncio.create_task(supervisor.run(model))
+    sleeping = asyncio.create_task(
+        watch_sleep(supervisor.woke, lambda: supervisor.in_epoch, _keep_awake(settings))
+    )
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    for task in (supervising, sleeping):
+        task.add_done_callback(partial(_report_bug, partial(_end, over)))
+    try:
+        certificate = endpoint.certificate
+        with announced(settings.home, endpoint.url, admin.key, certificate):
+            yield Agent(
+                supervisor,
+                endpoint.url,
+                spares,
+                admin.draining,
+                over,
+                certificate=certificate,
+                key=admin.key,
+            )
+    finally:
+        admin.close()
+        supervising.cancel()
+        sleeping.cancel()
+        await asyncio.gather(sleeping, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(supervising, return_exceptions=True)
+        stop.set()
+        await serving
+
+
+@asynccontextmanager
+async def _among_others(
+    settings: Settings, endpoint: Endpoint, on_stage: StageListener, spares: Spares
+) -> AsyncIterator[Agent]:
+    """An agent that belongs to a cluster. Raises UserError when it cannot."""
+    started_with = settings
+    settings = replace(settings, name=settings.name or socket.gethostname().partition(".")[0])
+    store = Store(settings.home)
+    await _check_folders(settings)
+    check_interface(settings.interface)
+    control = bind_control(settings.control_host, settings.control_port)
+    with contextlib.closing(control):
+        entered = await enter(settings, store)
+        machine = await hardware.probe(settings.interface)
+        supervisor = Supervisor(settings, on_stage, spares)
+        cluster = Cluster(settings, entered.identity, supervisor, machine, worker=spares)
+        port: int = control.getsockname()[1]
+        cluster.listens_at = partial(_control_addresses, settings, port)
+        cluster.http = endpoint.told
+        supervisor.gateway.elsewhere = cluster.short
+        cluster.follower.credentials = cluster.getting.credentials = store.credentials
+        door = Door(control, store, entered.identity, cluster)
+        settings = replace(settings, peers=(*settings.peers, *entered.peers))
+        dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
+        if entered.joined and settings.model_given:
+            log.warning("--model is left aside: what a cluster serves is said with `mlxtp serve`")
+        elif settings.model_given or entered.founded:
+            cluster.want(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
+        stop = asyncio.Event()
+        admin = Member(cluster, store)
+        admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer)
+        app = _app(supervisor, admin, endpoint, started_with)
+        serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
+
+        def woke(slept_s: float) -> None:
+            cluster.woke(slept_s)
+            dialer.woke()
+
+        sleep = watch_sleep(
+            woke, lambda: supervisor.in_epoch or cluster.guest.epoch > 0, _keep_awake(settings)
+        )
+        tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live(), sleep)]
+        supervising = asyncio.create_task(supervisor.run(None, cluster.conductor))
+        for task in (*tasks, supervising):
+            task.add_done_callback(partial(_report_bug, cluster.end))
+        try:
+            certificate = endpoint.certificate
+            with announced(settings.home, endpoint.url, admin.key, certificate):
+                yield Agent(
+                    supervisor,
+                    endpoint.url,
+                    spares,
+                    admin.draining,
+                    cluster.over,
+                    cluster,
+                    entered.founded,
+                    certificate,
+                    admin.key,
+                )
+        finally:
+            admin.close()
+            supervising.cancel()
+            await asyncio.gather(supervising, return_exceptions=True)
+            await cluster.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            stop.set()
+            await serving
+
+
+async def _check_folders(settings: Settings) -> None:
+    """One that is not there is the typist's mistake, and said at once. Raises ModelError."""
+    for name in (settings.model if settings.model_given else "", settings.draft_model):
+        if name and not is_hub_id(name):
+            await find_model(in_folders(name, settings.model_folders))
+
+
+def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint, settings: Settings) -> ASGIApp:
+    admin.api_keys = endpoint.keys
+    admin.started_with = told(settings)
+    access = endpoint.access(admin.key)
+    app = create_app(supervisor.gateway, admin=admin, observed=admin.observer, access=access)
+    return observed(app, supervisor)
+
+
+async def _serve(app: ASGIApp, endpoint: Endpoint, stop: asyncio.Event, settings: Settings, key: str) -> None:
+    def tell(certificate: str) -> None:
+        announce(settings.home, endpoint.url, key, certificate)
+
+    tls = endpoint.tls.context if endpoint.tls is not None else None
+    renewing = asyncio.create_task(endpoint.keep_certificate(tell))
+    try:
+        await serve(app, endpoint.sock, stop, tls=tls, stall_s=settings.limits.client_stall_s)
+    finally:
+        renewing.cancel()
+
+
+def _control_addresses(settings: Settings, port: int, machine: Machine) -> tuple[str, ...]:
+    """Where other agents find this one. Never empty: others take the port from it, whatever comes up."""
+    if settings.control_host != "0.0.0.0":
+        return (f"{settings.control_host}:{port}",)
+    found = tuple(f"{each.address}:{port}" for each in machine.interfaces if each.up)[:16]
+    return found or (f"127.0.0.1:{port}",)
+
+
+def _keep_awake(settings: Settings) -> KeepAwake | None:
+    return KeepAwake() if settings.keep_awake and sys.platform == "darwin" else None
+
+
+def _report_bug(end: Callable[[MlxtpError], None], task: asyncio.Task[None]) -> None:
+    """A part of the agent that ends by a bug takes it along, so that it is started anew."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("a part of this agent ended", exc_info=error)
+        end(GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL))
+
+
+def _end(over: asyncio.Future[None], error: MlxtpError) -> None:
+    if not over.done():
+        over.set_exception(error)
+        over.exception()  # it was logged; who stops the agent meanwhile never asks for it
+
+
+async def stopped_by_signal(work: Coroutine[Any, Any, T]) -> tuple[T | None, bool]:
+    """Run `work` to its end, or cancel it at SIGINT, SIGTERM or SIGHUP and let it clean up.
+
+    Returns what it returned, and whether a signal ended it.
+    """
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task, False
+    except asyncio.CancelledError:
+        return None, True
+
+
+def drain_on_signal(drain: Drain, within_s: float) -> None:
+    """From now on the first of these signals drains, and the next one cancels the present task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def first(number: signal.Signals) -> None:
+        for each in _SIGNALS:
+            loop.add_signal_handler(each, task.cancel)
+        drain.begin(within_s)
+        if number == signal.SIGINT and drain.now()["open_requests"]:
+            log.info("open requests get %g s to end; a second Ctrl-C ends at once", within_s)
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, first, number)
+
+
+@contextmanager
+def _own_home(home: Path) -> Iterator[None]:
+    """The home folder, held by this agent alone until it ends, however it ends."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (home / "lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"--home {home}: {error.strerror or error}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another mlxtp node uses {home}; give each its own folder with --home"
+            ) from None
+        for left in (home / "run").glob("epoch-*"):  # by an agent that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        _allow_many_files()
+        yield
+
+
+def _allow_many_files() -> None:
+    """Clients hold descriptors, and ranks need some to start: macOS gives a shell 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

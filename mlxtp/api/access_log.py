@@ -1,0 +1,160 @@
+"""Around the whole app: an id for each request, one line in the log, and what is counted of HTTP itself."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Mount, Route
+from starlette.types import Message, Receive, Scope, Send
+
+from .request_context import Account, answering
+from .request_metrics import OTHER, Tally
+
+log = logging.getLogger(__name__)
+
+HEADER = b"x-request-id"
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_SHOWN_PATH = 200
+_NO_READER = 499
+_PROBES = frozenset(("/health", "/metrics"))
+"""Asked every few seconds by programs: their lines are for those who look for them."""
+
+
+_POLLS = frozenset(("/admin/status", "/admin/progress", "/admin/pulling"))
+"""Asked again and again by a command that waits. What went wrong there is for everybody."""
+
+
+class Accounting:
+    """ASGI middleware, outside of all others. `epoch` is what the log shall say about when it was."""
+
+    def __init__(self, app: Starlette, tally: Tally, epoch: Callable[[], int] = lambda: 0) -> None:
+        self._app = app
+        self._routes = app.router.routes
+        self._tally = tally
+        self._epoch = epoch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        clock = self._tally.clock
+        began = clock()
+        account = Account(request_id(scope["headers"]), began)
+        exchange = _Exchange(account, clock, receive, send)
+        with answering(account):
+            try:
+                await self._app(scope, exchange.receive, exchange.send)
+            finally:
+                self._close(scope, account, exchange, clock() - began)
+
+    def _close(self, scope: Scope, account: Account, exchange: _Exchange, took_s: float) -> None:
+        status = exchange.status or _NO_READER
+        probe = scope["path"] in _PROBES
+        account.settle(delivered=exchange.complete and status < 400 and not account.code)
+        path = self._path(scope)
+        is_error = status >= 400 and status != _NO_READER and not probe
+        code = account.code or (f"http_{status}" if is_error else "")
+        self._tally.over(scope["method"], path, status, code)
+        fields = described(account) | {
+            "method": scope["method"],
+            "path": quote(scope["path"][:_SHOWN_PATH], safe="/:@!$&'()*+,;=~", errors="replace"),
+            "status": status,
+            "duration_s": round(took_s, 4),
+        }
+        log.log(
+            logging.DEBUG if probe or (scope["path"] in _POLLS and status < 400) else logging.INFO,
+            "%s",
+            sentence(fields),
+            extra={"epoch": self._epoch(), "fields": fields},
+        )
+
+    def _path(self, scope: Scope) -> str:
+        """That of the route; the router does not say it of what was refused before."""
+        route = scope.get("route")
+        if route is None:
+            routes = (each for each in self._routes if each.matches(scope)[0] is not Match.NONE)
+            route = next(routes, None)
+        return route.path if isinstance(route, Route | Mount) else OTHER
+
+
+class _Exchange:
+    """The app's way to its client and back."""
+
+    def __init__(self, account: Account, clock: Callable[[], float], receive: Receive, send: Send) -> None:
+        self.status = 0
+        """0 before headers went out."""
+        self.complete = False
+        """Whether all of the answer was sent."""
+        self._account = account
+        self._clock = clock
+        self._receive = receive
+        self._send = send
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            self._account.arrived = self._clock()
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            kept = [header for header in message.get("headers", ()) if header[0].lower() != HEADER]
+            message = {**message, "headers": [*kept, (HEADER, self._account.id.encode())]}
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self.complete = True
+
+
+def request_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """The client's own id, if it sent one of 1 to 128 visible ASCII characters; else a new one."""
+    given = [value for name, value in headers if name == HEADER]
+    if len(given) == 1 and _ID.fullmatch(given[0]):
+        return given[0].decode()
+    return uuid.uuid4().hex
+
+
+def described(account: Account) -> dict[str, object]:
+    """What a log says of a request besides HTTP: counts, times, why it ended. Nothing of what was said."""
+    fields: dict[str, object] = {}
+    if account.answers:
+        fields |= {"prompt_tokens": account.prompt_tokens, "generated_tokens": account.generated_tokens}
+        fields["reason"] = account.reason
+        if account.cached_tokens is not None:
+            fields["cached_tokens"] = account.cached_tokens
+        if account.first_s is not None:
+            fields["first_token_s"] = round(account.first_s, 4)
+    if account.code:
+        fields["code"] = account.code
+    return fields
+
+
+def sentence(fields: dict[str, object]) -> str:
+    """The same for people."""
+    parts = [f"{fields['method']} {fields['path']} {fields['status']} in {fields['duration_s']} s"]
+    if "prompt_tokens" in fields:
+        cached = f", {fields['cached_tokens']} cached" if "cached_tokens" in fields else ""
+        parts.append(f"{fields['prompt_tokens']} prompt tokens{cached}")
+        first = f", the first after {fields['first_token_s']} s" if "first_token_s" in fields else ""
+        parts.append(f"{fields['generated_tokens']} generated{first}")
+        parts.append(str(fields["reason"]))
+    if "code" in fields:
+        parts.append(str(fields["code"]))
+    return "; ".join(parts)
+
+
+def metrics_route(collect: Callable[[], tuple[bytes, str]]) -> Route:
+    """`GET /metrics`. `collect` gives the text and its media type."""
+
+    async def metrics(_request: Request) -> Response:
+        body, media_type = collect()
+        return Response(body, headers={"content-type": media_type})
+
+    return Route("/metrics", metrics, methods=["GET"])

@@ -1,0 +1,168 @@
+"""The API keys as a running agent has them: read again when they change, and counted."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import Code, ConfigError
+from .api_keys import PREFIX, ApiKey, KeyFile, digest_of
+from .guard import Refusal
+from .rate_limit import Bucket
+from .request_context import note_key
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How old what is known of the file may be when a request comes."""
+_CHALLENGE = 'Bearer realm="mlxtp"'
+_HOW = "on the Mac that answers here, `mlxtp key create NAME` makes one"
+
+
+def keys_needed(rule: str, *, beyond: bool, exist: bool) -> bool:
+    """Whether requests have to show a key.
+
+    `rule` is the setting `api_keys`. `beyond`: other machines reach the endpoint. `exist`: there are keys.
+    """
+    return rule == "always" or (rule == "auto" and (beyond or exist))
+
+
+class KeyRing:
+    """Decides by the keys of one home, of which there may be none yet.
+
+    `own_key` is that of this Mac's own commands, which opens everything. `clock` and `now` (since 1970) are
+    in seconds.
+    """
+
+    def __init__(
+        self,
+        file: KeyFile,
+        rule: str,
+        *,
+        beyond: bool,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises ConfigError when the keys cannot be read."""
+        self.own_key = ""
+        self._file = file
+        self._rule = rule
+        self._beyond = beyond
+        self._clock = clock
+        self._now = now
+        self._stamp = file.stamp()
+        self._keys = file.load()
+        self._problem = ""
+        self._looked_at = clock()
+        self._buckets: dict[ApiKey, Bucket] = {}
+        self._used: dict[str, int] = {}
+
+    @property
+    def needed(self) -> bool:
+        """Whether requests have to show a key now."""
+        exist = bool(self._keys or self._problem)
+        return keys_needed(self._rule, beyond=self._beyond, exist=exist)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all keys that count."""
+        return tuple(each.name for each in self._keys)
+
+    @property
+    def used(self) -> Mapping[str, int]:
+        """When each key was last used since this agent started, in seconds since 1970."""
+        return self._used
+
+    def refusal(self, given: Sequence[str]) -> Refusal | None:
+        """Why a request that shows the keys `given` gets no answer; None when it does."""
+        now = self._clock()
+        self._look(now)
+        if not self.needed or self._is_own(given):
+            return None
+        if self._problem:
+            return Refusal(
+                503,
+                Code.CONFIG,
+                "this server cannot read its API keys, so none counts; its log says why",
+            )
+        found = self._find(given)
+        return self._unknown(given) if found is None else self._use(found, now)
+
+    def admits(self, given: Sequence[str]) -> bool:
+        """Return True where one of `given` counts or none is needed. Counts no use of a key."""
+        self._look(self._clock())
+        return not self.needed or self._is_own(given) or self._find(given) is not None
+
+    def _is_own(self, given: Sequence[str]) -> bool:
+        return bool(self.own_key) and _among(digest_of(self.own_key), [digest_of(key) for key in given])
+
+    def _find(self, given: Sequence[str]) -> ApiKey | None:
+        digests = [digest_of(key) for key in given]
+        found = None
+        for key in self._keys:  # always all of them: how long it takes says nothing
+            if _among(key.digest, digests):
+                found = key
+        return found
+
+    def _use(self, key: ApiKey, now: float) -> Refusal | None:
+        self._used[key.name] = int(self._now())
+        note_key(key.name)
+        if not key.per_minute:
+            return None
+        bucket = self._buckets.setdefault(key, Bucket(key.per_minute, now))
+        if not (wait_s := bucket.take(now)):
+            return None
+        seconds = math.ceil(wait_s)
+        return Refusal(
+            429,
+            Code.RATE_LIMITED,
+            f"the key {key.name} may ask {key.per_minute} times a minute; ask again in {seconds} s",
+            {"retry-after": str(seconds)},
+        )
+
+    def _unknown(self, given: Sequence[str]) -> Refusal:
+        challenge = _CHALLENGE
+        if not self._keys:
+            why = f"this server asks for an API key, and there is none yet: {_HOW}"
+        elif not given:
+            why = (
+                "this server asks for an API key, as `Authorization: Bearer KEY` or `x-api-key: KEY`; its "
+                f"keys begin with {PREFIX}, and {_HOW}"
+            )
+        else:
+            why = f"this API key is not known here, or was revoked; {_HOW}"
+            challenge += ', error="invalid_token"'
+        return Refusal(401, Code.KEY_INVALID, why, {"www-authenticate": challenge})
+
+    def _look(self, now: float) -> None:
+        """Read the file again if it is another. What cannot be read lets nobody in."""
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        try:
+            stamp = self._file.stamp()
+            if stamp == self._stamp and not self._problem:
+                return
+            if stamp is None:
+                raise ConfigError(
+                    f"{self._file.path} is gone, so no API key counts; bring it back, or start the agent "
+                    f"anew to go on without keys"
+                )
+            self._keys, self._problem = self._file.load(), ""
+            self._stamp = stamp
+        except ConfigError as error:
+            if error.detail != self._problem:
+                log.error("%s", error.detail)
+            self._keys, self._problem = (), error.detail
+            return
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if key in self._keys}
+        self._used = {name: at for name, at in self._used.items() if name in self.names}
+        log.info("API keys that count now: %s", ", ".join(self.names) or "none")
+
+
+def _among(digest: bytes, digests: Sequence[bytes]) -> bool:
+    """Whether it is one of them, in a time that does not depend on which."""
+    return sum(hmac.compare_digest(digest, each) for each in digests) > 0

@@ -1,0 +1,233 @@
+"""The shapes of what `/v1/responses` answers; see `openai_schema.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .openai_schema import Shape
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputCandidate(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OutputLogprob(OutputCandidate):
+    top_logprobs: list[OutputCandidate]
+
+
+class OutputText(Shape):
+    """`annotations` is empty."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[OutputLogprob]
+
+
+class InputText(Shape):
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputMessage(Shape):
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class InputMessage(Shape):
+    type: Literal["message"]
+    id: str
+    role: Literal["user", "system", "developer"]
+    status: Literal["completed"]
+    content: list[InputText]
+
+
+class FunctionCallItem(Shape):
+    """`arguments`: the JSON text of an object, unless the status is "incomplete".
+
+    `namespace` is set for a function of a namespace.
+    """
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    namespace: str = ""
+    arguments: str
+    status: Status
+
+
+class CustomCallItem(Shape):
+    """`namespace` is set for a tool of a namespace."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    call_id: str
+    name: str
+    namespace: str = ""
+    input: str
+    status: Status
+
+
+class SearchCallItem(Shape):
+    type: Literal["tool_search_call"]
+    id: str
+    call_id: str
+    execution: Literal["client"]
+    arguments: dict[str, Any]
+    status: Status
+
+
+class SearchOutput(Shape):
+    type: Literal["tool_search_output"]
+    id: str
+    call_id: str
+    execution: Literal["client"]
+    tools: list[dict[str, Any]]
+    status: Literal["completed"]
+
+
+class AdditionalTools(Shape):
+    type: Literal["additional_tools"]
+    id: str
+    role: Literal["developer"]
+    tools: list[dict[str, Any]]
+
+
+class CallOutput(Shape):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    id: str
+    call_id: str
+    output: str | list[InputText]
+    status: Literal["completed"]
+
+
+class ReasoningText(Shape):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(Shape):
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningItem(Shape):
+    """`summary` has something in it where a client sent it so."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Status
+    summary: list[SummaryText]
+    content: list[ReasoningText]
+
+
+CallItem = FunctionCallItem | CustomCallItem | SearchCallItem
+OutputItem = Annotated[OutputMessage | CallItem | ReasoningItem, Field(discriminator="type")]
+
+
+class ReasoningSaid(Shape):
+    effort: str | None
+    summary: str | None
+
+
+class TextSaid(Shape):
+    format: dict[str, Any]
+    verbosity: Literal["low", "medium", "high"]
+
+
+class Incomplete(Shape):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(Shape):
+    """`type` is mlxtp's own code."""
+
+    code: Literal["server_error", "rate_limit_exceeded"]
+    message: str
+    type: str
+    param: None
+
+
+class InputDetails(Shape):
+    cached_tokens: int
+    cache_write_tokens: Literal[0]
+
+
+class OutputDetails(Shape):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Shape):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseBody(Shape):
+    """Most fields say again what the request said."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    completed_at: int | None
+    error: ResponseFailure | None
+    incomplete_details: Incomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningSaid
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float | None
+    text: TextSaid
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: dict[str, str]
+
+
+class ResponseDeleted(Shape):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItems(Shape):
+    """One page. The ids are None where it is empty."""
+
+    object: Literal["list"]
+    data: list[
+        InputMessage | OutputMessage | CallItem | CallOutput | SearchOutput | AdditionalTools | ReasoningItem
+    ]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(Shape):
+    object: Literal["response.input_tokens"]
+    input_tokens: int

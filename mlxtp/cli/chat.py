@@ -1,0 +1,330 @@
+"""`mlxtp chat`: a conversation with the model that is served here. It is kept in memory, until /save."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..client import AgentClient
+from ..config import expanded, home_folder
+from ..endpoint_client import Answer, Piece
+from ..errors import MlxtpError, UserError
+from . import shell_completion
+from .options import AsJson, Home
+from .printing import when_started
+
+PROMPT = ">>> "
+MORE = "... "
+QUOTES = '"""'
+REDRAW_S = 0.1
+"""How often an answer that is being written is drawn, at most."""
+SHARE = 10
+"""Drawing takes one part of so many of the time: a Mac that answers has better things to do."""
+MEASURED_S = 0.1
+"""An answer that came faster says nothing of the speed: it may have come at once."""
+COMMANDS = {
+    "/clear": "forget what was said",
+    "/system": "/system TEXT: how the model should answer from now on; without a text, as it likes",
+    "/save": "/save FILE: write the conversation to a new file, as JSON if it is called so, else as Markdown",
+    "/help": "this",
+    "/quit": "leave, as Ctrl-D does",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command()(chat)
+
+
+def chat(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT]",
+            help="Ask this and end. What comes through a pipe is asked too, below it.",
+        ),
+    ] = None,
+    system: Annotated[str, typer.Option(metavar="TEXT", help="How the model should answer.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Another than the one that is loaded, where that may be asked for.",
+            autocompletion=shell_completion.models,
+        ),
+    ] = "default",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Most tokens of an answer. Default: what there is room for."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=2, metavar="T", help="From 0 to 2. Default: the model's own.")
+    ] = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to the model that is served here. Needs no API key.
+
+    Ctrl-C stops an answer; twice, it leaves. /system TEXT says how to answer, /clear forgets what was said,
+    /save FILE writes it to a new file, /quit leaves; the arrows find what was typed before. Without /save
+    nothing is kept.
+    """
+    options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    talk = Talk(home_folder(home).resolve(), {k: v for k, v in options.items() if v is not None}, system)
+    alone = sys.stdin.isatty()
+    if prompt is None and alone and sys.stdout.isatty() and not as_json:
+        Screen(talk).run()
+        return
+    if as_json and prompt is None and alone:
+        raise typer.BadParameter("--json goes with a prompt, or with one that comes through a pipe")
+    piped = "" if alone and prompt is not None else sys.stdin.buffer.read().decode(errors="replace")
+    asked = "\n\n".join(part for part in (prompt or "", piped.strip()) if part)
+    if not asked:
+        raise UserError('there is nothing to ask; `mlxtp chat "Why is the sky blue?"` asks something')
+    _ask_once(talk, asked, as_json=as_json)
+
+
+@dataclass(slots=True)
+class Talk:
+    """A conversation. `options` go into every request."""
+
+    home: Path
+    options: dict[str, Any] = field(default_factory=dict)
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> Generator[Piece]:
+        """The pieces of the answer to `text`, which is not said yet: `said` does that."""
+        return AgentClient(self.home).ask(
+            {**self.options, "messages": [*self.all(), {"role": "user", "content": text}]}
+        )
+
+    def said(self, text: str, answer: str) -> None:
+        """A question and its answer, of which both go into the next request."""
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def all(self) -> list[dict[str, str]]:
+        """Every message, what is wished of the model first."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.messages]
+
+    def save(self, path: Path) -> None:
+        """Write it. Raises UserError when there is something already, or nothing can be written."""
+        if path.suffix == ".json":
+            content = (
+                json.dumps({**self.options, "messages": self.all()}, ensure_ascii=False, indent=2) + "\n"
+            )
+        else:
+            content = "".join(f"## {m['role'].capitalize()}\n\n{m['content']}\n\n" for m in self.all())
+        try:
+            with expanded(path, "/save").open("x") as file:
+                file.write(content)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; give another name") from None
+
+
+def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
+    """Print the answer alone, as it comes. Raises MlxtpError when there is none."""
+    when_started(talk.home)
+    answer = Answer(time.monotonic())
+    with closing(talk.ask(asked)) as pieces:
+        for piece in pieces:
+            answer.hear(piece, time.monotonic())
+            if not as_json:
+                typer.echo(piece.text, nl=False)
+    typer.echo(json.dumps(_as_json(answer), ensure_ascii=False) if as_json else "")
+
+
+def _as_json(answer: Answer) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "thoughts": answer.thoughts,
+        "model": answer.model,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "tokens": answer.tokens,
+        "ttft_s": round(answer.ttft_s, 4),
+        "tokens_per_second": round(answer.tokens_per_second, 1),
+    }
+
+
+class Screen:
+    """A terminal with somebody before it."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self._console = Console(highlight=False)
+        self._plain = self._console.is_dumb_terminal
+        self._stopped = False
+        """Whether the last thing that happened was Ctrl-C."""
+
+    def run(self) -> None:
+        """Until somebody leaves. Raises UserError when no agent runs at the start."""
+        _, status = when_started(self._talk.home)
+        served = status["model"] or f"no model yet ({status['state']})"
+        self._console.print(Text.assemble((served, "cyan"), "   /help lists what there is, Ctrl-D leaves"))
+        with suppress(ImportError):
+            import readline  # noqa: F401  # from now on lines can be edited, and the arrows find earlier ones
+        while True:
+            try:
+                line = self._read()
+                self._stopped = False
+                if not self._turn(line):
+                    return
+            except EOFError:
+                self._console.print()
+                return
+            except KeyboardInterrupt:
+                self._console.print()
+                if self._stopped:
+                    return
+                self._stopped = True
+                self._say("Ctrl-C again, or Ctrl-D, leaves")
+
+    def _turn(self, line: str) -> bool:
+        """What comes of a line. False: leave."""
+        if line.startswith("/"):
+            return self._obey(line.strip())
+        if text := line.strip():
+            self._answer(text)
+        return True
+
+    def _read(self) -> str:
+        """What was typed."""
+        line = input(PROMPT)
+        if line.startswith(QUOTES):
+            line = self._read_quoted(line.removeprefix(QUOTES))
+        return line.encode(errors="replace").decode()
+
+    def _read_quoted(self, first: str) -> str:
+        lines = [first]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(input(MORE))
+        return "\n".join(lines).rstrip().removesuffix(QUOTES)
+
+    def _obey(self, text: str) -> bool:
+        """Do what a line with / says. False: leave."""
+        command, _, rest = text.partition(" ")
+        rest = rest.strip()
+        if command == "/quit":
+            return False
+        if command == "/clear":
+            self._talk.messages.clear()
+            self._say("forgotten")
+        elif command == "/system":
+            self._talk.system = rest
+            self._say("from now on it should answer so" if rest else "it may answer as it likes")
+        elif command == "/save":
+            self._save(rest)
+        elif command == "/help":
+            for name, what in COMMANDS.items():
+                self._say(what if what.startswith("/") else f"{name}: {what}")
+            self._say(f"{QUOTES} begins and ends a text of several lines")
+        else:
+            near = get_close_matches(command, COMMANDS, n=1)
+            meant = f"did you mean {near[0]}?" if near else "/help lists what there is."
+            self._complain(f"{command} is not known; {meant} A space before it sends it as it stands.")
+        return True
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._complain("/save takes the name of a file, such as /save talk.md")
+            return
+        try:
+            self._talk.save(Path(name))
+        except UserError as error:
+            self._complain(error.detail)
+        else:
+            self._say(f"written to {name}")
+
+    def _answer(self, text: str) -> None:
+        """Ask, and show what comes, until its end, Ctrl-C or an error."""
+        answer, note = Answer(time.monotonic()), ""
+        try:
+            with closing(self._talk.ask(text)) as pieces:
+                (self._write if self._plain else self._draw)(pieces, answer)
+            note = _speed(answer)
+        except KeyboardInterrupt:
+            self._stopped, note = True, "stopped; Ctrl-C again leaves"
+        except MlxtpError as error:
+            self._complain(error.detail)
+        if note:
+            self._say(note)
+        if answer.text:
+            self._talk.said(text, answer.text)
+
+    def _write(self, pieces: Iterator[Piece], answer: Answer) -> None:
+        """On a terminal that can only go on writing."""
+        try:
+            for piece in pieces:
+                answer.hear(piece, time.monotonic())
+                self._console.out(piece.text, end="")
+        finally:
+            self._console.print()
+
+    def _draw(self, pieces: Iterator[Piece], answer: Answer) -> None:
+        """On one that can draw again what has changed."""
+        from rich.live import Live
+
+        from .markdown import Drawn, settled
+
+        self._await_text(pieces, answer)
+        standing, draw_at = 0, 0.0
+        try:
+            with Live(console=self._console, transient=True, auto_refresh=False) as live:
+                for piece in chain([Piece()], pieces):
+                    answer.hear(piece, time.monotonic())
+                    end = standing + settled(answer.text[standing:])
+                    if end > standing:
+                        live.update("")
+                        self._console.print(Drawn(answer.text[standing:end]), "")
+                        standing = end
+                    if (began := time.monotonic()) >= draw_at:
+                        live.update(Drawn(answer.text[standing:], self._console.height - 2), refresh=True)
+                        ended = time.monotonic()
+                        draw_at = ended + max(REDRAW_S, SHARE * (ended - began))
+        finally:
+            if answer.text[standing:].strip():
+                self._console.print(Drawn(answer.text[standing:]), end="")
+
+    def _await_text(self, pieces: Iterator[Piece], answer: Answer) -> None:
+        """Show that something is on its way, until there is a first text, or no more of anything."""
+        with self._console.status("", spinner="line") as shown:
+            for piece in pieces:
+                answer.hear(piece, time.monotonic())
+                if answer.text:
+                    return
+                shown.update(Text(_waiting(piece, answer), "dim"))
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text, "dim"))
+
+    def _complain(self, text: str) -> None:
+        self._console.print(Text(text, "red"), soft_wrap=True)
+
+
+def _waiting(piece: Piece, answer: Answer) -> str:
+    if answer.thoughts:
+        return " ".join(answer.thoughts.split())[-60:]
+    return piece.waiting
+
+
+def _speed(answer: Answer) -> str:
+    parts = [f"{answer.tokens} tokens"] if answer.tokens else []
+    if answer.tokens and answer.last_at - (answer.first_at or 0.0) >= MEASURED_S:
+        parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
+    if answer.first_at is not None:
+        parts.append(f"first token after {answer.ttft_s * 1000:.0f} ms")
+    if answer.finish_reason == "length":
+        parts.append("cut: no room for more")
+    return ", ".join(parts)

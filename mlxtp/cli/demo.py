@@ -1,0 +1,166 @@
+"""`mlxtp demo`: a cluster on this machine, one question over HTTP, and what each stage took."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from .. import endpoint_client
+from ..agent import running_agent
+from ..client import ANSWER_TIMEOUT_S, connection_to
+from ..config import EMBEDDED_MODEL, Settings
+
+EMBEDDED_PROMPT = "Repeat exactly: FALCON-MERCURY-7749"
+OTHER_PROMPT = "In one sentence: what can two computers do together that one cannot?"
+RANKS = 2
+MAX_TOKENS = 256
+
+_STAGES = {
+    "spawned": "rank processes spawned",
+    "linked": "Python and MLX up, links open",
+    "formed": "MLX group formed",
+    "proven": "group proved by value",
+    "loaded": "model sharded and loaded",
+    "warmed up": "first forwards run",
+}
+_BODY = """'{"model": "default", "messages": [
+      {"role": "user", "content": "Repeat exactly: Hello, 2 Macs!"}]}'"""
+_GROUP_STAGES = ("formed", "proven")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed answer. `tokens_per_second` counts the tokens after the first."""
+
+    text: str
+    tokens: int
+    ttft_s: float
+    tokens_per_second: float
+
+
+class Screen(Console):
+    """A console whose reader may leave; rich would end the process from whichever task printed last."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+class View:
+    """What a person sees."""
+
+    def __init__(self, console: Console, settings: Settings) -> None:
+        self._console = console
+        self._settings = settings
+        self.stages: dict[str, float] = {}
+
+    def begin(self) -> None:
+        s = self._settings
+        how = "a ring over loopback" if s.ranks > 1 else "no group"
+        ranks = f"{s.ranks} ranks" if s.ranks > 1 else "1 rank"
+        self._console.print(f"[bold]mlxtp[/]  {ranks}, {how}, model [cyan]{escape(s.model)}[/]\n")
+
+    def stage(self, name: str, seconds: float) -> None:
+        """A stage was reached, `seconds` after the start."""
+        took = seconds - max(self.stages.values(), default=0.0)
+        self.stages[name] = seconds
+        if self._settings.ranks == 1 and name in _GROUP_STAGES:
+            return
+        self._console.print(f"  [green]✓[/] {_STAGES.get(name, name):<32} {took:6.2f} s")
+
+    def ask(self, prompt: str) -> None:
+        self._console.print(f"\n  [dim]›[/] {escape(prompt)}\n  [dim]‹[/] ", end="")
+
+    def text(self, piece: str) -> None:
+        self._console.print(escape(piece), end="", style="bold", soft_wrap=True)
+
+    def answered(self, answer: Answer) -> None:
+        self._console.print(
+            f"\n\n  first token after {answer.ttft_s * 1000:.0f} ms, "
+            f"then {answer.tokens_per_second:.0f} tokens/s ({answer.tokens} tokens)"
+        )
+
+    def serving(self, url: str) -> None:
+        """Print the addresses and commands to paste, none wider than 80 columns."""
+        home = shlex.quote(str(self._settings.home))
+        self._console.print(
+            f"\n  endpoint  [bold cyan]{url}/v1[/]\n  page      {url}/\n  health    {url}/health\n\n"
+            f"  curl {url}/v1/chat/completions \\\n"
+            "    -H 'Content-Type: application/json' \\\n"
+            f"    -d {escape(_BODY)}\n\n"
+            f"  Other commands need --home:\n  mlxtp status \\\n    --home {escape(home)}\n\n"
+            "  Ctrl-C stops it.",
+            soft_wrap=True,
+        )
+
+
+async def run(settings: Settings, prompt: str | None, view: View, *, once: bool) -> dict[str, Any]:
+    """Start, ask, and either return the outcome or serve until cancelled.
+
+    Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
+    """
+    question = prompt or (EMBEDDED_PROMPT if settings.model == EMBEDDED_MODEL else OTHER_PROMPT)
+    began = time.monotonic()
+    view.begin()
+    async with running_agent(settings, view.stage) as agent:
+        try:
+            await agent.wait_ready()
+            ready_s = time.monotonic() - began
+            view.ask(question)
+            answer = await asyncio.to_thread(
+                ask, agent.url, question, view.text, agent.key, agent.certificate
+            )
+            view.answered(answer)
+            if not once:
+                view.serving(agent.url)
+                await asyncio.shield(agent.over)
+        except asyncio.CancelledError:  # Ctrl-C ends a demo: do not report the answers that it cuts off
+            logging.getLogger("mlxtp").setLevel(logging.ERROR)
+            raise
+    return {
+        **asdict(answer),
+        "prompt": question,
+        "model": settings.model,
+        "ranks": settings.ranks,
+        "backend": settings.local_backend,
+        "ready_s": round(ready_s, 3),
+        "stages_s": {name: round(at_s, 3) for name, at_s in view.stages.items()},
+    }
+
+
+def ask(
+    url: str, prompt: str, on_text: Callable[[str], None], key: str = "", certificate: str = ""
+) -> Answer:
+    """Ask the endpoint at `url`, with an API key if it wants one, and stream the answer. Blocks.
+
+    `certificate` (PEM) is the one that an https:// endpoint has to show. Raises as `asking.ask` does.
+    """
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+    }
+    answer = endpoint_client.Answer(time.monotonic())
+    for piece in endpoint_client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
+        answer.hear(piece, time.monotonic())
+        if piece.text:
+            on_text(piece.text)
+    return Answer(answer.text, answer.tokens, round(answer.ttft_s, 4), round(answer.tokens_per_second, 1))
+
+
+@contextlib.contextmanager
+def temporary_home() -> Iterator[Path]:
+    """A home that is gone afterwards, for when no other was asked for."""
+    with tempfile.TemporaryDirectory(prefix="mlxtp-demo-") as folder:
+        yield Path(folder)

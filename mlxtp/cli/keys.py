@@ -1,0 +1,137 @@
+"""`mlxtp key`: makes API keys, lists them, and ends them. It needs no agent; one that runs takes notice."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..api.api_keys import MAX_PER_MINUTE, ApiKey, KeyFile, check_name, check_rate
+from ..client import AgentClient
+from ..config import home_folder
+from ..errors import UserError
+from .options import AsJson
+from .printing import print_json, typed
+from .shell_completion import keys
+
+Home = Annotated[
+    Path | None,
+    typer.Option(help="The keys of which agent, if it was started with a --home; also MLXTP_HOME."),
+]
+_HOW = """
+That is the key of {name}. It is shown this once: only a hash of it is kept. Clients send it as
+`Authorization: Bearer KEY` or as `x-api-key: KEY`; most call it the API key. A running agent
+takes it from now on, on this Mac only: each Mac has keys of its own.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    key = typer.Typer(
+        no_args_is_help=True, help="API keys, for programs on other machines: make one, list them, end one."
+    )
+    key.command()(create)
+    key.command(name="list")(list_)
+    key.command()(revoke)
+    app.add_typer(key, name="key")
+
+
+def create(
+    name: Annotated[str, typer.Argument(help="Whose it is, such as laptop: letters, digits, . - and _.")],
+    per_minute: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help=f"Most requests a minute, from 1 to {MAX_PER_MINUTE}. Default: any number.",
+        ),
+    ] = None,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make an API key for this Mac's endpoint and print it, once."""
+    with typed():
+        check_name(name)
+        check_rate(per_minute or 0)
+        if per_minute is not None and per_minute < 1:
+            raise UserError(f"--per-minute {per_minute}: a key has at least one request a minute")
+    made, text = _keys(home).create(name, per_minute or 0, time.time())
+    if as_json:
+        print_json({"key": text, **_row(made, {})})
+        return
+    print(text)
+    print(_HOW.format(name=made.name), file=sys.stderr)
+
+
+def list_(home: Home = None, as_json: AsJson = False) -> None:
+    """List the API keys of this Mac's endpoint: when each was made, and last used."""
+    file = _keys(home)
+    used = _used(file.path.parent)
+    rows = [_row(key, used) for key in file.load()]
+    if as_json:
+        print_json({"keys": rows})
+    elif rows:
+        Console(highlight=False).print(_table(rows))
+    else:
+        print("there are no API keys; `mlxtp key create NAME` makes one")
+
+
+def revoke(
+    name: Annotated[str, typer.Argument(help="The key's name: see `mlxtp key list`.", autocompletion=keys)],
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """End an API key: within a second it opens nothing any more."""
+    left = _keys(home).revoke(name)
+    if as_json:
+        print_json({"revoked": name, "left": left})
+        return
+    print(f"the key of {name} opens nothing any more")
+    if not left:
+        print(
+            "that was the last one: now programs on this Mac need no key (unless --api-keys always), and "
+            "those on others are not answered"
+        )
+
+
+def _keys(home: Path | None) -> KeyFile:
+    return KeyFile(home_folder(home).resolve())
+
+
+def _used(home: Path) -> Mapping[str, int]:
+    """When keys were last used, by the agent that runs there; nothing where none does."""
+    try:
+        return {str(name): int(at) for name, at in AgentClient(home).get("keys")["used"].items()}
+    except UserError:
+        return {}
+
+
+def _row(key: ApiKey, used: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "name": key.name,
+        "created": key.created,
+        "per_minute": key.per_minute or None,
+        "last_used": used.get(key.name),
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "created", "per minute", "last used since the agent started"):
+        table.add_column(column, justify="right" if column == "per minute" else "left")
+    for row in rows:
+        table.add_row(
+            row["name"], _when(row["created"]), str(row["per_minute"] or "any"), _when(row["last_used"])
+        )
+    return table
+
+
+def _when(at: int | None) -> str:
+    """A time in seconds since 1970, as clocks here show it."""
+    return "-" if at is None else datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,307 @@
+"""The commands. Parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..config import Settings, home_folder, resolve_join, resolve_settings
+from ..errors import ConfigError, Exit, GroupError, MlxtpError
+from ..interrupts import ending_at_once
+from ..settings import unknown_variables
+from ..terminal import Commands, TerminalLog
+from . import bench, chat, cluster, doctor, keys, launch, models, plan, service, shell_completion, show_config
+from .options import FLAGS, AsJson, Home, Join, NodeHome, takes
+from .version import about
+
+if TYPE_CHECKING:
+    from ..agent import Agent
+
+REMOVED = (
+    "another member removed this Mac from its cluster. To bring it back, here: `mlxtp cluster leave`, then "
+    "`mlxtp node --join TOKEN`, with a new token from `mlxtp token` on a member"
+)
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+@app.command(context_settings={"ignore_unknown_options": False})
+@takes(*FLAGS)
+def node(join: Join = None, home: NodeHome = None, **flags: object) -> None:
+    """Run mlxtp on this Mac: find the other Macs, and serve a model with them until Ctrl-C.
+
+    On the first Mac `mlxtp node` founds a cluster, and prints the command for the next one.
+    """
+    if flags["log_file"] is not None:
+        from ..logs import shorten_stderr
+
+        shorten_stderr()
+    try:
+        settings = _settings({"home": home, **flags})
+    except ConfigError as error:
+        error.exit_status = Exit.MISTYPED  # nobody has to start it again before that is corrected
+        raise
+    join = resolve_join(join, _read_token)
+    several = settings.ranks > 1
+    if several and join is not None:
+        raise typer.BadParameter("in a cluster each Mac has one rank; leave --ranks away")
+    if settings.alone and join is not None:
+        raise typer.BadParameter("--alone keeps this Mac out of every cluster; leave it away to join one")
+    settings = replace(settings, cluster=not (settings.alone or several), join=join)
+    _log(settings.log_format, settings.log_file)
+    for warning in unknown_variables(tuple(os.environ)):
+        logging.getLogger("mlxtp").warning("%s", warning)
+    for folder in settings.model_folders:
+        if not Path(folder).is_dir():
+            logging.getLogger("mlxtp").warning("--model-folder %s: there is no such folder", folder)
+    try:
+        _run(_node(settings))
+    except MlxtpError as error:
+        if settings.log_file:  # whose reader does not see standard error
+            logging.getLogger("mlxtp").error("%s", error.detail)
+        raise
+
+
+@app.command(name="demo")
+@takes("model", "http", "ranks")
+def demo_command(
+    home: NodeHome = None,
+    prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="End after the answer.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: print one JSON object, also for an error.")
+    ] = False,
+    **flags: object,
+) -> None:
+    """Try it on this machine alone: start, ask one question, show what took how long, serve until Ctrl-C."""
+    if as_json and not once:
+        raise typer.BadParameter("--json goes with --once")
+    with ending_at_once():
+        from ..logs import PrintableLines
+        from . import demo
+    with demo.temporary_home() as folder:
+        settings = _settings({"home": home, **flags}, defaults={"ranks": demo.RANKS, "home": folder})
+        log = TerminalLog()
+        log.setFormatter(PrintableLines("%(message)s"))
+        logging.basicConfig(level=logging.WARNING, handlers=[log])
+        view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
+        outcome = _run(
+            demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
+        )
+    if as_json and outcome is not None:
+        print(json.dumps(outcome, ensure_ascii=False))
+
+
+_ALL = (cluster, chat, models, plan, bench, doctor, keys, launch, show_config, service, shell_completion)
+for each in _ALL:
+    each.register(app)
+
+
+@app.command()
+def version(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="With what else a report should say: packages, system, paths.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the version."""
+    told = about(home_folder(home).resolve()) if verbose else {}
+    if as_json:
+        print(json.dumps({"version": __version__, **told}, ensure_ascii=False))
+    elif verbose:
+        print("\n".join(f"{name + ':':<20} {value}" for name, value in told.items()))
+    else:
+        print(__version__)
+
+
+_PANELS = {
+    "Serve": ("node", "demo", "serve", "unload", "status", "drain"),
+    "Cluster": ("token", "cluster"),
+    "Use": ("chat", "launch", "page", "key", "bench"),
+    "Models": ("pull", "list", "remove", "verify", "plan"),
+    "This Mac": ("doctor", "config", "service", "logs", "restart", "completion", "version"),
+}
+"""How `mlxtp --help` groups the commands."""
+_PANEL_OF = {name: panel for panel, names in _PANELS.items() for name in names}
+_registered: tuple[Any, ...] = (*app.registered_commands, *app.registered_groups)
+for info in _registered:
+    info.rich_help_panel = _PANEL_OF[info.name or info.callback.__name__]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Turns Macs into one model server: tensor-parallel MLX behind an OpenAI-compatible endpoint."""
+    if context.invoked_subcommand != node.__name__:  # which writes a log
+        for warning in unknown_variables(tuple(os.environ)):
+            print(f"mlxtp: {warning}", file=sys.stderr)
+
+
+async def _node(settings: Settings) -> None:
+    import asyncio
+
+    from ..agent import drain_on_signal, running_agent
+
+    log = logging.getLogger("mlxtp")
+    async with running_agent(settings, lambda stage, s: log.info("%s after %.1f s", stage, s)) as agent:
+        drain_on_signal(agent.drain, settings.drain_s)
+        serving = asyncio.ensure_future(_serve(agent, settings))
+        drained = asyncio.ensure_future(agent.drain.over.wait())
+        try:
+            await asyncio.wait({serving, drained}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (serving, drained):
+                task.cancel()
+        if not drained.done():
+            serving.result()
+
+
+async def _serve(agent: Agent, settings: Settings) -> None:
+    """Until there is nothing more to do. Raises MlxtpError when there never was."""
+    import asyncio
+
+    from ..groups.health import State
+    from ..identity.store import Store
+
+    log = logging.getLogger("mlxtp")
+    if agent.founded and agent.cluster is not None:
+        # A file is read by others than who watches a terminal.
+        token = "TOKEN, from `mlxtp token`" if settings.log_file else await agent.cluster.issuing.token()
+        log.info("another Mac joins with: mlxtp node --join %s", token)
+    try:
+        await agent.wait_ready()
+    except MlxtpError as error:
+        # The agent outlives its ranks, and goes on saying why there is no model. One that keeps to itself
+        # and whose very first model cannot be loaded has nothing else to do.
+        if agent.cluster is None and not isinstance(error, GroupError):
+            raise
+        log.error("%s; %s/health tells more", error.detail, agent.url)
+    if agent.supervisor.state is State.READY and agent.cluster is None:
+        group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
+        size = group.world_size if group is not None else 0
+        log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)
+    await asyncio.shield(agent.over)
+    if Store(settings.home).load().membership is not None:
+        log.error(REMOVED)
+    log.info("this Mac belongs to no cluster any more; the agent ends")
+
+
+def _read_token() -> str:
+    if sys.stdin.isatty():
+        print("join token: ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
+
+
+def _settings(flags: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Settings:
+    settings = resolve_settings(flags, defaults=defaults)
+    log = str(Path(settings.log_file).absolute()) if settings.log_file else ""  # commands ask where it is
+    return replace(settings, home=settings.home.resolve(), log_file=log)
+
+
+def _run(work: Coroutine[Any, Any, Any], interrupted: int = 0) -> Any:
+    """Run to the end, or until a signal asks for it; either way everything is taken down in order."""
+    with ending_at_once():
+        import asyncio
+
+        from ..agent import stopped_by_signal
+    try:
+        outcome, by_signal = asyncio.run(stopped_by_signal(work))
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(Exit.REFUSED) from None
+    if by_signal and interrupted:
+        raise typer.Exit(interrupted)
+    return outcome
+
+
+def _log(log_format: str, log_file: str = "") -> None:
+    """To a file, or to standard error. Raises ConfigError when the file cannot be written."""
+    from ..logs import PrintableLines, RotatingLog, log_formatter
+
+    handler: logging.Handler
+    formatter = log_formatter(log_format)
+    if log_file:
+        handler = RotatingLog(log_file)
+        if sys.stderr.isatty():
+            print(f"mlxtp: the log goes to {handler.baseFilename}", file=sys.stderr)
+    elif log_format == "text" and sys.stderr.isatty():
+        handler, formatter = TerminalLog(), PrintableLines("%(message)s")
+    else:
+        handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(bool(log_file) or log_format == "json")
+    logging.getLogger("mlxtp").setLevel(logging.INFO)
+
+
+def main() -> None:
+    """Entry of the `mlxtp` command."""
+    _open_streams()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without UTF-8
+    try:
+        try:
+            app(args=_with_join_value(sys.argv[1:]))
+        finally:
+            sys.stdout.flush()  # when Python ends, nobody could say any more what is wrong
+    except OSError as error:
+        if (problem := _problem_of_stdout(error)) is None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if problem:
+            print(f"mlxtp: standard output cannot be written: {problem}", file=sys.stderr)
+        sys.exit(Exit.REFUSED)
+
+
+def _open_streams() -> None:
+    """What the shell has closed goes nowhere; else the next file that is opened would be in its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - as long as we run
+            setattr(sys, name, stream)
+
+
+def _problem_of_stdout(error: OSError) -> str | None:
+    """Why nothing can be written there, empty if its reader has left; None if it was not that."""
+    try:
+        print(flush=True)  # what failed once fails again
+    except BrokenPipeError:
+        return ""
+    except OSError as again:
+        return again.strerror or str(again)
+    return "" if isinstance(error, BrokenPipeError) else None
+
+
+def _with_join_value(arguments: list[str]) -> list[str]:
+    """`--join` may stand alone; click wants each option to have a value always, or never."""
+    given = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        alone = following.startswith("-") and following != "-"  # which is standard input
+        given.append("--join=" if argument == "--join" and alone else argument)
+    return given

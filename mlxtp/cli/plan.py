@@ -1,0 +1,152 @@
+"""`mlxtp plan`: what is asked, and of which machines; `planning` answers. Little is imported until then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..client import AgentClient
+from ..config import parse_nodes, resolve_settings
+from ..errors import Exit, UserError
+from ..settings import BY_KEY
+from . import shell_completion
+from .options import AsJson, Home
+from .printing import home_of, typed
+
+if TYPE_CHECKING:
+    from ..placement.topology import Member
+    from ..wire.fabric_result import FabricResult
+    from ..wire.machine import Machine
+
+
+NODES = BY_KEY["nodes"].metavar
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command()(plan)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="M",
+            help="A model folder, its config.json, the plain name of one in a --model-folder, an id on the "
+            "Hugging Face Hub, or a name that is known here, such as llama-3.3-70b-4bit; any other word "
+            "lists them. Those are for plans alone: `mlxtp serve` does not take them.",
+            autocompletion=shell_completion.planned,
+        ),
+    ],
+    nodes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A TOML file of Macs you do not have. Default: those of the cluster."
+        ),
+    ] = None,
+    spread: Annotated[
+        str,
+        typer.Option(
+            metavar=NODES,
+            help="How many Macs to spread it over; auto: as many as are fastest.",
+            autocompletion=shell_completion.words(NODES),
+        ),
+    ] = "auto",
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar=BY_KEY["backend"].metavar,
+            help="How ranks of several Macs talk: RDMA or TCP.",
+            autocompletion=shell_completion.words(BY_KEY["backend"].metavar),
+        ),
+    ] = "auto",
+    max_context: Annotated[
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Most tokens of prompt and answer.",
+            show_default="8192, or the model's own if that is less",
+        ),
+    ] = 0,
+    fast_fences: Annotated[
+        bool, typer.Option("--fast-fences", help="As if `mlxtp node --fast-fences` ran on each.")
+    ] = False,
+    repeatable: Annotated[
+        bool, typer.Option("--repeatable", help="As if `mlxtp node --repeatable` ran on each.")
+    ] = False,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which Macs could serve a model, how fast, and why. Nothing is started."""
+    from ..models.names import find_config, in_folders, is_hub_id
+    from ..placement.measurements import measured
+    from ..placement.planner import Options
+    from ..placement.published_models import KNOWN
+    from . import planning
+
+    if not model.strip():
+        raise UserError("which model? A folder, an id on the Hub, or a known name: `mlxtp plan --help`")
+    with typed():
+        number = parse_nodes(spread, "--spread")
+    wanted: str | int = int(number) if number.isdecimal() else number
+    coordinator = ""
+    results: tuple[FabricResult, ...] = ()
+    if nodes is not None:
+        found = planning.read_nodes_file(nodes)
+    else:
+        found, coordinator, results = _members_here(home_of(home))
+    options = Options(
+        backend=backend,
+        nodes=wanted,
+        max_context=max_context,
+        fast_fences=fast_fences,
+        measured=measured(results, fast_fences=fast_fences),
+        repeatable=repeatable,
+    )
+    if model not in KNOWN and "/" not in model and not Path(model).exists():
+        model = in_folders(model, _model_folders(home))
+    known = model in KNOWN or not is_hub_id(model)
+    shaped = model if known else find_config(model)
+    made = planning.run(shaped, found, coordinator=coordinator, options=options, as_json=as_json)
+    if made.chosen is None:
+        raise typer.Exit(Exit.REFUSED)
+
+
+def _model_folders(home: Path | None) -> tuple[str, ...]:
+    """Those of the agent that runs, else those that one would have. Raises ConfigError."""
+    try:
+        return tuple(map(str, AgentClient(home_of(home)).get("settings")["settings"]["model_folders"]))
+    except UserError:
+        return resolve_settings({"home": home}).model_folders
+
+
+def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:
+    """The machines of the cluster, or this one alone when no agent runs; who leads; what was measured."""
+    import asyncio
+
+    from ..placement import hardware
+    from ..placement.measurements import from_json
+    from ..placement.topology import Member
+
+    try:
+        told = AgentClient(home).get("plan")
+    except UserError:
+        machine = asyncio.run(hardware.probe())
+        return (Member("this", "this Mac", machine),), "this", ()
+    found = tuple(
+        Member(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
+        for node in told["nodes"]
+    )
+    return found, str(told["coordinator"]), tuple(map(from_json, told["fabric"]))
+
+
+def _machine(fields: Mapping[str, Any]) -> Machine:
+    from ..wire.machine import Interface, Machine, Port
+
+    interfaces = tuple(Interface(**each) for each in fields["interfaces"])
+    ports = tuple(Port(**each) for each in fields["ports"])
+    rest = {**fields, "interfaces": interfaces, "ports": ports, "notes": tuple(fields["notes"])}
+    return Machine(**rest)

@@ -1,0 +1,222 @@
+"""`mlxtp plan`: what a model needs, which machines could serve it, and how fast. Nothing is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
+from ..errors import Code, ConfigError, ModelError
+from ..placement.candidates import Alternative
+from ..placement.cost_model import Speed
+from ..placement.machines_file import read_nodes
+from ..placement.model_shape import ModelShape, shape_of
+from ..placement.planner import Options, Plan, plan
+from ..placement.published_models import KNOWN
+from ..placement.topology import Member
+
+GB = 1e9
+_COLUMNS = ("way", "nodes", "tokens/s", "first token", "a rank needs", "verdict", "why")
+_RIGHT = ("tokens/s", "first token", "a rank needs")
+_WORDY = ("nodes", "why")
+_WIDE = 130
+"""Characters a line needs for the wordy columns."""
+_COLOURS = {"chosen": "bold green", "possible": "default", "refused": "dim"}
+
+
+def run(
+    model: str | Path,
+    members: Sequence[Member],
+    *,
+    coordinator: str = "",
+    options: Options | None = None,
+    kv_bits: int = 0,
+    as_json: bool = False,
+    console: Console | None = None,
+) -> Plan:
+    """Plan `model` on `members` and print it: a table, or one JSON object on one line.
+
+    `model` is what `read_shape` takes. Returns the plan; `plan.chosen` is None where nothing works. Raises
+    ModelError and ConfigError in the words of whoever made the mistake.
+    """
+    shape = read_shape(model, kv_bits)
+    made = _plan(str(model), members, shape, coordinator, options or Options())
+    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    if as_json:
+        console.print(json.dumps(to_json(made, shape), ensure_ascii=False), soft_wrap=True, markup=False)
+    else:
+        show(made, shape, console)
+    return made
+
+
+def _plan(
+    model: str, members: Sequence[Member], shape: ModelShape, coordinator: str, options: Options
+) -> Plan:
+    made = plan(members, shape, coordinator, as_served(model, options))
+    if model != EMBEDDED_MODEL or options.nodes != "auto" or len(made.ranks) < 2:
+        return made
+    why = (
+        "the embedded model is there to show that the Macs work together, so it runs on as many as can, even "
+        "where one alone is faster"
+    )
+    return replace(made, notes=(why, *made.notes))
+
+
+def as_served(model: str, options: Options) -> Options:
+    """What a cluster makes of these: it spreads the embedded model, unless a number was asked for."""
+    return replace(options, nodes="all") if model == EMBEDDED_MODEL and options.nodes == "auto" else options
+
+
+def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
+    """The shape of a model folder, a config.json, the embedded model, or one of the names in `known.KNOWN`.
+
+    Raises ModelError (MODEL_NOT_FOUND or MODEL_INVALID).
+    """
+    name = str(model)
+    if name in KNOWN:
+        return shape_of(KNOWN[name], name=name, kv_bits=kv_bits)
+    path = embedded_model_path() if name == EMBEDDED_MODEL else expanded(name, "--model")
+    config = path / "config.json" if path.is_dir() else path
+    if not config.is_file():
+        raise ModelError(
+            f"{name} is no model folder, no config.json and none of the models known by name: "
+            f"{', '.join(sorted(KNOWN))}",
+            Code.MODEL_NOT_FOUND,
+        )
+    return shape_of(_read_object(config), name=path.name, weight_bytes=_weight_bytes(path), kv_bits=kv_bits)
+
+
+def read_nodes_file(path: Path) -> tuple[Member, ...]:
+    """The machines a file describes. Raises ConfigError with what is wrong and where."""
+    try:
+        return read_nodes(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--nodes: {path} cannot be read: {why}. It is a TOML file of Macs, such as "
+            "examples/desk.toml; docs/placement.md explains it"
+        ) from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", Code.MODEL_INVALID) from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is not a JSON object", Code.MODEL_INVALID)
+    return found
+
+
+def _weight_bytes(path: Path) -> int:
+    """What the weights in a folder take; of those not downloaded what their index says; 0 for neither."""
+    if not path.is_dir():
+        return 0
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        metadata = _read_object(index).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if isinstance(total, int) and total > 0:
+            return total
+    return sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+
+
+def to_json(made: Plan, shape: ModelShape) -> dict[str, Any]:
+    """The plan as JSON has it. Sizes are bytes, times seconds, speeds tokens a second."""
+    alternatives = [{"title": one.title, **asdict(one)} for one in made.alternatives]
+    return {
+        "model": asdict(shape),
+        "context": made.context,
+        "reason": made.reason,
+        "leader": made.leader,
+        "notes": list(made.notes),
+        "chosen": next((one for one in alternatives if one["verdict"] == "chosen"), None),
+        "alternatives": alternatives,
+    }
+
+
+def show(made: Plan, shape: ModelShape, console: Console) -> None:
+    """Print the plan for people. Reasons stand beside their rows, or once below where lines are short."""
+    console.print(escape(_model_line(made, shape)))
+    wide = console.width >= _WIDE
+    columns = [column for column in _COLUMNS if wide or column not in _WORDY]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in _RIGHT else "left", no_wrap=column not in _WORDY
+        )
+    for one in made.alternatives:
+        row = dict(zip(_COLUMNS, cells(one), strict=True))
+        table.add_row(*(escape(row[column]) for column in columns), style=_COLOURS[one.verdict])
+    console.print(table)
+    if not wide:
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for one in made.alternatives:
+            reasons.setdefault((one.reason, one.verdict), []).append(one.title)
+        for (reason, verdict), titles in reasons.items():
+            if reason:
+                console.print(escape(f"- {', '.join(titles)}: {reason}"), style=_COLOURS[verdict])
+    if made.chosen or not any(one.reason for one in made.alternatives):
+        summary = made.reason
+        for one in made.alternatives:  # a row has it already
+            summary = summary.removesuffix(f". Not {one.title}: {one.reason}")
+        console.print(escape(summary), style="bold" if made.chosen else "bold red")
+    else:  # the reason is those of the rows
+        console.print("These Macs cannot serve it.", style="bold red")
+    if made.chosen and made.chosen.speed:
+        console.print(escape(_time_line(made.chosen.speed, shape)))
+    for note in made.notes:
+        console.print(escape(f"Note: {note}"))
+
+
+def _model_line(made: Plan, shape: ModelShape) -> str:
+    experts = f", {shape.experts_per_token} of {shape.experts} experts a token" if shape.experts else ""
+    kv = shape.rank_kv(1, made.context)
+    return (
+        f"{shape.name}: {_gb(shape.weight_bytes)} of weights, of which a token reads "
+        f"{_gb(shape.token_bytes)}{experts}; {_gb(kv)} of KV caches for {made.context:,} tokens"
+    )
+
+
+def _time_line(speed: Speed, shape: ModelShape) -> str:
+    """What one token's time goes into."""
+    parts = [
+        f"{speed.reading_s * 1e3:.1f} reading memory",
+        f"{speed.kernels_s * 1e3:.1f} starting {shape.kernels} kernels",
+    ]
+    waiting = speed.latency_s + speed.wire_s
+    if speed.measured:
+        waiting += speed.fences_s
+        parts.append(f"{waiting * 1e3:.1f} in {shape.collectives} collectives, fences included (measured)")
+    elif waiting:
+        parts += [
+            f"{speed.fences_s * 1e3:.1f} in the fences of {shape.collectives} collectives",
+            f"{waiting * 1e3:.1f} on the links (assumed)",
+        ]
+    return f"{1e3 / speed.tokens_per_second:.1f} ms a token: {', '.join(parts)}"
+
+
+def cells(one: Alternative) -> tuple[str, ...]:
+    """The row of one alternative."""
+    tightest = min(one.memory, key=lambda rank: rank.available - rank.needed, default=None)
+    return (
+        one.kind if one.nodes == 1 else f"{one.kind} of {one.nodes}",
+        ", ".join(one.names),
+        f"{one.speed.tokens_per_second:.1f}" if one.speed else "",
+        f"{one.speed.ttft_s:.2f} s" if one.speed else "",
+        f"{tightest.needed / GB:.1f} of {_gb(tightest.available)}" if tightest else "",
+        one.verdict,
+        one.reason,
+    )
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size / 1e6:.1f} MB"

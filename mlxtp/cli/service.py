@@ -1,0 +1,425 @@
+"""`mlxtp service`, `mlxtp logs` and `mlxtp restart`: mlxtp as a service of launchd or systemd."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..client import AgentClient, agent_runs
+from ..config import home_folder, resolve_settings
+from ..errors import UserError
+from ..service import installed
+from ..service.description import (
+    PASSED_ON,
+    Command,
+    Manager,
+    Owner,
+    Remove,
+    Service,
+    State,
+    Step,
+    Write,
+    describe,
+    is_ours,
+    log_of,
+    unseen,
+    without_secret,
+)
+from ..service.shell import not_ours, wait_until
+from . import shell_completion
+from .cluster import drain_agent
+from .options import AsJson, Home
+from .printing import home_of, print_answer, print_json, typed
+
+STOPPED_S = 30.0
+"""How long the manager may take to notice that an agent has ended."""
+SYSTEMS = "macos|linux"
+NONE = "no service is installed here; `mlxtp service install` installs one"
+_JOIN_FIRST = (
+    "--join: a token is a secret and works once, so it does not belong into a service. Join first, by `mlxtp "
+    "node --join TOKEN` in a terminal, and end that by Ctrl-C; this Mac stays a member, also as a service"
+)
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only print what would be written and run; needs no sudo.")
+]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")]
+Lines = Annotated[int, typer.Option("--lines", "-n", min=0, metavar="N", help="How many of the last lines.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    service = typer.Typer(
+        no_args_is_help=True,
+        help="Have the system run mlxtp: from the start of the machine, and again after a failure.",
+    )
+    for command in (install, uninstall, start, stop, status, logs):
+        service.command()(command)
+    app.add_typer(service, name="service")
+    app.command()(logs)
+    app.command()(restart)
+
+
+def install(
+    context: typer.Context,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- OPTIONS OF NODE",
+            help="As for `mlxtp node`, such as `-- --http 0.0.0.0:52415`. Better is config.toml, where they "
+            "can be changed.",
+            show_default=False,
+        ),
+    ] = None,
+    user: Annotated[
+        bool,
+        typer.Option(
+            "--user",
+            help="In your login session, without sudo: a LaunchAgent, which macOS 15 and later keeps from "
+            "the local network, or a systemd user unit. Default: a LaunchDaemon or a unit of the system, "
+            "which runs as you, too.",
+        ),
+    ] = False,
+    home: Annotated[
+        Path | None, typer.Option(help="The agent's folder; also MLXTP_HOME. Default: as for `mlxtp node`.")
+    ] = None,
+    system: Annotated[
+        str,
+        typer.Option(
+            metavar=SYSTEMS,
+            help="With --dry-run: as for that system. Default: the one that runs here.",
+            autocompletion=shell_completion.words(SYSTEMS),
+        ),
+    ] = "",
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Install the service and start it: from then on it runs whenever this machine does.
+
+    Once more after an update, or with other options: it replaces what it wrote before.
+    """
+    arguments = ["--join" if each == "--join=" else each for each in arguments or ()]
+    owner = installed.owner()
+    folder = installed.home_of(owner, home)
+    if system:
+        if not dry_run:
+            raise typer.BadParameter("--system goes with --dry-run: a service is installed where it runs")
+        with typed():
+            manager = installed.manager_elsewhere(owner, system, login=user)
+        service = _described(context, owner, folder, arguments, path=manager.search_path, login=user)
+        _print_steps(manager.install(service, State()), _doubts(manager, service, owner), as_json=as_json)
+        return
+    shell, other = (installed.shell_of(owner, login=login) for login in (user, not user))
+    path = shell.manager.search_path
+    service = _described(context, owner, folder, arguments, path=path, login=user)
+    if is_ours(other.installed):
+        raise UserError(f"{other.manager.path} is installed, and one service is enough: uninstall it first")
+    before, wanted = shell.installed, shell.manager.render(service)
+    if before and not is_ours(before):
+        raise not_ours(shell.manager.path)
+    doubts = _doubts(shell.manager, service, owner)
+    if dry_run:
+        _print_steps(shell.manager.install(service, installed.state_if_any(shell)), doubts, as_json=as_json)
+        return
+    installed.allow(owner, _typed(user, home, arguments), login=user)
+    state = shell.state()
+    if state.pid is None and agent_runs(folder):
+        raise UserError(
+            f"an agent runs with home {folder} that is no service; stop it first: `mlxtp drain`, or Ctrl-C "
+            "in its terminal"
+        )
+    found = installed.Installed(shell, owner, user, wanted)
+    about = {"kind": shell.manager.kind, "file": shell.manager.path, "home": str(folder), "mind": doubts}
+    if before == wanted and state.pid is not None:
+        if as_json:
+            print_json({**about, "changed": False, "pid": state.pid, "agent": found.agent})
+        else:
+            print(f"{shell.manager.path} is installed like this already, and runs as process {state.pid}")
+        return
+    shell.take(shell.manager.install(service, state))
+    if not as_json:
+        print(f"{shell.manager.kind} installed: {shell.manager.path}")
+        _mind(doubts)
+    _wait(found, {**about, "changed": True}, as_json=as_json)
+
+
+def uninstall(dry_run: DryRun = False, as_json: AsJson = False) -> None:
+    """Stop the service and remove it. The agent's folder stays: who it is, its settings and its logs."""
+    if (found := installed.find()) is None:
+        for login in (False, True):
+            shell = installed.shell_of(installed.owner(), login=login)
+            if shell.installed:
+                raise not_ours(shell.manager.path)
+        _print({"removed": None, "home": None}, "no service is installed here", as_json=as_json)
+        return
+    if dry_run:
+        _print_steps(found.manager.uninstall(installed.state_if_any(found.shell)), (), as_json=as_json)
+        return
+    found.allow("service", "uninstall")
+    found.shell.take(found.manager.uninstall(found.shell.state()))
+    words = f"{found.manager.kind} removed; {found.home} stays"
+    _print({"removed": found.manager.path, "home": str(found.home)}, words, as_json=as_json)
+
+
+def start(dry_run: DryRun = False, as_json: AsJson = False) -> None:
+    """Start the installed service."""
+    found, state = _installed(dry_run)
+    if dry_run:
+        _print_steps(found.manager.start(state), (), as_json=as_json)
+    elif state.pid is not None:
+        words = f"it runs already, as process {state.pid}"
+        _print({"changed": False, "pid": state.pid, "agent": found.agent}, words, as_json=as_json)
+    else:
+        found.allow("service", "start")
+        found.shell.take(found.manager.start(state))
+        _wait(found, {"changed": True}, as_json=as_json)
+
+
+def stop(dry_run: DryRun = False, as_json: AsJson = False) -> None:
+    """Stop the service, until `mlxtp service start` or the next start of this machine.
+
+    Open requests have as long as `drain` in config.toml says, 10 s by default; `mlxtp drain` gives them all
+    the time they take.
+    """
+    found, state = _installed(dry_run)
+    if dry_run:
+        _print_steps(found.manager.stop(state), (), as_json=as_json)
+        return
+    if state.loaded:
+        found.allow("service", "stop")
+        found.shell.take(found.manager.stop(state))
+    _print({"changed": state.loaded, "pid": None}, "the service is stopped", as_json=as_json)
+
+
+def status(as_json: AsJson = False) -> None:
+    """Show the service: whether it is installed and runs, as whom, and how it ended if it failed."""
+    if (found := installed.find()) is None:
+        answer: dict[str, Any] = {"installed": False}
+    else:
+        state = found.shell.state()
+        answer = {
+            "installed": True,
+            "kind": found.manager.kind,
+            "file": found.manager.path,
+            "user": found.manager.owner(found.text) or found.owner.name,
+            "home": str(found.home),
+            "log": str(found.log),
+            "pid": state.pid,
+            "last": state.last,
+            "agent": found.agent,
+            "problem": found.problem,
+        }
+    _print(answer, "\n".join(_status_lines(answer)), as_json=as_json)
+
+
+def logs(follow: Follow = False, lines: Lines = 50, home: Home = None, as_json: AsJson = False) -> None:
+    """Show the log of the service; without one, or with --home, that of the agent with that home."""
+    if follow and as_json:
+        raise typer.BadParameter(
+            "--json prints the last lines, and --follow goes on without an end: choose one"
+        )
+    found = _service_with(home)
+    log = found.log if found is not None else _log_of_agent(home_of(home))
+    aside = found.aside() if found is not None else ""
+    if not follow and not log.exists():
+        raise UserError(f"there is no log yet; it will be {log}")
+    tail = ("tail", "-n", str(lines), *(("-F",) if follow else ()), str(log))  # -F goes on in the next file
+    if as_json:
+        text = subprocess.run(tail, stdout=subprocess.PIPE, check=True).stdout.decode(errors="replace")
+        print_json({"log": str(log), "lines": text.splitlines(), "aside": aside})
+        return
+    if aside:
+        print(aside, file=sys.stderr, flush=True)
+    os.execvp(tail[0], tail)
+
+
+def _service_with(home: Path | None) -> installed.Installed | None:
+    """The service, unless another agent is named."""
+    found = installed.find()
+    if found is None or not (home or os.environ.get("MLXTP_HOME")):
+        return found
+    return found if found.home == home_of(home) else None
+
+
+def _log_of_agent(home: Path) -> Path:
+    """What the agent that runs there says, or one that would start. Raises UserError when that is no file."""
+    try:
+        log = str(AgentClient(home).get("settings")["settings"]["log_file"] or "")
+    except UserError:
+        log = resolve_settings({"home": home}).log_file
+    if not log:
+        raise UserError(
+            f"no service with home {home} is installed here, and neither its config.toml nor its agent has a "
+            "log_file: an agent writes its log to standard error, which is the terminal that it runs in, or "
+            "to the FILE of `mlxtp node --log-file`"
+        )
+    return Path(log)
+
+
+def restart(
+    within: Annotated[
+        str | None,
+        typer.Option(metavar="SECONDS", help="End then, whatever is open. Default: as long as it takes."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop the service once its requests are done, and start it again, such as with new settings."""
+    if (found := installed.find()) is None:
+        raise UserError(
+            "no service is installed here, so nothing would start it again. An agent in a terminal: `mlxtp "
+            "drain`, then `mlxtp node`. To have a service: `mlxtp service install`"
+        )
+    if found.shell.state().pid is None:
+        raise UserError("the service does not run; `mlxtp service start` starts it")
+    found.allow("restart", *(("--within", within) if within else ()))
+    cut = drain_agent(found.home, within)
+    wait_until(lambda: found.shell.state().pid is None, STOPPED_S)
+    found.shell.take(found.manager.start(found.shell.state()))
+    _wait(found, {"cut": cut}, as_json=as_json)
+
+
+def _installed(dry_run: bool) -> tuple[installed.Installed, State]:
+    if (found := installed.find()) is None:
+        raise UserError(NONE)
+    return found, installed.state_if_any(found.shell) if dry_run else found.shell.state()
+
+
+def _described(
+    context: typer.Context, owner: Owner, home: Path, arguments: Sequence[str], *, path: str, login: bool
+) -> Service:
+    """Raises UserError, or says how `node` is used, for arguments with which no agent would start."""
+    commands = context.find_root()
+    node = commands.command.get_command(commands, "node")  # type: ignore[attr-defined]  # it is a group
+    given = node.make_context("mlxtp node", list(arguments)).params
+    if given["join"]:
+        raise UserError(_JOIN_FIRST)
+    if given["home"] is not None:
+        raise UserError("--home is an option of `mlxtp service install` itself: say it before `--`")
+    if given["log_file"] is not None:
+        raise UserError(f"--log-file: a service's log is {log_of(str(home))}, where `mlxtp logs` finds it")
+    settings = resolve_settings({**_flags(given), "home": home}, environment={})
+    return describe(
+        owner,
+        str(home),
+        arguments,
+        python=sys.executable,
+        path=path,
+        passed_on=_passed_on(),
+        drain_s=settings.drain_s,
+        login=login,
+        version=__version__,
+    )
+
+
+def _flags(given: Mapping[str, Any]) -> dict[str, object]:
+    """The options of `mlxtp node` as settings have them: without --join, None where one was not given."""
+    return {
+        name: value or None if isinstance(value, (list, tuple)) else value
+        for name, value in given.items()
+        if name != "join"
+    }
+
+
+def _passed_on() -> dict[str, str]:
+    """Its file is readable for all, and so is a list of processes: neither has a password."""
+    return {name: without_secret(os.environ[name]) for name in PASSED_ON if os.environ.get(name)}
+
+
+def _typed(user: bool, home: Path | None, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command to install the same, as root would have to type it, whose variables are not ours."""
+    variables = [f"{name}={value}" for name, value in _passed_on().items()]
+    given = home or os.environ.get("MLXTP_HOME")
+    return (
+        *(("env", *variables) if variables else ()),
+        *(sys.executable, "-m", "mlxtp", "service", "install"),
+        *(("--user",) if user else ()),
+        *(("--home", str(home_folder(given).resolve())) if given else ()),
+        *(("--", *arguments) if arguments else ()),
+    )
+
+
+# --- printing ---------------------------------------------------------------------------------------
+
+
+def _print(answer: Mapping[str, Any], words: str, *, as_json: bool) -> None:
+    print_answer(answer, as_json, lambda _: words)
+
+
+def _print_steps(steps: Sequence[Step], doubts: Sequence[str], *, as_json: bool) -> None:
+    """What would be done, and what to mind."""
+    if as_json:
+        print_json({"steps": list(map(_step, steps)), "mind": list(doubts)})
+        return
+    for step in steps:
+        match step:
+            case Write():
+                print(f"write {step.path}:\n\n{step.text}")
+            case Remove():
+                print(f"remove {step.path}")
+            case Command():
+                whom = f" as {step.user}" if step.user else ""
+                until = f", again and again until it ends with {step.fine[0]}" if 0 in step.again else ""
+                print(f"run{whom}: {shlex.join(step.argv)}{until}")
+    _mind(doubts)
+
+
+def _step(step: Step) -> Mapping[str, Any]:
+    match step:
+        case Write():
+            return {"do": "write", "path": step.path, "text": step.text}
+        case Remove():
+            return {"do": "remove", "path": step.path}
+        case Command():
+            statuses = {"fine": list(step.fine), "again": list(step.again)}
+            return {"do": "run", "argv": list(step.argv), "user": step.user, **statuses}
+
+
+def _doubts(manager: Manager, service: Service, owner: Owner) -> list[str]:
+    """What to mind, in sentences."""
+    others = sorted(
+        name for name in os.environ if name.startswith("MLXTP_") and name not in ("MLXTP_HOME", "MLXTP_JOIN")
+    )
+    secrets = [
+        f"{name} has a user or a password, which the service does not get: everybody here can read its file"
+        for name, value in _passed_on().items()
+        if value != os.environ[name]
+    ]
+    return [*secrets, *filter(None, (*manager.doubts(service, owner), unseen(others)))]
+
+
+def _mind(doubts: Sequence[str]) -> None:
+    for sentence in doubts:
+        print(f"mind: {sentence}", file=sys.stderr)
+
+
+def _wait(found: installed.Installed, about: Mapping[str, Any], *, as_json: bool) -> None:
+    """Until it runs. `about`: what was done, for programs."""
+    state, agent = found.wait(), found.agent
+    if agent:
+        how = "; `mlxtp status` shows what it does, `mlxtp logs -f` its log"
+    else:
+        how = ", and does not answer yet; `mlxtp logs -f` shows how far it is"
+    answer = {**about, "pid": state.pid, "agent": agent}
+    _print(answer, f"it runs as process {state.pid}{how}", as_json=as_json)
+
+
+def _status_lines(answer: Mapping[str, Any]) -> list[str]:
+    if not answer["installed"]:
+        return [NONE]
+    running = f"runs as process {answer['pid']}" if answer["pid"] else "does not run"
+    ended = f"; the last time it ended: {answer['last']}" if answer["last"] else ""
+    rows = {
+        "service": running + ended,
+        "agent": answer["agent"] or "does not answer",
+        "file": f"{answer['file']} ({answer['kind']})",
+        **{name: answer[name] for name in ("user", "home", "log", "problem")},
+    }
+    return [f"{name:<8} {value}" for name, value in rows.items() if value]

@@ -1,0 +1,244 @@
+"""Beliefs of a member about the cluster, and the merge of two members' beliefs. Pure.
+
+Merging needs no order: members that received the same messages, in any order and however often, agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ..errors import Code, RemoteProtocolError, UserError
+from ..wire.cluster_messages import MAX_MEMBERS, MAX_TOLD, DesiredState, Members, RosterEntry
+
+MAX_ENTRIES = 512
+"""Members and those that were removed. Removals are never forgotten: the key would be let in again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`node_id` coordinates in `term`. Terms only grow; each new coordinator begins one."""
+
+    term: int = 0
+    node_id: str = ""
+
+
+NOBODY = Claim()
+
+
+def stronger(one: Claim, other: Claim) -> Claim:
+    """The later term's; of one term, the smaller node id's."""
+    return min(one, other, key=lambda claim: (-claim.term, claim.node_id))
+
+
+NOTHING = DesiredState(0, "", "", "auto")
+"""The desired state before any request for one."""
+
+
+def newer(one: DesiredState, other: DesiredState) -> DesiredState:
+    """Return the one that rests on the later word of a person.
+
+    Of one word it is the later version; of one version, the smaller writer's. The number of requests that
+    have chosen since an earlier word does not count.
+
+    Two people may have spoken at once, apart. What one of them pinned then counts more than what requests
+    chose after the other.
+    """
+    return min(
+        one,
+        other,
+        key=lambda desired: (
+            -desired.said, not desired.pinned, -desired.version, desired.writer, desired.model, desired.nodes
+        ),
+    )  # fmt: skip
+
+
+Seal = Callable[[RosterEntry], RosterEntry]
+"""Return the entry with the signature of the member that admits or removes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Members of the cluster, and removed ones: one entry for each key fingerprint, in their order.
+
+    A key that was removed stays so, whatever version says otherwise. An entry's version is that of the whole
+    roster when it was written, so that members can be told apart by age. `roster_proofs` judges signatures.
+    """
+
+    entries: tuple[RosterEntry, ...] = ()
+
+    def members(self) -> dict[str, RosterEntry]:
+        """By node id, the oldest first, 64 at most; of one node's keys the latest counts."""
+        by_age = sorted(
+            (entry for entry in self.entries if not entry.removed),
+            key=_age,
+        )
+        latest = {entry.node_id: entry for entry in by_age}
+        oldest = sorted(latest.values(), key=_age)
+        return {entry.node_id: entry for entry in oldest[:MAX_MEMBERS]}
+
+    def removed(self, fingerprint: str) -> bool:
+        """Tell whether this key was removed from the cluster, or its node has a later one."""
+        mine = self.by_key(fingerprint)
+        return mine is not None and (
+            mine.removed
+            or any(
+                entry.node_id == mine.node_id and not entry.removed and _age(entry) > _age(mine)
+                for entry in self.entries
+            )
+        )
+
+    def by_key(self, fingerprint: str) -> RosterEntry | None:
+        """Return the entry of a key."""
+        return next((entry for entry in self.entries if entry.fingerprint == fingerprint), None)
+
+    def let_in(self, *node_ids: str) -> list[str]:
+        """Return the members that these let in, those in turn included, the oldest first."""
+        members, found = self.members(), list(node_ids)
+        for node_id, entry in members.items():  # a member is younger than the one that let it in
+            if entry.admitted_by in found and node_id not in found:
+                found.append(node_id)
+        return found[len(node_ids) :]
+
+    def founder(self) -> str:
+        """Return the node id of the Mac that founded the cluster, by the authority's signature, or ""."""
+        return next((entry.node_id for entry in self.entries if is_founder(entry)), "")
+
+    def merged(self, entries: Iterable[RosterEntry]) -> Roster:
+        """With what another member has. Raises RemoteProtocolError for more than any cluster can have had."""
+        by_key = {entry.fingerprint: entry for entry in self.entries}
+        for entry in entries:
+            by_key[entry.fingerprint] = _joined(by_key.get(entry.fingerprint, entry), entry)
+        if len(by_key) > MAX_ENTRIES:
+            raise RemoteProtocolError(
+                f"a roster of {len(by_key)} entries; {MAX_ENTRIES} is the most", Code.FIELD_INVALID
+            )
+        return Roster(tuple(by_key[fingerprint] for fingerprint in sorted(by_key)))
+
+    def admitting(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> Roster:
+        """With this member. Its other keys stop counting.
+
+        Raises UserError when the key was removed before, or there is no room.
+        """
+        if self.removed(fingerprint):
+            raise UserError(
+                f"{name} was removed from this cluster; on it, `mlxtp cluster leave` and `mlxtp node --join "
+                "TOKEN` bring it back"
+            )
+        members = self.members()
+        if node_id not in members and len(members) >= MAX_MEMBERS:
+            raise UserError(
+                f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
+            )
+        entry = seal(RosterEntry(node_id, name, fingerprint, False, self._next_version()))
+        if len({fingerprint, *(each.fingerprint for each in self.entries)}) > MAX_ENTRIES:
+            raise UserError(
+                f"this cluster has had {MAX_ENTRIES} members, which is all it can remember; found a new one"
+            )
+        return self.merged([entry])
+
+    def fitting(self, entries: Iterable[RosterEntry], self_id: str) -> tuple[RosterEntry, ...]:
+        """Those of `entries`, told by another member, for which this roster of node `self_id` has room.
+
+        Without the members that would be too many, the latest first. What concerns a key or a node that is
+        known here, and each removal, has room; the list as a whole is bounded by `merged`.
+        """
+        keys = {entry.fingerprint for entry in self.entries}
+        nodes = {self_id, *(entry.node_id for entry in self.entries if not entry.removed)}
+        fit = []
+        for entry in sorted(entries, key=_age):
+            if not entry.removed and entry.fingerprint not in keys:
+                if len(nodes | {entry.node_id}) > MAX_MEMBERS:
+                    continue
+                nodes.add(entry.node_id)
+            fit.append(entry)
+        return tuple(fit)
+
+    def removing(self, node_id: str, seal: Seal) -> Roster:
+        """Without this member. Raises UserError when there is none."""
+        if node_id not in {entry.node_id for entry in self.entries}:
+            raise UserError(
+                f"no member has the node id {node_id}; `mlxtp cluster members` shows who has which"
+            )
+        version = self._next_version()
+        return self.merged(
+            seal(replace(entry, removed=True, removed_in=version))
+            for entry in self.entries
+            if entry.node_id == node_id and not entry.removed
+        )
+
+    def digest(self) -> int:
+        """63 bits by which two members notice that they do not hold the same."""
+        digest = hashlib.sha256(repr([_parts(entry) for entry in self.entries]).encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def messages(self) -> tuple[Members, ...]:
+        """As it is sent, in as many messages as it takes."""
+        starts = range(0, max(len(self.entries), 1), MAX_TOLD)
+        return tuple(Members(self.entries[start : start + MAX_TOLD]) for start in starts)
+
+    def newest(self) -> int:
+        """Return the highest version of an entry or a removal; 0 for an empty roster."""
+        return max((max(entry.version, entry.removed_in) for entry in self.entries), default=0)
+
+    def _next_version(self) -> int:
+        return 1 + self.newest()
+
+
+def is_founder(entry: RosterEntry) -> bool:
+    """Tell whether this is the Mac that founded the cluster: the authority signed that it let itself in."""
+    return bool(entry.admission) and entry.admitted_by == entry.node_id
+
+
+def admission_of(entry: RosterEntry) -> tuple[str | int, ...]:
+    """Return what the authority signs of an entry."""
+    key = (entry.node_id, entry.name, entry.fingerprint, entry.version)
+    return (*key, entry.admitted_by, entry.address, entry.at)
+
+
+def removal_of(entry: RosterEntry) -> tuple[str | int, ...]:
+    """Return the removal of an entry; the remover signs the first two."""
+    return (entry.fingerprint, entry.removed_in, entry.remover, entry.removal)
+
+
+def _joined(one: RosterEntry, other: RosterEntry) -> RosterEntry:
+    """Return what two entries of one key say together. Of two words the signed one holds, then the later."""
+    later = max(
+        one, other, key=lambda each: (bool(each.admission), each.version, admission_of(each), each.admission)
+    )
+    gone = max(one, other, key=lambda each: (bool(each.removal), each.removed_in, each.remover, each.removal))
+    return replace(
+        later,
+        removed=one.removed or other.removed,
+        removed_in=gone.removed_in,
+        remover=gone.remover,
+        removal=gone.removal,
+    )
+
+
+def _age(entry: RosterEntry) -> tuple[int, str]:
+    return (entry.version, entry.fingerprint)
+
+
+def _parts(entry: RosterEntry) -> tuple[object, ...]:
+    return (*admission_of(entry), entry.admission, entry.removed, *removal_of(entry))
+
+
+@dataclass(frozen=True, slots=True)
+class Beliefs:
+    """All of it. `epoch` is the highest number of an epoch that any member has reported."""
+
+    claim: Claim = NOBODY
+    desired: DesiredState = NOTHING
+    roster: Roster = Roster()
+    epoch: int = 0
+
+    def merged(self, other: Beliefs) -> Beliefs:
+        """Return the beliefs that both hold after they meet."""
+        return Beliefs(
+            stronger(self.claim, other.claim),
+            newer(self.desired, other.desired),
+            self.roster.merged(other.roster.entries),
+            max(self.epoch, other.epoch),
+        )

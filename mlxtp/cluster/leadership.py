@@ -1,0 +1,359 @@
+"""One node's part in agreeing on the coordinator, the desired state and the members. Pure.
+
+The present coordinator stays as long as it lives. Each of its beats counts a pulse; every node passes on the
+highest pulse it has heard of, so that a node whose own link to the coordinator is cut still knows that it
+lives. When it is lost, the smallest node id among the living claims the next term. Of two claims the stronger
+holds everywhere sooner or later (`beliefs.stronger`), so that two sides of a partition that heals end with
+one coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import Code, RemoteProtocolError
+from ..wire.cluster_messages import Beat, DesiredState, RosterEntry
+from .cluster_state import NOBODY, Beliefs, Claim, Roster, Seal, newer, stronger
+from .failure_detector import Change, Duplicate, Standing, State, Why
+from .membership import Membership
+from .reconcile import Action, Plan, Running, View, Wait, decide
+
+LEAP = 1 << 32
+"""Counters grow by ones. A node that is so far ahead is broken, and leaves no room to count on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """Seconds to wait before acting on what has just changed.
+
+    settle_s       after the last change of membership, before an epoch is formed
+    settle_most_s  after the first of changes that do not end
+    start_s        after the start, before a node that misses members claims to coordinate
+    patience_s     for open requests, before a better group takes over
+    shaky_s        after a member was lost, before a running epoch ends for its sake
+    """
+
+    settle_s: float = 0.3
+    settle_most_s: float = 2.0
+    start_s: float = 2.0
+    patience_s: float = 10.0
+    shaky_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Knowledge of the agent that this module lacks; the fields are those of `decisions.View`."""
+
+    running: Running | None = None
+    others: Sequence[Running] = ()
+    plan: Plan | None = None
+    refusal: str = ""
+    hold_until: float = 0.0
+    hold: str = ""
+
+
+@dataclass(slots=True)
+class _Following:
+    """State of the claim: the highest pulse, when it last rose, and when the claimant itself last spoke.
+
+    `boot_id` is the claimant's own, once it spoke; `over` says that this start of it ended.
+    """
+
+    pulse: int = 0
+    at: float = 0.0
+    spoke: float = -math.inf
+    boot_id: str = ""
+    over: bool = False
+
+
+@dataclass(slots=True)
+class _Unrest:
+    first: float
+    last: float
+    shaky: dict[str, float] = field(default_factory=dict)
+
+
+class Coordination:
+    """Node `self_id`'s beliefs, from what it had `kept` before its start at `now`.
+
+    Only the term of a kept claim counts: whether its coordinator still lives is for others to say. Who is no
+    `founder` knows that there are others, even before it knows who.
+    """
+
+    def __init__(
+        self, self_id: str, kept: Beliefs, now: float, calm: Calm | None = None, *, founder: bool = True
+    ) -> None:
+        self.self_id = self_id
+        self._founder = founder
+        self.calm = calm or Calm()
+        self.claim = NOBODY
+        self.desired = kept.desired
+        self.overfull = False
+        """True once a node has reported more members than a cluster can have."""
+        self._hold(kept.roster)
+        self.epoch = kept.epoch
+        self._floor = kept.claim.term
+        self._following = _Following(at=now)
+        self._started = now
+        self._told: dict[str, str] = {}
+        self._leaving: set[str] = set()
+        """Nodes that are about to stop, and whose present start has not ended; perhaps this node."""
+        self._unrest = _Unrest(now, now)
+        self._waiting_since: float | None = None
+
+    # --- what is believed
+
+    @property
+    def leading(self) -> bool:
+        """True while this node coordinates. A claim from before its start is no longer its own."""
+        return self.claim.node_id == self.self_id and self.claim.term > self._floor
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Return the nodes that are about to stop."""
+        return frozenset(self._leaving)
+
+    def kept(self) -> Beliefs:
+        """Return the beliefs that have to survive a restart of the agent."""
+        claim = self.claim if self.claim.term >= self._floor else Claim(self._floor)
+        return Beliefs(claim, self.desired, self.roster, self.epoch)
+
+    def beat(self, *, healthy: bool, short: bool = False) -> Beat:
+        """The next beat, for all links. Also due at once on a new link and after a claim has changed."""
+        if self.leading:
+            self._following.pulse += 1
+        return Beat(
+            self.claim.term,
+            self.claim.node_id,
+            self.desired.version,
+            self._digest,
+            self.epoch,
+            healthy,
+            self._following.pulse,
+            self.self_id in self._leaving,
+            short,
+        )
+
+    def lacks(self, beat: Beat) -> tuple[bool, bool]:
+        """Tell whether the sender of a beat lacks the desired state, and the roster, of this node."""
+        return beat.desired != self.desired.version, beat.roster != self._digest
+
+    # --- what is heard
+
+    def heard(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
+        """A member's beat, over a link that counts. True when this node follows another claim now."""
+        _check_leaps(
+            (beat.term, max(self.claim.term, self._floor)),
+            (beat.epoch, self.epoch),
+            (beat.pulse, self._following.pulse),
+        )
+        self._told[sender] = boot_id
+        if beat.draining:
+            self._leaving.add(sender)
+        else:
+            self._leaving.discard(sender)
+        self.epoch = max(self.epoch, beat.epoch)
+        claim, following = Claim(beat.term, beat.coordinator), self._following
+        if not claim.node_id or stronger(claim, self.claim) != claim:
+            return False
+        anew = claim != self.claim
+        if anew:
+            following = self._follow(claim, now)
+        if beat.pulse > following.pulse:
+            following.pulse, following.at = beat.pulse, now
+        if sender == claim.node_id:
+            following.spoke, following.boot_id = now, boot_id
+        return anew
+
+    def desires(self, desired: DesiredState) -> bool:
+        """A member's desired state. True when it replaces this node's: keep it, and send it on."""
+        _check_leaps((desired.version, self.desired.version))
+        if desired.said > desired.version:
+            raise RemoteProtocolError(
+                f"version {desired.version} rests on {desired.said}, a later one", Code.FIELD_INVALID
+            )
+        before, self.desired = self.desired, newer(self.desired, desired)
+        return self.desired != before
+
+    def enrols(self, entries: Iterable[RosterEntry]) -> bool:
+        """A member's roster. True when it changes this node's: keep it, and send it on.
+
+        Members for whom there is no room are left out, see `overfull`.
+        """
+        before, entries = self.roster, tuple(entries)
+        youngest = before.newest()
+        _check_leaps(*((max(entry.version, entry.removed_in), youngest) for entry in entries))
+        fitting = before.fitting(entries, self.self_id)
+        self.overfull |= len(fitting) < len(entries)
+        self._hold(before.merged(fitting))
+        return self.roster != before
+
+    def saw_epoch(self, number: int) -> None:
+        """An epoch of this number exists."""
+        _check_leaps((number, self.epoch))
+        self.epoch = max(self.epoch, number)
+
+    # --- what is said here
+
+    def want(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
+        """Keep and send on a desired state, by the word of a person or a request here."""
+        version = self.desired.version + 1
+        said = version if by_person else self.desired.said
+        self.desired = DesiredState(version, self.self_id, model, nodes, said)
+        return self.desired
+
+    def admit(self, node_id: str, name: str, fingerprint: str, seal: Seal) -> None:
+        """A member joined through this node. Raises UserError as `Roster.admitting` does."""
+        self._hold(self.roster.admitting(node_id, name, fingerprint, seal))
+
+    def remove(self, node_id: str, seal: Seal) -> None:
+        """A person at this node removed a member. Raises UserError when there is none."""
+        self._hold(self.roster.removing(node_id, seal))
+
+    def drain(self) -> None:
+        """This node is about to stop: from now on its beats say so, and no group may count on it."""
+        self._leaving.add(self.self_id)
+
+    def hand_over(self, node_id: str, now: float) -> None:
+        """Let another node coordinate from the next term on."""
+        self._follow(self._next_claim(node_id), now)
+
+    # --- what follows
+
+    def tick(self, membership: Membership, changes: Iterable[Change | Duplicate], now: float) -> bool:
+        """After each tick of `membership`, with what it gave. True when this node claims to coordinate."""
+        for change in changes:
+            if isinstance(change, Change):
+                self._take_in(change, now)
+        self._excuse(membership.stood_still_s, now)
+        standings = membership.standings()
+        self._told = {
+            node_id: boot_id
+            for node_id, boot_id in self._told.items()
+            if node_id in standings and standings[node_id].boot_id == boot_id
+        }
+        self._leaving &= {self.self_id, *self._told}
+        if (
+            not self._is_lost(membership, now)
+            or self._untold(standings)
+            or not self._has_waited(standings, now)
+        ):
+            return False
+        present = {node_id for node_id, standing in standings.items() if standing.present}
+        if min(present - self._leaving or present) != self.self_id:
+            return False
+        self._follow(self._next_claim(self.self_id), now)
+        return True
+
+    def view(self, membership: Membership, situation: Situation, now: float) -> View:
+        """Everything that a decision depends on."""
+        standings = membership.standings()
+        return View(
+            now=now,
+            self_id=self.self_id,
+            leading=self.leading,
+            claim=self.claim,
+            standings=standings,
+            desired=self.desired,
+            running=situation.running,
+            others=situation.others,
+            plan=situation.plan,
+            refusal=situation.refusal,
+            epoch=self.epoch,
+            untold=self._untold(standings),
+            settled_at=self._settled_at(),
+            shaky=self._unrest.shaky,
+            waiting_since=self._waiting_since,
+            patience_s=self.calm.patience_s,
+            hold_until=situation.hold_until,
+            hold=situation.hold,
+            names=self._names,
+            draining=self.draining,
+        )
+
+    def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
+        """Return the next action, see `decisions.decide`."""
+        action = decide(self.view(membership, situation, now))
+        if not (isinstance(action, Wait) and action.for_requests):
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        return action
+
+    # --- how
+
+    def _hold(self, roster: Roster) -> None:
+        self.roster, self._digest = roster, roster.digest()
+        self._names = {node_id: entry.name for node_id, entry in roster.members().items()}
+
+    def _next_claim(self, node_id: str) -> Claim:
+        return Claim(max(self._floor, self.claim.term) + 1, node_id)
+
+    def _follow(self, claim: Claim, now: float) -> _Following:
+        self.claim, self._following = claim, _Following(at=now)
+        self._changed(now)
+        return self._following
+
+    def _take_in(self, change: Change, now: float) -> None:
+        self._changed(now)
+        if change.after in (State.DEAD, State.LEFT, State.REMOVED):
+            if self._told.get(change.node_id) == change.boot_id:
+                del self._told[change.node_id]
+            if change.node_id == self.claim.node_id and change.boot_id == self._following.boot_id:
+                self._following.over |= change.why is not Why.GIVEN_UP
+        if change.after is State.DEAD or change.why is Why.BROKEN:
+            self._unrest.shaky[change.node_id] = now + self.calm.shaky_s
+        if change.after is State.REMOVED:
+            self._unrest.shaky.pop(change.node_id, None)
+
+    def _changed(self, now: float) -> None:
+        unrest = self._unrest
+        if now - unrest.last >= self.calm.settle_s:
+            unrest.first = now
+        unrest.last = now
+
+    def _settled_at(self) -> float:
+        return min(self._unrest.last + self.calm.settle_s, self._unrest.first + self.calm.settle_most_s)
+
+    def _is_lost(self, membership: Membership, now: float) -> bool:
+        """Tell whether no node coordinates, as far as this node knows."""
+        claim, following, pace = self.claim, self._following, membership.pace
+        if self.leading:
+            return False
+        if claim.node_id in ("", self.self_id) or following.over:
+            return True
+        state = membership.standing(claim.node_id).state
+        if state in (State.LEFT, State.REMOVED):
+            return True
+        # Also who is here must pulse: else it does not know of its claim. What is passed on comes in jerks.
+        passed_on = following.at - following.spoke > 2 * pace.beat_s
+        limit_s = pace.broken_s if state is State.DEAD and not passed_on else pace.dead_s
+        return now - following.at >= limit_s * membership.patience
+
+    def _excuse(self, stood_still_s: float, now: float) -> None:
+        """The time that we ourselves stood still is not the coordinator's silence."""
+        self._following.at = min(self._following.at + stood_still_s, now)
+        self._following.spoke = min(self._following.spoke + stood_still_s, now)
+
+    def _untold(self, standings: Mapping[str, Standing]) -> list[str]:
+        """Members that are present and have not yet told what they believe: they may know better."""
+        return [
+            node_id
+            for node_id, standing in standings.items()
+            if standing.present and node_id != self.self_id and node_id not in self._told
+        ]
+
+    def _has_waited(self, standings: Mapping[str, Standing], now: float) -> bool:
+        """Tell whether nodes that were started together with this one had time to show up."""
+        missing = any(standing.state is State.AWAY for standing in standings.values())
+        missing |= not self._founder and len(standings) == 1  # a member let it in that it has yet to meet
+        return not missing or now - self._started >= self.calm.start_s
+
+
+def _check_leaps(*counts: tuple[int, int]) -> None:
+    """Pairs (told, held). Raises RemoteProtocolError when the first cannot have come about by counting."""
+    for told, held in counts:
+        if told > held + LEAP:
+            raise RemoteProtocolError(f"{told} is told where {held} was the last", Code.FIELD_INVALID)

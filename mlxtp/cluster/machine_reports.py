@@ -1,0 +1,106 @@
+"""This machine, read again and again, and the reports of others that a plan waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+
+from ..errors import MlxtpError
+from ..placement import hardware
+from ..wire.cluster_messages import MachineReport, MachineWanted
+from ..wire.machine import Machine
+from .surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 60.0  #: Between readings of everything, cables included.
+LOOK_S = 5.0  #: For reading machines before a group is planned.
+
+
+class MachineHere:
+    """Reads this machine in the background, one reading at a time, and reports it to the others."""
+
+    def __init__(self, cluster: Surroundings) -> None:
+        self.rewired = False
+        """True when addresses changed, so that cables may have changed, too."""
+        self._cluster = cluster
+        self._probe_at = time.monotonic() + PROBE_S
+        self._looking: asyncio.Task[None] | None = None
+        self._to_look = False
+        self._asked_by: set[str] = set()
+        """Members that want a report."""
+        self._awaited: set[str] = set()
+        """Members whose report `look_now` waits for."""
+        self._reported = asyncio.Event()
+
+    def report(self) -> MachineReport:
+        """Return what this machine is, as the others hear it."""
+        machine = self._cluster.knowledge.machines[self._cluster.node_id]
+        return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
+
+    def wanted(self, node_id: str) -> None:
+        """Read the machine for a member, and report it whether or not it changed."""
+        self._asked_by.add(node_id)
+        self.look_again()
+
+    def reported(self, node_id: str) -> None:
+        """Note that a member has reported its machine, or is gone."""
+        self._awaited.discard(node_id)
+        self._reported.set()
+
+    async def look_now(self, nodes: Iterable[str]) -> None:
+        """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
+        neighbours = self._cluster.neighbours
+        for node_id in neighbours.nodes() & set(nodes):
+            with contextlib.suppress(MlxtpError):  # it has just gone
+                neighbours.send(node_id, MachineWanted())
+                self._awaited.add(node_id)
+        looking = self.look_again()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await asyncio.wait({looking})
+                while self._awaited:
+                    self._reported.clear()
+                    await self._reported.wait()
+        self._awaited.clear()
+
+    def look_again(self) -> asyncio.Task[None]:
+        """Read this machine in the background, and once more where a reading is under way."""
+        self._to_look = True
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._look())
+            self._looking.add_done_callback(_log_failure)
+        return self._looking
+
+    async def close(self) -> None:
+        """Read no more."""
+        if self._looking is not None:
+            self._looking.cancel()
+
+    async def _look(self) -> None:
+        cluster = self._cluster
+        interface = cluster.settings.interface
+        while self._to_look:
+            everything = self.rewired or time.monotonic() >= self._probe_at
+            if everything:
+                self._probe_at = time.monotonic() + PROBE_S
+            self.rewired = self._to_look = False
+            asked_by, self._asked_by = self._asked_by, set()
+            before = cluster.knowledge.machines[cluster.node_id]
+            machine = await (hardware.probe(interface) if everything else hardware.refresh(before, interface))
+            if machine != before:
+                cluster.knowledge.machines[cluster.node_id] = machine
+                cluster.neighbours.tell_all(self.report())
+                cluster.changed()
+                continue
+            for node_id in asked_by:
+                with contextlib.suppress(MlxtpError):  # it is gone
+                    cluster.neighbours.send(node_id, self.report())
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("this machine could not be looked at: %s", error)

@@ -1,0 +1,357 @@
+"""What the coordinator does next, and what everybody else may refuse. Pure.
+
+`decide` looks at one `View` and names one action; the same view always gives the same action. Only the
+coordinator forms epochs. Rank 0 of an epoch is its owner: whoever loses the coordination keeps the epoch that
+it owns running until the new coordinator has decided, so that a partition that heals interrupts nobody
+without need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..wire.cluster_messages import DesiredState
+from .cluster_state import Claim
+from .failure_detector import Standing, State
+
+MUCH = 1.05
+"""How many times better a plan must be to count as better: what is measured wavers by a few percent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Node ids in rank order, and what plans are compared by: the first number that differs much decides.
+
+    `backend` is "none", "ring" or "jaccl". `proven`: this group has formed and proved itself before.
+    """
+
+    ranks: tuple[str, ...]
+    key: tuple[float, ...]
+    backend: str = ""
+    proven: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An epoch that is there. `boots` are the boot ids its participants had, in rank order.
+
+    `model` and `desired` (a version) are what it was formed for. Of an epoch that another node owns, `boots`
+    may be empty. `draining`: it takes no new requests, and ends with its last one. `backend` as in `Plan`.
+    """
+
+    number: int
+    ranks: tuple[str, ...]
+    boots: tuple[str, ...]
+    key: tuple[float, ...]
+    model: str
+    desired: int
+    ready: bool
+    open_requests: int = 0
+    draining: bool = False
+    backend: str = ""
+
+    @property
+    def owner(self) -> str:
+        """Whoever has rank 0."""
+        return self.ranks[0]
+
+    def serves(self, desired: DesiredState) -> bool:
+        """Whether this is what is wanted now."""
+        return (self.model, self.desired) == (desired.model, desired.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """All is as it should be, or somebody else's to decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormEpoch:
+    """Form epoch `number` of these nodes; `boots` are their boot ids, in rank order."""
+
+    number: int
+    plan: Plan
+    boots: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TryGroup:
+    """Form this group as epoch `number` beside what serves, see it prove itself, and end it again."""
+
+    number: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StopEpoch:
+    """End the epoch that this node owns or takes part in. `lost`: somebody it needs is gone."""
+
+    reason: str
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Let this node coordinate."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Not yet; decide again at `until`, or when something changes. `for_requests`: some are still open."""
+
+    reason: str
+    until: float = math.inf
+    for_requests: bool = False
+
+
+Action = Nothing | FormEpoch | TryGroup | StopEpoch | HandOver | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything a decision depends on. Times are of the caller's clock, in seconds.
+
+    running        the epoch this node owns or takes part in
+    others         the epochs of others, each as its owner tells it
+    plan           the best one for the members that are present and stay; None for the reason in `refusal`
+    epoch          the highest number of an epoch so far
+    untold         members that are present and have not yet told what they believe
+    settled_at     from when on the membership counts as calm
+    shaky          when each member that was lost a while ago may be relied on again
+    waiting_since  since when a decision has waited for open requests to end
+    patience_s     how long it may
+    hold_until     when an epoch may be formed again after some that failed, and `hold` why
+    draining       who is about to stop, this node perhaps among them
+    """
+
+    now: float
+    self_id: str
+    leading: bool
+    claim: Claim
+    standings: Mapping[str, Standing]
+    desired: DesiredState
+    running: Running | None = None
+    others: Sequence[Running] = ()
+    plan: Plan | None = None
+    refusal: str = ""
+    epoch: int = 0
+    untold: Sequence[str] = ()
+    settled_at: float = 0.0
+    shaky: Mapping[str, float] = field(default_factory=dict)
+    waiting_since: float | None = None
+    patience_s: float = 10.0
+    hold_until: float = 0.0
+    hold: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    draining: frozenset[str] = frozenset()
+
+    def name(self, node_id: str) -> str:
+        """What people call it."""
+        return self.names.get(node_id) or node_id[:8]
+
+    def boot_id(self, node_id: str) -> str:
+        standing = self.standings.get(node_id)
+        return standing.boot_id if standing else ""
+
+    def present(self, node_id: str) -> bool:
+        standing = self.standings.get(node_id)
+        return standing is not None and standing.present
+
+
+def better(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the first of two keys is clearly the better one. Their numbers are not negative.
+
+    Another version may compare by more numbers: those that both have count.
+    """
+    for mine, theirs in zip(one, other, strict=False):
+        if mine > theirs * MUCH:
+            return True
+        if theirs > mine * MUCH:
+            return False
+    return False
+
+
+def decide(view: View) -> Action:
+    """What this node does next."""
+    mine = view.running
+    if mine is not None and (reason := _lost(view, mine)):
+        return StopEpoch(reason, lost=True)
+    if mine is not None and mine.owner == view.self_id and (reason := _unwanted(view, mine)):
+        return StopEpoch(reason)
+    if not view.leading:
+        return _follow(view)
+    if mine is not None and mine.owner == view.self_id:
+        return _improve(view, mine)
+    return _form(view)
+
+
+def drained_by(view: View) -> tuple[str, ...]:
+    """Who of the epoch that this node owns is about to stop: it takes no new requests then."""
+    mine = view.running
+    if mine is None or mine.owner != view.self_id:
+        return ()
+    return tuple(node_id for node_id in mine.ranks if node_id in view.draining)
+
+
+def may_leave(view: View) -> bool:
+    """Whether a node that is about to stop leaves nobody in the lurch, but for its own clients' requests.
+
+    Where a group is possible without it, it waits until it coordinates none and has no rank in any. Else
+    the group that needs its rank goes on until its last request is done.
+    """
+    mine = view.running
+    if view.leading and view.plan is not None:
+        return False
+    if mine is None or mine.owner == view.self_id:
+        return True
+    theirs = [other for other in view.others if other.number == mine.number]
+    return all(other.draining and not other.open_requests for other in theirs) and bool(theirs)
+
+
+def refusal(sender: str, number: int, claim: Claim, joined: int) -> str | None:
+    """Why a node does not take part in epoch `number` when `sender` asks it to; None when it does.
+
+    `claim` is what it believes, `joined` the last epoch it took part in, which it ends for a newer one.
+    """
+    if sender != claim.node_id:
+        who = f"{claim.node_id[:8]} coordinates" if claim.node_id else "nobody coordinates yet"
+        return f"epoch {number} comes from {sender[:8]}, but {who} (term {claim.term})"
+    if number <= joined:
+        return f"epoch {number} is not newer than epoch {joined}, which this node was part of"
+    return None
+
+
+def _lost(view: View, mine: Running) -> str:
+    """Who is gone from an epoch: its owner looks at all, the others at the owner."""
+    watched = range(len(mine.ranks)) if mine.owner == view.self_id else range(1)
+    for rank in watched:
+        node_id = mine.ranks[rank]
+        if not view.present(node_id):
+            standing = view.standings.get(node_id)
+            state = standing.state if standing else State.AWAY
+            how = "its link broke" if state is State.SUSPECT else f"it is {state}"
+            return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
+        if view.boot_id(node_id) != mine.boots[rank]:
+            return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): its agent was started anew"
+    return ""
+
+
+def _unwanted(view: View, mine: Running) -> str:
+    if mine.serves(view.desired):
+        return ""
+    return f"{view.desired.model} is wanted now" if view.desired.model else f"{mine.model} was unloaded"
+
+
+def _follow(view: View) -> Action:
+    mine = view.running
+    if mine is None or mine.owner != view.self_id:
+        return Nothing()
+    for other in _elsewhere(view):
+        if other.ready and other.owner == view.claim.node_id and not better(mine.key, other.key):
+            reason = f"{view.name(other.owner)} coordinates and serves the model"
+            return _when_idle(view, [mine], StopEpoch(reason))
+    return Nothing()
+
+
+def _improve(view: View, mine: Running) -> Action:
+    """The coordinator's own epoch goes on, unless something clearly better waits, or somebody of it stops."""
+    if drained_by(view) and view.plan is not None:
+        who = ", ".join(map(view.name, drained_by(view)))
+        return StopEpoch(f"{who} is about to stop, and another group goes on")
+    if not mine.ready:
+        return Nothing()
+    best = _best(other for other in _elsewhere(view) if other.ready)
+    if best is not None and better(best.key, mine.key):
+        return _unrest(view) or _when_idle(
+            view, [mine], StopEpoch(f"{view.name(best.owner)} has a better group")
+        )
+    plan = view.plan
+    if plan is None or plan.ranks[0] != view.self_id or not better(plan.key, mine.key):
+        return Nothing()  # a group whose rank 0 is elsewhere cannot be tried from here
+    return _replace(view, mine, plan)
+
+
+def _replace(view: View, mine: Running, plan: Plan) -> Action:
+    """A better plan takes the place of the running group once it is known to form."""
+    if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
+        return Nothing()
+    newcomers = [node_id for node_id in plan.ranks if node_id not in mine.ranks]
+    relied_on = max((view.shaky.get(node_id, 0.0) for node_id in newcomers), default=0.0)
+    if view.now < relied_on:
+        return Wait("a member that was lost a moment ago has yet to show that it stays", relied_on)
+    if not plan.proven:
+        return _unrest(view) or TryGroup(view.epoch + 1, plan)
+    fewer = "fewer Macs" if len(plan.ranks) < len(mine.ranks) else plan.backend
+    who = ", ".join(map(view.name, newcomers)) or fewer
+    return _unrest(view) or _when_idle(view, [mine], StopEpoch(f"a better group is there with {who}"))
+
+
+def _form(view: View) -> Action:
+    """The coordinator has no epoch of its own."""
+    if not view.desired.model:
+        return Nothing()
+    if waiting := _unrest(view):
+        return waiting
+    best, plan = _best(_elsewhere(view)), view.plan
+    if best is not None and (plan is None or not better(plan.key, best.key)):
+        return HandOver(best.owner)
+    if plan is None:
+        return Wait(view.refusal)
+    return _form_plan(view, plan)
+
+
+def _form_plan(view: View, plan: Plan) -> Action:
+    if plan.ranks[0] != view.self_id:
+        return HandOver(plan.ranks[0])
+    silent = [node_id for node_id in plan.ranks if view.standings[node_id].state is not State.ALIVE]
+    if silent:
+        return Wait(f"{view.name(silent[0])} is silent")
+    if view.now < view.hold_until:
+        return Wait(view.hold, view.hold_until)
+    if not plan.proven and (view.running is not None or _elsewhere(view)):
+        return TryGroup(view.epoch + 1, plan)
+    action: Action = FormEpoch(view.epoch + 1, plan, tuple(map(view.boot_id, plan.ranks)))
+    if view.running is not None:
+        action = StopEpoch(f"a better group is there than that of epoch {view.running.number}")
+    return _when_idle(view, _elsewhere(view), action)
+
+
+def _elsewhere(view: View) -> list[Running]:
+    """The epochs of others that serve what is wanted, and whose owners are here and stay."""
+    return [
+        other
+        for other in view.others
+        if other.serves(view.desired)
+        and view.present(other.owner)
+        and not other.draining
+        and other.owner not in view.draining
+    ]
+
+
+def _best(epochs: Iterable[Running]) -> Running | None:
+    best: Running | None = None
+    for other in sorted(epochs, key=lambda running: running.owner):
+        if best is None or better(other.key, best.key):
+            best = other
+    return best
+
+
+def _unrest(view: View) -> Wait | None:
+    if view.untold:
+        return Wait(f"{view.name(view.untold[0])} has not yet told what it knows")
+    if view.now < view.settled_at:
+        return Wait("members come and go", view.settled_at)
+    return None
+
+
+def _when_idle(view: View, epochs: Iterable[Running], action: Action) -> Action:
+    """Nobody's request is cut without need; but neither do requests that never end hold up the cluster."""
+    requests = sum(epoch.open_requests for epoch in epochs)
+    since = view.now if view.waiting_since is None else view.waiting_since
+    if not requests or view.now >= since + view.patience_s:
+        return action
+    return Wait(f"open requests: {requests}", since + view.patience_s, for_requests=True)

@@ -1,0 +1,182 @@
+"""What an agent remembers over its own restart: `state.json` in its home.
+
+What is desired, who belongs, where peers were last, the last epoch and the last term. The file is replaced as
+a whole, so that whoever is killed while writing leaves the one before. One that cannot be read is set aside
+under another name and reported, never overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, UserError
+from ..identity.private_files import write_private
+from ..wire.base import U63
+from ..wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
+from ..wire.codecs import FieldCodec, integer, record, records, text, texts
+from .cluster_state import MAX_ENTRIES, Beliefs, Claim, Roster
+
+FILE = "state.json"
+FORMAT = 3
+"""Of the file. A file of a later format was written by a later version, and is not for this one to read.
+
+In format 1 requests chose nothing: what was wanted then, a person had said. Up to format 2 no entry of the
+roster had a signature."""
+MAX_ADDRESSES = 16
+"""Kept of each peer."""
+_MAX_BYTES = 2 << 20
+
+_FIELDS: Mapping[str, FieldCodec] = {
+    "desired": record(DesiredState),
+    "roster": records(RosterEntry, 0, MAX_ENTRIES),
+    "epoch": integer(0, U63),
+    "term": integer(0, U63),
+    "coordinator": text(32),
+}
+_ADDRESSES = texts(MAX_ADDRESSES, 300)  # a name of a host has up to 253 characters
+_NODE_ID = text(32)
+_NO_SIGNATURE = {each.name: each.default for each in fields(RosterEntry) if each.default is not MISSING}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is in the file. `peers` has the addresses ("ip:port") at which each node was last reached."""
+
+    beliefs: Beliefs = field(default_factory=Beliefs)
+    peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def to_text(kept: Kept) -> str:
+    """The file's text. Raises ValueError for what could not be read back."""
+    beliefs = kept.beliefs
+    values: dict[str, Any] = {
+        "desired": beliefs.desired,
+        "roster": beliefs.roster.entries,
+        "epoch": beliefs.epoch,
+        "term": beliefs.claim.term,
+        "coordinator": beliefs.claim.node_id,
+    }
+    table = {"format": FORMAT} | {name: codec.to_wire(values[name]) for name, codec in _FIELDS.items()}
+    table["peers"] = {node_id: list(addresses[:MAX_ADDRESSES]) for node_id, addresses in kept.peers.items()}
+    text = json.dumps(table, indent=1) + "\n"
+    from_text(text)
+    return text
+
+
+def from_text(text: str) -> Kept:
+    """What such a text says. Raises ValueError with what is wrong with it."""
+    table = json.loads(text)
+    if type(table) is not dict or type(table.get("format")) is not int:
+        raise ValueError("it does not say its format")
+    if not 1 <= table["format"] <= FORMAT:
+        raise ValueError(f"it has format {table['format']}; this version reads formats 1 to {FORMAT}")
+    if table["format"] == 1:
+        table["desired"] = _said(table.get("desired"))
+    if table["format"] < 3:
+        table["roster"] = _unsigned(table.get("roster"))
+    expected = {"format", "peers", *_FIELDS}
+    if table.keys() != expected:
+        raise ValueError(f"it should have exactly the fields {', '.join(sorted(expected))}")
+    values = {}
+    for name, codec in _FIELDS.items():
+        try:
+            values[name] = codec.from_wire(table[name])
+        except ValueError as error:
+            raise ValueError(f"{name}: expected {error}") from None
+    beliefs = Beliefs(
+        Claim(values["term"], values["coordinator"]),
+        values["desired"],
+        Roster().merged(values["roster"]),
+        values["epoch"],
+    )
+    return Kept(beliefs, _peers(table["peers"]))
+
+
+def _said(desired: Any) -> Any:
+    if type(desired) is not dict or "said" in desired:
+        return None  # which is no desired state of that format
+    return desired | {"said": desired.get("version")}
+
+
+def _unsigned(roster: Any) -> Any:
+    """Give each entry of an earlier format the fields of today."""
+    if type(roster) is not list or any(type(entry) is not dict for entry in roster):
+        return roster  # which is no roster of any format
+    return [_NO_SIGNATURE | entry for entry in roster]
+
+
+def _peers(value: Any) -> dict[str, tuple[str, ...]]:
+    if type(value) is not dict or len(value) > MAX_MEMBERS:
+        raise ValueError(f"peers: expected a map of at most {MAX_MEMBERS} node ids")
+    try:
+        return {_NODE_ID.from_wire(node_id): _ADDRESSES.from_wire(found) for node_id, found in value.items()}
+    except ValueError as error:
+        raise ValueError(f"peers: expected {error}") from None
+
+
+def load(home: Path) -> tuple[Kept, str]:
+    """What the agent with this home remembers, and a sentence for its person when something was wrong.
+
+    A missing file is a first start. Raises UserError when the file is there and cannot be opened.
+    """
+    path = home / FILE
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return Kept(), ""
+    except IsADirectoryError:
+        return Kept(), _unusable(path, "it is a folder")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    try:
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
+        return from_text(data.decode()), ""
+    except (ValueError, RecursionError) as error:
+        return Kept(), _unusable(path, error)
+
+
+def save(home: Path, kept: Kept) -> None:
+    """Replace the file. Raises UserError when that cannot be done; the file is then what it was."""
+    try:
+        write_private(home / FILE, to_text(kept).encode())
+    except ConfigError as error:
+        raise UserError(f"{error.detail}. What this node knows is not safe") from None
+
+
+def forget(home: Path) -> None:
+    """Whoever founds or joins a cluster begins with nothing remembered: what is there is of another one.
+
+    Raises UserError when the file cannot be removed.
+    """
+    path = home / FILE
+    try:
+        if path.is_dir():
+            _set_aside(path)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} of an earlier cluster cannot be removed: {error.strerror}") from None
+
+
+def _unusable(path: Path, why: object) -> str:
+    aside = _set_aside(path)
+    return (
+        f"{path} could not be used ({why}). It was set aside as {aside.name}; this node starts without "
+        "it and learns from the other members what should run"
+    )
+
+
+def _set_aside(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.unusable-{number}")).exists():
+        number += 1
+    try:
+        path.replace(aside)
+    except OSError as error:
+        raise UserError(f"{path} cannot be used, nor renamed: {error.strerror}") from None
+    return aside

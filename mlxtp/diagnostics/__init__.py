@@ -1,0 +1,1 @@
+"""The doctor, and the post-mortem of failed epochs."""

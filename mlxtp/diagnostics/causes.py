@@ -1,0 +1,243 @@
+"""Why an epoch most likely failed, from what its ranks and agents left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code
+from .failure_record import EpochRecord, RankRecord
+
+MEMORY_SHARE = 0.7
+"""A rank that was killed while it held this much of its machine's memory was probably killed for it."""
+SILENT_S = 1.5
+"""A heartbeat older than this, of two a second, was not just on its way."""
+
+_CRASHES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 10: "SIGBUS", 11: "SIGSEGV"}
+_SIGKILL, _SIGALRM, _SIGTERM = 9, 14, 15
+
+_CONSEQUENCES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY, ""))
+_STUCK = frozenset((Code.RANK_STALLED, Code.ACK_MISSING, Code.LINK_TIMEOUT))
+_PROTOCOL = ("protocol", "a frame broke the rules of its link")
+_CONFIGURATION = ("configuration", "what was asked for cannot be")
+_FORMING = ("forming", "the group did not form")
+_KINDS: Mapping[str, tuple[str, str]] = {
+    Code.FRAME_OVERSIZE: _PROTOCOL,
+    Code.FRAME_MALFORMED: _PROTOCOL,
+    Code.UNKNOWN_TYPE: _PROTOCOL,
+    Code.FIELD_INVALID: _PROTOCOL,
+    Code.WRONG_SEQ: _PROTOCOL,
+    Code.OUT_OF_ORDER: _PROTOCOL,
+    Code.WRONG_UID: _PROTOCOL,
+    Code.NOT_AUTHENTIC: _PROTOCOL,
+    Code.CONFIG: _CONFIGURATION,
+    Code.MODEL_NOT_FOUND: _CONFIGURATION,
+    Code.MODEL_INVALID: _CONFIGURATION,
+    Code.MODEL_NOT_DIVISIBLE: _CONFIGURATION,
+    Code.MODEL_UNSUPPORTED: _CONFIGURATION,
+    Code.MISMATCH: _CONFIGURATION,
+    Code.FORM_FAILED: _FORMING,
+    Code.PROOF_FAILED: ("forming", "the group did not prove that it computes right"),
+    Code.FORWARD_FAILED: ("failed forward", "a forward raised an error"),
+    Code.GPU_TIMEOUT: ("gpu timeout", "a GPU took longer than its system allows"),
+}
+_DIFFERENCES = {
+    "presence": "did not do the same steps",
+    "kind": "did not do the same kind of forward",
+    "rows": "did not have the same number of rows",
+    "forwards": "had not done the same number of forwards",
+    "collectives": "had not entered the same number of collectives",
+    "fed": "were not fed the same",
+    "digest": "were fed the same and chose other tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first step at which ranks are not alike, in what, and each rank's value."""
+
+    seq: int
+    what: str
+    values: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Its kind in a word or two, the rank it is about (None: no one rank), and a sentence."""
+
+    kind: str
+    rank: int | None
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is known of a failed epoch. `elsewhere` names the Macs of ranks of which there is no file."""
+
+    ranks: tuple[RankRecord, ...]
+    agent: EpochRecord | None = None
+    difference: Difference | None = None
+    elsewhere: Mapping[int, str] | None = None
+
+
+def likely_cause(case: Case) -> Cause:
+    """First what a process died of, then what somebody said, then what was seen from outside."""
+    for find in (_memory, _died, _spoken, _wedged, _differed):
+        if (cause := find(case)) is not None:
+            return cause
+    return _peer_lost(case)
+
+
+def _memory(case: Case) -> Cause | None:
+    for rank in case.ranks:
+        if Code.OUT_OF_MEMORY in (rank.code, rank.exit_code):
+            return Cause("out of memory", rank.rank, f"rank {rank.rank} ran out of memory{_while(rank)}")
+    return None
+
+
+def _died(case: Case) -> Cause | None:
+    """What a process died of that its agent did not end and that gave no reason."""
+    for rank in case.ranks:
+        if rank.by_agent or rank.deaf:
+            continue
+        if rank.signal is not None or rank.status in (TERMINATED_STATUS, WEDGED_STATUS):
+            return _ended_by_signal(rank, rank.signal or _SIGTERM, case)
+        if rank.status and not rank.exit_code:
+            words = f"rank {rank.rank} exited with status {rank.status} and gave no reason{_while(rank)}"
+            return Cause("exited", rank.rank, words)
+    return None
+
+
+def _ended_by_signal(rank: RankRecord, number: int, case: Case) -> Cause:
+    who = f"rank {rank.rank}"
+    machine_bytes = case.agent.machine_bytes if case.agent is not None else 0
+    if number in _CRASHES:
+        words = f"{who} crashed with {_CRASHES[number]}{_while(rank)}{_where(rank.crash)}"
+        return Cause("crash", rank.rank, words)
+    if number == _SIGALRM:
+        words = f"{who} waited too long for the others while the group formed"
+        return Cause("forming", rank.rank, words)
+    if number == _SIGKILL and machine_bytes and rank.peak_memory_bytes >= MEMORY_SHARE * machine_bytes:
+        share = rank.peak_memory_bytes / machine_bytes
+        words = f"{who} was killed, probably by the system: it held {share:.0%} of its machine's memory"
+        return Cause("out of memory", rank.rank, words)
+    hint = "; the system does this too, when memory runs out" if number == _SIGKILL else ""
+    words = f"{who} was ended by signal {number}, and not by its agent{_while(rank)}{hint}"
+    return Cause("killed from outside", rank.rank, words)
+
+
+def _spoken(case: Case) -> Cause | None:
+    """What a rank, or the agent that judged it, had to say."""
+    said = {
+        rank.rank: (rank.code or rank.exit_code, rank.detail)
+        for rank in case.ranks
+        if (rank.code or rank.exit_code) not in _CONSEQUENCES
+    }
+    # A rank that only passes on the words of another one names that one in front.
+    first_hand = [rank for rank, (_, detail) in said.items() if not _names_another(detail, rank)] or [*said]
+    agent = case.agent
+    speaker: int | None
+    if agent is not None and agent.code not in _CONSEQUENCES:
+        code, detail = agent.code, agent.detail
+        speaker = next((rank for rank in first_hand if said[rank][0] == code), None)
+    elif first_hand:
+        speaker = first_hand[0]
+        code, detail = said[speaker]
+    else:
+        return None
+    if code == Code.DESYNC:
+        return _differed(case) or Cause("desync", None, f"ranks disagree: {detail}")
+    if code in _STUCK:
+        return _stuck(case.ranks, detail)
+    kind, words = _KINDS.get(code, (code.replace("_", " "), "it was said"))
+    return Cause(kind, speaker, f"{words} ({code}): {detail}")
+
+
+def _names_another(detail: str, rank: int) -> bool:
+    match = re.match(r"rank (\d+)\b", detail)
+    return match is not None and int(match[1]) != rank
+
+
+def _wedged(case: Case) -> Cause | None:
+    silent = [(rank.pong_age_s or 0.0, rank) for rank in case.ranks if rank.deaf or rank.by_agent]
+    age_s, rank = max(silent, key=lambda each: each[0], default=(0.0, None))
+    if rank is None or age_s < SILENT_S:
+        return None
+    also = ", SIGTERM included" if rank.deaf else ""
+    words = (
+        f"rank {rank.rank} answered nothing for {age_s:.1f} s{also}: it was stopped, or something held its"
+    )
+    return Cause("wedged", rank.rank, f"{words} interpreter{_while(rank)}")
+
+
+def _differed(case: Case) -> Cause | None:
+    if (difference := case.difference) is None:
+        return None
+    values = difference.values
+    counts = {value: list(values.values()).count(value) for value in values.values()}
+    # Of two ranks, the one that obeys is the odd one.
+    odd = min(sorted(values, reverse=True), key=lambda rank: counts[values[rank]])
+    how = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(values.items()))
+    words = f"from step {difference.seq} on ranks {_DIFFERENCES[difference.what]} ({how})"
+    return Cause("desync", odd, words)
+
+
+def _stuck(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
+    if all(rank.unfinished is None for rank in ranks):
+        return _stuck_elsewhere(ranks, detail)
+    # Whoever obeys begins a step when its frame comes, without waiting for the step before.
+    known = [rank for rank in ranks if rank.recorded]
+    seq = max(rank.place[0] for rank in known)
+    behind = [(_behind(known, at), how) for at, how in enumerate(_LATE)]
+    late, how = next((each for each in behind if each[0]), ([], ""))
+    waiting = [rank for rank in known if rank not in late]
+    waited_s = max((rank.ended_us - rank.steps[-1].started_us) / 1e6 for rank in waiting)
+    if not late:
+        words = f"all ranks stood in the forward of step {seq} for {waited_s:.1f} s"
+        return Cause("stuck", None, f"{words}, so a device did, or what joins them: {detail}")
+    who = min(late, key=lambda rank: rank.place).rank
+    names = " and ".join(f"rank {rank.rank}" for rank in waiting)
+    words = f"{names} waited in the forward of step {seq} for {waited_s:.1f} s; rank {who} {how}"
+    return Cause("stuck", who, f"{words}: {detail}")
+
+
+#: How a rank is late, by the part of `RankRecord.place` in which it is behind.
+_LATE = ("never began it", "was still building it", "did not finish what the others finished")
+
+
+def _behind(ranks: list[RankRecord], at: int) -> list[RankRecord]:
+    furthest = max(rank.place[at] for rank in ranks)
+    return [rank for rank in ranks if rank.place[at] < furthest]
+
+
+def _stuck_elsewhere(ranks: tuple[RankRecord, ...], detail: str) -> Cause:
+    """In no forward: while forming or loading, say."""
+    late = max(ranks, key=lambda rank: rank.ended_us - rank.phase_since_us, default=None)
+    if late is None or not late.phase:
+        return Cause("stuck", None, detail)
+    stood_s = (late.ended_us - late.phase_since_us) / 1e6
+    return Cause("stuck", late.rank, f"rank {late.rank} stood in {late.phase} for {stood_s:.1f} s: {detail}")
+
+
+def _peer_lost(case: Case) -> Cause:
+    elsewhere = case.elsewhere or {}
+    if not elsewhere:
+        detail = case.agent.detail if case.agent is not None else "they lost each other"
+        words = "no process failed by itself, so the network between them did"
+        return Cause("peer lost", None, f"{words}: {detail}")
+    who = " and ".join(f"rank {rank}" for rank in sorted(elsewhere))
+    words = f"what failed is not in these files: {who}, which left no file, or the network in between"
+    return Cause("peer lost", min(elsewhere), words)
+
+
+def _while(rank: RankRecord) -> str:
+    step = rank.unfinished
+    if step is None:
+        return f", in phase {rank.phase}" if rank.phase else ""
+    return f", in step {step.seq} ({step.kind}, rows {step.rows})"
+
+
+def _where(crash: str) -> str:
+    frames = [line.strip() for line in crash.splitlines() if line.strip().startswith("File ")]
+    return f", at {frames[0]}" if frames else ""

@@ -1,0 +1,408 @@
+"""Everything that the doctor wants to know of this machine: asked all at once, each with a time limit.
+
+`Checkup` is what a command finds out by itself, where no agent runs. `AgentCheckup` looks from within an
+agent, which sees the network as a service does, and can ask the other members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zeroconf import Error as ZeroconfError
+
+from ..api.endpoint import Endpoint
+from ..api.https_certificates import here_and_now
+from ..api.server import bind
+from ..cluster.node import Cluster
+from ..cluster.saved_state import Kept
+from ..config import Settings, is_loopback
+from ..discovery.dialer import Dialer
+from ..discovery.multicast import Network
+from ..discovery.peer_cache import SERVICE
+from ..gateway.free_memory import look_at_memory
+from ..groups import wired_memory
+from ..groups.lifecycle import Supervisor
+from ..placement import hardware
+from ..placement import probe_settings as probes
+from ..placement.hardware import Run, run_as_self, run_command
+from ..placement.probe_output import Output
+from ..wire.blocking import listen
+from ..wire.machine import Machine
+from . import failure_store, local_facts
+from .check_result import examine, to_json
+from .facts import (
+    AgentFacts,
+    Attempt,
+    ClockFacts,
+    Disk,
+    Facts,
+    FirewallFacts,
+    IdentityFacts,
+    MemberFacts,
+    ModelFacts,
+    NetworkFacts,
+    Port,
+    PowerFacts,
+    Room,
+    Software,
+)
+from .local_facts import in_time, problem_of, slow
+from .reachability import Answer, attempts
+from .rows import ROWS
+
+LISTEN_S = 1.5
+"""How long a command listens for others: who hears its question answers within half a second."""
+_MANY = 1 << 20
+
+Json = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class Checkup:
+    """What this process sees. `problem`: why the agent that holds this home could not be asked."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        problem: str = "",
+        *,
+        run: Run = run_command,
+        run_as_self: Run = run_as_self,
+        system: str = sys.platform,
+    ) -> None:
+        self._settings = settings
+        self._problem = problem
+        self._run = run
+        self._run_as_self = run_as_self
+        self._system = system
+        self._crashed: list[str] = []
+
+    async def report(self) -> Json:
+        """What is found, by rows; `docs/doctor.md` names the fields."""
+        facts = await self.facts()
+        return to_json(examine(ROWS, facts), facts)
+
+    async def facts(self) -> Facts:
+        """Everything, in some seconds: the slowest part of it is `system_profiler`."""
+        settings = self._settings
+        self._crashed = []
+        (machine, identity, software, network, wrong), (room, firewall, power, clock) = await asyncio.gather(
+            asyncio.gather(
+                hardware.probe(system=self._system, run=self._run),
+                self._identity(),
+                self._in_time(local_facts.software_here, Software("", "", "", "", ())),
+                self._network(),
+                self._wrong_settings(),
+            ),
+            asyncio.gather(self._room(), self._firewall(), self._power(), self._clock()),
+        )
+        members = await self._members(machine)
+        sent = await asyncio.to_thread(local_facts.sent, [each for member in members for each in member.ours])
+        return Facts(
+            name=settings.name or socket.gethostname().partition(".")[0],
+            now=here_and_now(),
+            machine=machine,
+            agent=self._agent(),
+            software=software,
+            room=room,
+            network=replace(network, unicast=sent),
+            firewall=firewall,
+            power=power,
+            clock=clock,
+            identity=identity,
+            model=self._model(),
+            members=members,
+            discovery=settings.discovery and not _alone(settings),
+            alone=_alone(settings),
+            wrong_settings=wrong,
+            crashed=tuple(self._crashed),
+        )
+
+    # --- what an agent knows better -----------------------------------------------------------------------
+
+    def _agent(self) -> AgentFacts:
+        return AgentFacts(problem=self._problem, keep_awake=self._settings.keep_awake)
+
+    def _model(self) -> ModelFacts:
+        return ModelFacts()
+
+    async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
+        """Those that the home remembers, tried from here."""
+        kept, identity = await asyncio.gather(
+            self._in_time(lambda: local_facts.kept_at(self._settings.home), Kept()),
+            self._in_time(lambda: local_facts.stored(self._settings.home)[0], None),
+        )
+        if identity is None or identity.membership is None:
+            return ()
+        others = [
+            (entry.name or node_id[:8], local_facts.literal(kept.peers.get(node_id, ())))
+            for node_id, entry in kept.beliefs.roster.members().items()
+            if node_id != identity.node_id
+        ]
+        tried = await asyncio.gather(*(attempts(addresses) for _, addresses in others))
+        return tuple(
+            MemberFacts(name, "", False, False, local_facts.shared(ours, machine))
+            for (name, _), ours in zip(others, tried, strict=True)
+        )
+
+    def _ports(self) -> tuple[Port, ...]:
+        """Whether an agent that starts now gets its ports."""
+        settings = self._settings
+        if self._problem:
+            return ()
+        found = [local_facts.free("endpoint", "--http", settings.http_host, settings.http_port, bind)]
+        if not _alone(settings):
+            found.append(
+                local_facts.free(
+                    "control port", "--control", settings.control_host, settings.control_port, listen
+                )
+            )
+        return tuple(port for port in found if port is not None)
+
+    async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
+        """Whether others were listened for, why not, and who was heard."""
+        settings = self._settings
+        usable = local_facts.usable(settings)
+        if not settings.discovery or _alone(settings) or not usable:
+            return False, "", ()
+        names: set[str] = set()
+        try:
+            network = Network(usable, lambda name, there: names.add(name) if there else None)
+            try:
+                await network.ask()
+                await asyncio.sleep(LISTEN_S)
+            finally:
+                await network.close(goodbye=False)
+        except (OSError, ZeroconfError) as error:
+            return False, f"other Macs cannot be found by multicast: {error}", ()
+        return True, "", tuple(sorted(each.removesuffix(f".{SERVICE}").rpartition(" [")[0] for each in names))
+
+    # --- what any process sees ----------------------------------------------------------------------------
+
+    async def _network(self) -> NetworkFacts:
+        loopback, (listened, problem, heard) = await asyncio.gather(
+            local_facts.reaches_itself(), self._heard()
+        )
+        return NetworkFacts(
+            loopback=loopback,
+            multicast=local_facts.multicast(local_facts.usable(self._settings)),
+            multicast_problem=problem,
+            listened=listened,
+            heard=heard,
+            ports=self._ports(),
+            beyond_loopback=not is_loopback(self._settings.http_host),
+        )
+
+    async def _identity(self) -> IdentityFacts:
+        return await self._in_time(
+            lambda: local_facts.identity_here(self._settings), IdentityFacts(problem=slow("the home"))
+        )
+
+    async def _wrong_settings(self) -> tuple[str, ...]:
+        return await self._in_time(lambda: local_facts.wrong_settings(self._settings.home), ())
+
+    async def _room(self) -> Room:
+        settings = self._settings
+        memory = await asyncio.to_thread(look_at_memory)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = soft if self._agent().runs_here else hard  # an agent raises its own
+        models = await self._in_time(local_facts.models_folder, settings.home)
+        folders = {"mlxtp's own files": settings.home, "models": models}
+        disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
+        return Room(
+            settings.limits.min_free_bytes,
+            memory.critical,
+            tuple(disks),
+            _MANY if files == resource.RLIM_INFINITY else files,
+        )
+
+    async def _disk(self, purpose: str, folder: Path) -> Disk:
+        return await self._in_time(
+            lambda: local_facts.disk(purpose, folder), Disk(purpose, str(folder), None, slow("it"))
+        )
+
+    async def _firewall(self) -> FirewallFacts:
+        if self._system == "darwin":
+            program = local_facts.program_here()
+            state, everything, app = await asyncio.gather(
+                self._ask(probes.FIREWALL, "--getglobalstate"),
+                self._ask(probes.FIREWALL, "--getblockall"),
+                self._ask(probes.FIREWALL, "--getappblocked", program),
+            )
+            return local_facts.mac_firewall(state, everything, app)
+        # Only root may read them, and an agent that is root has nobody else to ask.
+        return local_facts.linux_firewall(await self._run_as_self("nft", ("list", "ruleset"), probes.ASK_S))
+
+    async def _power(self) -> PowerFacts:
+        if self._system != "darwin":
+            return PowerFacts()
+        said = await self._ask("pmset", "-g")
+        reading = probes.parse_power(said.text)
+        return PowerFacts(reading.value, problem_of("pmset", said, reading))
+
+    async def _clock(self) -> ClockFacts:
+        if self._system != "darwin":
+            said = await self._ask("timedatectl", "show", "--property=NTPSynchronized")
+            reading = probes.parse_timedatectl(said.text)
+            return ClockFacts(synchronised=reading.value, problem=problem_of("timedatectl", said, reading))
+        text = await self._in_time(lambda: local_facts.text_of(Path(probes.NTP_CONF)), "")
+        server = probes.parse_ntp_conf(text) or "time.apple.com"
+        answer = await self._ask("sntp", server)
+        offset = probes.parse_sntp(answer.text)
+        ahead_s = None if offset.value is None else -offset.value
+        return ClockFacts(ahead_s, server, problem=problem_of(f"sntp {server}", answer, offset))
+
+    async def _in_time(self, look: Callable[[], T], otherwise: T) -> T:
+        return await in_time(look, otherwise, self._crashed.append)
+
+    async def _ask(self, program: str, *arguments: str) -> Output:
+        return await self._run(program, arguments, probes.ASK_S)
+
+
+class AgentCheckup(Checkup):
+    """What an agent sees; one that keeps to itself has no `cluster` and no `dialer`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        supervisor: Supervisor,
+        endpoint: Endpoint,
+        cluster: Cluster | None = None,
+        dialer: Dialer | None = None,
+    ) -> None:
+        super().__init__(settings)
+        self._supervisor = supervisor
+        self._endpoint = endpoint
+        self._cluster = cluster
+        self._dialer = dialer
+        self._busy = asyncio.Lock()
+
+    async def report(self) -> Json:
+        async with self._busy:  # one after the other: each knocks at all members
+            return await super().report()
+
+    def _agent(self) -> AgentFacts:
+        supervisor, cluster = self._supervisor, self._cluster
+        health = supervisor.gateway.health()
+        model = next(iter(supervisor.gateway.models()), None)
+        guest = cluster is not None and cluster.guest.epoch > 0
+        return AgentFacts(
+            runs_here=True,
+            url=self._endpoint.url,
+            pid=os.getpid(),
+            state=str(health.state),
+            reason=health.reason or "",
+            problem_of_cluster=cluster.problem if cluster is not None else "",
+            waiting=cluster.waiting if cluster is not None else "",
+            left_out=tuple(cluster.conductor.left_out_lines()) if cluster is not None else (),
+            proof=supervisor.proof,
+            model=model.id if model is not None else "",
+            has_rank=supervisor.in_epoch or guest,
+            keep_awake=self._settings.keep_awake,
+            left_wired=wired_memory.HERE.words,
+            failures=len(list((self._settings.home / failure_store.FOLDER).glob(failure_store.PATTERN))),
+        )
+
+    def _model(self) -> ModelFacts:
+        if self._cluster is None:
+            return ModelFacts()
+        here = self._cluster.model
+        return ModelFacts(self._cluster.coordination.desired.model, here.fingerprint, here.problem)
+
+    async def _identity(self) -> IdentityFacts:
+        found = await super()._identity()
+        cluster = self._cluster
+        if cluster is None:
+            return replace(found, cluster_id="")
+        founder = cluster.knowledge.authority
+        return replace(
+            found,
+            authority=cluster.name_of(founder) if founder else "",
+            authority_linked=founder in cluster.neighbours.nodes(),
+        )
+
+    def _ports(self) -> tuple[Port, ...]:
+        cluster = self._cluster
+        told = [("endpoint", "--http", self._endpoint.url.rpartition("/")[2])]
+        told += [("control port", "--control", each) for each in (cluster.addresses if cluster else ())[:6]]
+        return tuple(Port(name, flag, address, ours=True) for name, flag, address in told)
+
+    async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
+        dialer = self._dialer
+        if dialer is None or not self._settings.discovery:
+            return False, "", ()
+        return True, dialer.trouble, tuple(sorted(each.name for each in dialer.sightings))
+
+    async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
+        cluster = self._cluster
+        if cluster is None:
+            return ()
+        others = [each for each in cluster.coordination.roster.members() if each != cluster.node_id]
+        remembered = cluster.peers()
+        found = [cluster.knowledge.addresses.get(each) or remembered.get(each, ()) for each in others]
+        answers, tried = await asyncio.gather(self._answers(cluster), asyncio.gather(*map(attempts, found)))
+        heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
+        return tuple(
+            self._member(cluster, node_id, machine, ours, answers.get(node_id), heard=node_id in heard)
+            for node_id, ours in zip(others, tried, strict=True)
+        )
+
+    async def _answers(self, cluster: Cluster) -> Mapping[str, Answer]:
+        """What members say of the way to this one: to its control port, and to one drawn for this."""
+        own = cluster.addresses
+        hosts = dict.fromkeys(each.rpartition(":")[0] for each in own)
+        try:
+            drawn = await asyncio.start_server(local_facts.hang_up, self._settings.control_host, 0)
+        except OSError:
+            return await cluster.reach.ask(own)
+        async with drawn:
+            port = drawn.sockets[0].getsockname()[1]
+            answers = await cluster.reach.ask((*own, *(f"{host}:{port}" for host in hosts)))
+        return {node_id: _with_drawn(answer, port) for node_id, answer in answers.items()}
+
+    def _member(
+        self,
+        cluster: Cluster,
+        node_id: str,
+        machine: Machine,
+        ours: Sequence[Attempt],
+        answer: Answer | None,
+        *,
+        heard: bool,
+    ) -> MemberFacts:
+        told = answer or Answer(unasked="there is no link to it")
+        status, theirs = cluster.knowledge.models.get(node_id), cluster.knowledge.machines.get(node_id)
+        return MemberFacts(
+            name=cluster.name_of(node_id),
+            state=str(cluster.membership.standing(node_id).state),
+            linked=node_id in cluster.neighbours.nodes(),
+            heard=heard,
+            ours=local_facts.shared(ours, machine),
+            theirs=local_facts.shared(told.tries, theirs)
+            if told.tries is not None and theirs is not None
+            else told.tries,
+            unasked=told.unasked,
+            clock_s=told.clock_s,
+            clock_error_s=told.clock_error_s,
+            fingerprint=status.fingerprint if status is not None else "",
+            model_problem=status.problem if status is not None else "",
+        )
+
+
+def _alone(settings: Settings) -> bool:
+    return settings.alone or settings.ranks > 1
+
+
+def _with_drawn(answer: Answer, port: int) -> Answer:
+    if answer.tries is None:
+        return answer
+    marked = (replace(each, drawn=each.address.endswith(f":{port}")) for each in answer.tries)
+    return replace(answer, tries=tuple(marked))

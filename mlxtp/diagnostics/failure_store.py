@@ -1,0 +1,270 @@
+"""What an agent keeps of the epochs that failed: a folder of each in `failures/` of its home.
+
+`rank-K.json` is about a rank of this machine: how it ended, what it said last, and its flight recorder.
+`epoch.json` is what the agent itself knew. Files of one epoch from several Macs have the same number and the
+same `epoch_id`, and may be copied together. `mlxtp doctor --postmortem` reads them. Of what ranks chose there
+are only digests, made with the epoch's key, which is kept nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, MlxtpError, code_of_exit, why_not_written
+from ..groups.health import Report
+from ..identity.private_files import FILE_MODE, make_private_folder, write_private
+from ..wire.messages import Error, Pong
+from ..wire.recording import MAX_CRASH_BYTES, RECORDING_BYTES, Recording, Step, decode
+
+log = logging.getLogger(__name__)
+
+FOLDER = "failures"
+FORMAT = 1
+KEPT = 20
+"""How many failures are kept; older ones are removed."""
+COLUMNS = tuple(Step.__dataclass_fields__)
+_DIGEST_BYTES = 6
+_SIGTERM = 15
+_HEARD = (TERMINATED_STATUS, WEDGED_STATUS, -_SIGTERM)
+"""How a rank ends that heard SIGTERM."""
+PATTERN = "*-epoch-*"
+"""Names of the folders."""
+
+
+@dataclass(slots=True)
+class RankEnd:
+    """How a rank process stands and ends, as its agent sees it.
+
+    `status` is None when it never started, and negative for the signal that ended it. `asked_at`: its agent
+    sent SIGTERM; `deaf`: in vain. `error` and `pong` are the newest it said. `memory` is what its recorder
+    left; `key` the epoch's, empty before it was told. Times are time.monotonic(), 0 for never.
+    """
+
+    rank: int
+    pid: int = 0
+    status: int | None = None
+    asked_at: float = 0.0
+    deaf: bool = False
+    error: Error | None = None
+    pong: Pong | None = None
+    pong_at: float = 0.0
+    ended_at: float = 0.0
+    memory: bytes = b""
+    key: bytes = b""
+
+    @property
+    def by_agent(self) -> bool:
+        """Whether it went on until its agent ended it."""
+        return bool(self.asked_at) and (self.deaf or self.status in _HEARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What the agent knows of a failed epoch. `hosts` names the Macs of the ranks, in rank order, as far as
+    this one knows."""
+
+    epoch: int
+    node: str
+    cause: MlxtpError
+    hosts: tuple[str, ...] = ()
+    reports: tuple[Report, ...] = ()
+    pongs: Mapping[int, Pong] | None = None
+
+
+def recorder_memory(path: Path) -> tuple[int, Path] | None:
+    """Memory for a rank's recorder, and the name by which the rank opens it: `path` if that can be.
+
+    A disk that is full must not keep a rank from starting: then it is elsewhere, or there is none.
+    """
+    try:
+        return recording_file(path), path
+    except OSError as error:
+        why = why_not_written(error, path.parent)
+    for make in (_anonymous, _temporary):
+        with contextlib.suppress(OSError):
+            found = make()
+            log.warning("%s; the flight recorder's memory is %s instead", why, found[1])
+            return found
+    log.warning("%s; the rank goes on without a flight recorder", why)
+    return None
+
+
+def recording_file(path: Path) -> int:
+    """Make the memory for a rank's recorder. Its descriptor outlives its name. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, FILE_MODE)
+    return _filled(descriptor, path)
+
+
+def _anonymous() -> tuple[int, Path]:
+    """No disk has it. Its name is no file's: it cannot be removed, and goes with the descriptor."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("only Linux has such files")
+    descriptor = _filled(os.memfd_create("recording"))
+    return descriptor, Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+def _temporary() -> tuple[int, Path]:
+    """Perhaps another disk has room."""
+    descriptor, name = tempfile.mkstemp(prefix="mlxtp-", suffix=".recording")
+    path = Path(name)
+    return _filled(descriptor, path), path
+
+
+def _filled(descriptor: int, path: Path | None = None) -> int:
+    """All of it is there, so that a full disk cannot hurt later. Otherwise nothing stays. Raises OSError."""
+    left = memoryview(bytes(RECORDING_BYTES))
+    try:
+        while left:  # the last bytes of a disk are a short write, and only the next one is an error
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        os.close(descriptor)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        raise
+    return descriptor
+
+
+def read_recording(descriptor: int) -> bytes:
+    """What is in it; also while the rank that has it goes on."""
+    return os.pread(descriptor, RECORDING_BYTES + MAX_CRASH_BYTES, 0)
+
+
+def keep(home: Path, failed: Failed, ends: Iterable[RankEnd]) -> Path:
+    """Write the files of one failure and remove the oldest; returns its folder.
+
+    Raises ConfigError when they cannot be written. It becomes the newest, also after the clock went back.
+    """
+    now = time.time()
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
+    make_private_folder(home / FOLDER)
+    folder = home / FOLDER / f"{stamp}-epoch-{failed.epoch}"
+    make_private_folder(folder)
+    ends = tuple(ends)
+    identity = next((epoch_id(end.key) for end in ends if end.key), "")
+    common = {"format": FORMAT, "epoch": failed.epoch, "epoch_id": identity, "node": failed.node}
+    others = [_age(old) for old in (home / FOLDER).glob(PATTERN) if old != folder]
+    _write(folder / "epoch.json", common | about_epoch(failed, now))
+    _make_newer(folder / "epoch.json", max(others, default=(0, ""))[0])
+    for end in ends:
+        _write(folder / f"rank-{end.rank}.json", common | about_rank(end, now, time.monotonic()))
+    for old in sorted(set((home / FOLDER).glob(PATTERN)) - {folder}, key=_age)[: 1 - KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def _age(folder: Path) -> tuple[int, str]:
+    """Sorts failures, the oldest first. One without an `epoch.json` is of least use."""
+    try:
+        return (folder / "epoch.json").stat().st_mtime_ns, folder.name
+    except OSError:
+        return 0, folder.name
+
+
+def _make_newer(path: Path, newest_ns: int) -> None:
+    """Than the newest of the others, whatever the clock says."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_mtime_ns <= newest_ns:
+            os.utime(path, ns=(newest_ns + 1, newest_ns + 1))
+
+
+def epoch_id(key: bytes) -> str:
+    """What tells epochs of one number apart; it does not tell the key."""
+    return hashlib.blake2b(b"mlxtp epoch id", key=key, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def about_epoch(failed: Failed, now: float) -> dict[str, Any]:
+    """The fields of `epoch.json`. `now` is time.time()."""
+    return {
+        "kind": "epoch",
+        "ended": now,
+        "cause": {"code": str(failed.cause.code), "detail": failed.cause.detail},
+        "hosts": list(failed.hosts),
+        "reports": [
+            {
+                "rank": report.rank,
+                "code": str(report.error.code),
+                "detail": report.error.detail,
+                "outside": report.seen_from_outside,
+            }
+            for report in failed.reports
+        ],
+        "pongs": {str(rank): asdict(pong) for rank, pong in (failed.pongs or {}).items()},
+        "machine_bytes": psutil.virtual_memory().total,
+    }
+
+
+def about_rank(end: RankEnd, now: float, monotonic: float) -> dict[str, Any]:
+    """The fields of a rank's file. `now` and `monotonic` are one moment on both clocks."""
+    recording = decode(end.memory)
+    code = code_of_exit(end.status) if end.status is not None else None
+    return {
+        "kind": "rank",
+        "rank": end.rank,
+        "pid": end.pid,
+        "ended": now - (monotonic - end.ended_at),
+        "status": end.status if end.status is not None and end.status >= 0 else None,
+        "signal": -end.status if end.status is not None and end.status < 0 else None,
+        "exit_code": str(code) if code is not None else "",
+        "by_agent": end.by_agent,
+        "deaf": end.deaf,
+        "said": _words(end.error, recording),
+        "pong": asdict(end.pong) if end.pong is not None else None,
+        "pong_age_s": _pong_age_s(end),
+        "recording": _recorded(recording, end) if recording is not None else None,
+    }
+
+
+def _pong_age_s(end: RankEnd) -> float | None:
+    """How old its newest heartbeat was when nobody asked for one any more."""
+    if end.pong is None:
+        return None
+    return round(min(end.ended_at, end.asked_at or end.ended_at) - end.pong_at, 3)
+
+
+def _words(error: Error | None, recording: Recording | None) -> dict[str, str] | None:
+    """Its last words: what stands in its memory, else what came through its pipe."""
+    if recording is not None and recording.code:
+        return {"code": recording.code, "detail": recording.detail}
+    if error is not None:
+        return {"code": str(Code(error.code)), "detail": error.detail}
+    return None
+
+
+def _recorded(recording: Recording, end: RankEnd) -> dict[str, Any]:
+    def keyed(digest: int) -> str:
+        packed = struct.pack("<I", digest)
+        return hashlib.blake2b(packed, key=end.key, digest_size=_DIGEST_BYTES).hexdigest()
+
+    def row(step: Step) -> list[Any]:
+        fields = asdict(step)
+        for name in ("digest", "fed"):
+            fields[name] = keyed(fields[name]) if step.finished_us else ""
+        return [fields[name] for name in COLUMNS]
+
+    return {
+        "began": recording.began,
+        "ended_us": int((end.ended_at - recording.began_monotonic) * 1e6),
+        "phase": recording.phase,
+        "phase_since_us": recording.phase_since_us,
+        "crash": recording.crash,
+        "columns": list(COLUMNS),
+        "steps": [row(step) for step in recording.steps],
+    }
+
+
+def _write(path: Path, fields: Mapping[str, Any]) -> None:
+    write_private(path, json.dumps(fields, ensure_ascii=False).encode())

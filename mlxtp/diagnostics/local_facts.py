@@ -1,0 +1,350 @@
+"""What one process can see of its machine for the doctor: files, certificates, sockets. Nothing raises."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.metadata
+import ipaddress
+import platform
+import re
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from cryptography import x509
+
+from ..api.api_keys import KeyFile
+from ..api.endpoint import NEVER
+from ..api.https_certificates import OWN_CERTIFICATE
+from ..cluster.saved_state import FILE, Kept, from_text
+from ..config import Settings, is_loopback, resolve_settings
+from ..discovery.multicast import addresses_up, send_something
+from ..errors import ConfigError, MlxtpError
+from ..identity.store import Identity, Store
+from ..placement import probe_settings as probes
+from ..placement.probe_addresses import ipv4, self_assigned
+from ..placement.probe_output import NOT_INSTALLED, Output, Reading
+from ..wire.certificates import Membership
+from ..wire.machine import Machine
+from .facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, Port, Software
+from .reachability import attempt
+
+T = TypeVar("T")
+
+LOOK_S = 5.0
+"""For what reads files: a disk on the network may never answer."""
+_DISCARD = 9
+"""The port at which nobody answers."""
+
+
+# --- time limits ------------------------------------------------------------------------------------------
+
+
+async def in_time(look: Callable[[], T], otherwise: T, crashed: Callable[[str], None]) -> T:
+    """What `look` returns, or `otherwise` after a while: its thread is left behind then.
+
+    One that fails is told to `crashed`, and gives `otherwise` too.
+    """
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[T] = loop.create_future()
+
+    def tell(value: T, problem: str = "") -> None:
+        if not found.done():
+            if problem:
+                crashed(problem)
+            found.set_result(value)
+
+    def run() -> None:
+        value, problem = otherwise, ""
+        try:
+            value = look()
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: silence would pass for health
+            problem = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):  # nobody waits any more
+            loop.call_soon_threadsafe(tell, value, problem)
+
+    threading.Thread(target=run, daemon=True, name="checkup").start()
+    try:
+        async with asyncio.timeout(LOOK_S):
+            return await found
+    except TimeoutError:
+        return otherwise
+
+
+def slow(what: str) -> str:
+    return f"{what} could not be read within {LOOK_S:g} s"
+
+
+# --- parts ------------------------------------------------------------------------------------------------
+
+
+def software_here() -> Software:
+    """This Python, and the packages that mlxtp's own metadata ask for."""
+    try:
+        distribution = importlib.metadata.metadata("mlxtp")
+        wanted = importlib.metadata.requires("mlxtp") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Software(platform.python_version(), "", platform.machine(), program_here(), ())
+    return Software(
+        platform.python_version(),
+        str(distribution["Requires-Python"] or "").removeprefix(">="),
+        platform.machine(),
+        program_here(),
+        tuple(Package(name, _installed(name), floor) for name, floor in floors(wanted, sys.platform)),
+    )
+
+
+_WANTED = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?>=([\d.]+)\s*(?:;(.*))?")
+_PLATFORM = re.compile(r"sys_platform == [\"'](\w+)[\"']")
+
+
+def floors(wanted: Iterable[str], system: str) -> list[tuple[str, str]]:
+    """Names and oldest versions of "NAME>=VERSION; MARKER", without extras and other systems."""
+    found = []
+    for each in wanted:
+        parts = _WANTED.fullmatch(each)
+        marker = (parts[3] or "") if parts else "extra"
+        other = _PLATFORM.search(marker)
+        if parts and "extra" not in marker and (other is None or other[1] == system):
+            found.append((parts[1], parts[2]))
+    return found
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def program_here() -> str:
+    """What the firewall knows this process by: a framework's Python runs another file than its name."""
+    try:
+        return psutil.Process().exe() or sys.executable
+    except psutil.Error:
+        return sys.executable
+
+
+def models_folder() -> Path:
+    """Where downloads from the Hub go."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def disk(purpose: str, folder: Path) -> Disk:
+    """Free room there, or where it would be made."""
+    try:
+        there = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+        return Disk(purpose, str(folder), psutil.disk_usage(str(there)).free)
+    except OSError as error:
+        return Disk(purpose, str(folder), None, error.strerror or str(error))
+
+
+def wrong_settings(home: Path) -> tuple[str, ...]:
+    """What keeps an agent with this home from starting: its file, and variables."""
+    found: list[str] = []
+    resolve_settings({"home": home}, refuse=lambda error: found.append(error.detail))
+    return tuple(found)
+
+
+def identity_here(settings: Settings) -> IdentityFacts:
+    """What the files of the home say, without changing them."""
+    identity, problem = stored(settings.home)
+    try:
+        keys, keys_problem = len(KeyFile(settings.home).load()), ""
+    except ConfigError as error:
+        keys, keys_problem = 0, error.detail
+    certificates = _of_membership(identity.membership) if identity is not None and identity.membership else []
+    https, https_problem = _https(settings)
+    return IdentityFacts(
+        cluster_id=identity.cluster_id if identity is not None else "",
+        problem=problem,
+        certificates=(*certificates, *https),
+        https_problem=https_problem,
+        authority_here=identity is not None and identity.authority is not None,
+        keys=keys,
+        keys_problem=keys_problem,
+        keys_asked=settings.api_keys != NEVER,
+    )
+
+
+def stored(home: Path) -> tuple[Identity | None, str]:
+    store = Store(home)
+    if not store.folder.exists():
+        return None, ""
+    try:
+        return store.load(), ""
+    except MlxtpError as error:
+        return None, error.detail
+
+
+def _of_membership(membership: Membership) -> list[Certificate]:
+    named = (("this member", membership.certificate), ("the cluster", membership.authority))
+    return [_certificate(name, x509.load_der_x509_certificate(der)) for name, der in named]
+
+
+def _https(settings: Settings) -> tuple[list[Certificate], str]:
+    own = not settings.http_cert
+    path = settings.home / OWN_CERTIFICATE if own else Path(settings.http_cert)
+    if not settings.http_tls and own:
+        return [], ""
+    if own and not path.exists():
+        return [], ""  # the first start makes it
+    try:
+        found = x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return [], f"the certificate for HTTPS cannot be read: {path}: {error}"
+    return [_certificate("HTTPS", found, renews=own)], ""
+
+
+def _certificate(name: str, found: x509.Certificate, *, renews: bool = False) -> Certificate:
+    return Certificate(name, found.not_valid_before_utc, found.not_valid_after_utc, renews)
+
+
+def kept_at(home: Path) -> Kept:
+    """What the home remembers; nothing where that cannot be read, which is for the agent to say."""
+    try:
+        return from_text((home / FILE).read_text())
+    except (OSError, ValueError, RecursionError):
+        return Kept()
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+# --- the firewall -----------------------------------------------------------------------------------------
+
+
+def mac_firewall(state: Output, everything: Output, app: Output) -> FirewallFacts:
+    """From the three answers of `socketfilterfw`."""
+    on, all_in = probes.parse_firewall_state(state.text), probes.parse_block_all(everything.text)
+    problem = problem_of("socketfilterfw", state, on)
+    if on.value and all_in.missing:
+        problem = problem or problem_of("socketfilterfw --getblockall", everything, all_in)
+    program = probes.parse_firewall_app(app.text)
+    if on.value and program.missing:
+        problem = problem or problem_of("socketfilterfw --getappblocked", app, program)
+    return FirewallFacts(
+        enabled=None if on.value is None else on.value > 0,
+        blocks_all=bool(on.value) and (on.value == 2 if all_in.missing else all_in.value is True),
+        app=program.value,
+        problem=problem,
+    )
+
+
+def linux_firewall(rules: Output) -> FirewallFacts:
+    """From what `nft list ruleset` says, which is for root only."""
+    if rules == NOT_INSTALLED:
+        return FirewallFacts(problem="nft is not installed, so nothing says what rules there are")
+    if rules.problem:
+        return FirewallFacts(problem=f"nft list ruleset: {rules.problem}")
+    return FirewallFacts(drops=any(chain.closed for chain in probes.parse_nft(rules.text).value))
+
+
+def problem_of(command: str, output: Output, reading: Reading[Any]) -> str:
+    """Why a command left something unknown; empty when it did not."""
+    if not reading.missing:
+        return ""
+    said = output.text.strip().splitlines()[:1]
+    return f"{command}: {output.problem or (said[0][:100] if said else 'it printed nothing')}"
+
+
+# --- the network ------------------------------------------------------------------------------------------
+
+
+def usable(settings: Settings) -> Mapping[str, int]:
+    """Addresses of this machine over which others may be found."""
+    there = addresses_up()
+    if settings.interface:
+        return {address: number for address, number in there.items() if address == settings.interface}
+    return {address: number for address, number in there.items() if not is_loopback(address)}
+
+
+def literal(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Those that need no name server, which may not answer."""
+    return tuple(each for each in addresses if ipv4(each.rpartition(":")[0]))
+
+
+def multicast(usable: Mapping[str, int]) -> int | None:
+    if not usable:
+        return None
+    try:
+        send_something(usable)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0
+
+
+def sent(tries: Iterable[Attempt]) -> tuple[Attempt, ...]:
+    """A packet to each of these addresses, to a port at which nobody listens: may it leave this machine?"""
+    found = []
+    for host in dict.fromkeys(each.rpartition(":")[0] for each in literal(t.address for t in tries)):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            try:
+                sock.sendto(b"", (host, _DISCARD))
+            except OSError as error:
+                found.append(Attempt(host, error.strerror or str(error), error.errno or 0))
+            else:
+                found.append(Attempt(host))
+    return tuple(found)
+
+
+async def reaches_itself() -> bool:
+    try:
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    except OSError:
+        return False
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        return not (await attempt(f"127.0.0.1:{port}")).problem
+
+
+async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+def free(
+    name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]
+) -> Port | None:
+    """Whether the port can be had now; None where any will do."""
+    if not port:
+        return None
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        take(host, port).close()
+    except OSError as error:
+        return Port(name, flag, address, ours=False, problem=error.strerror or str(error))
+    except ConfigError as error:
+        return Port(name, flag, address, ours=False, problem=error.detail)
+    return Port(name, flag, address, ours=False)
+
+
+def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:
+    """The tries, each with whether its address is in a network of `machine`, which made them."""
+    networks = [
+        ipaddress.IPv4Network((each.address, each.prefix), strict=False)
+        for each in machine.interfaces
+        if each.up and not self_assigned(each.address)
+    ]
+
+    def is_shared(address: str) -> bool:
+        try:
+            host = ipaddress.IPv4Address(address.rpartition(":")[0])
+        except ValueError:
+            return False
+        return any(host in network for network in networks)
+
+    return tuple(replace(each, shared=is_shared(each.address)) for each in tries)

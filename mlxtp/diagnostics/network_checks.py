@@ -1,0 +1,263 @@
+"""What is found about the network: whether others reach this machine, and it them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..discovery.peer_cache import explain
+from .check_result import Finding, error, info, ok, warning
+from .facts import Attempt, Facts, MemberFacts
+
+PRIVACY = 65
+"""EHOSTUNREACH as macOS numbers it: with multicast, which needs no host, it is Local Network Privacy."""
+CLOCK_S = 2.0
+FAR_S = 3600.0
+"""Certificates of the Hub and of HTTPS count by the clock; an hour off, the fresh ones among them do not."""
+_FIREWALL = "sudo /usr/libexec/ApplicationFirewall/socketfilterfw"
+_ALLOW = (
+    "allow it in System Settings > Privacy & Security > Local Network, or run mlxtp where macOS does "
+    "not ask: as a LaunchDaemon, or from a Terminal or SSH session that stays open"
+)
+
+
+def of_local_network(facts: Facts) -> Iterator[Finding]:
+    """Whether macOS lets this process into the local network."""
+    network = facts.network
+    denied = [each for each in network.unicast if each.errno == PRIVACY]
+    if not network.loopback:
+        yield error(
+            "this process does not even reach itself, over loopback", "ifconfig lo0: it has to have 127.0.0.1"
+        )
+    elif network.multicast == PRIVACY or (denied and len(denied) == len(network.unicast)):
+        where = "the multicast of Bonjour" if network.multicast == PRIVACY else denied[0].address
+        yield error(
+            f"errno 65 (No route to host) to {where}, while loopback works: macOS keeps this process "
+            "from the local network",
+            _ALLOW,
+        )
+    elif network.multicast is None and not network.unicast:
+        yield info("not known: no network is up that could be tried")
+    else:
+        yield ok("this process may send into the local network")
+    if not facts.agent.runs_here and facts.among_others:
+        yield info(
+            "this was tried from the shell, which macOS lets through where it keeps out a service",
+            "start the service, and run `mlxtp doctor` again: it asks from within",
+        )
+
+
+def of_firewall(facts: Facts) -> Iterator[Finding]:
+    """Whether a firewall of this machine keeps others out."""
+    wall = facts.firewall
+    if wall.problem:
+        yield info(f"not known: {wall.problem}")
+    found = list(_of_macos(facts) if facts.machine.system == "macos" else _of_linux(facts))
+    if facts.among_others:
+        yield from found
+        return
+    for each in found:  # nobody has to get in
+        yield Finding(each.level, each.what) if not each.fix else info(each.what)
+
+
+def _of_macos(facts: Facts) -> Iterator[Finding]:
+    wall, program = facts.firewall, facts.software.program
+    if wall.enabled is False:
+        yield ok("off")
+    elif wall.blocks_all:
+        yield error("the firewall lets nobody in, whatever the program", f"{_FIREWALL} --setblockall off")
+    elif wall.enabled and wall.app == "blocked":
+        yield error(f"the firewall lets nobody in to {program}", f"{_FIREWALL} --unblockapp '{program}'")
+    elif wall.enabled and wall.app == "unlisted":
+        yield warning(
+            f"the firewall does not know {program}, and may ask on the screen, where nobody sees it",
+            f"{_FIREWALL} --add '{program}' && {_FIREWALL} --unblockapp '{program}'",
+        )
+    elif wall.enabled and wall.app == "allowed":
+        yield ok(f"on, and lets others in to {program}")
+
+
+def _of_linux(facts: Facts) -> Iterator[Finding]:
+    if facts.firewall.drops:
+        yield info(
+            "what no rule lets in is dropped; whether other members get in is said under Other members"
+        )
+    elif facts.firewall.drops is False:
+        yield ok("no rule keeps connections out")
+
+
+def of_ports(facts: Facts) -> Iterator[Finding]:
+    """Whether the agent has its ports, or could have them."""
+    for port in facts.network.ports:
+        if port.problem:
+            yield error(
+                f"{port.name} {port.address} cannot be had: {port.problem}",
+                f"see who has it: sudo lsof -nP -iTCP:{port.address.rpartition(':')[2]} -sTCP:LISTEN; "
+                f"or take another with {port.flag}",
+            )
+        else:
+            yield ok(f"{port.name} {port.address} {'is ours' if port.ours else 'is free'}")
+
+
+def of_mdns(facts: Facts) -> Iterator[Finding]:
+    """Whether this machine hears others by multicast DNS (Bonjour)."""
+    network = facts.network
+    linked = [each for each in facts.members if each.linked]
+    missed = [each.name for each in linked if not each.heard]
+    if not facts.discovery:
+        yield info("switched off (--no-discovery, --alone): others are found by address only")
+    elif network.multicast_problem:
+        yield _multicast_problem(facts)
+    elif network.multicast:
+        yield _multicast_problem(facts, explain(network.multicast, "nothing can be sent to its group"))
+    elif not network.listened:
+        yield info("not known: nobody was listened for")
+    elif missed and not network.heard:
+        yield warning(
+            f"nobody is heard, though {names(missed)} {'is' if len(missed) == 1 else 'are'} there: "
+            "multicast does not get through",
+            "use a network without guest isolation, VPN or router in between, or name addresses: "
+            "--peer HOST:PORT",
+        )
+    else:
+        yield ok(f"heard: {names(network.heard) or 'nobody else'}")
+        if missed:
+            yield info(f"not heard, and reached by address: {names(missed)}")
+
+
+def _multicast_problem(facts: Facts, said: str = "") -> Finding:
+    words = said or facts.network.multicast_problem
+    fix = _ALLOW if "errno 65" in words else "see that a network is up, or name addresses: --peer HOST:PORT"
+    return warning(words, fix) if facts.among_others else info(words, fix)
+
+
+# --- members ---------------------------------------------------------------------------------------------
+
+
+def of_peers(facts: Facts) -> Iterator[Finding]:
+    """Whether each member reaches this machine, and this machine each member."""
+    if not facts.members:
+        yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
+    for member in facts.members:
+        yield from _of_member(member)
+
+
+def _of_member(member: MemberFacts) -> Iterator[Finding]:
+    if not member.linked:
+        yield _absent(member)
+        return
+    there, back = _reached(member.ours), _reached(member.theirs)
+    if there is False:
+        yield warning(
+            f"this machine does not reach {member.name}: {_tried(member.ours)}",
+            f"run `mlxtp doctor` on {member.name}, and look at its firewall and addresses",
+        )
+    if back is False:
+        yield warning(
+            f"{member.name} does not reach this machine: {_tried(member.theirs or ())}",
+            "look at this machine's firewall and addresses",
+        )
+    yield from _of_drawn(member)
+    for tries, words in ((member.ours, f"to {member.name}"), (member.theirs or (), f"from {member.name}")):
+        lost = [each for each in tries if each.problem and each.shared and not each.drawn]
+        if lost and _reached(tries):
+            yield warning(
+                f"{words}, no way over {_tried(lost)}",
+                "look at the cable, and at the addresses at both of its ends; the other ways work",
+            )
+    if member.theirs is None:
+        yield info(f"not known, whether {member.name} reaches this machine: {member.unasked}")
+    elif there is not False and back is not False:
+        yield ok(f"{member.name}: both ways" if there and back else f"{member.name} has a link")
+
+
+_ABSENT = {"left": "has stopped", "dead": "is gone", "suspect": "is silent"}
+
+
+def _absent(member: MemberFacts) -> Finding:
+    """There is no link to it, or, with an empty `state`, nobody here who would have one."""
+    start = f"if it should be here: start mlxtp on {member.name}, and run `mlxtp doctor` there"
+    answering = [each.address for each in member.ours if not each.problem]
+    words = f"{member.name} {_ABSENT.get(member.state, 'is away')}"
+    if answering and not member.state:
+        return ok(f"{member.name} takes connections at {names(answering)}; only an agent knows the way back")
+    if answering:
+        return warning(
+            f"{words}, though {answering[0]} takes connections", f"read the last lines of both logs; {start}"
+        )
+    if not member.state:
+        words = f"{member.name} is not reached"
+    what = words + (f": {_tried(member.ours)}" if member.ours else "")
+    return warning(what, start) if member.state in ("dead", "suspect") else info(what, start)
+
+
+def _of_drawn(member: MemberFacts) -> Iterator[Finding]:
+    """A group draws TCP ports that no rule of a firewall names."""
+    drawn = [each for each in member.theirs or () if each.drawn]
+    fixed = {
+        each.address.rpartition(":")[0] for each in member.theirs or () if not each.drawn and not each.problem
+    }
+    lost = [each for each in drawn if each.problem and each.address.rpartition(":")[0] in fixed]
+    if lost and len(lost) == len([each for each in drawn if each.address.rpartition(":")[0] in fixed]):
+        yield error(
+            f"{member.name} reaches this machine's control port, but no port that is drawn anew: "
+            f"{_tried(lost)}",
+            "let this program in with all TCP ports, not with 52414 alone",
+            "each group draws TCP ports for its ranks, so none can form",
+        )
+
+
+def _reached(tries: tuple[Attempt, ...] | None) -> bool | None:
+    """Whether any address of the control port was reached; None where none was tried."""
+    fixed = [each for each in tries or () if not each.drawn]
+    return any(not each.problem for each in fixed) if fixed else None
+
+
+def _tried(tries: tuple[Attempt, ...] | list[Attempt]) -> str:
+    shown = ", ".join(f"{each.address} ({each.problem})" for each in tries[:3] if each.problem)
+    return f"{shown} and {len(tries) - 3} more" if len(tries) > 3 else shown
+
+
+# --- time ------------------------------------------------------------------------------------------------
+
+
+def of_clock(facts: Facts) -> Iterator[Finding]:
+    """Whether this clock is right, and the same as those of other members."""
+    clock = facts.clock
+    fix = (
+        f"sudo sntp -sS {clock.server or 'time.apple.com'}; for good: System Settings > General > "
+        "Date & Time > Set time and date automatically"
+        if facts.machine.system == "macos"
+        else "sudo timedatectl set-ntp true"
+    )
+    if clock.problem:
+        yield info(f"not known, whether the clock is right: {clock.problem}")
+    if clock.ahead_s is not None:
+        said = f"{_off(clock.ahead_s)} {clock.server}"
+        if abs(clock.ahead_s) >= FAR_S:
+            yield error(said, fix, "certificates count by the clock, those of the Hub among them")
+        elif abs(clock.ahead_s) >= CLOCK_S:
+            yield warning(said, fix)
+        else:
+            yield ok(said)
+    if clock.synchronised is False:
+        yield info("the clock follows no time server", fix)
+    elif clock.synchronised:
+        yield ok("follows a time server")
+    for member in facts.members:
+        if member.clock_s is None:
+            continue
+        beyond = abs(member.clock_s) - member.clock_error_s
+        said = f"{_off(-member.clock_s)} that of {member.name}"
+        yield warning(said, f"on the one that is wrong: {fix}") if beyond >= CLOCK_S else ok(said)
+
+
+def _off(ahead_s: float) -> str:
+    if abs(ahead_s) < 0.0005:
+        return "the same as"
+    amount = f"{abs(ahead_s):.3f} s" if abs(ahead_s) < 10 else f"{abs(ahead_s):.0f} s"
+    return f"{amount} {'ahead of' if ahead_s > 0 else 'behind'}"
+
+
+def names(found: tuple[str, ...] | list[str]) -> str:
+    """Some names, and how many more."""
+    return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")

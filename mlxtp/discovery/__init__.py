@@ -1,0 +1,1 @@
+"""Addresses at which other Macs may be: hints, never membership."""

@@ -1,0 +1,259 @@
+"""Announces this node on the network, and finds the others that announce themselves: multicast DNS.
+
+What comes from the network is a hint and nothing more; `discovery/peer_cache.py` decides what is believed of
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Callable, Sequence
+
+from zeroconf import Error as ZeroconfError
+from zeroconf.asyncio import AsyncServiceInfo
+
+from .multicast import Addresses, Network, addresses_up, info_of, send_something
+from .peer_cache import SERVICE, Advert, Refused, Sighting, Sightings, explain, is_copy, judge
+
+REFRESH_S = 2.0
+"""How often this machine's interfaces are looked at."""
+ASK_AGAIN_S = 60.0
+"""How often everybody is asked who is there, besides listening: an announcement may have been lost."""
+RESOLVE_AT_ONCE = 8
+RETRY_LOOK_S = 0.5
+CHANGE_S = 0.2
+"""Changes are told no more often, whatever somebody announces."""
+CLOSE_S = 2.0
+MAX_NAMES = 512
+"""More names than a house full of Macs has. The library keeps them all, and repeats them in its questions."""
+FIRST_REST_S = 5.0
+MAX_REST_S = 60.0
+_MAX_COPIES_TOLD = 16
+
+
+class Discovery:
+    """This node's voice and ear on the network. Whatever goes wrong there, it says so and tries again.
+
+    `on_change` is called with all sightings that are believed, whenever they change; `say` with a sentence
+    for people when something has to be mended, or is well again. `read_addresses` tells which addresses are
+    up. Everything runs in the event loop that called `start`.
+    """
+
+    def __init__(
+        self,
+        on_change: Callable[[tuple[Sighting, ...]], None],
+        say: Callable[[str], None],
+        read_addresses: Callable[[], Addresses] = addresses_up,
+    ) -> None:
+        self.problem = ""
+        self._on_change = on_change
+        self._say = say
+        self._read_addresses = read_addresses
+        self._sightings = Sightings()
+        self._advert: Advert
+        self._only: tuple[str, ...] = ()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._hurry = asyncio.Event()
+        self._news = asyncio.Event()
+        self._changed = False
+        self._told_at = 0.0
+        self._network: Network | None = None
+        self._until_flooded: asyncio.Timeout
+        self._leaving = False
+        self._rest_s = FIRST_REST_S
+        self._copies_told: dict[str, None] = {}
+
+    @property
+    def sightings(self) -> tuple[Sighting, ...]:
+        """What is believed now."""
+        return self._sightings.believed
+
+    async def start(self, advert: Advert, addresses: Sequence[str] = ()) -> None:
+        """Begins to announce and to listen, in the background.
+
+        `addresses` restricts it to these addresses of this machine; without, it uses all that are up but the
+        loopback's.
+        """
+        self._advert = advert
+        self._only = tuple(addresses)
+        self._tasks = [asyncio.create_task(self._keep_open()), asyncio.create_task(self._keep_looking())]
+
+    def update(self, advert: Advert) -> None:
+        """Announces something else from now on: this node joined a cluster, say."""
+        self._advert = advert
+        self._hurry.set()
+
+    def refresh(self) -> None:
+        """Looks at this machine's interfaces now; otherwise that happens every 2 s."""
+        self._hurry.set()
+
+    async def close(self) -> None:
+        """Says goodbye and ends. Raises what a background task died of, which would be a bug here."""
+        self._leaving = True
+        tasks = [*self._tasks, *self._asking.values()]
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        await self._shut()
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
+
+    # --- being on the network
+
+    async def _keep_open(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(None) as self._until_flooded:
+                    self._leaving = False
+                    await self._stay_open()
+            except TimeoutError:
+                await self._rest()
+
+    async def _stay_open(self) -> None:
+        while True:
+            self._hurry.clear()
+            try:
+                await self._follow()
+                self._report("")
+            except (OSError, ZeroconfError) as error:
+                await self._shut()
+                self._report(explain(getattr(error, "errno", None), str(error) or type(error).__name__))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._hurry.wait()
+
+    async def _follow(self) -> None:
+        """Makes what is open fit the interfaces and the advert. Raises OSError and zeroconf's errors."""
+        there = self._read_addresses()
+        if self._only:
+            usable = {address: there[address] for address in self._only if address in there}
+        else:
+            usable = {a: number for a, number in there.items() if not ipaddress.ip_address(a).is_loopback}
+        if not usable:
+            wanted = " or ".join(self._only) or "an IPv4 address"
+            raise OSError(f"no network interface of this machine that is up has {wanted}")
+        if self._network is None:
+            send_something(usable)
+            self._network = Network(usable, self._heard)
+            await self._network.ask()
+            await self._network.announce(self._advert)
+        elif self._network.addresses != usable:
+            send_something(usable)
+            await self._network.move(usable)
+            self._sightings.doubt(_now())
+            self._news.set()
+            await self._network.ask()
+            await self._network.announce(self._advert)
+        elif self._network.advert != self._advert:
+            await self._network.announce(self._advert)
+        elif _now() - self._network.asked_at >= ASK_AGAIN_S:
+            send_something(usable)
+            await self._network.ask()
+            self._rest_s = FIRST_REST_S
+
+    async def _rest(self) -> None:
+        """Leaves the network for a while, and lets go of what the library remembers."""
+        pause_s, self._rest_s = self._rest_s, min(2 * self._rest_s, MAX_REST_S)
+        await self._shut(goodbye=False)
+        self._report(
+            f"{MAX_NAMES} names were announced as {SERVICE}, so somebody floods this network. Nobody new is "
+            f"looked for within the next {pause_s:g} s. Links and --peer do not depend on it."
+        )
+        await asyncio.sleep(pause_s)
+
+    async def _shut(self, *, goodbye: bool = True) -> None:
+        network, self._network = self._network, None
+        if network is not None:
+            # A network that is gone cannot be told goodbye.
+            with contextlib.suppress(OSError, ZeroconfError):
+                async with asyncio.timeout(CLOSE_S):
+                    await network.close(goodbye=goodbye)
+
+    def _report(self, problem: str) -> None:
+        if problem != self.problem:
+            self._say(problem or "other Macs can be found by multicast again")
+            self.problem = problem
+
+    # --- who else is there
+
+    def _heard(self, service: str, there: bool) -> None:
+        """Called for every change, in the midst of the library's work: nothing may take long here."""
+        if there:
+            self._sightings.announced(service, _now())
+        else:
+            self._changed |= self._sightings.withdrawn(service)
+        self._news.set()
+        if self._network is not None and self._network.names >= MAX_NAMES and not self._leaving:
+            self._leaving = True
+            self._until_flooded.reschedule(_now())
+
+    async def _keep_looking(self) -> None:
+        while True:
+            self._news.clear()
+            self._look()
+            due = self._sightings.next_due()
+            pause_s = None if due is None else max(due - _now(), RETRY_LOOK_S)
+            if self._changed and _now() - self._told_at >= CHANGE_S:
+                self._changed, self._told_at = False, _now()
+                self._on_change(self.sightings)
+            elif self._changed:
+                pause_s = CHANGE_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._news.wait()
+
+    def _look(self) -> None:
+        """Judges names whose records are here, and asks for those of others."""
+        for service in self._sightings.due(_now()):
+            if self._network is None:
+                self._changed |= self._sightings.failed(service, _now())
+            elif service not in self._asking:
+                info = info_of(service)
+                if info is None:
+                    self._changed |= self._sightings.resolved(service, Refused("no service"), _now())
+                elif self._network.knows(info):
+                    self._judge(service, info)
+                elif len(self._asking) < RESOLVE_AT_ONCE:
+                    self._asking[service] = asyncio.create_task(self._ask(self._network, service, info))
+
+    async def _ask(self, network: Network, service: str, info: AsyncServiceInfo) -> None:
+        try:
+            with contextlib.suppress(ZeroconfError):  # it was closed meanwhile
+                if await network.resolve(info):
+                    self._judge(service, info)
+                else:
+                    self._changed |= self._sightings.failed(service, _now())
+        finally:
+            del self._asking[service]
+            self._news.set()
+
+    def _judge(self, service: str, info: AsyncServiceInfo) -> None:
+        """Believes in it or not."""
+        own = self._network.addresses if self._network else {}
+        loopback = bool(own) and all(ipaddress.ip_address(address).is_loopback for address in own)
+        verdict = judge(service, info.properties, info.addresses, info.port, loopback=loopback)
+        if isinstance(verdict, Refused) or verdict.node_id != self._advert.node_id:
+            self._changed |= self._sightings.resolved(service, verdict, _now())
+        elif self._network is None or not self._network.service:  # which name is our own is not known yet
+            self._changed |= self._sightings.failed(service, _now())
+        else:
+            if is_copy(service, verdict, self._network.service, own):
+                self._tell_of_copy(verdict)
+            self._changed |= self._sightings.resolved(service, Refused("our own"), _now())
+
+    def _tell_of_copy(self, sighting: Sighting) -> None:
+        where = ", ".join(sighting.addresses)
+        if where not in self._copies_told and len(self._copies_told) < _MAX_COPIES_TOLD:
+            self._copies_told[where] = None
+            self._say(
+                f"{sighting.name!r} at {where} announces the id of this node, {sighting.node_id}: was the "
+                "folder of mlxtp copied from one Mac to the other? On one of them it has to be removed."
+            )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

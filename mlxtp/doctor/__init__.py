@@ -1,1 +1,0 @@
-"""`mlxtp doctor`: what of this Mac keeps mlxtp from working, and why a group failed."""

@@ -1,0 +1,357 @@
+"""One rank's own part of a group: the commands every rank carries out alike, rank 0 included."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import psutil
+
+from ..errors import Code, GroupError, LocalProtocolError, MlxtpError
+from ..wire.epoch_proof import epoch_digest
+from ..wire.messages import (
+    Bootstrap,
+    CollectivesTimed,
+    Done,
+    Error,
+    Init,
+    InitDone,
+    Loaded,
+    LoadShard,
+    Message,
+    PromptBatch,
+    PromptTokens,
+    SanityCheck,
+    SanityDone,
+    StepToken,
+    TimeCollectives,
+    Unload,
+)
+from .agreement import Chooser, Desk
+from .batch import CacheKind
+from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
+from .jaccl import Exchange, Fabric
+from .loader import LoadedModel, load, run_alone
+from .mlx_errors import code_of
+from .recorder import PROMPT, PROMPTS, STEP
+from .runner import Chosen, Runner
+from .steps import Score
+from .telemetry import Phase, Status
+
+KV_TYPE_BITS = 16
+"""Bits of a key's or value's number that is not quantized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward that is queued or running, since `launched_at` (monotonic, in seconds)."""
+
+    step: int
+    chosen: Chosen
+    forwards: int
+    collectives: int
+    launched_at: float
+    fed: int = 0
+    """Digest of what it was fed."""
+    entry: int = 0
+    """Its place in the flight recorder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A forward whose tokens are known on this rank: of each row as many as it was fed, in row order.
+
+    `scores` holds, for each uid that wanted them, one Score a token. `step_us` and `wait_us` as in Ack.
+    `took_s`: seconds since the forward before it, or since it began.
+    """
+
+    step: int
+    tokens: tuple[int, ...]
+    scores: Mapping[int, Sequence[Score]]
+    forwards: int
+    collectives: int
+    digest: int
+    step_us: int
+    wait_us: int
+    took_s: float
+
+
+class Rank:
+    """Group, model and runner of this process, for one epoch."""
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        epoch: int,
+        folder: Path,
+        status: Status,
+        counter: CollectiveCounter,
+        *,
+        desk: Desk,
+        exchange: Exchange,
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.status = status
+        self.loaded: LoadedModel | None = None
+        self.eos: frozenset[int] = frozenset()
+        self._epoch = epoch
+        self._folder = folder
+        self._counter = counter
+        self._desk = desk
+        self._exchange = exchange
+        self.caches: CacheKind | None = None
+        self._group: Group = LoneGroup()
+        self._runner: Runner | None = None
+
+    def execute(self, command: Message) -> Message:
+        """Carry out one command of a rank's life and return its one reply.
+
+        A model that cannot be loaded is an Error reply and leaves the group usable; everything else that goes
+        wrong is raised, because it ends the epoch.
+        """
+        match command:
+            case Init():
+                return self._init()
+            case SanityCheck():
+                return self._prove()
+            case LoadShard():
+                return self._load(command)
+            case TimeCollectives():
+                return self._time(command)
+            case Unload():
+                self._unload()
+            case _:
+                raise LocalProtocolError(f"{type(command).__name__} is not a command a rank carries out")
+        return Done()
+
+    def launch(
+        self,
+        step: int,
+        frame: PromptTokens | PromptBatch | StepToken,
+        known: Callable[[], object] | None = None,
+    ) -> Forward:
+        """Queue the forward that frame number `step` names. Returns at once; the device works on.
+
+        With `known`, that is called before tokens are chosen; see `Runner.step`.
+        """
+        launched_at = time.monotonic()
+        runner, recorder = self._require_runner(), self.status.recorder
+        phase: Phase = "decode" if isinstance(frame, StepToken) else "prefill"
+        self.status.launched(phase, len(frame.tokens), launched_at)
+        if isinstance(frame, PromptTokens):
+            entry = recorder.started(step, PROMPT, 1, launched_at)
+            chosen = runner.prefill(frame)
+        elif isinstance(frame, PromptBatch):
+            entry = recorder.started(step, PROMPTS, len(frame.uids), launched_at)
+            chosen = runner.prefill_together(frame)
+        else:
+            entry = recorder.started(step, STEP, len(frame.rows), launched_at)
+            chosen = runner.step(frame, known)
+        recorder.queued(entry, runner.forwards, self._counter.count)
+        return Forward(step, chosen, runner.forwards, self._counter.count, launched_at, fed(frame), entry)
+
+    def settle(self, forward: Forward) -> Result:
+        """Wait for a forward. The GIL is free while waiting, so other threads answer Pings."""
+        waiting_since = time.monotonic()
+        chosen = forward.chosen
+        table = cast("list[list[int]]", chosen.tokens.tolist())
+        now = time.monotonic()
+        tokens = tuple([t for row, width in zip(table, chosen.widths, strict=False) for t in row[:width]])
+        status = self.status
+        took_s = status.settled(now)
+        status.step = forward.step
+        status.forwards = forward.forwards
+        status.collectives = forward.collectives
+        step_us, wait_us = int((now - forward.launched_at) * 1e6), int((now - waiting_since) * 1e6)
+        status.took(step_us, wait_us)
+        chose = digest(forward.step, tokens, forward.fed)
+        status.recorder.finished(forward.entry, now, chose, forward.fed)
+        return Result(
+            forward.step,
+            tokens,
+            {uid: _scored(arrays) for uid, arrays in chosen.scores.items()} if chosen.scores else {},
+            forward.forwards,
+            forward.collectives,
+            chose,
+            step_us,
+            wait_us,
+            took_s,
+        )
+
+    def stop(self, uid: int, forwards: int, keep: int) -> None:
+        """End a sequence. Raises GroupError (DESYNC) when it was not in exactly `forwards` forwards."""
+        counted = self._require_runner().stop(uid, keep)
+        self.status.kv_bytes = self._require_runner().kv_bytes()
+        if counted != forwards:
+            raise GroupError(
+                f"sequence {uid}: {forwards} forwards by the frame, {counted} on rank {self.bootstrap.rank}",
+                Code.DESYNC,
+            )
+
+    def evict(self, uids: tuple[int, ...]) -> None:
+        """Drop KV caches that were kept."""
+        self._require_runner().evict(uids)
+        self.status.kv_bytes = self._require_runner().kv_bytes()
+
+    def finish(self) -> None:
+        """Wait for forwards in flight. Raises RuntimeError when one fails; hangs when a rank is gone."""
+        mx.synchronize()
+
+    def give_back(self) -> None:
+        """Let go of the model and all caches: a Mac may lose what a process has wired when it ends."""
+        self._unload()
+        mx.set_wired_limit(0)
+
+    def _init(self) -> InitDone:
+        b = self.bootstrap
+        self.status.enter("forming")
+        fabric = None
+        if b.backend == "jaccl":
+            fabric = Fabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self._exchange.factory)
+        self._group = form(
+            b.backend,
+            b.rank,
+            b.world_size,
+            b.hosts,
+            folder=self._folder,
+            deadline_s=b.deadline_s,
+            fabric=fabric,
+        )
+        return InitDone(self._group.rank, self._group.size)
+
+    def _prove(self) -> SanityDone:
+        self.status.enter("proving")
+        expected = epoch_digest(self.bootstrap.epoch_key, self._epoch)
+        try:
+            proof = self._group.prove(expected)
+        except RuntimeError as error:
+            raise GroupError(f"a collective failed: {error}", code_of(error, Code.PROOF_FAILED)) from error
+        check_proof(proof, self.bootstrap.world_size, expected)
+        self.status.collective_us = self._group.latency_us()
+        self.status.enter("idle")
+        return SanityDone(proof.total, proof.ranks, proof.digests[self._group.rank])
+
+    def _time(self, command: TimeCollectives) -> CollectivesTimed:
+        self.status.enter("measuring")
+        kind, progress = cast(Timed, command.kind), self.status.progress
+        try:
+            seconds = self._group.timed(kind, command.size, command.rounds, progress)
+        except RuntimeError as error:
+            raise GroupError(f"a collective failed: {error}", code_of(error, Code.PROOF_FAILED)) from error
+        self.status.enter("idle")
+        return CollectivesTimed(seconds, mx.metal.is_available())
+
+    def _load(self, command: LoadShard) -> Loaded | Error:
+        self.status.enter("loading")
+        path = command.paths[self.bootstrap.rank] if command.paths else command.path
+        try:
+            self.loaded = load(Path(path), self._group, self.status.progress)
+            self.caches = CacheKind(self.loaded.model, command.kv_bits)
+            if self._group.size > 1 and mx.metal.is_available():
+                first = partial(self._first_forwards, command.prefill_chunk)
+                run_alone(self.loaded, self._group.size, first)
+        except MlxtpError as error:
+            self._unload()
+            return Error(error.code, error.detail, 0)
+        finally:
+            self.status.enter("idle")
+        loaded = self.loaded
+        self.eos = loaded.eos | frozenset(command.eos)
+        self._runner = self._new_runner(self._counter)
+        self.status.model = loaded.name
+        self.status.weight_bytes, self.status.load_peak_bytes = loaded.weight_bytes, loaded.peak_bytes
+        context = min(loaded.context, command.max_context or loaded.context)
+        token_bytes = loaded.kv_token_bytes
+        if command.kv_bits:
+            # Each group has a scale and a bias of the numbers' own type.
+            bits = command.kv_bits + 2 * KV_TYPE_BITS / self.caches.group_size
+            token_bytes = int(token_bytes * bits / KV_TYPE_BITS)
+        return Loaded(
+            context,
+            loaded.vocabulary.size,
+            loaded.weight_bytes,
+            tuple(sorted(self.eos)),
+            loaded.peak_bytes,
+            token_bytes,
+            kv_room_bytes(command.kv_bytes, self.bootstrap.world_size),
+        )
+
+    def _new_runner(self, counter: CollectiveCounter) -> Runner:
+        assert self.loaded is not None
+        assert self.caches is not None
+        chooser = Chooser(self._group, self._desk, tuple(sorted(self.eos)))
+        return Runner(self.loaded, self.caches, counter, chooser, compiled=self.bootstrap.compiled)
+
+    def _first_forwards(self, chunk: int) -> None:
+        """Run them in a runner that is thrown away."""
+        runner = self._new_runner(CollectiveCounter())
+        runner.first_forwards(chunk)
+        del runner
+        gc.collect()  # graphs that were traced hold the runner that holds them
+        mx.clear_cache()
+
+    def _unload(self) -> None:
+        self.loaded = None
+        self.caches = None
+        self._runner = None
+        gc.collect()  # graphs that were traced hold the runner that holds them
+        status = self.status
+        status.model, status.weight_bytes, status.load_peak_bytes, status.kv_bytes = "", 0, 0, 0
+        mx.clear_cache()
+
+    def _require_runner(self) -> Runner:
+        if self._runner is None:
+            raise LocalProtocolError("no model is loaded")
+        return self._runner
+
+
+def digest(step: int, tokens: tuple[int, ...], fed: int = 0) -> int:
+    """CRC-32 of a step's number and the tokens it chose: what ranks compare before a token leaves.
+
+    `fed` is the digest of what it was fed: where ranks exchange what they computed, they would all agree on a
+    wrong token if one of them had been fed something else.
+    """
+    return zlib.crc32(struct.pack(f"<Q{len(tokens)}i", step, *tokens), fed)
+
+
+def fed(frame: PromptTokens | PromptBatch | StepToken) -> int:
+    """CRC-32 of rows, positions and tokens as this rank runs them."""
+    where: tuple[int, ...]
+    match frame:
+        case PromptTokens():
+            where = (frame.uid, frame.offset, frame.source)
+        case PromptBatch():
+            where = (*frame.uids, *frame.totals, *frame.offsets, *frame.sources)
+        case StepToken():
+            where = (*frame.rows, *frame.positions, *frame.widths)
+    return zlib.crc32(struct.pack(f"<{len(where)}I{len(frame.tokens)}i", *where, *frame.tokens))
+
+
+def _scored(arrays: tuple[mx.array, mx.array, mx.array]) -> list[Score]:
+    logprobs, tokens, alternatives = (cast("list[Any]", array.tolist()) for array in arrays)
+    return [
+        (logprob, tuple(zip(row, values, strict=True)))
+        for logprob, row, values in zip(logprobs, tokens, alternatives, strict=True)
+    ]
+
+
+def kv_room_bytes(wanted: int, ranks_here: int) -> int:
+    """What this rank's KV caches may take: `wanted`, else three quarters of the memory that is free now.
+
+    On Metal that is what the system recommends for the GPU less what is in use; elsewhere ranks of one
+    machine share what the system calls available.
+    """
+    if wanted:
+        return wanted
+    if mx.metal.is_available():
+        limit = int(mx.device_info()["max_recommended_working_set_size"])
+        return max(limit - mx.get_active_memory(), 0) * 3 // 4
+    return psutil.virtual_memory().available * 3 // 4 // ranks_here

@@ -1,0 +1,141 @@
+"""What rank 0 alone knows of the requests that run: penalties, grammars, who wants scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from ..wire.messages import PLAIN, Generate
+from .agreement import Desk
+from .closing import Room
+from .grammar import Matcher, unpack
+from .sampler import Shaper
+
+RECENT = 16  # tokens of an interrupted answer in which its ending is looked for again
+
+
+@dataclass(slots=True)
+class _Order:
+    """One request. `generated` counts the tokens of its answer that have been fed or chosen."""
+
+    shaper: Shaper | None
+    guide: Guided | None
+    top: int
+    generated: int = 0
+
+
+class Guided:
+    """Implements `scheduler.Guide`: a matcher, and the mask for the token that is chosen next."""
+
+    def __init__(self, matcher: Matcher, vocabulary: int, left: int, answered: Sequence[int] = ()) -> None:
+        """Begin with `left` tokens of room, of which the answer has `answered` already.
+
+        Raises MlxtpError when no token can come, or one of `answered` could not.
+        """
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._left = left
+        self._room = Room(matcher, left)
+        for number, token in enumerate(answered, RECENT - len(answered)):
+            # It may have been cut just before it was interrupted. To look further back would hold rows up.
+            if number >= 0 and self._room.watched(self._left):
+                self._room.fitting(matcher, self._left)
+            self.accept(token)
+        self.mask = np.zeros(vocabulary, np.bool_)
+        """Bool [vocabulary]: what may come after the tokens that `forced` named last."""
+        if not self.finished:
+            self.mask = unpack(self._room.fitting(matcher, self._left), vocabulary)
+
+    @property
+    def finished(self) -> bool:
+        return self._matcher.finished
+
+    @property
+    def cut(self) -> bool:
+        return self._room.cut
+
+    @property
+    def foretells(self) -> bool:
+        return len(self._matcher.forced(2)) > 1
+
+    def accept(self, token: int) -> None:
+        self._matcher.accept(token)
+        self._left -= 1
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        tokens = self._matcher.forced(limit) if limit > 0 else ()
+        matcher = self._matcher
+        if tokens:
+            matcher = matcher.copy()  # they are accepted when their step is recorded
+            for token in tokens:
+                matcher.accept(token)
+        words = self._room.fitting(matcher, self._left - len(tokens))
+        self.mask = unpack(words, self._vocabulary)
+        return tokens
+
+
+class RequestDesk(Desk):
+    """Requests by their own uid; sequences by the uid that frames name them with."""
+
+    def __init__(self) -> None:
+        self._orders: dict[int, _Order] = {}
+        self._sequences: dict[int, _Order] = {}
+        self._vocabulary = 0
+        self._eos: tuple[int, ...] = ()
+
+    def open(self, vocabulary: int, eos: frozenset[int]) -> None:
+        """A model was loaded."""
+        self.clear()
+        self._vocabulary, self._eos = vocabulary, tuple(sorted(eos))
+
+    def clear(self) -> None:
+        self._orders.clear()
+        self._sequences.clear()
+
+    def enter(self, request: Generate, guide: Guided | None) -> None:
+        """A request was admitted. `guide` stands behind what the request has of its answer."""
+        shaped = request.shaping != PLAIN or guide is not None
+        if not shaped and request.logprobs < 0:
+            return
+        eos = () if request.ignore_eos else self._eos
+        shaper = None
+        if shaped:
+            begun = len(request.tokens) - request.answered
+            prompt, answer = request.tokens[:begun], request.tokens[begun:]
+            shaper = Shaper(request.shaping, prompt, self._vocabulary, eos, answer)
+        self._orders[request.uid] = _Order(shaper, guide, request.logprobs, request.answered)
+
+    def leave(self, request: int) -> None:
+        """It has ended."""
+        if (order := self._orders.pop(request, None)) is not None:
+            self._sequences = {uid: other for uid, other in self._sequences.items() if other is not order}
+
+    def begin(self, uid: int, request: int) -> None:
+        """A sequence starts to work on a request."""
+        if (order := self._orders.get(request)) is not None:
+            self._sequences[uid] = order
+
+    def forced(self, uid: int, tokens: Sequence[int]) -> None:
+        """The row's next step feeds these tokens before it chooses one."""
+        if (order := self._sequences.get(uid)) is not None and order.shaper is not None:
+            for token in tokens:
+                order.shaper.advance(token)
+
+    def shape(self, uid: int, logits: mx.array) -> mx.array:
+        order = self._sequences.get(uid)
+        if order is None or order.shaper is None:
+            return logits
+        mask = None if order.guide is None else order.guide.mask
+        return order.shaper.apply(logits, generated=order.generated, mask=mask)
+
+    def chosen(self, uid: int, tokens: mx.array) -> None:
+        if (order := self._sequences.get(uid)) is not None and order.shaper is not None:
+            order.shaper.advance(tokens[-1])
+            order.generated += tokens.shape[0]
+
+    def top(self, uid: int) -> int:
+        order = self._sequences.get(uid)
+        return -1 if order is None else order.top

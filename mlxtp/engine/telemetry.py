@@ -1,0 +1,152 @@
+"""What a rank is doing, written by the MLX thread and read by the thread that answers Pings."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Literal
+
+from ..wire.exit_timeouts import STEPS, patience_s
+from ..wire.messages import Pong
+from .recorder import Recorder
+
+Phase = Literal[
+    "starting", "forming", "proving", "loading", "idle", "measuring", "prefill", "decode", "closing"
+]
+
+
+LEAST_PATIENCE_S = 1.0
+"""Seconds that the main thread always has to come back, however little there is to wait for."""
+RECENT = 0.1
+"""Weight of the newest forward in the averages."""
+_SLOWER, _FASTER = 0.05, 0.3
+"""The same for what is expected of the next one, when the newest took longer, and when it took less. One that
+was slow by chance, or compiled kernels, shall not count for much, or for long."""
+_ROWS = 0.2
+"""How much of what one row takes is expected of each row of a step, for which a limit allows many times what
+is expected: on a GPU more rows take hardly longer, on a CPU as many times as long."""
+
+
+class Status:
+    """Plain attributes: each is written by one thread and read whole by another.
+
+    What shall be known when this process is gone goes to the `recorder`.
+    """
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder or Recorder()
+        self.phase: Phase = "starting"
+        self.in_flight = 0
+        self.step = 0
+        self.forwards = 0
+        self.collectives = 0
+        self.emitted = 0
+        self.model = ""
+        self.weight_bytes = 0
+        self.load_peak_bytes = 0
+        self.kv_bytes = 0
+        self.expected_us = 0
+        self.step_us = 0.0
+        self.wait_us = 0.0
+        self.collective_us = 0
+        self._since = time.monotonic()
+        self._flying: deque[tuple[Phase, int]] = deque()
+        """Phase and tokens of the forwards in flight. The device runs them one after the other."""
+        self._began = 0.0
+        self._step_s: float | None = None
+        """What a decode step takes, however many rows it has."""
+        self._token_s: dict[Phase, float] = {}
+        """What a forward takes for each of its tokens."""
+
+    def enter(self, phase: Phase) -> None:
+        """Change the phase; its clock starts again."""
+        self.phase = phase
+        self.recorder.entered(phase)
+        self.progress()
+
+    def progress(self) -> None:
+        """Something was achieved: the time that a stall is judged by starts again."""
+        self._since = time.monotonic()
+
+    def launched(self, phase: Phase, tokens: int, now: float) -> None:
+        """A forward is about to be queued. `now` is time.monotonic()."""
+        self._flying.append((phase, tokens))
+        self.in_flight += 1
+        if self.in_flight == 1:
+            self._since = self._began = now  # the time since the last forward was idling
+            self._runs(phase, tokens)
+
+    def settled(self, now: float) -> float:
+        """The oldest of the forwards in flight has ended. Returns the seconds it took; 0 without one."""
+        if not self._flying:  # one that failed on its way was counted out: what is wrong shows in the ledgers
+            return 0.0
+        phase, tokens = self._flying.popleft()
+        self.in_flight -= 1
+        took_s = now - self._began
+        self._since = self._began = now
+        self._token_s[phase] = _followed(self._token_s.get(phase), took_s / max(tokens, 1))
+        if phase == "decode":
+            self._step_s = _followed(self._step_s, took_s)
+        if self._flying:
+            self._runs(*self._flying[0])
+        return took_s
+
+    def _runs(self, phase: Phase, tokens: int) -> None:
+        self.phase = phase
+        expected_s = self._token_s.get(phase, 0.0) * tokens
+        if phase == "decode":
+            expected_s = max(self._step_s or 0.0, expected_s * _ROWS)
+        self.expected_us = int(expected_s * 1e6)
+
+    def took(self, step_us: int, wait_us: int) -> None:
+        """A forward ended; averages follow the newest ten or so."""
+        self.step_us += (step_us - self.step_us) * RECENT
+        self.wait_us += (wait_us - self.wait_us) * RECENT
+
+    @property
+    def in_collective(self) -> bool:
+        """True where the main thread may wait for other ranks and nothing else wakes it."""
+        return self.in_flight > 0 or self.phase in ("forming", "proving", "measuring")
+
+    def patience_s(self) -> float:
+        """Return how many seconds the main thread may still take to come back from what it does now.
+
+        A rank that holds no weights has nothing to give back, so it has little.
+        """
+        if not self.weight_bytes and self.phase != "loading":
+            return LEAST_PATIENCE_S
+        stood_s = 0.0 if self.phase in ("idle", "closing") else time.monotonic() - self._since
+        return max(patience_s(self.expected_us / 1e6) - stood_s, LEAST_PATIENCE_S)
+
+    def in_flight_s(self) -> float:
+        """Return how many seconds the forwards in flight may still take where every rank runs them."""
+        return max(STEPS * self.expected_us / 1e6, LEAST_PATIENCE_S)
+
+    def pong(self) -> Pong:
+        import mlx.core as mx
+
+        return Pong(
+            phase=self.phase,
+            phase_s=time.monotonic() - self._since,
+            in_flight=self.in_flight,
+            step=self.step,
+            forwards=self.forwards,
+            collectives=self.collectives,
+            emitted=self.emitted,
+            memory_bytes=mx.get_active_memory(),
+            peak_memory_bytes=mx.get_peak_memory(),
+            model=self.model,
+            weight_bytes=self.weight_bytes,
+            load_peak_bytes=self.load_peak_bytes,
+            kv_bytes=self.kv_bytes,
+            step_us=int(self.step_us),
+            wait_us=int(self.wait_us),
+            collective_us=self.collective_us,
+            expected_us=self.expected_us,
+        )
+
+
+def _followed(known_s: float | None, took_s: float) -> float:
+    if known_s is None:
+        return took_s
+    return known_s + (took_s - known_s) * (_SLOWER if took_s > known_s else _FASTER)

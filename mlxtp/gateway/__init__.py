@@ -1,0 +1,1 @@
+"""Client requests in, confirmed tokens out, across epochs."""

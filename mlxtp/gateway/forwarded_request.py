@@ -1,0 +1,98 @@
+"""A request of another agent's gateway: what rank 0 said about it, said again under the uid it has there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from ..api.backend import End, Event, Score, Tokens
+from ..api.request_metrics import UNWATCHED
+from ..errors import Code, MlxtpError
+from ..wire.base import Message
+from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, ScoredDelta
+from .retry_policy import Footing
+
+Item = Event | MlxtpError
+
+
+class Desk(Protocol):
+    """Where requests go: rank 0, or the agent that has it."""
+
+    def send(self, message: Message) -> None:
+        """Generate or Cancel. Raises MlxtpError when nobody takes them any more."""
+
+
+class Relayed:
+    """A request of another agent: its events go back there as messages, numbered by the uid it has there."""
+
+    watch = UNWATCHED
+    """Each agent counts its own clients' requests."""
+
+    def __init__(self, generate: Generate, tell: Callable[[Message], None]) -> None:
+        self.generate = generate
+        self.uid = 0
+        """Under which rank 0 knows it; 0 while it does not."""
+        self.desk: Desk | None = None
+        self.elsewhere = False
+        self.strikes = generate.strikes
+        self._tell = tell
+        self._index = generate.answered
+
+    def again(self, uid: int) -> Generate:
+        """What rank 0 is asked, under the uid that it shall have there."""
+        return replace(self.generate, uid=uid)
+
+    @property
+    def footing(self) -> Footing:
+        """How it stands should the group fail now."""
+        progress = self._index - self.generate.answered
+        return Footing(self.strikes, progress, self.length, running=self.uid != 0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.generate.tokens) + self._index - self.generate.answered
+
+    def cancelled(self) -> None:
+        """Its own gateway gave it up; this is the last word about it."""
+        self._tell(Finished(self.generate.uid, "cancel", self._index, 0))
+
+    def advance(self, event: Accepted | Prefilled) -> None:
+        self._tell(replace(event, uid=self.generate.uid))
+
+    def give_back(self, error: MlxtpError, *, struck: bool) -> None:
+        """The group has ended; its own gateway asks again. `struck`: the failure may have been its doing."""
+        self._tell(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
+
+    def put(self, item: Item) -> None:
+        uid = self.generate.uid
+        match item:
+            case Tokens(tokens, ()):
+                count = len(tokens)
+                indices = tuple(range(self._index, self._index + count))
+                self._tell(Delta((uid,) * count, indices, tokens))
+                self._index += count
+            case Tokens(tokens, scores):
+                self._tell(_scored(uid, self._index, tokens, scores))
+                self._index += len(tokens)
+            case End():
+                self._tell(
+                    Finished(uid, item.reason, item.generated, 0, item.cached, item.drafted, item.accepted)
+                )
+            case _:
+                self._tell(Error(item.code, item.detail, uid))
+
+
+def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[Score, ...]) -> ScoredDelta:
+    """The way back of `_scores`."""
+    pairs = [pair for score in scores for pair in score.top]
+    return ScoredDelta(
+        uid,
+        index,
+        tokens,
+        tuple(score.logprob for score in scores),
+        len(scores[0].top),
+        tuple(token for token, _ in pairs),
+        tuple(logprob for _, logprob in pairs),
+    )

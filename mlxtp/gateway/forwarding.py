@@ -1,0 +1,211 @@
+"""This node's endpoint while rank 0 is elsewhere: requests go there, health says what is said there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from ..api.backend import ModelInfo
+from ..api.sampling_defaults import load_defaults
+from ..cluster.surroundings import Surroundings
+from ..discovery.dial_schedule import host_and_port
+from ..errors import Code, GroupError, MlxtpError
+from ..groups.health import State
+from ..groups.process_group import Group
+from ..wire.cluster_messages import Serving
+from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
+from ..wire.tls_acceptor import open_tls
+from .remote_backend import RemoteDesk
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 3.0
+RETRY_S = 0.5
+
+
+class Follower:
+    """`look` is called whenever something may have changed."""
+
+    def __init__(self, cluster: Surroundings) -> None:
+        self._cluster = cluster
+        self.credentials: Credentials | None = None
+        self._served: tuple[str, int, int] | None = None
+        """Node, epoch and version of the model that is served, or about to be."""
+        self._ready = False
+        """Whether it is."""
+        self._desk: RemoteDesk | None = None
+        self._desk_at = ""
+        """The node that the requests link leads to. It outlives that node's epochs."""
+        self._opening: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
+
+    def look(self) -> None:
+        """Follow what is served elsewhere, unless this node has an epoch of its own."""
+        cluster = self._cluster
+        if cluster.supervisor.in_epoch:
+            self._leave()
+            return
+        found = self._whom()
+        if found is None:
+            self._drop("the group is being formed")
+            if not cluster.supervisor.resting:
+                self._show(State.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
+            return
+        node_id, serving = found
+        if self._desk is not None and self._desk_at != node_id:
+            self._drop(f"{cluster.name_of(node_id)} serves now")
+        if serving.state != State.READY or cluster.model.version != serving.desired:
+            self._rest()
+            state = State.LOADING if serving.state == State.READY else State(serving.state)
+            nothing = "nobody serves a model yet" if state is State.IDLE else ""
+            self._show(state, serving.epoch, serving.reason or nothing, serving)
+            return
+        if cluster.model.source is None:
+            self._rest()
+            missing = cluster.model.problem
+            state = State.IDLE if missing else State.LOADING
+            self._show(state, serving.epoch, missing or "the model is looked for", serving)
+            return
+        wanted = (node_id, serving.epoch, serving.desired)
+        if wanted != self._served and time.monotonic() >= self._retry_at:
+            self._rest()
+            self._served = wanted
+            self._opening = asyncio.ensure_future(self._open(node_id, serving))
+            self._opening.add_done_callback(self._opened)
+        if not self._ready:
+            self._show(State.LOADING, serving.epoch, "connecting to rank 0", serving)
+        else:
+            self._show(State.READY, serving.epoch, serving.reason, serving)
+
+    def _whom(self) -> tuple[str, Serving] | None:
+        """The node whose group counts: the coordinator's, else one that is ready, else who says why not."""
+        cluster = self._cluster
+        servings = {
+            node: serving
+            for node, serving in cluster.knowledge.servings.items()
+            if cluster.membership.standing(node).present
+        }
+        coordinator = cluster.coordination.claim.node_id
+        leading = servings.get(coordinator)
+        if leading is not None and leading.participants:
+            return coordinator, leading
+        ready = [node for node, serving in servings.items() if serving.state == State.READY]
+        if ready:
+            return min(ready), servings[min(ready)]
+        return (coordinator, leading) if leading is not None else None
+
+    def _show(self, state: State, epoch: int, reason: str, serving: Serving | None) -> None:
+        size = len(serving.participants) if serving is not None else 0
+        backend, kind = (serving.backend, serving.kind) if serving is not None else ("none", "")
+        if state in (State.STARTING, State.STOPPED):
+            state = State.FORMING
+        self._cluster.supervisor.follow(state, epoch, reason, Group(0, size, backend, kind=kind))
+
+    async def _open(self, node_id: str, serving: Serving) -> None:
+        cluster, source = self._cluster, self._cluster.model.source
+        gateway = cluster.supervisor.gateway
+        try:
+            if source is None:
+                raise GroupError("the model is gone", Code.MODEL_NOT_FOUND)
+            defaults = await asyncio.to_thread(load_defaults, source.path)
+            if self._desk is None:
+                await self._reach(node_id)
+        except (MlxtpError, TimeoutError, OSError) as error:
+            log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
+            self._retry_later()
+            return
+        if cluster.supervisor.in_epoch:  # it began while this link was being opened
+            self._leave()
+            return
+        assert self._desk is not None
+        info = ModelInfo(
+            id=source.id,
+            aliases=("default",) if source.id != "default" else (),
+            path=source.path,
+            context=serving.context,
+            created=int(time.time()),
+            eos=serving.eos,
+            vocabulary=serving.vocabulary,
+            defaults=defaults,
+            features=source.text.features,
+        )
+        self._ready = True
+        gateway.serve(self._desk, info, source.text, here=False, load_s=serving.load_s)
+        cluster.changed()
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        """A bug must not leave this node waiting for ever, and nobody told."""
+        if not opening.cancelled() and (error := opening.exception()) is not None:
+            log.error("no way to send requests to where rank 0 is", exc_info=error)
+            if opening is self._opening:
+                self._retry_later()
+
+    def _retry_later(self) -> None:
+        self._retry_at = time.monotonic() + RETRY_S
+        self._served = None
+
+    async def _reach(self, node_id: str) -> None:
+        """Open the requests link. Raises MlxtpError, TimeoutError or OSError."""
+        gateway = self._cluster.supervisor.gateway
+        reader, writer = await self._connect(node_id)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                self._desk = await RemoteDesk.open(reader, writer, gateway.on_event, self._lost)
+                self._desk_at = node_id
+        except BaseException:
+            writer.transport.abort()
+            raise
+
+    async def _connect(self, node_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Where its control link leads, at the port that it named. Raises MlxtpError."""
+        cluster = self._cluster
+        link = cluster.neighbours.to(node_id)
+        if link is None or self.credentials is None:
+            raise GroupError("the link to it is gone", Code.LINK_LOST)
+        found = next(filter(None, map(host_and_port, cluster.knowledge.addresses.get(node_id, ()))), None)
+        if found is None:
+            raise GroupError("it has not said at which port it listens", Code.LINK_LOST)
+        context = member_context_client(self.credentials, ALPN_REQUESTS)
+        return await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
+
+    def _lost(self, error: MlxtpError) -> None:
+        self._desk, self._desk_at = None, ""
+        self._retry_at = time.monotonic() + RETRY_S
+        self._rest()
+        self._cluster.supervisor.gateway.pause(GroupError(error.detail, Code.LINK_LOST))
+        self._cluster.changed()
+
+    def _drop(self, why: str) -> None:
+        """Nobody there answers any more: end the link. What was open on it waits for another group."""
+        if self._leave():
+            self._cluster.supervisor.gateway.pause(GroupError(why, Code.NOT_READY))
+
+    def _leave(self) -> bool:
+        """End the link, and say nothing about it to anybody here. Returns whether there was one."""
+        self._forget()
+        desk, self._desk, self._desk_at = self._desk, None, ""
+        if desk is not None:
+            desk.drop()
+        return desk is not None
+
+    def _rest(self) -> None:
+        """Nothing new for now. What was open is the other agent's until it says otherwise."""
+        self._forget()
+        self._cluster.supervisor.gateway.rest()
+
+    def _forget(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        self._served, self._ready = None, False
+
+    async def close(self) -> None:
+        """End the requests link."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._desk is not None:
+            with contextlib.suppress(MlxtpError):
+                await self._desk.close()

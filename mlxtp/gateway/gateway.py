@@ -1,0 +1,546 @@
+"""Between HTTP and rank 0: requests in, confirmed tokens out. What `api/` sees of the cluster.
+
+A group may end under open requests. Those whose clients are here then wait for the next group, which is asked
+for what is missing (`Asked.again`). Those of other agents are given back to them: each agent looks after its
+own clients, so that no answer depends on a Mac that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..api.backend import AT_ONCE, Answer, End, Health, ModelInfo, Request, Score, Stored, Tokens, Turn
+from ..api.request_metrics import UNWATCHED, Meter, NoMeter
+from ..errors import Code, GroupError, MlxtpError, RequestError
+from ..groups.local_rank import RequestEvent
+from ..models import self_test
+from ..text.tokenizer import Text
+from ..wire.base import Message
+from ..wire.messages import (
+    MAX_FRAME_TOKENS,
+    Accepted,
+    Cancel,
+    Delta,
+    Error,
+    Finished,
+    Generate,
+    Prefilled,
+    Sampling,
+    ScoredDelta,
+)
+from .admission import Bounds, Memory, client_number, is_short, load_of, refusal, short_of_memory
+from .client_request import Asked
+from .forwarded_request import Desk, Relayed
+from .free_memory import FreeMemory
+from .retry_policy import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
+
+log = logging.getLogger(__name__)
+
+WARM_UP_PROMPT = 8
+WARM_UP_TOKENS = 6
+LOADS = 3
+"""So many loads a request waits for: one may fail, and fewer Macs take longer."""
+ASK_AGAIN_S = 0.5
+"""When the agent with rank 0 is asked again, if it was not ready after all."""
+
+
+class Switch(Protocol):
+    """Who has a model loaded because a request names it."""
+
+    async def on_request(self) -> tuple[Stored, ...]: ...
+
+    async def turn(self, name: str | None, within_s: float) -> Turn: ...
+
+
+class NeverSwitches:
+    """There is one model, and requests change nothing about it."""
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        return ()
+
+    async def turn(self, _name: str | None, _within_s: float) -> Turn:
+        return AT_ONCE
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Open requests of clients here, for `model`: those that have a first token, and those that wait for one,
+    in a queue, in prefill, or for another group. Nothing that the agent asks for itself. `held` counts the
+    tokens of prompts and answers of all that run at a rank 0 here, other agents' included.
+    """
+
+    model: str
+    running: int
+    waiting: int
+    held: int
+
+
+class Gateway:
+    """Implements `api.backend.Backend`. Every open request ends: with its last token or with an error.
+
+    `recovery_s`: how long a request waits for another group before it ends with an error; or `LOADS` times
+    what the model last took to load, if that is longer. `deadline_s`: how long it may take in all. `memory`
+    tells how much this machine has left.
+    """
+
+    def __init__(
+        self,
+        health: Callable[[int], Health],
+        bounds: Bounds,
+        recovery_s: float = 60.0,
+        deadline_s: float = 3600.0,
+        memory: Callable[[], Memory] | None = None,
+    ) -> None:
+        self._health = health
+        self._bounds = bounds
+        self._recovery_s = recovery_s
+        self.load_s = 0.0
+        """Seconds that the served model took to load; 0 where that is not known."""
+        self._deadline_s = deadline_s
+        self._memory = memory or FreeMemory()
+        self._salt = secrets.token_bytes(16)
+        self._uids = itertools.count(1)
+        self._open: dict[int, Asked | Relayed] = {}
+        """By uid: what a desk works on."""
+        self._paused: dict[Asked, None] = {}
+        """In order: what waits for a group."""
+        self._suspects: deque[Asked | Relayed] = deque()
+        """What waits until the suspect before it has proven harmless."""
+        self._suspect: Asked | Relayed | None = None
+        self._desk: Desk | None = None
+        self._here = False
+        self._model: ModelInfo | None = None
+        self._served: ModelInfo | None = None
+        """The model that open requests are for."""
+        self._text: Text | None = None
+        self._handover: MlxtpError | None = None
+        """The reason for the gap between two groups, of which the second is on its way."""
+        self._held = ""
+        self.confirmed_tokens = 0
+        """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
+        self.elsewhere: Callable[[], str] = lambda: ""
+        """The name of another Mac of the group that is short of memory; empty for none."""
+        self.switch: Switch = NeverSwitches()
+        self.on_serving: Callable[[], None] = lambda: None
+        """Called when a model is there for requests."""
+        self.closing = ""
+        """Why nothing new is taken; what is open goes on, from group to group if need be."""
+        self.meter: Meter = NoMeter()
+        """Is told of the requests whose clients are here."""
+
+    # --- what the agent tells ------------------------------------------------------------------------
+
+    def serve(
+        self, desk: Desk, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
+    ) -> None:
+        """From now on requests go to `desk`. `here`: that is rank 0, and requests of others may go there.
+
+        `load_s`: seconds that the model took to load, 0 where that is not known.
+        """
+        if self._served is not None and (self._served.id, self._served.path) != (model.id, model.path):
+            self._end_all(GroupError(f"{model.id} is served now", Code.SHUTTING_DOWN))
+        self._desk, self._model, self._text, self._here = desk, model, text, here
+        self._handover = None
+        self._served, self.load_s = model, load_s
+        self._take_up()
+        self.on_serving()
+
+    def rest(self) -> None:
+        """Nothing new for now; what is open stays with its desk."""
+        self._desk = self._model = self._text = self._handover = None
+
+    def pause(self, error: MlxtpError) -> None:
+        """The group, or the way to it, has ended because of `error`: open requests wait for another one.
+
+        Where a better group takes its place, new requests wait for that, too.
+        """
+        model, text = self._model, self._text
+        self.rest()
+        if error.code is Code.REPLANNED and model is not None:
+            self._model, self._text, self._handover = model, text, error
+        requests = [*self._open.values(), *self._suspects]
+        strikes = strikes_after([request.footing for request in requests], error.code)
+        self._open.clear()
+        self._suspects.clear()
+        self._suspect = None
+        for request, count in zip(requests, strikes, strict=True):
+            if count is None:
+                log.error("a request is not asked again: %s", error.detail)
+                request.put(ended(error.code, error.detail))
+            elif isinstance(request, Relayed):
+                request.give_back(error, struck=count != request.strikes)
+            else:
+                request.strikes = count
+                self._park(request, error)
+
+    def suspend(self, error: MlxtpError) -> None:
+        """No requests from now on; those that are open end with `error`."""
+        self.rest()
+        self._end_all(error)
+
+    def close(self, error: MlxtpError) -> None:
+        """This Mac serves no more; requests of other agents may go on elsewhere."""
+        for request in [*self._open.values(), *self._suspects]:
+            if isinstance(request, Relayed):
+                request.give_back(error, struck=False)
+        self._open = {uid: request for uid, request in self._open.items() if isinstance(request, Asked)}
+        self._suspects = deque(request for request in self._suspects if isinstance(request, Asked))
+        self.suspend(error)
+
+    def on_event(self, event: RequestEvent) -> None:
+        """What rank 0 emitted."""
+        match event:
+            case Delta():
+                now = self.meter.clock()
+                self.confirmed_tokens += len(event.tokens)
+                for uid, token in zip(event.uids, event.tokens, strict=True):
+                    if request := self._open.get(uid):
+                        request.put(Tokens((token,)))
+                        request.watch.tokens(1, now)
+            case ScoredDelta():
+                self.confirmed_tokens += len(event.tokens)
+                if request := self._open.get(event.uid):
+                    request.put(Tokens(event.tokens, _scores(event)))
+                    request.watch.tokens(len(event.tokens), self.meter.clock())
+            case Accepted() | Prefilled():
+                if request := self._open.get(event.uid):
+                    request.advance(event)
+            case Finished():
+                if request := self._open.pop(event.uid, None):
+                    request.put(
+                        End(
+                            event.reason,  # type: ignore[arg-type]
+                            event.generated,
+                            event.cached,
+                            event.drafted,
+                            event.accepted,
+                        )
+                    )
+            case Error():
+                if request := self._open.pop(event.uid, None):
+                    self._refused(request, _refusal(Code(event.code), event.detail))
+        if self._suspect is not None:
+            self._next_suspect()
+
+    @contextlib.contextmanager
+    def held(self, why: str) -> Iterator[None]:
+        """Meanwhile new requests are refused, with `why`; they may try again soon."""
+        self._held = why
+        try:
+            yield
+        finally:
+            self._held = ""
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that wait for more tokens, other agents' included."""
+        return len(self._requests)
+
+    @property
+    def relayed(self) -> int:
+        """Requests of other agents' clients that go on here."""
+        return sum(isinstance(request, Relayed) for request in self._requests)
+
+    def census(self) -> Census:
+        """What is open right now."""
+        own = [
+            request
+            for request in self._requests
+            if isinstance(request, Asked) and request.watch is not UNWATCHED
+        ]
+        running = sum(request.uid != 0 and request.got > 0 for request in own)
+        there = self._open.values() if self._here else ()
+        held = sum(request.length for request in there if request.footing.progress)
+        name = self._served.id if self._served is not None else ""
+        return Census(name, running, len(own) - running, held)
+
+    @property
+    def queue(self) -> Mapping[str, int]:
+        """Open requests, other agents' included, by what they wait for.
+
+        `generating`: they have tokens of the present group. `first_token`: they wait for the first one, in
+        rank 0's queue or in prefill. `group`: for a group to serve. `held_back`: for a suspect before them.
+        """
+        progress = [request.footing.progress for request in self._open.values()]
+        generating = sum(count > 0 for count in progress)
+        return {
+            "generating": generating,
+            "first_token": len(progress) - generating,
+            "group": len(self._paused),
+            "held_back": len(self._suspects),
+        }
+
+    @property
+    def _requests(self) -> list[Asked | Relayed]:
+        return [*self._open.values(), *self._paused, *self._suspects]
+
+    # --- what HTTP asks ------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        return self._health(self.open_requests)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        return () if self._model is None else (self._model,)
+
+    def text(self) -> Text | None:
+        return self._text
+
+    def shortage(self) -> RequestError | None:
+        return short_of_memory(self._bounds, self._memory(), self.elsewhere())
+
+    async def on_request(self) -> tuple[Stored, ...]:
+        return await self.switch.on_request()
+
+    async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
+        return await self.switch.turn(name, within_s)
+
+    def generate(self, request: Request) -> Answer:
+        """Start a request; see `Backend.generate`."""
+        self._refuse_if_closing()
+        client = client_number(request.client, self._salt)
+        user = client_number(request.user, self._salt)
+        asked = self._start(self._free_desk(client, len(request.prompt)), request, client, user)
+        assert self._served is not None
+        asked.watch = self.meter.begin(self._served.id, request.prompt)
+        return asked
+
+    def relay(self, generate: Generate, tell: Callable[[Message], None]) -> Callable[[], None]:
+        """Start a request that another agent's gateway sent; `tell` gets its events under its own uid.
+
+        Returns what cancels it. Raises RequestError when it is refused at once.
+        """
+        self._refuse_if_closing()
+        desk = self._free_desk(generate.client, len(generate.tokens))
+        # Two agents that each take the other for rank 0's would pass it on for ever.
+        if desk is None or not self._here:
+            raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
+        relayed = Relayed(generate, tell)
+        self._admit(relayed, desk)
+
+        def cancel() -> None:
+            self._abandon(relayed)
+            relayed.cancelled()
+
+        return cancel
+
+    def _refuse_if_closing(self) -> None:
+        if self.closing:
+            raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
+
+    def _free_desk(self, client: int, prompt: int) -> Desk | None:
+        if self._desk is None and self._handover is None:
+            raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
+        if self._held:
+            raise RequestError(self._held, Code.NOT_READY, status=503)
+        open_ = [(request.generate.client, request.length) for request in self._requests]
+        load = load_of(client, open_, self._bounds.request_tokens)
+        refused = refusal(self._bounds, load, prompt, self._memory(), self.elsewhere())
+        if refused is not None:
+            raise refused
+        return self._desk
+
+    @property
+    def short(self) -> bool:
+        """Whether this machine has less memory left than requests are taken with."""
+        return is_short(self._bounds, self._memory())
+
+    async def warm_up(self, ranks: Desk, prompts: Sequence[tuple[int, ...]]) -> self_test.Answers:
+        """Run short sequences before anybody waits: a first forward compiles kernels for seconds.
+
+        Returns the answers to the golden prompts, which go first. Raises what a request would raise.
+        """
+        answers = await self.golden_answers(ranks, prompts)
+        # Two at once, one of them with something to copy, one that samples: the other kinds of steps.
+        repeated = prompts[0][: max(WARM_UP_PROMPT // 2, 1)] * 2
+        sampled = Sampling(temperature=1.0, seed=1)
+        await asyncio.gather(
+            self._run(ranks, Request(repeated, WARM_UP_TOKENS, ignore_eos=True)),
+            self._run(ranks, Request(prompts[1][:WARM_UP_PROMPT], WARM_UP_TOKENS, sampled, ignore_eos=True)),
+        )
+        return answers
+
+    async def golden_answers(self, ranks: Desk, prompts: Sequence[tuple[int, ...]]) -> self_test.Answers:
+        """Return what a group without requests says to each prompt, one by one."""
+        requests = [Request(prompt, self_test.ANSWER_TOKENS, ignore_eos=True) for prompt in prompts]
+        return tuple([(await self._run(ranks, request))[0] for request in requests])
+
+    async def most_probable(self, ranks: Desk, prompt: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+        """Return the two most probable tokens after a prompt, with their log-probabilities."""
+        _, scores = await self._run(ranks, Request(prompt, 1, logprobs=2, ignore_eos=True))
+        return scores[0].top
+
+    async def _run(self, ranks: Desk, request: Request) -> tuple[tuple[int, ...], tuple[Score, ...]]:
+        tokens: list[int] = []
+        scores: list[Score] = []
+        async for event in self._start(ranks, request):
+            if isinstance(event, Tokens):
+                tokens += event.tokens
+                scores += event.scores
+        return tuple(tokens), tuple(scores)
+
+    # --- one request ---------------------------------------------------------------------------------
+
+    def _start(self, desk: Desk | None, request: Request, client: int = 0, user: int = 0) -> Asked:
+        if len(request.prompt) > MAX_FRAME_TOKENS:
+            raise RequestError(
+                f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
+                Code.CONTEXT_OVERFLOW,
+            )
+        generate = Generate(
+            1,
+            request.prompt,
+            request.max_tokens,
+            request.sampling,
+            request.shaping,
+            request.logprobs,
+            request.ignore_eos,
+            client=client,
+            user=user,
+        )
+        asked = Asked(generate, self._abandon)
+        if desk is None:
+            assert self._handover is not None
+            self._park(asked, self._handover)
+        else:
+            self._admit(asked, desk)
+        deadline_s = min(request.deadline_s or self._deadline_s, self._deadline_s)
+        loop = asyncio.get_running_loop()
+        asked.deadline = loop.call_later(deadline_s, self._too_late, asked, deadline_s)
+        return asked
+
+    def _too_late(self, asked: Asked, deadline_s: float) -> None:
+        self._abandon(asked)
+        asked.put(MlxtpError(f"the answer was not complete within {deadline_s:g} s", Code.DEADLINE))
+
+    def _admit(self, request: Asked | Relayed, desk: Desk) -> None:
+        """To the desk, or behind the suspects that wait. Raises RequestError when nobody takes it."""
+        if self._here and request.strikes >= SUSPECT:
+            if self._suspect is not None:
+                self._suspects.append(request)
+                if isinstance(request, Asked):
+                    request.wait_no_more()  # there is a group, and it will get its turn
+                return
+            self._suspect = request
+        uid = next(self._uids)
+        try:
+            desk.send(request.again(uid))
+        except MlxtpError as error:
+            if self._suspect is request:
+                self._suspect = None
+            raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
+        request.uid, request.desk, request.elsewhere = uid, desk, desk is self._desk and not self._here
+        self._open[uid] = request
+
+    def _abandon(self, request: Asked | Relayed) -> None:
+        """Nobody waits for this answer any more; unless it is complete, every rank stops working on it."""
+        if isinstance(request, Asked):
+            self._paused.pop(request, None)
+            request.wait_no_more()
+        if request in self._suspects:
+            self._suspects.remove(request)
+        if self._open.get(request.uid) is request:
+            del self._open[request.uid]
+            assert request.desk is not None
+            with contextlib.suppress(MlxtpError):  # rank 0 is gone: nothing decodes any more
+                request.desk.send(Cancel(request.uid))
+        if self._suspect is request:
+            self._next_suspect()
+
+    # --- from one group to the next ------------------------------------------------------------------
+
+    def _park(self, asked: Asked, error: MlxtpError) -> None:
+        asked.uid = 0
+        self._paused[asked] = None
+        if asked.pending is None:
+            loop = asyncio.get_running_loop()
+            recovery_s = max(self._recovery_s, LOADS * self.load_s)
+            asked.pending = loop.call_later(recovery_s, self._give_up, asked, error, recovery_s)
+
+    def _give_up(self, asked: Asked, error: MlxtpError, waited_s: float) -> None:
+        self._abandon(asked)
+        detail = f"no group took this request up again within {waited_s:.3g} s: {error.detail}"
+        asked.put(GroupError(detail, error.code))
+
+    def _take_up(self) -> None:
+        """Ask this group for what is missing."""
+        paused, self._paused, desk = self._paused, {}, self._desk
+        assert desk is not None
+        for asked in paused:
+            if asked.got >= asked.generate.max_tokens:  # only the word that this was the last is missing
+                asked.put(End("length", asked.got))
+                continue
+            try:
+                self._admit(asked, desk)
+            except RequestError as error:
+                self._park(asked, error)
+
+    def _refused(self, request: Asked | Relayed, error: MlxtpError) -> None:
+        """An Error came for it: from rank 0 itself it is the last word, from another agent perhaps not."""
+        if isinstance(request, Relayed) or not request.elsewhere or not _another_group_may(request, error):
+            request.put(error)
+            return
+        if error.code is Code.RANK_LOST:
+            request.strikes = struck(request.footing)
+        self._park(request, error)
+        asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again)
+
+    def _ask_again(self) -> None:
+        if self._desk is not None:
+            self._take_up()
+
+    def _next_suspect(self) -> None:
+        suspect = self._suspect
+        assert suspect is not None
+        if self._open.get(suspect.uid) is suspect and suspect.footing.progress < PROVEN_TOKENS:
+            return
+        self._suspect = None
+        while self._suspects and self._suspect is None and self._desk is not None:
+            waiting = self._suspects.popleft()
+            try:
+                self._admit(waiting, self._desk)
+            except RequestError as error:
+                if isinstance(waiting, Asked):
+                    self._park(waiting, error)
+                else:
+                    waiting.put(error)
+
+    def _end_all(self, error: MlxtpError) -> None:
+        requests = self._requests
+        self._open.clear()
+        self._paused.clear()
+        self._suspects.clear()
+        self._suspect = self._served = None
+        for request in requests:
+            request.put(error)
+
+
+def _another_group_may(asked: Asked, error: MlxtpError) -> bool:
+    """Whether a request that another agent has given back can go on in the next group."""
+    if isinstance(error, RequestError) or error.code is Code.SHUTTING_DOWN:
+        come_back = (Code.NOT_READY, Code.OVERLOADED, Code.SHUTTING_DOWN)
+        return asked.times > 1 and error.code in come_back
+    return error.code not in (Code.OUT_OF_MEMORY, Code.REQUEST_FATAL)
+
+
+def _scores(event: ScoredDelta) -> tuple[Score, ...]:
+    top = event.top
+    pairs = tuple(zip(event.top_tokens, event.top_logprobs, strict=True))
+    return tuple(Score(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs))
+
+
+def _refusal(code: Code, detail: str) -> MlxtpError:
+    if code in (Code.BAD_REQUEST, Code.CONTEXT_OVERFLOW, Code.NOT_SUPPORTED, Code.GRAMMAR_STUCK):
+        return RequestError(detail, code)
+    if code is Code.OVERLOADED:
+        return RequestError(detail, code, status=429)
+    if code is Code.NOT_READY:
+        return RequestError(detail, code, status=503)
+    return GroupError(detail, code)

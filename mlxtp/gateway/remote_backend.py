@@ -1,0 +1,133 @@
+"""Requests between agents: from the one whose client asks to the one that has rank 0, and answers back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+
+from ..errors import Code, LinkError, MlxtpError, RequestError
+from ..groups.local_rank import RequestEvent
+from ..wire.base import Message
+from ..wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    Delta,
+    Error,
+    Finished,
+    Generate,
+    Hello,
+    Prefilled,
+    ScoredDelta,
+    Welcome,
+)
+from ..wire.session import LinkKind, Protocol, Side
+from ..wire.streams import Connection
+from .gateway import Gateway
+
+log = logging.getLogger(__name__)
+
+MAX_UNSENT_BYTES = 8 * 1024 * 1024
+"""What may wait for an agent that does not read before its link is cut."""
+
+
+class RemoteDesk:
+    """A `Desk` whose rank 0 is on another Mac. `lost` is called once, when its link ends."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        on_event: Callable[[RequestEvent], None],
+        lost: Callable[[MlxtpError], None],
+    ) -> None:
+        self._connection = connection
+        self._on_event = on_event
+        self._lost = lost
+        self._task = asyncio.ensure_future(self._read())
+
+    @classmethod
+    async def open(
+        cls,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_event: Callable[[RequestEvent], None],
+        lost: Callable[[MlxtpError], None],
+    ) -> RemoteDesk:
+        """Greet the other end. Raises LinkError or ProtocolError."""
+        connection = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        await connection.receive()  # its Hello; anything else is out of order
+        connection.send(Welcome(PROTOCOL_VERSION, b""))
+        return cls(connection, on_event, lost)
+
+    def send(self, message: Message) -> None:
+        """Raises LinkError when the link has ended."""
+        self._connection.send(message)
+
+    async def _read(self) -> None:
+        error: MlxtpError = LinkError("the agent with rank 0 closed its link", Code.LINK_LOST)
+        try:
+            while batch := await self._connection.receive():
+                for received in batch:
+                    match received.message:
+                        case Accepted() | Prefilled() | Delta() | ScoredDelta() | Finished():
+                            self._on_event(received.message)
+                        case Error() if received.message.uid:
+                            self._on_event(received.message)
+        except MlxtpError as failure:
+            error = failure
+        self._connection.close()
+        self._lost(error)
+
+    def drop(self) -> None:
+        """End the link now, without telling anybody here."""
+        self._task.cancel()
+        self._connection.close()
+
+    async def close(self) -> None:
+        """The same, and wait until it has ended."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._connection.close()
+
+
+async def serve_requests(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gateway: Gateway
+) -> None:
+    """The other end: what comes is the gateway's until the link ends; then all of it is cancelled."""
+    connection = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.LOWER, 0))
+    cancels: dict[int, Callable[[], None]] = {}
+
+    def tell(message: Message) -> None:
+        """Never fails: a link that is gone, or full, is noticed by the reader below."""
+        if connection.unsent_bytes > MAX_UNSENT_BYTES:
+            writer.transport.abort()
+            return
+        with contextlib.suppress(MlxtpError):
+            connection.send(message)
+        if isinstance(message, (Finished, Error)):
+            cancels.pop(message.uid, None)
+
+    def generate(request: Generate) -> None:
+        try:
+            cancels[request.uid] = gateway.relay(request, tell)
+        except RequestError as error:
+            tell(Error(error.code, error.detail, request.uid))
+
+    try:
+        connection.send(Hello(PROTOCOL_VERSION, 0, os.getpid(), os.urandom(16), b""))
+        while batch := await connection.receive():
+            for received in batch:
+                match received.message:
+                    case Generate():
+                        generate(received.message)
+                    case Cancel() if received.message.uid in cancels:
+                        cancels.pop(received.message.uid)()
+    except MlxtpError as error:
+        log.debug("a requests link ended: %s", error.detail)
+    finally:
+        connection.close()  # first: what is cut off must not look like what its client cancelled
+        for cancel in list(cancels.values()):
+            cancel()

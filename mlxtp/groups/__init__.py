@@ -1,0 +1,1 @@
+"""An agent's side of a group: epochs, rank processes here and on other Macs, recovery."""

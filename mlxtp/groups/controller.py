@@ -1,0 +1,680 @@
+"""The epochs that this node coordinates: which group is best, forming it, and what becomes of its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..cluster import reconcile
+from ..cluster.failure_detector import State as Standing
+from ..cluster.leadership import Situation
+from ..cluster.reconcile import FormEpoch, Running, TryGroup
+from ..cluster.surroundings import Surroundings
+from ..config import EMBEDDED_MODEL, Settings
+from ..errors import Code, GroupError, MlxtpError
+from ..models.inspect import read_config, shape_in
+from ..models.names import ModelSource, is_hub_id
+from ..placement.candidates import Alternative
+from ..placement.failed_groups import FailedGroup, FailedGroups, links_of
+from ..placement.jaccl_preflight import preflight
+from ..placement.model_shape import ModelShape
+from ..placement.planner import Options, plan
+from ..placement.planner import Plan as Placement
+from ..placement.topology import Member, Topology
+from ..wire.cluster_messages import DesiredState, Prepare, Serving
+from ..wire.rdma import Matrix, flat
+from .health import State, of_the_model
+from .lifecycle import Plan as EpochPlan
+from .process_group import Group, Ranks, Seat
+from .remote_rank import RankWord, RemoteRank
+from .trials import Trials
+
+log = logging.getLogger(__name__)
+
+MEMORY_STEP_BYTES = 1 << 30
+MIB = 1 << 20
+KEY_NUMBERS = 2
+"""Of what plans are compared by, see `_key`."""
+TELL_S = 3.0
+"""Seconds that a member that has just come may take to report whether it has the model."""
+STRIKES = 2  #: Failures in a row after which another plan takes the place of one that may yet come up.
+_OTHERWISE = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.NOT_READY))
+"""Codes of an end that says nothing about a group."""
+_PASSING_JACCL = frozenset((Code.RANK_LOST, Code.LINK_LOST))
+_PASSING_TCP = _PASSING_JACCL | {Code.FORM_FAILED, Code.LINK_TIMEOUT}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    """An epoch that this node forms or runs."""
+
+    form: FormEpoch
+    placement: Placement
+    model: str
+    desired: int
+
+
+class Conductor:
+    """Implements `supervisor.Plans`."""
+
+    def __init__(self, cluster: Surroundings) -> None:
+        self._cluster = cluster
+        self._ready_for: asyncio.Future[EpochPlan] | None = None
+        self._mine: _Mine | None = None
+        self._seats: dict[tuple[str, int], RemoteRank] = {}
+        """By node id and epoch."""
+        self._failed = FailedGroups()
+        self._trials = Trials(cluster, self)
+        self._changed = asyncio.Event()
+        self._shape: tuple[ModelSource, ModelShape] | None = None
+        self._known: tuple[object, Placement | None, str] | None = None
+        self._lacking: set[str] = set()
+        """Nodes whose MLX turned out to have no JACCL."""
+        self._seen: object = None
+        self._guest_of = (0, "")
+        """The epoch of the guest's rank, and the boot id that its host had when it came."""
+
+    # --- for the supervisor --------------------------------------------------------------------------
+
+    async def next(self) -> EpochPlan:
+        """Wait until this node has to form an epoch."""
+        if self._mine is not None and self._mine.placement.backend == "jaccl":
+            # With a cable out, between whichever ranks, JACCL forms all the same.
+            await self._cluster.look_now(self._mine.form.plan.ranks)
+        self._let_go()
+        await self._trials.stop()
+        self._ready_for = asyncio.get_running_loop().create_future()
+        self._cluster.changed()
+        try:
+            return await self._ready_for
+        finally:
+            self._ready_for = None
+
+    async def changed(self) -> None:
+        """Wait until members, or what is wanted, are different from now."""
+        self._let_go()
+        self._changed.clear()
+        self._cluster.changed()
+        await self._changed.wait()
+
+    def failed(self, error: MlxtpError, formed: bool) -> bool:
+        """Leave out the group that failed on its way up, if there is another one to form.
+
+        One failure is enough, except for a lost process or a TCP port that was taken, which may pass.
+        """
+        mine, chosen = self._mine, self._mine.placement.chosen if self._mine is not None else None
+        if mine is None or chosen is None or chosen.nodes == 1:
+            return False
+        if error.code in _OTHERWISE or of_the_model(error):
+            return False
+        passing = _PASSING_JACCL if chosen.backend == "jaccl" else _PASSING_TCP
+        strikes = STRIKES if error.code in passing else 1
+        self._trials.failed(chosen)
+        return self.leave_out(chosen, error, formed=formed, strikes=strikes)
+
+    def leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
+        """Note that a group failed; log and return whether another one takes its place."""
+        links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
+        what = "formed, and failed then" if formed else "did not form"
+        group = FailedGroup(chosen.kind, links, f"it {what}: {error.detail}")
+        members = {member.node_id: member for member in self.members()}
+        if not self._failed.failed(group, error.code, members, now, strikes=strikes):
+            return False
+        placement, _ = self.placement()
+        if placement is None or placement.chosen is None:
+            self._failed.forget(chosen.kind, links)
+            return False
+        again_s = next(left_s for each, left_s in self.left_out() if each == group)
+        log.warning(
+            "%s on %s %s: %s; %s serves instead. The next try is in %.0f s, or when cables, ports or "
+            "versions change",
+            chosen.title,
+            " + ".join(map(self._cluster.name_of, chosen.ranks)),
+            what,
+            error.detail,
+            placement.chosen.title,
+            again_s,
+        )
+        return True
+
+    def left_out(self) -> tuple[tuple[FailedGroup, float], ...]:
+        """Groups that failed to form, and the seconds until each is tried again."""
+        members = {member.node_id: member for member in self.members()}
+        return self._failed.left_out(members, time.monotonic())
+
+    def _failed_groups(self) -> tuple[FailedGroup, ...]:
+        return tuple(group for group, _ in self.left_out())
+
+    def left_out_lines(self) -> list[str]:
+        """Return one sentence for each group that is left out, for people."""
+        lines = []
+        for each, left_s in self.left_out():
+            names = " + ".join(sorted(map(self._cluster.name_of, each.nodes)))
+            lines.append(
+                f"{each.kind} on {names} is left out: {each.reason}. The next try is in {left_s:.0f} s"
+            )
+        return lines
+
+    async def close(self) -> None:
+        """End the group beside what serves, if there is one."""
+        await self._trials.close()
+
+    def forget(self, number: int) -> None:
+        """Drop the seats of epoch `number`, which has ended."""
+        self._seats = {key: seat for key, seat in self._seats.items() if key[1] != number}
+
+    def _let_go(self) -> None:
+        """The last epoch is over. The others hear it: what they know of it would stand for ever."""
+        last, mine, self._mine = self.serving(), self._mine, None
+        if mine is not None:
+            self.forget(mine.form.number)
+        if last is not None:
+            self._cluster.neighbours.tell_all(last)
+
+    # --- what is decided -----------------------------------------------------------------------------
+
+    def situation(self) -> Situation:
+        """Return the part of the situation that `Coordination.decide` cannot know by itself."""
+        self._notice_changes()
+        placement, why = self.placement()
+        best = None
+        chosen = placement.chosen if placement is not None else None
+        self._trials.look(chosen)
+        if placement is not None and chosen is not None:
+            proven = self._trials.is_over(chosen)
+            best = reconcile.Plan(placement.ranks, self._key(placement), placement.backend, proven)
+        elif self._cluster.model.problem and (others := self._others_with_model()):
+            best = reconcile.Plan((min(others),), (0.0, 0.0))  # it is to coordinate, and will plan for itself
+        hold_until, hold = self._hold()
+        return Situation(
+            hold_until=hold_until,
+            hold=hold,
+            running=self._running(),
+            others=tuple(filter(None, map(self._as_running, self._cluster.knowledge.servings.items()))),
+            plan=best,
+            refusal=why,
+        )
+
+    def _others_with_model(self) -> list[str]:
+        """Members that are present and have what this node has not: the model."""
+        cluster = self._cluster
+        return [
+            node_id
+            for node_id, told in cluster.knowledge.models.items()
+            if node_id not in cluster.coordination.draining
+            and told.fingerprint
+            and told.desired == cluster.model.version
+            and cluster.membership.standing(node_id).present
+        ]
+
+    def _hold(self) -> tuple[float, str]:
+        """A moment's patience with members that have not yet said whether they have the model."""
+        cluster = self._cluster
+        waits = [
+            (cluster.knowledge.met_at[node_id] + TELL_S, node_id)
+            for node_id in cluster.neighbours.nodes()
+            if node_id in cluster.knowledge.met_at and not self._has_told(node_id)
+        ]
+        if not waits:
+            return 0.0, ""
+        until, node_id = max(waits)
+        return until, f"{cluster.name_of(node_id)} has not said yet whether it has the model"
+
+    def _has_told(self, node_id: str) -> bool:
+        told = self._cluster.knowledge.models.get(node_id)
+        desired = self._cluster.model.version
+        return told is not None and told.desired == desired and bool(told.fingerprint or told.problem)
+
+    def form(self, form: FormEpoch) -> None:
+        """Have the supervisor form this epoch, unless it is still busy with the last one."""
+        placement, _ = self.placement()
+        source = self._cluster.model.source
+        if self._ready_for is None or self._ready_for.done() or placement is None or source is None:
+            return
+        if self._trials.busy:
+            return  # what it held must be free again
+        cluster, chosen = self._cluster, placement.chosen
+        assert chosen is not None
+        ahead = self._trials.take(chosen)
+        if ahead is not None:
+            form = replace(form, number=ahead.epoch)
+        self._mine = _Mine(form, placement, cluster.coordination.desired.model, cluster.model.version)
+        cluster.coordination.saw_epoch(form.number)
+        names = " + ".join(map(cluster.name_of, placement.ranks))
+        log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
+        for note in placement.notes:
+            log.info("%s", note)
+        if ahead is not None and (serving := self.serving()) is not None:
+            cluster.neighbours.tell_all(serving)  # its guests are no longer beside something
+        self._ready_for.set_result(ahead or EpochPlan(form.number, source, self.group(form.number, chosen)))
+
+    def try_out(self, action: TryGroup) -> None:
+        """Form the group beside what serves, in the background."""
+        placement, _ = self.placement()
+        if placement is not None and placement.chosen is not None:
+            self._trials.begin(action.number, placement.chosen)
+
+    def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
+        """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
+        mine = self._mine
+        if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
+            self._mine = replace(mine, desired=desired.version)
+
+    def group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+        """Return the ranks of epoch `number`. `trial`: they are beside those that serve."""
+        cluster = self._cluster
+        world = len(chosen.ranks)
+        if world == 1:
+            return Group(1, 1, "none", kind=chosen.kind, machines=(self._machine(cluster.node_id),))
+        fabric = chosen.ring_addresses or ("",) * world
+        members = cluster.coordination.roster.members()
+
+        def seats(ranks: Ranks) -> tuple[Seat, ...]:
+            made = {}
+            for rank, node_id in enumerate(chosen.ranks[1:], 1):
+                order = Prepare(number, rank, fabric[rank], cluster.model.version, trial)
+                made[node_id, number] = RemoteRank(
+                    partial(cluster.neighbours.send, node_id),
+                    cluster.name_of(node_id),
+                    order,
+                    ranks,
+                )
+            self._seats |= made
+            return tuple(made.values())
+
+        return Group(
+            1,
+            world,
+            chosen.backend,
+            fabric=fabric[0],
+            seats=seats,
+            decode_hosts=("127.0.0.1", *map(self._addresses_for, chosen.ranks[1:])),
+            pins=tuple(members[node_id].fingerprint for node_id in chosen.ranks),
+            kind=chosen.kind,
+            rdma=flat(_matrix(chosen)) if chosen.backend == "jaccl" else (),
+            jaccl_ring=chosen.jaccl_ring,
+            machines=tuple(map(self._machine, chosen.ranks)),
+            without_jaccl=lambda ranks: self._without_jaccl([chosen.ranks[rank] for rank in ranks]),
+        )
+
+    def _addresses_for(self, node_id: str) -> str:
+        """Return the node's addresses for a member: that on the fastest network, that of the control link."""
+        me, link = self._cluster.node_id, self._cluster.neighbours.to(node_id)
+        faster = [each.addresses[me] for each in self.topology().fastest(me, node_id)[:1]]
+        return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
+
+    def _machine(self, node_id: str) -> str:
+        machine = self._cluster.knowledge.machines[node_id]
+        return f"{machine.chip} {machine.build}"
+
+    def _running(self) -> Running | None:
+        """The epoch that this node owns, or the one whose guest it is."""
+        cluster = self._cluster
+        if self._mine is not None and cluster.supervisor.in_epoch:
+            form = self._mine.form
+            chosen = self._mine.placement.chosen
+            if cluster.supervisor.state is State.READY and chosen is not None:
+                self._trials.served(chosen)
+                self._failed.formed(chosen.kind, links_of(chosen.ranks, chosen.rdma))
+            return Running(
+                form.number,
+                form.plan.ranks,
+                form.boots,
+                form.plan.key,
+                self._mine.model,
+                self._mine.desired,
+                cluster.supervisor.state in (State.READY, State.DRAINING),
+                cluster.supervisor.gateway.open_requests,
+                cluster.supervisor.state is State.DRAINING,
+                form.plan.backend,
+            )
+        guest = cluster.guest
+        if not guest.epoch:
+            self._guest_of = (0, "")
+            return None
+        if self._guest_of[0] != guest.epoch:
+            self._guest_of = (guest.epoch, cluster.membership.standing(guest.host).boot_id)
+        return Running(
+            guest.epoch, (guest.host, cluster.node_id), (self._guest_of[1], cluster.boot_id), (), "", 0, False
+        )
+
+    def _as_running(self, told: tuple[str, Serving]) -> Running | None:
+        teller, serving = told
+        if serving.participants[:1] != (teller,) or len(serving.key) != KEY_NUMBERS:
+            return None  # only who has rank 0 speaks of a group
+        if serving.state not in (State.READY, State.LOADING, State.DRAINING):
+            return None
+        return Running(
+            serving.epoch,
+            serving.participants,
+            (),
+            serving.key,
+            serving.model,
+            serving.desired,
+            serving.state == State.READY,
+            serving.open_requests,
+            serving.state == State.DRAINING,
+            serving.backend,
+        )
+
+    # --- which group ---------------------------------------------------------------------------------
+
+    def members(self) -> list[Member]:
+        """Return the members that are present and may take part, in the form that placement needs."""
+        cluster = self._cluster
+        found = []
+        for node_id, standing in cluster.membership.standings().items():
+            machine = cluster.knowledge.machines.get(node_id)
+            if not standing.present or machine is None:
+                continue
+            link = cluster.neighbours.to(node_id)
+            found.append(
+                Member(
+                    node_id,
+                    cluster.name_of(node_id),
+                    replace(machine, free_bytes=_steps(machine.free_bytes), wired_bytes=0, notes=()),
+                    link.remote if link is not None else "",
+                    *self._has_model(node_id),
+                    jaccl=False if node_id in self._lacking else None,
+                    held_bytes=self.held_bytes(node_id),
+                    boot_id=standing.boot_id,
+                )
+            )
+        return sorted(found, key=lambda member: member.node_id)
+
+    def topology(self) -> Topology:
+        """Return the connections between the members that are present."""
+        return Topology(self.members(), self._overrides(self._cluster.settings))
+
+    def held_bytes(self, node_id: str) -> int:
+        """Return what ranks hold of that Mac's memory, and give back for a group of this node."""
+        told = self._cluster.knowledge.servings.values()
+        theirs = [dict(zip(each.participants, each.held_mib, strict=False)) for each in told]
+        return _steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in theirs))
+
+    def _held_here(self, node_id: str) -> int:
+        """Return what ranks of this node's groups hold of that Mac's memory."""
+        supervisor, mine = self._cluster.supervisor, self._mine
+        groups = [(supervisor.beside, self._trials.ranks)]
+        if mine is not None:
+            groups.append((supervisor.ranks, mine.form.plan.ranks))
+        pongs = [
+            ranks.pongs.get(nodes.index(node_id))
+            for ranks, nodes in groups
+            if ranks is not None and node_id in nodes
+        ]
+        return sum(pong.memory_bytes for pong in pongs if pong is not None)
+
+    def _has_model(self, node_id: str) -> tuple[bool, str]:
+        cluster = self._cluster
+        ours = cluster.model.status
+        theirs = ours if node_id == cluster.node_id else cluster.knowledge.models.get(node_id)
+        if theirs is None or theirs.desired != ours.desired:
+            return False, "it has not said yet whether it has the model"
+        if theirs.problem:
+            return False, theirs.problem
+        if not theirs.fingerprint:
+            return False, "it is still getting the model"
+        if ours.revision and theirs.revision and theirs.revision != ours.revision:
+            return False, (
+                f"it has the model at commit {theirs.revision[:12]}, {cluster.name} at {ours.revision[:12]}; "
+                "`mlxtp pull MODEL --everywhere` brings the newest to all"
+            )
+        if ours.fingerprint and theirs.fingerprint != ours.fingerprint:
+            return False, (
+                f"its files of the model differ: {theirs.fingerprint[:12]} there, {ours.fingerprint[:12]} on "
+                f"{cluster.name}; {self._mending(cluster.name_of(node_id))}"
+            )
+        return True, ""
+
+    def _mending(self, other: str) -> str:
+        """Return the advice for files that differ between this Mac and another one."""
+        model, here = self._cluster.coordination.desired.model, self._cluster.name
+        if is_hub_id(model):
+            return f"`mlxtp verify {model} --repair` on {other}, then on {here}, gets what is damaged anew"
+        return f"bring the same files to {other} and {here}"
+
+    def placement(self) -> tuple[Placement | None, str]:
+        """The best plan for those who are present, and why there is none. Kept until something changes."""
+        cluster = self._cluster
+        source, desired = cluster.model.source, cluster.coordination.desired
+        if not desired.model:
+            return None, "nothing is to be served"
+        if source is None:
+            coming = cluster.coming(desired.model)
+            return None, cluster.model.problem or coming or f"{desired.model} is still being looked for"
+        leaving = cluster.coordination.draining
+        members = [member for member in self.members() if member.node_id not in leaving]
+        if not members:
+            return None, "every Mac here is about to stop"
+        try:
+            options = replace(self._options(desired.nodes, source.id), failed=self._failed_groups())
+        except MlxtpError as error:  # by the word of a member with another version
+            return None, error.detail
+        asked = (members, desired, source.id, options)
+        if self._known is None or self._known[0] != asked:
+            try:
+                placement = plan(members, self._shape_of(source), cluster.node_id, options)
+                placement = self._checked(placement, members, options)
+                way_out = "" if placement.chosen is not None else self._way_out(placement, members, options)
+                self._known = (asked, placement, placement.reason + way_out)
+            except MlxtpError as error:
+                self._known = (asked, None, error.detail)
+        return self._known[1], self._known[2]
+
+    def _way_out(self, refused: Placement, members: list[Member], options: Options) -> str:
+        """Return the notes on having no group: an earlier `--nodes` may be the only reason."""
+        words = ["", *refused.notes]
+        if isinstance(options.nodes, int):
+            auto = replace(options, nodes="auto")
+            if plan(members, self._shape_now(), self._cluster.node_id, auto).chosen is not None:
+                words.append("`mlxtp serve MODEL --nodes auto` takes who is here")
+        return "; ".join(words)
+
+    def no_place(self, shape: ModelShape, nodes: str = "", only: Container[str] | None = None) -> str:
+        """Return the reason why the present members have no place for a model of this shape.
+
+        Each counts as if it had the model, and as if nothing else ran on its machine. The reason is empty
+        where there is a place, and as long as a member may be back in a moment.
+
+        `nodes`: over how many Macs; empty for as many as were said last. `only` these may take part.
+        """
+        cluster = self._cluster
+        if any(each.state is Standing.SUSPECT for each in cluster.membership.standings().values()):
+            return ""
+        members = [
+            replace(member, machine=replace(member.machine, free_bytes=0), model_ok=True, held_bytes=0)
+            for member in self.members()
+            if member.node_id not in cluster.coordination.draining
+            and (only is None or member.node_id in only)
+        ]
+        try:
+            options = self._options(nodes or cluster.coordination.desired.nodes, shape.name)
+            options = replace(options, failed=self._failed_groups())
+            placement = plan(members, shape, cluster.node_id, options)
+        except MlxtpError as error:
+            return error.detail
+        return placement.reason if placement.chosen is None else ""
+
+    def _checked(self, placement: Placement, members: list[Member], options: Options) -> Placement:
+        """The plan, if JACCL would form on every Mac of it; else the ring, and a line that says so."""
+        chosen = placement.chosen
+        if chosen is None or chosen.backend != "jaccl":
+            return placement
+        machines = {member.node_id: member.machine for member in members}
+        by_rank = {rank: machines[node_id] for rank, node_id in enumerate(chosen.ranks)}
+        for rank, node_id in enumerate(chosen.ranks):
+            named = options.rdma.get(node_id, {}).values()
+            trouble = preflight(
+                rank,
+                by_rank[rank],
+                _matrix(chosen),
+                ring=chosen.jaccl_ring,
+                others=by_rank,
+                named=list(named),
+            )
+            if trouble is None:
+                continue
+            what = f"{self._cluster.name_of(node_id)}: {trouble}"
+            if options.backend == "jaccl":
+                raise GroupError(f"JACCL cannot form: {what}", Code.FORM_FAILED)
+            log.warning("JACCL cannot form, so the ring is used. %s", what)
+            return plan(members, self._shape_now(), self._cluster.node_id, replace(options, backend="ring"))
+        return placement
+
+    def _options(self, nodes: str, model: str) -> Options:
+        settings = self._cluster.settings
+        wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
+        if wanted == "auto" and model == EMBEDDED_MODEL:
+            wanted = "all"  # it is there to show that the cluster works, not to be fast
+        return Options(
+            backend=settings.fabric,
+            nodes=wanted,
+            max_context=settings.max_context,
+            fast_fences=settings.fast_fences,
+            repeatable=settings.repeatable,
+            measured=self._cluster.measured(),
+            rdma=self._overrides(settings),
+        )
+
+    def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:
+        """RDMA devices by hand, by node id; people name nodes by name, or else by the start of an id."""
+        known = {self._cluster.node_id, *self._cluster.knowledge.machines}
+
+        def nodes(text: str) -> list[str]:
+            named = [node for node in known if text == self._cluster.name_of(node)]
+            return named or [node for node in known if node.startswith(text)]
+
+        found: dict[str, dict[str, str]] = {}
+        for item in settings.rdma:
+            who, _, device = item.partition("=")
+            one, _, other = who.partition("/")
+            for node in nodes(one):
+                for peer in nodes(other) if other else known - {node}:
+                    found.setdefault(node, {})[peer] = device
+        return found
+
+    def _shape_now(self) -> ModelShape:
+        assert self._shape is not None
+        return self._shape[1]
+
+    def _shape_of(self, source: ModelSource) -> ModelShape:
+        if self._shape is None or self._shape[0] is not source:
+            kv_bits = self._cluster.settings.kv_bits
+            self._shape = (source, shape_in(source.path, read_config(source.path), source.id, kv_bits))
+        return self._shape[1]
+
+    def remeasured(self) -> None:
+        """Something was measured: from now on this node's group is compared by what it is known to do."""
+        mine = self._mine
+        placement, _ = self.placement()
+        if mine is None or mine.placement.chosen is None or placement is None:
+            return
+        asked = (mine.form.plan.ranks, mine.placement.chosen.kind)
+        for each in placement.alternatives:
+            if (each.ranks, each.kind) == asked and each.speed is not None and each.speed.measured:
+                key = (*mine.form.plan.key[:-1], each.speed.tokens_per_second)
+                form = replace(mine.form, plan=replace(mine.form.plan, key=key))
+                self._mine = replace(mine, form=form)
+
+    def _key(self, placement: Placement) -> tuple[float, ...]:
+        """Return the order of plans: as many Macs as wanted, then tokens per second."""
+        chosen = placement.chosen
+        assert chosen is not None
+        source = self._cluster.model.source
+        nodes = self._cluster.coordination.desired.nodes
+        everybody = source is not None and self._options(nodes, source.id).nodes == "all"
+        speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
+        return (float(len(chosen.ranks)) if everybody else 0.0, speed)
+
+    def _notice_changes(self) -> None:
+        """End a failed state once a member comes or goes, or something else is wanted."""
+        cluster = self._cluster
+        standings = cluster.membership.standings()
+        present = tuple(sorted((node, s.boot_id) for node, s in standings.items() if s.present))
+        now = (present, cluster.coordination.desired, cluster.coordination.leading)
+        if now != self._seen:
+            self._seen = now
+            self._changed.set()
+
+    # --- what others say -----------------------------------------------------------------------------
+
+    def received(self, node_id: str, message: RankWord) -> None:
+        """An agent about the rank it runs for this node."""
+        if seat := self._seats.get((node_id, message.epoch)):
+            seat.received(message)
+
+    def _without_jaccl(self, nodes: list[str]) -> GroupError:
+        """MLX turned out to have no JACCL on these: with `auto` the next epoch uses the ring."""
+        who = " and ".join(map(self._cluster.name_of, nodes))
+        why = f"MLX on {who} has no JACCL; it needs macOS 26.2 or newer and librdma"
+        if self._cluster.settings.fabric != "auto":
+            return GroupError(why, Code.FORM_FAILED)
+        log.warning("%s, so the ring is used", why)
+        self._lacking.update(nodes)
+        return GroupError(why, Code.REPLANNED)
+
+    def lost(self, node_id: str, why: str) -> None:
+        """The last link to an agent has ended."""
+        for (host, _), seat in self._seats.items():
+            if host == node_id:
+                seat.lost(why)
+
+    # --- what is told --------------------------------------------------------------------------------
+
+    def serving(self) -> Serving | None:
+        """The group of this node, for all others; None when it has none and another node coordinates."""
+        cluster, mine = self._cluster, self._mine
+        supervisor = cluster.supervisor
+        if mine is None:
+            return self._nothing() if cluster.coordination.leading else None
+        if supervisor.in_epoch:
+            state, requests = supervisor.state, supervisor.gateway.open_requests
+            info = next(iter(supervisor.gateway.models()), None)
+        else:  # it is about to begin, or is over; what the supervisor shows is of whom this node follows
+            state, requests, info = State.RESTARTING, 0, None
+        group = supervisor.group
+        reason = supervisor.reason.detail if supervisor.reason is not None else ""
+        if state is State.LOADING:
+            reason = supervisor.progress
+        loaded = state in (State.READY, State.DRAINING)
+        return Serving(
+            mine.form.number,
+            str(state),
+            supervisor.gateway.closing or reason,
+            group.backend if group is not None else "none",
+            group.kind if group is not None else "",
+            mine.form.plan.ranks,
+            mine.form.plan.key,
+            requests,
+            mine.model,
+            mine.desired,
+            info.context if info is not None else 0,
+            info.vocabulary if info is not None else 0,
+            info.eos if info is not None else (),
+            math.ceil(supervisor.gateway.load_s),
+            tuple(-(-self._held_here(node) // MIB) for node in mine.form.plan.ranks) if loaded else (),
+        )
+
+    def _nothing(self) -> Serving:
+        """The word of a coordinator without a group: why there is none."""
+        supervisor, why = self._cluster.supervisor, self._cluster.waiting
+        state = State.IDLE
+        if supervisor.resting and supervisor.state is State.FAILED:
+            state, why = State.FAILED, supervisor.reason.detail if supervisor.reason is not None else ""
+        version = self._cluster.model.version
+        return Serving(supervisor.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
+
+
+def _steps(size: int) -> int:
+    """Memory comes and goes by the second; a large change alone makes another plan."""
+    return size // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES
+
+
+def _matrix(chosen: Alternative) -> Matrix:
+    return tuple(tuple(device or "" for device in row) for row in chosen.rdma)

@@ -1,0 +1,107 @@
+"""How an agent ends: it takes nothing new, finishes what has begun, and leaves when nobody needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from ..api.admin import Json
+from ..cluster.node import Cluster
+from .lifecycle import ABOUT_TO_STOP, Supervisor
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""How often is looked whether anything is still open."""
+NEWS_S = 1.0
+"""How long whoever watches is left without an answer."""
+
+
+class Drain:
+    """The drain of one agent. `over` is set once it may end, or has to."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        cluster: Cluster | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.over = asyncio.Event()
+        self._supervisor = supervisor
+        self._cluster = cluster
+        self._clock = clock
+        self._until: float | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def begun(self) -> bool:
+        """Whether anybody has asked for it."""
+        return self._looking is not None
+
+    @property
+    def left_s(self) -> float | None:
+        """How long what is open may still take; None for as long as it needs."""
+        return None if self._until is None else max(self._until - self._clock(), 0.0)
+
+    def begin(self, within_s: float | None = None) -> None:
+        """Take nothing new, and end within this time, whatever is open. The earliest time holds."""
+        if within_s is not None:
+            until = self._clock() + within_s
+            self._until = until if self._until is None else min(until, self._until)
+        limit = "" if self._until is None else f", {self.left_s:.0f} s at most"
+        log.info("draining: open requests: %d%s", self._supervisor.gateway.open_requests, limit)
+        if self._looking is not None:
+            return
+        if self._cluster is not None:
+            self._cluster.drain()
+        self._supervisor.drain(ABOUT_TO_STOP)
+        self._looking = asyncio.ensure_future(self._look())
+
+    async def _look(self) -> None:
+        before = None
+        while not self._finished():
+            if before != (before := self._supervisor.gateway.open_requests):
+                self._tell()
+            await asyncio.sleep(LOOK_S)
+        self.over.set()
+        self._tell()
+
+    def _finished(self) -> bool:
+        left = self._supervisor.gateway.open_requests
+        if self.left_s == 0.0:
+            log.info("the time to drain is over; open requests: %d", left)
+            return True
+        if left or not (self._cluster is None or self._cluster.may_leave):
+            return False
+        log.info("drained")
+        return True
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def progress(self) -> Json:
+        """What is open, as soon as that has changed, or after a while."""
+        if not self.over.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(NEWS_S):
+                    await self._news.wait()
+        return self.now()
+
+    def now(self) -> Json:
+        """What is open at this moment."""
+        return {
+            "draining": self.begun,
+            "over": self.over.is_set(),
+            "open_requests": self._supervisor.gateway.open_requests,
+            "left_s": self.left_s,
+        }
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._looking is not None:
+            self._looking.cancel()

@@ -1,0 +1,182 @@
+"""Measuring the collectives of a group, wherever its rank 0 is, and keeping what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from pathlib import Path
+
+from ..cluster.surroundings import Surroundings
+from ..errors import Code, MlxtpError, UserError
+from ..identity.private_files import read_private, write_private
+from ..placement import measurements
+from ..placement.cost_model import Measured
+from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted
+from ..wire.fabric_result import FabricResult
+from .controller import Conductor
+from .health import State
+
+log = logging.getLogger(__name__)
+
+FILE = "fabric.json"
+ANSWER_S = 50.0
+"""How long another agent may take to measure its group."""
+
+
+class Fabric:
+    """What is known of the fabrics of this cluster. The file is this node's own; others are told."""
+
+    def __init__(self, cluster: Surroundings, conductor: Conductor) -> None:
+        self._cluster = cluster
+        self._conductor = conductor
+        self._path = cluster.settings.home / FILE
+        self.results = _load(self._path)
+        self._said: dict[str, FabricResult] = {}
+        """What each node told last."""
+        self._answers: dict[tuple[str, bytes], asyncio.Future[FabricResult]] = {}
+        """What is waited for, by who was asked and with which nonce."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def measured(self) -> Measured:
+        """What placement takes over its assumptions, with the fences that ranks run with."""
+        return measurements.measured(self.results, fast_fences=self._cluster.settings.fast_fences)
+
+    def of(self, nodes: tuple[str, ...], kind: str) -> FabricResult | None:
+        """What was measured of such a group."""
+        fast = self._cluster.settings.fast_fences
+        return measurements.find(self.results, nodes, kind, fast_fences=fast)
+
+    def told(self) -> list[FabricReport]:
+        """What a node that has just come is told."""
+        return list(map(_report, self.results))
+
+    async def bench(self) -> FabricResult:
+        """Measure the group that serves, here or where its rank 0 is. Raises UserError when it cannot be."""
+        cluster = self._cluster
+        if cluster.supervisor.in_epoch:
+            return await self._bench_here()
+        servings = cluster.knowledge.servings.items()
+        owners = [node for node, serving in servings if serving.state == State.READY]
+        if not owners:
+            raise UserError("no group serves right now; `mlxtp status` says why", Code.NOT_READY)
+        coordinator = cluster.coordination.claim.node_id
+        return await self._bench_at(coordinator if coordinator in owners else min(owners))
+
+    async def _bench_here(self) -> FabricResult:
+        serving = self._conductor.serving()
+        times = await self._cluster.supervisor.measure_fabric()
+        assert serving is not None
+        result = FabricResult(
+            serving.participants,
+            serving.backend,
+            serving.kind,
+            self._cluster.settings.fast_fences,
+            times.metal,
+            int(time.time()),
+            times.collective_s,
+            times.sizes,
+            times.sums_s,
+            times.gathers_s,
+        )
+        try:
+            measurements.check(result)
+        except ValueError as error:
+            raise UserError(f"what was measured makes no sense and is not kept: {error}") from None
+        self._keep(result)
+        self._cluster.neighbours.tell_all(_report(result))
+        return result
+
+    async def _bench_at(self, node_id: str) -> FabricResult:
+        name, nonce = self._cluster.name_of(node_id), secrets.token_bytes(16)
+        answer: asyncio.Future[FabricResult] = asyncio.get_running_loop().create_future()
+        self._answers[node_id, nonce] = answer
+        try:
+            self._cluster.neighbours.send(node_id, FabricWanted(nonce))
+            async with asyncio.timeout(ANSWER_S):
+                return await answer
+        except TimeoutError:
+            raise UserError(f"{name}, which has rank 0, did not answer; try again, or ask there") from None
+        finally:
+            del self._answers[node_id, nonce]
+
+    def received(self, node_id: str, message: FabricWanted | FabricReport | FabricAnswer) -> None:
+        """Another agent wants to know, or says what was measured."""
+        match message:
+            case FabricWanted(nonce):
+                task = asyncio.ensure_future(self._answer(node_id, nonce))
+                self._tasks.add(task)
+                task.add_done_callback(self._ended)
+            case FabricReport():
+                result = FabricResult(*(getattr(message, name) for name in FabricResult.__match_args__))
+                self._said[node_id] = result
+                self._keep(result)
+            case FabricAnswer(nonce, problem):
+                answer, said = self._answers.get((node_id, nonce)), self._said.get(node_id)
+                if answer is None or answer.done():
+                    return
+                if said is not None and not problem:
+                    answer.set_result(said)
+                else:
+                    answer.set_exception(UserError(problem or "nothing was measured"))
+
+    def lost(self, node_id: str) -> None:
+        """The last link to an agent has ended."""
+        self._said.pop(node_id, None)
+        for (asked, _), answer in self._answers.items():
+            if asked == node_id and not answer.done():
+                answer.set_exception(UserError(f"{self._cluster.name_of(node_id)} went while it measured"))
+
+    async def _answer(self, node_id: str, nonce: bytes) -> None:
+        problem = ""
+        try:
+            if not self._cluster.supervisor.in_epoch:  # else two agents could ask each other for ever
+                raise UserError(f"rank 0 is not on {self._cluster.name} any more; try again")
+            await self._bench_here()
+        except MlxtpError as error:
+            problem = error.detail
+        with contextlib.suppress(MlxtpError):  # it is gone
+            self._cluster.neighbours.send(node_id, FabricAnswer(nonce, problem))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("measuring the fabric failed", exc_info=error)
+
+    def _keep(self, result: FabricResult) -> None:
+        try:
+            kept = measurements.merged(self.results, [measurements.check(result)])
+        except ValueError as error:
+            log.warning("what was said to be measured of a fabric is left aside: %s", error)
+            return
+        if kept == self.results:
+            return
+        self.results = kept
+        try:
+            write_private(self._path, measurements.to_text(kept).encode())
+        except MlxtpError as error:
+            log.error("what was measured of the fabric counts until this agent ends: %s", error.detail)
+        self._conductor.remeasured()
+        self._cluster.changed()
+
+    async def close(self) -> None:
+        """Measure no more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _report(result: FabricResult) -> FabricReport:
+    return FabricReport(*(getattr(result, name) for name in FabricResult.__match_args__))
+
+
+def _load(path: Path) -> tuple[FabricResult, ...]:
+    """What was kept; nothing, and a line that says so, of a file that cannot be used."""
+    try:
+        data = read_private(path)
+        return measurements.from_text(data.decode()) if data is not None else ()
+    except (MlxtpError, ValueError, RecursionError) as error:
+        log.warning("%s is left aside, speeds of fabrics are assumed: %s", path, error)
+        return ()

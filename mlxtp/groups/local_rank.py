@@ -1,0 +1,332 @@
+"""One rank process of this machine, and the agent's end of its pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ..config import Limits
+from ..diagnostics.failure_store import RankEnd, read_recording, recorder_memory
+from ..errors import (
+    Code,
+    GroupError,
+    LinkError,
+    MlxtpError,
+    ModelError,
+    code_of_exit,
+    is_disk_full,
+    why_not_written,
+)
+from ..wire.exit_timeouts import ANSWER_S, FREE_S, patience_s
+from ..wire.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Bootstrap,
+    Delta,
+    Done,
+    Error,
+    Finished,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Prefilled,
+    ScoredDelta,
+    SessionEnd,
+    Shutdown,
+    SideChannel,
+    Welcome,
+)
+from ..wire.recording import Recording, decode
+from ..wire.session import LinkKind, Side, State
+from ..wire.session import Protocol as LinkProtocol
+from ..wire.streams import Connection
+from .health import Report, exit_report
+from .warm_pool import Spares
+from .wired_memory import HERE
+
+log = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
+EXIT_S = 1.0  #: from the end of a pipe to that of its process
+_CLOSED = -1
+
+Worker = Sequence[str] | Spares
+"""How rank processes are started: by a command, or from spares."""
+
+RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
+R = TypeVar("R", bound=Message)
+
+
+class Watcher(Protocol):
+    """Who wants to know what becomes of a rank."""
+
+    def heard(self, rank: int, pong: Pong) -> None: ...
+
+    def report(self, report: Report) -> None: ...
+
+    def emitted(self, event: RequestEvent) -> None:
+        """What rank 0 emits."""
+
+    def side(self, rank: int, message: SideChannel) -> None:
+        """A rank's bytes for a round of JACCL's all-gather; the answer is sent to it when all are there."""
+
+
+class RankProcess:
+    """From its spawn to the moment it is gone. `folder` is for files that live as long as the epoch."""
+
+    def __init__(
+        self,
+        rank: int,
+        epoch: int,
+        folder: Path,
+        watcher: Watcher,
+        limits: Limits,
+        *,
+        worker: Worker = WORKER,
+    ) -> None:
+        self.rank = rank
+        self._epoch = epoch
+        self._folder = folder
+        self._watcher = watcher
+        self._limits = limits
+        self._spares = worker if isinstance(worker, Spares) else Spares(worker)
+        self._process: asyncio.subprocess.Process | None = None
+        self._connection: Connection | None = None
+        self._replies: asyncio.Queue[Message] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ending = False
+        self._leaves = asyncio.Event()
+        """Set once it has said its last word: it ends by itself, or has."""
+        self._recording = folder / f"rank-{rank}.recording"
+        self._recorder = _CLOSED
+        self._counted = False
+        """True while its memory is compared."""
+        self._end = RankEnd(rank)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def spawn(self, listener: socket.socket | None = None, identity: Path | None = None) -> None:
+        """Start the process. `listener` is for decode links, `identity` where this node's certificate is."""
+        args = ["--rank", str(self.rank), "--epoch", str(self._epoch), "--folder", str(self._folder)]
+        if memory := recorder_memory(self._recording):
+            self._recorder, self._recording = memory
+            args += ["--recorder", str(self._recording)]
+        if identity is not None:
+            args += ["--identity", str(identity)]
+        started = await self._spares.start(args, listener)
+        self._process = started.process
+        HERE.began()
+        self._counted = True
+        if started.lines is not None:
+            started.lines.about = {"epoch": self._epoch, "rank": self.rank}
+        kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
+        protocol = LinkProtocol(kind, Side.UPPER, self._epoch)
+        self._connection = await Connection.from_socket(started.pipe, protocol)
+        self._start(self._read(self._connection))
+        self._start(self._await_exit(self._process))
+
+    async def greet(self) -> None:
+        """Wait for its Hello and answer it. Raises GroupError (NOT_AUTHENTIC) for another one."""
+        hello = await self.reply(Hello)
+        self._remove_recording()  # it has it open
+        if hello.rank != self.rank or hello.version != PROTOCOL_VERSION:
+            raise GroupError(f"rank {self.rank} greeted with {hello}", Code.NOT_AUTHENTIC)
+        self.send(Welcome(PROTOCOL_VERSION, b""))
+
+    async def join(self, bootstrap: Bootstrap) -> bool:
+        """Tell it which group it is part of; returns when it has its decode links: whether MLX has JACCL."""
+        self._end.key = bootstrap.epoch_key
+        self.send(bootstrap)
+        return (await self.reply(Done)).jaccl
+
+    def send(self, message: Message) -> None:
+        """Raises LinkError when it is gone."""
+        assert self._connection is not None
+        self._connection.send(message)
+
+    async def reply(self, expected: type[R]) -> R:
+        """The one reply to a command. Raises the error that it reports instead."""
+        reply = await self._replies.get()
+        if isinstance(reply, Error):
+            code = Code(reply.code)
+            raise (ModelError if code.startswith("model_") else GroupError)(reply.detail, code)
+        if not isinstance(reply, expected):
+            raise GroupError(f"rank {self.rank} answered with {type(reply).__name__}", Code.OUT_OF_ORDER)
+        return reply
+
+    def ping(self) -> None:
+        """Ask for a heartbeat."""
+        with contextlib.suppress(MlxtpError):  # its reader reports it
+            self.send(Ping())
+
+    async def shut_down(self) -> None:
+        """Have it end in order, and wait until it does. `kill` waits until it has."""
+        self._ending = True
+        self.send(Shutdown())
+        await self.reply(Done)
+        await self._leaves.wait()
+
+    async def kill(self) -> RankEnd:
+        """End what is left: SIGTERM, then SIGKILL; reap it and close the pipe. May be repeated.
+
+        A rank that gives a sign ends by itself and has time to give its memory back; one that gives none is
+        wedged. Returns how it ended.
+        """
+        self._ending = True
+        process, end = self._process, self._end
+        if process is not None and process.returncode is None:
+            waiting = asyncio.ensure_future(process.wait())
+            if not self._leaves.is_set():
+                end.asked_at = time.monotonic()
+                with contextlib.suppress(ProcessLookupError):
+                    # process.terminate() reaps one that has just ended, and asyncio loses its status.
+                    os.kill(process.pid, signal.SIGTERM)
+                if self._connection is not None:
+                    self.ping()
+                await asyncio.wait({waiting}, timeout=ANSWER_S)
+            if self._leaves.is_set():
+                step_us = max(end.pong.step_us, end.pong.expected_us) if end.pong is not None else 0
+                await asyncio.wait({waiting}, timeout=patience_s(step_us / 1e6) + FREE_S)
+            if process.returncode is None:
+                end.deaf = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+                await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.close()
+        if process is not None:
+            end.pid, end.status = process.pid, process.returncode
+        if self._recorder != _CLOSED:
+            end.ended_at = end.ended_at or time.monotonic()
+            end.memory = read_recording(self._recorder)
+            os.close(self._recorder)
+            self._recorder = _CLOSED
+            self._remove_recording()
+        if self._counted:
+            self._counted = False
+            await HERE.ended(self._epoch, end.pong.memory_bytes if end.pong is not None else 0)
+        return end
+
+    def _remove_recording(self) -> None:
+        """Its name only; one that is no file's goes by itself."""
+        with contextlib.suppress(OSError):
+            self._recording.unlink()
+
+    def recording(self) -> Recording | None:
+        """Its last steps so far, also while it goes on; None where it has no flight recorder."""
+        return decode(read_recording(self._recorder)) if self._recorder != _CLOSED else None
+
+    # --- what it says --------------------------------------------------------------------------------
+
+    async def _read(self, connection: Connection) -> None:
+        try:
+            while batch := await connection.receive():
+                for received in batch:
+                    self._dispatch(connection, received.message)
+        except MlxtpError as error:
+            code = Code.RANK_LOST if isinstance(error, LinkError) else error.code
+            if code is Code.RANK_LOST:  # its process ends as well, and how it did says more
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EXIT_S):
+                        await self._leaves.wait()
+            self._report(Report(self.rank, GroupError(f"rank {self.rank}: {error.detail}", code)))
+
+    def _dispatch(self, connection: Connection, message: Message) -> None:
+        match message:
+            case Pong():
+                self._spares.heard(message)
+                if not self._ending:  # what SIGTERM woke says nothing of how long it was silent
+                    self._end.pong, self._end.pong_at = message, time.monotonic()
+                elif self._end.asked_at:
+                    self._leaves.set()
+                self._watcher.heard(self.rank, message)
+            case Delta() | ScoredDelta() | Accepted() | Prefilled() | Finished():
+                self._watcher.emitted(message)
+            case Error() if message.uid:
+                self._watcher.emitted(message)
+            case Error() if connection.protocol.state is State.FAILED:
+                self._end.error = message
+                self._leaves.set()
+                self._report(Report(self.rank, GroupError(message.detail, Code(message.code))))
+            case SideChannel():
+                self._watcher.side(self.rank, message)
+            case SessionEnd():
+                self._leaves.set()
+            case _:
+                self._replies.put_nowait(message)
+
+    async def _await_exit(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            status = await process.wait()
+            self._end.ended_at = time.monotonic()
+            phase = self._end.pong.phase if self._end.pong is not None else ""
+            self._report(exit_report(self.rank, status, code_of_exit(status), self._last_words(), phase))
+        finally:
+            self._leaves.set()
+            # Whoever waits for a reply learns that none will come; why is in the report.
+            self._replies.put_nowait(Error(Code.RANK_LOST, f"rank {self.rank} is gone", 0))
+
+    def _last_words(self) -> str:
+        """What stands in its memory: the agent may see its end before it has read its last frame."""
+        recording = self.recording()
+        return recording.detail if recording is not None else ""
+
+    def _report(self, report: Report) -> None:
+        if not self._ending:
+            self._watcher.report(report)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(self._check_ended)
+        self._tasks.append(task)
+
+    def _check_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in a task of ours must not leave a rank that nobody watches."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            about = {"epoch": self._epoch, "rank": self.rank}
+            log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
+            bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
+            self._watcher.report(Report(self.rank, bug))
+
+
+def free_port(host: str) -> int:
+    """A port of `host` where nobody listens now. Somebody may take it before the ring does; then the epoch
+    fails and the next one has others. Raises OSError."""
+    with contextlib.closing(socket.create_server((host, 0))) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def epoch_folder(home: Path, epoch: int) -> Path:
+    """The folder of an epoch's files; the agent removes it, since a killed rank cleans up nothing."""
+    return home / "run" / f"epoch-{epoch}"
+
+
+def make_epoch_folder(folder: Path, *, needed: bool) -> None:
+    """Raises GroupError (FORM_FAILED) with the folder's name when it cannot be made.
+
+    Several ranks need it, for MLX's file of hosts; one alone goes on without where there is no room.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = why_not_written(error, folder)
+        if needed or not is_disk_full(error):
+            raise GroupError(why, Code.FORM_FAILED) from None
+        log.warning("%s; one rank alone goes on without", why)

@@ -1,0 +1,490 @@
+"""The ranks of one epoch, wherever they run: start, bootstrap, commands, watch, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from ..config import Settings
+from ..diagnostics import failure_store
+from ..errors import Code, GroupError, MlxtpError
+from ..placement.jaccl_preflight import explain, explain_crash
+from ..wire.blocking import listen
+from ..wire.exit_timeouts import FREE_S
+from ..wire.messages import (
+    Bootstrap,
+    CollectivesTimed,
+    Done,
+    Gathered,
+    Init,
+    InitDone,
+    Loaded,
+    LoadShard,
+    Message,
+    Pong,
+    SanityCheck,
+    SanityDone,
+    SideChannel,
+    TimeCollectives,
+)
+from .health import Report, Watch, is_consequence, pick_cause, with_name
+from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
+from .side_channel import Answers, Hub
+
+log = logging.getLogger(__name__)
+
+HUB_TICK_S = 0.5
+CAUSE_GRACE_S = 0.1
+"""After the first sign of an end, how long to wait for a rank that can say why."""
+
+JACCL_CANARY_S = 20.0
+"""Seconds that a group over JACCL idles at most between two proofs: after a minute the next sum may crash."""
+
+MAX_REPORTS = 8
+"""Of each rank: its agent may go on talking, and the first ones say why."""
+
+_WISHED = (Code.REPLANNED, Code.SHUTTING_DOWN)
+"""Codes of an end that is nobody's failure."""
+
+Stage = Callable[[str], None]
+R = TypeVar("R", bound=Message)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A rank process that said hello: its address on MLX's ring ("ip:port") and the model's folder there."""
+
+    ring: str = ""
+    path: str = ""
+
+
+class Seat(Protocol):
+    """A rank on another Mac, as the coordinator's agent sees it. What happens to it is told to `Ranks`."""
+
+    rank: int
+    name: str
+    """Of its Mac."""
+
+    async def prepare(self) -> Ready:
+        """Have its process started there."""
+
+    async def join(self, bootstrap: Bootstrap) -> bool:
+        """Have it told which group it is part of. Returns whether MLX has JACCL there."""
+
+    def gathered(self, message: Gathered) -> None:
+        """The answer to its round of JACCL's all-gather."""
+
+    async def shut_down(self) -> None:
+        """Have it end in order; rank 0 has ended its loop before."""
+
+    async def kill(self) -> None:
+        """Have it ended at once. May be repeated; returns also when nobody answers any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Which ranks an epoch has. `local` counts those of this machine; rank 0 is one of them.
+
+    `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets. `seats`
+    makes the ranks of other machines; rank i finds rank 0's machine at `decode_hosts[i]`. `pins` are the
+    agents' key fingerprints, in rank order. `rdma` and `jaccl_ring` are for JACCL, as in Bootstrap;
+    `without_jaccl` is asked what to make of ranks that have none. `machines`: chip and system build of each
+    rank's Mac, where they are known.
+    """
+
+    local: int
+    world_size: int
+    backend: str
+    fabric: str = "127.0.0.1"
+    seats: Callable[[Ranks], tuple[Seat, ...]] = lambda _ranks: ()
+    decode_hosts: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+    kind: str = ""
+    rdma: tuple[str, ...] = ()
+    jaccl_ring: bool = False
+    machines: tuple[str, ...] = ()
+    without_jaccl: Callable[[list[int]], GroupError] = lambda ranks: GroupError(
+        f"MLX has no JACCL where ranks {ranks} run", Code.FORM_FAILED
+    )
+
+    @property
+    def fabric_kind(self) -> str:
+        """Which of MLX's ways to sum it has."""
+        return self.backend if self.backend != "jaccl" else "jaccl ring" if self.jaccl_ring else "jaccl mesh"
+
+    @property
+    def varies(self) -> bool:
+        """True where large sums are added in order of arrival, so that they differ each time."""
+        return self.fabric_kind == "jaccl mesh" and self.world_size > 2
+
+
+def agreement(setting: str, machines: Sequence[str]) -> str:
+    """Return how ranks agree. Unlike chips or systems may round a draw otherwise, so that rank 0 makes it."""
+    return "broadcast-draws" if setting == "auto" and len(set(machines)) > 1 else setting
+
+
+class Ranks:
+    """One epoch. `failed` resolves to why it ended by itself; `on_event` gets what rank 0 emits."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        epoch: int,
+        on_event: Callable[[RequestEvent], None],
+        on_stage: Stage = lambda _: None,
+        *,
+        worker: Worker = WORKER,
+        group: Group | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.failed: asyncio.Future[MlxtpError] = asyncio.get_running_loop().create_future()
+        self.group = group or Group(settings.ranks, settings.ranks, settings.local_backend)
+        self._settings = settings
+        self._limits = settings.limits
+        self.emitted = on_event
+        self._on_stage = on_stage
+        self._folder = epoch_folder(settings.home, epoch)
+        self.processes = [
+            RankProcess(rank, epoch, self._folder, self, self._limits, worker=worker)
+            for rank in range(self.group.local)
+        ]
+        self.seats = self.group.seats(self)
+        self._ready: tuple[Ready, ...] = ()
+        self._hub = Hub(self.group.world_size)
+        self._hub_clock: asyncio.TimerHandle | None = None
+        self._in_rounds = self.group.backend == "jaccl"
+        """Whether ranks may still wait for each other's bytes."""
+        self.at_ring = False
+        """True while MLX's ring forms or proves itself, so that a stranger may be in it."""
+        self._heart: asyncio.Task[None] | None = None
+        self._reports: list[Report] = []
+        self._over = False
+        self._ending = False
+        self._watch: Watch | None = None
+
+    # --- from spawn to a proven group ----------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Spawn the ranks and bring them to a proven group. When it raises MlxtpError, call `kill`."""
+        try:
+            make_epoch_folder(self._folder, needed=self.group.world_size > 1)
+            addresses = await self._spawn()
+        except OSError as error:  # an address of a cable that was pulled, say
+            detail = f"ranks cannot be started on this Mac: {error}"
+            raise GroupError(detail, Code.FORM_FAILED) from None
+        self._on_stage("spawned")
+        await self._bootstrap(addresses)
+        self._on_stage("linked")
+        self.at_ring = self.group.backend == "ring"
+        await self._ask(Init(), InitDone, self._limits.form_s + 5)
+        self._in_rounds = False
+        self._on_stage("formed")
+        await self._ask(SanityCheck(), SanityDone, self._limits.proof_s)
+        self.at_ring = False
+        self._on_stage("proven")
+        self._watch = Watch(self.group.world_size, self._limits, time.monotonic())
+        self._heart = asyncio.ensure_future(self._heartbeat())
+        self._heart.add_done_callback(self._check_ended)
+
+    async def _spawn(self) -> tuple[str, ...]:
+        """Start every rank process; returns where each rank finds rank 0 ("ip:port")."""
+        hosts = self.group.decode_hosts or ("127.0.0.1",) * self.group.world_size
+        here = {address for host in hosts[1:] or hosts for address in host.split(",")}
+        # Where the others know this machine by several addresses, rank 0 listens on all of them.
+        listener = listen(here.pop() if len(here) == 1 else "0.0.0.0") if self.group.world_size > 1 else None
+        identity = self._settings.home / "identity" if self.group.pins else None
+        try:
+            for process in self.processes:
+                await process.spawn(listener if process.rank == 0 else None, identity)
+            port = 0 if listener is None else listener.getsockname()[1]
+        finally:
+            if listener is not None:
+                listener.close()
+
+        async def greeted(process: RankProcess) -> Ready:
+            await process.greet()
+            if self.group.world_size == 1:
+                return Ready()
+            return Ready(f"{self.group.fabric}:{free_port(self.group.fabric)}")
+
+        self._ready = tuple(
+            await self.unless_failed(
+                _all(*map(greeted, self.processes), *(seat.prepare() for seat in self.seats)),
+                self._limits.spawn_s,
+                "say hello",
+            )
+        )
+        return tuple(
+            ",".join(f"{address}:{port}" for address in host.split(",")) if port else "" for host in hosts
+        )
+
+    async def _bootstrap(self, decode_addresses: tuple[str, ...]) -> None:
+        settings, world = self._settings, self.group.world_size
+        key = os.urandom(32)
+
+        def bootstrap(rank: int) -> Bootstrap:
+            return Bootstrap(
+                rank=rank,
+                world_size=world,
+                backend=self.group.backend,
+                hosts=tuple(ready.ring for ready in self._ready) if world > 1 else (),
+                decode_address=decode_addresses[rank],
+                epoch_key=key,
+                deadline_s=self._limits.form_s,
+                ack_deadline_s=self._limits.ack_s,
+                run_ahead=settings.run_ahead,
+                queue_s=self._limits.queue_s,
+                canary_s=canary_s(self._limits.canary_s, self.group.backend),
+                agreement=agreement(settings.agreement, self.group.machines),
+                compiled=settings.compiled,
+                speculation=settings.speculation,
+                prefix_cache=settings.prefix_cache,
+                pins=self.group.pins,
+                rdma=self.group.rdma,
+                jaccl_ring=self.group.jaccl_ring,
+                fast_fences=settings.fast_fences,
+                repeatable=settings.repeatable,
+            )
+
+        joined = _all(
+            *(process.join(bootstrap(process.rank)) for process in self.processes),
+            *(seat.join(bootstrap(seat.rank)) for seat in self.seats),
+        )
+        jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
+        if self.group.backend == "jaccl" and not all(jaccl):
+            raise self.group.without_jaccl([rank for rank, has in enumerate(jaccl) if not has])
+
+    # --- commands ------------------------------------------------------------------------------------
+
+    @property
+    def leader(self) -> RankProcess:
+        return self.processes[0]
+
+    def send(self, message: Message) -> None:
+        """Send to rank 0. Raises LinkError when it is gone."""
+        self.leader.send(message)
+
+    async def load(self, path: str, eos: tuple[int, ...], draft_path: str = "") -> Loaded:
+        """Load a model on every rank. Raises ModelError with every rank's words; the group stays usable."""
+        settings = self._settings
+        paths = tuple(ready.path or path for ready in self._ready) if self.seats else ()
+        command = LoadShard(
+            path,
+            settings.prefill_chunk,
+            eos,
+            settings.max_context,
+            settings.kv_bits,
+            settings.kv_bytes,
+            draft_path,
+            paths,
+        )
+        return await self._ask(command, Loaded, None)
+
+    async def do(self, command: Message) -> None:
+        """Carry out a command that is answered by Done on every rank."""
+        await self._ask(command, Done, self._limits.shutdown_s + FREE_S)
+
+    async def time(self, kind: str, size: int, rounds: int) -> CollectivesTimed:
+        """Time collectives on all ranks, which must have nothing else to do; see `TimeCollectives`."""
+        return await self._ask(TimeCollectives(kind, size, rounds), CollectivesTimed, None)
+
+    async def _ask(self, command: Message, expected: type[R], deadline_s: float | None) -> R:
+        """One command to rank 0 and its one reply, or the epoch's failure, whichever comes first."""
+        self.send(command)
+        what = f"answer {type(command).__name__}"
+        return await self.unless_failed(self.leader.reply(expected), deadline_s, what)
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T], deadline_s: float | None, what: str) -> T:
+        """The result of `work`. Raises the epoch's failure if that comes first, GroupError if it is late."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, self.failed}
+        try:
+            await asyncio.wait(either, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()  # unless it is done; also when the agent stops meanwhile
+        if task.done():
+            error = task.exception()
+            if not (isinstance(error, MlxtpError) and is_consequence(error)):
+                return task.result()
+            self.report(Report(0, error))
+            await asyncio.wait({self.failed}, timeout=2 * CAUSE_GRACE_S)
+            raise self.failed.result() if self.failed.done() else error
+        if self.failed.done():
+            raise self.failed.result()
+        raise GroupError(f"the ranks did not {what} within {deadline_s:g} s", Code.LINK_TIMEOUT)
+
+    def give_up(self, error: MlxtpError) -> None:
+        """End the epoch: these ranks are not to be trusted with another request, or wanted otherwise."""
+        self.report(Report(0, error))
+
+    # --- watching ------------------------------------------------------------------------------------
+
+    @property
+    def pongs(self) -> dict[int, Pong]:
+        """The newest heartbeat of each rank."""
+        return self._watch.pongs if self._watch is not None else {}
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Meanwhile forwards may take as long as warming up may."""
+        if self._watch is None:
+            yield
+            return
+        self._watch.warming_up = True
+        try:
+            yield
+        finally:
+            self._watch.warming_up = False
+
+    def heard(self, rank: int, pong: Pong) -> None:
+        """A rank's heartbeat came."""
+        if self._watch is not None:
+            self._watch.heard(rank, pong, time.monotonic())
+
+    def report(self, report: Report) -> None:
+        """Something happened to a rank: the epoch ends, as soon as everybody had time to say why."""
+        theirs = sum(each.rank == report.rank for each in self._reports)
+        if self._ending or self.failed.done() or theirs >= MAX_REPORTS:
+            return
+        self._reports.append(report)
+        if self._in_rounds:  # ranks that wait for each other's bytes learn that none will come
+            self._answer(self._hub.abort(report.error.detail))
+        if len(self._reports) == 1:
+            asyncio.get_running_loop().call_later(CAUSE_GRACE_S, self._conclude)
+
+    def side(self, rank: int, message: SideChannel) -> None:
+        """A rank's bytes for a round of JACCL's all-gather."""
+        if not self._in_rounds or self._ending:
+            return
+        self._answer(self._hub.receive(rank, message, time.monotonic()))
+        if self._hub_clock is None:
+            self._tick_hub()
+
+    def _tick_hub(self) -> None:
+        self._answer(self._hub.tick(time.monotonic()))
+        if not self._ending and self._in_rounds:
+            self._hub_clock = asyncio.get_running_loop().call_later(HUB_TICK_S, self._tick_hub)
+
+    def _answer(self, answers: Answers) -> None:
+        for rank, gathered in answers:
+            if rank < len(self.processes):
+                with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
+                    self.processes[rank].send(gathered)
+            else:
+                self.seats[rank - len(self.processes)].gathered(gathered)
+
+    def _conclude(self) -> None:
+        if not self.failed.done():
+            self.failed.set_result(self._explained(pick_cause(self._reports)))
+
+    def _explained(self, cause: MlxtpError) -> MlxtpError:
+        """The cause with the Mac of the rank it is about, and with the meaning of JACCL's words."""
+        detail = with_name(cause.detail, {seat.rank: seat.name for seat in self.seats})
+        why = explain_crash(detail) if self.group.backend == "jaccl" else None
+        if cause.code is Code.FORM_FAILED:
+            why = explain(detail, {item.partition("=")[2] for item in self._settings.rdma})
+        if why is not None:
+            detail = f"{detail.rstrip('.')}. Cause: {why}"
+        return cause if detail == cause.detail else type(cause)(detail, cause.code)
+
+    async def _heartbeat(self) -> None:
+        while not self._ending:
+            for process in self.processes:
+                process.ping()
+            await asyncio.sleep(self._limits.heartbeat_s)
+            assert self._watch is not None
+            if error := self._watch.tick(time.monotonic()):
+                self.report(Report(0, error))
+
+    def _check_ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in a task of ours must not leave an epoch that nobody watches."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("epoch %d", self.epoch, exc_info=error, extra={"epoch": self.epoch})
+            self.report(Report(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
+
+    # --- ending --------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """End in order: rank 0 ends the others' loops, then every process leaves by itself. Then `kill`."""
+        self._ending = True
+        try:
+            async with asyncio.timeout(self._limits.shutdown_s):
+                for process in self.processes:
+                    await process.shut_down()
+                await _all(*(seat.shut_down() for seat in self.seats))
+        except (MlxtpError, TimeoutError) as error:
+            log.debug("epoch %d did not end in order: %s", self.epoch, error)
+        ends, self._over = await self._end(), True
+        if wedged := [end.rank for end in ends if end.deaf]:
+            cause = GroupError(f"ranks {wedged} did not end, not even at SIGTERM", Code.RANK_STALLED)
+            if self._watch is not None:  # while MLX forms a group, no rank hears anything
+                await self._keep(ends, cause)
+
+    async def kill(self, cause: MlxtpError | None = None) -> None:
+        """End what is left, here and elsewhere, because the epoch failed; what is known of it is kept.
+
+        `cause` is why, where no rank reported it: a model that was refused, a golden proof, a bug.
+
+        Of one that somebody wished to end nothing is: whoever looks for failures would be led astray.
+        """
+        ends = await self._end()
+        if not self._over:
+            self._over = True
+            cause = self.failed.result() if self.failed.done() else cause
+            if cause is None or cause.code not in _WISHED:
+                await self._keep(ends, cause or GroupError("the agent ended it", Code.INTERNAL))
+
+    async def _end(self) -> list[failure_store.RankEnd]:
+        """End what is left and reap every process."""
+        self._ending = True
+        if self._heart is not None:
+            self._heart.cancel()
+        if self._hub_clock is not None:
+            self._hub_clock.cancel()
+        seats = asyncio.gather(*(seat.kill() for seat in self.seats))
+        ends = await asyncio.gather(*(process.kill() for process in self.processes))
+        await seats
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return ends
+
+    async def _keep(self, ends: list[failure_store.RankEnd], cause: MlxtpError) -> None:
+        here = self._settings.name or "here"
+        failed = failure_store.Failed(
+            self.epoch,
+            here,
+            cause,
+            (*(here for _ in self.processes), *(seat.name for seat in self.seats)),
+            tuple(self._reports),
+            self.pongs,
+        )
+        try:
+            folder = await asyncio.to_thread(failure_store.keep, self._settings.home, failed, ends)
+        except MlxtpError as error:  # a disk that is full does not keep the next epoch from coming
+            words = "epoch %d: nothing of its failure is kept: %s"
+            log.warning(words, self.epoch, error.detail, extra={"epoch": self.epoch})
+        else:
+            words = "epoch %d: what led to it: mlxtp doctor --postmortem '%s'"
+            log.warning(words, self.epoch, folder, extra={"epoch": self.epoch})
+
+
+def canary_s(limit_s: float, backend: str) -> float:
+    """Return how long a group idles between two proofs, in seconds."""
+    return min(limit_s, JACCL_CANARY_S) if backend == "jaccl" else limit_s
+
+
+async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """What each of them gives. When one raises, the others are not worth going on with."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,120 @@
+"""A rank on another Mac, as the coordinator's agent sees it: what is asked goes to that Mac's agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..errors import Code, GroupError, MlxtpError, ModelError
+from ..wire.base import Message
+from ..wire.cluster_messages import (
+    EndEpoch,
+    EpochEnded,
+    Prepare,
+    Prepared,
+    RankGathered,
+    RankPong,
+    RankSide,
+    RankStarted,
+    RankTrouble,
+    StartRank,
+)
+from ..wire.messages import Bootstrap, Gathered
+from .health import Report
+from .local_rank import Watcher
+from .process_group import Ready
+
+END_GRACE_S = 4.0
+"""How long another agent may take to end its rank before it is no longer waited for."""
+
+M = TypeVar("M", bound=Message)
+RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSide
+"""What another agent says about a rank it runs for this one."""
+
+
+class RemoteRank:
+    """A seat of `Ranks`. Whoever reads the control link calls `received` and `lost`.
+
+    `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for people.
+    """
+
+    def __init__(self, send: Callable[[Message], None], name: str, order: Prepare, watcher: Watcher) -> None:
+        self.rank = order.rank
+        self.epoch = order.epoch
+        self._send = send
+        self.name = name
+        self._order = order
+        self._watcher = watcher
+        self._awaited: type[Message] | None = None
+        self._answer: asyncio.Future[Message] | None = None
+        self._ended = asyncio.Event()
+        self._asked = False
+
+    async def prepare(self) -> Ready:
+        """What goes wrong is reported and ends the epoch; nobody waits for this any more then."""
+        self._asked = True
+        prepared = await self._ask(self._order, Prepared)
+        return Ready(prepared.ring, prepared.path)
+
+    async def join(self, bootstrap: Bootstrap) -> bool:
+        return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
+
+    def gathered(self, message: Gathered) -> None:
+        """The answer to its round of JACCL's all-gather."""
+        with contextlib.suppress(MlxtpError):
+            self._send(RankGathered(self.epoch, self.rank, message))
+
+    async def shut_down(self) -> None:
+        await self._end(in_order=True)
+
+    async def kill(self) -> None:
+        with contextlib.suppress(TimeoutError):  # it ends with its own link, if it has not yet
+            async with asyncio.timeout(END_GRACE_S):
+                await self._end(in_order=False)
+
+    async def _end(self, *, in_order: bool) -> None:
+        if not self._asked or self._ended.is_set():
+            return
+        try:
+            self._send(EndEpoch(self.epoch, in_order))
+        except MlxtpError:
+            return  # without its link the other agent ends it by itself
+        await self._ended.wait()
+
+    async def _ask(self, order: Message, expected: type[M]) -> M:
+        self._awaited, self._answer = expected, asyncio.get_running_loop().create_future()
+        try:
+            self._send(order)
+            answer = await self._answer
+        finally:
+            self._answer = None
+        assert isinstance(answer, expected)
+        return answer
+
+    def received(self, message: RankWord) -> None:
+        """What its agent said about it."""
+        match message:
+            case RankSide():
+                self._watcher.side(self.rank, message.side)
+            case RankPong():
+                self._watcher.heard(self.rank, message.pong)
+            case RankTrouble():
+                code = Code(message.code)
+                kind = ModelError if code.startswith("model_") else GroupError
+                error = kind(f"{self.name}: {message.detail}", code)
+                self._watcher.report(Report(self.rank, error, message.outside))
+            case EpochEnded():
+                self._ended.set()
+            case _ if self._answer is None or self._answer.done() or type(message) is not self._awaited:
+                what = f"{self.name} said {type(message).__name__}, which nobody asked for now"
+                self._watcher.report(Report(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
+            case _:
+                self._answer.set_result(message)
+
+    def lost(self, why: str) -> None:
+        """The control link to its agent is gone."""
+        self._ended.set()
+        error = GroupError(f"rank {self.rank}: {self.name} is gone: {why}", Code.RANK_LOST)
+        self._watcher.report(Report(self.rank, error, seen_from_outside=True))

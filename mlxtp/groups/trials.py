@@ -1,0 +1,228 @@
+"""Groups that are formed beside the one that serves, which goes on until they are known to work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..cluster.surroundings import Surroundings
+from ..errors import Code, GroupError, MlxtpError
+from ..models.names import ModelSource
+from ..placement.candidates import Alternative
+from ..placement.cost_model import JACCL_RING
+from ..placement.rank_memory import fits_beside
+from ..placement.topology import Topology
+from ..placement.trial_parts import Device, devices_of, parts
+from ..wire.cluster_messages import Serving
+from .lifecycle import Plan
+from .process_group import Group
+
+log = logging.getLogger(__name__)
+
+
+class Groups(Protocol):
+    """The conductor, as a trial needs it."""
+
+    def group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+        """Return the ranks of epoch `number`."""
+
+    def forget(self, number: int) -> None:
+        """Drop the seats of epoch `number`, which has ended."""
+
+    def serving(self) -> Serving | None:
+        """Return the group of this coordinator, as others know it."""
+
+    def held_bytes(self, node_id: str) -> int:
+        """Return what ranks hold of that Mac's memory."""
+
+    def topology(self) -> Topology:
+        """Return what joins those who are present."""
+
+    def leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
+        """Note that a group failed. Return whether another one takes its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A group with its model loaded, before its turn."""
+
+    identity: object
+    chosen: Alternative
+    plan: Plan
+
+
+class Trials:
+    """At most one group beside the present epoch: it forms, proves itself, and loads the model where memory
+    permits both. A loaded one stays until the next epoch takes it over.
+    """
+
+    def __init__(self, cluster: Surroundings, groups: Groups) -> None:
+        self.ranks: tuple[str, ...] = ()
+        """Node ids of the group beside, in rank order."""
+        self._cluster = cluster
+        self._groups = groups
+        self._task: asyncio.Task[None] | None = None
+        self._ahead: _Ahead | None = None
+        self._proven: set[object] = set()
+        """Groups that formed and proved themselves, see `_identity`."""
+        self._loaded: set[object] = set()
+        """Groups that loaded beside the present epoch, or tried to: once is enough."""
+        self._held_back: object = None
+        """The last group that could not be tried."""
+
+    @property
+    def busy(self) -> bool:
+        """True while a group is formed, loaded or ended beside the present epoch."""
+        return self._task is not None
+
+    def served(self, chosen: Alternative) -> None:
+        """Note that a group became ready."""
+        self._proven.add(self._identity(chosen))
+
+    def failed(self, chosen: Alternative) -> None:
+        """Note that a group failed: it, and what was tried of it, have to prove themselves again."""
+        self._proven.clear()  # others, too, which costs little
+        self._loaded.discard(self._identity(chosen))
+
+    def is_over(self, chosen: Alternative) -> bool:
+        """Return whether the group that serves may end for this one: nothing is left to try beside it."""
+        if chosen.nodes == 1:
+            return True
+        if self._ahead is not None:
+            return self._ahead.identity == self._identity(chosen)
+        return not self.busy and self._untried(chosen) == [] and not self._may_load(chosen)
+
+    def begin(self, number: int, chosen: Alternative) -> None:
+        """Try a group, or its next part, as epoch `number`, in the background, unless one is there."""
+        if self._task is not None or self._ahead is not None:
+            return
+        untried = self._untried(chosen)
+        if untried is not None:
+            tried = next(iter(untried), chosen)
+            model = self._cluster.model.source if tried is chosen and self._may_load(chosen) else None
+            self._task = asyncio.ensure_future(self._try(number, tried, model))
+        elif self._held_back != (identity := self._identity(chosen)):
+            self._held_back = identity
+            words = "%s would be better, but no free cable of %s joins it: what serves goes on"
+            log.info(words, chosen.title, self._cluster.name_of(chosen.ranks[0]))
+
+    def take(self, chosen: Alternative) -> Plan | None:
+        """Return the epoch of the group that is formed next, if its model is loaded already."""
+        ahead = self._ahead
+        self._loaded.clear()
+        if ahead is None or ahead.identity != self._identity(chosen):
+            return None
+        self._ahead, self.ranks = None, ()
+        return ahead.plan
+
+    def look(self, chosen: Alternative | None) -> None:
+        """End the loaded group, in the background, if it failed or is no longer the one that is planned."""
+        ahead = self._ahead
+        if ahead is None or ahead.plan.ranks is None:
+            return
+        failed = ahead.plan.ranks.failed
+        planned = chosen is not None and self._identity(chosen) == ahead.identity
+        wanted = self._cluster.coordination.leading and self._cluster.model.source is ahead.plan.model
+        if failed.done() or not (planned and wanted):
+            self._ahead = None
+            self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
+
+    async def stop(self) -> None:
+        """End a trial that is still on its way. A loaded group stays."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def close(self) -> None:
+        """End everything."""
+        await self.stop()
+        self._ahead = None
+        await self._cluster.supervisor.end_beside()
+
+    async def _try(self, number: int, tried: Alternative, model: ModelSource | None) -> None:
+        cluster, identity = self._cluster, self._identity(tried)
+        error: MlxtpError | None = None
+        stages: list[str] = []
+        cluster.coordination.saw_epoch(number)
+        names = " + ".join(map(cluster.name_of, tried.ranks))
+        also = ", with the model" if model is not None else ""
+        log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
+        self.ranks = tried.ranks
+        try:
+            group = self._groups.group(number, tried, trial=True)
+            plan = await cluster.supervisor.try_out(Plan(number, model, group), stages.append)
+            if plan.ranks is not None:
+                self._ahead = _Ahead(identity, tried, plan)
+                plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
+        except MlxtpError as failure:
+            error = failure
+        except Exception as bug:  # the boundary of the task: what serves goes on
+            log.exception("epoch %d", number)
+            error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
+        finally:
+            self._task = None
+            if self._ahead is None:
+                self.ranks = ()
+                self._groups.forget(number)
+        left_out = False
+        if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
+            self._proven.add(identity)
+        else:
+            left_out = self._leave_out(tried, error, formed="proven" in stages)
+        if model is not None and not left_out:  # the plan names it again at once
+            self._loaded.add(identity)
+        cluster.changed()
+
+    async def _end(self, ahead: _Ahead, error: MlxtpError | None) -> None:
+        try:
+            await self._cluster.supervisor.end_beside(error)
+        finally:
+            self._task, self.ranks = None, ()
+            self._groups.forget(ahead.plan.epoch)
+        if error is not None:
+            self._leave_out(ahead.chosen, error, formed=True)
+        self._cluster.changed()
+
+    def _leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool) -> bool:
+        """Return whether the plan goes on without that group."""
+        self.failed(chosen)
+        if not all(self._cluster.membership.standing(node).present for node in chosen.ranks):
+            return True
+        return self._groups.leave_out(chosen, error, formed=formed)
+
+    def _may_load(self, chosen: Alternative) -> bool:
+        """Return whether a group can load the model while the present one serves, and has not yet."""
+        if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
+            return False
+        others = self._cluster.knowledge.servings.values()
+        if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
+            return False  # no word here of how much their ranks hold
+        return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
+
+    def _untried(self, chosen: Alternative) -> list[Alternative] | None:
+        """Return the parts of a group that have yet to prove themselves; None where they cannot."""
+        if self._identity(chosen) in self._proven:
+            return []
+        found = parts(chosen, self._devices_in_use())
+        if found is None:
+            return None
+        return [part for part in found if self._identity(part) not in self._proven]
+
+    def _devices_in_use(self) -> set[Device]:
+        servings = [self._groups.serving(), *self._cluster.knowledge.servings.values()]
+        over_jaccl = [each for each in servings if each is not None and each.backend == "jaccl"]
+        if not over_jaccl:
+            return set()
+        topology = self._groups.topology()
+        return {
+            device
+            for each in over_jaccl
+            for device in devices_of(each.participants, topology, circle=each.kind == JACCL_RING)
+        }
+
+    def _identity(self, chosen: Alternative) -> object:
+        """Return the properties that a group shares with one that was proven before."""
+        boots = tuple(self._cluster.membership.standing(node).boot_id for node in chosen.ranks)
+        return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses

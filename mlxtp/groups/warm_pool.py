@@ -1,0 +1,295 @@
+"""Starts the rank processes of this machine: new ones, or spares that were started ahead.
+
+Nearly all of the time that a rank process takes until it says hello is spent on imports. A spare has them
+behind it, blocks on its socket, and knows of no epoch, group or model until it is told
+(`wire/warm_start.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ..wire.messages import Pong
+from ..wire.warm_start import READY, TAKEN, hand_over, without_secrets
+from .worker_output import Heard, Lines
+
+log = logging.getLogger(__name__)
+
+QUIET_S = 1.0
+"""How long a rank that has its model must have been idle before a spare's imports may disturb it."""
+BUSY_S = 30.0
+"""A rank that is never idle gets its spare that long after it got its model."""
+MAX_AGE_S = 86_400.0
+"""An older one has perhaps been swapped out, and is replaced."""
+UNUSED_S = 600.0
+"""Without any rank on this machine for so long, there is no use for spares."""
+IMPORT_S = 60.0
+END_S = 0.5
+ANSWER_S = 1.0
+"""A spare that waits answers at once; one that does not is stopped, or its machine is."""
+RETRY_S = 1.0
+MAX_RETRY_S = 600.0
+PIPE_BYTES = 1 << 20
+"""Bytes that a pipe holds each way: minutes of tokens while the agent stands still. macOS has 8 KiB."""
+_STDERR_FD = 2
+
+
+class Books:
+    """When a spare is wanted. Pure."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._loaded_at: float | None = None
+        self._failures = 0
+        self._not_before = 0.0
+
+    def heard(self, pong: Pong, now: float, *, spares: int, importing: int) -> bool:
+        """A rank of this machine says what it does: whether to start one spare now."""
+        if not pong.model:
+            self._loaded_at = None
+            return False
+        if self._loaded_at is None:
+            self._loaded_at = now
+        quiet = pong.phase == "idle" and not pong.in_flight and pong.phase_s >= QUIET_S
+        due = quiet or now - self._loaded_at >= BUSY_S
+        return due and now >= self._not_before and spares < self._wanted and not importing
+
+    def lost(self, now: float) -> None:
+        """One ended before it was of use: the next one is started later each time."""
+        self._not_before = now + min(RETRY_S * 2**self._failures, MAX_RETRY_S)
+        self._failures += 1
+
+    def used(self) -> None:
+        """One became a rank."""
+        self._failures = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A rank process that will say hello, and the agent's end of its pipe."""
+
+    process: asyncio.subprocess.Process
+    pipe: socket.socket
+    lines: Lines | None = None
+    """What it writes, where that is not the agent's own standard error."""
+
+
+@dataclass(slots=True, eq=False)
+class _Spare:
+    """`fd` is its end of its pipe, as the process numbers it."""
+
+    process: asyncio.subprocess.Process
+    pipe: socket.socket
+    fd: int
+    born_at: float
+    lines: Lines | None = None
+    ready: bool = False
+    watch: asyncio.Task[None] | None = None
+
+
+class Spares:
+    """Keeps `wanted` spares and hands them out. `command` starts a worker, `folder` is that of all epochs.
+
+    `heard` gets what rank processes write, line by line; without it they write to the agent's standard error.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path = Path(),
+        wanted: int = 0,
+        heard: Heard | None = None,
+    ) -> None:
+        self._command = tuple(command)
+        self._folder = folder
+        self._heard = heard
+        self._lines: list[Lines] = []
+        self._books = Books(wanted)
+        self._spares: list[_Spare] = []
+        self._starting = False
+        self._closed = False
+        self._unused: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End all that nobody took."""
+        self._closed = True
+        if self._unused is not None:
+            self._unused.cancel()
+        self._drop(self._spares)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        for lines in self._lines:
+            lines.close()
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Pids of the spares that wait."""
+        return tuple(spare.process.pid for spare in self._spares if spare.ready)
+
+    # --- handing out ---------------------------------------------------------------------------------
+
+    async def start(self, arguments: Sequence[str], listener: socket.socket | None = None) -> Started:
+        """A rank process with these arguments, and `listener` for its decode links. Raises OSError."""
+        while waiting := [spare for spare in self._spares if spare.ready]:
+            if started := await self._hand_over(waiting[0], arguments, listener):
+                return started
+        ours, theirs = new_pipe()
+        with contextlib.closing(theirs):
+            fds = [theirs.fileno()]
+            arguments = [*arguments, "--pipe-fd", str(theirs.fileno())]
+            if listener is not None:
+                fds.append(listener.fileno())
+                arguments += ["--listen-fd", str(listener.fileno())]
+            return await self._spawn(arguments, fds, ours)
+
+    async def _hand_over(
+        self, spare: _Spare, arguments: Sequence[str], listener: socket.socket | None
+    ) -> Started | None:
+        """None when it does not answer; then it is ended."""
+        self._spares.remove(spare)
+        assert spare.watch is not None
+        spare.watch.cancel()
+        answer = b""
+        try:
+            hand_over(spare.pipe, [*arguments, "--pipe-fd", str(spare.fd)], listener)
+            async with asyncio.timeout(ANSWER_S):
+                answer = await asyncio.get_running_loop().sock_recv(spare.pipe, 1)
+        except (OSError, TimeoutError) as error:
+            log.warning("spare %d does not answer: %s", spare.process.pid, error or "it is late")
+        finally:
+            if answer != TAKEN:  # also when the agent stops meanwhile
+                self._books.lost(time.monotonic())
+                self._background(_end(spare))
+        if answer != TAKEN:
+            return None
+        self._books.used()
+        return Started(spare.process, spare.pipe, spare.lines)
+
+    # --- keeping some --------------------------------------------------------------------------------
+
+    def heard(self, pong: Pong) -> None:
+        """What a rank of this machine does now, about twice a second: no timer has to find out."""
+        if self._closed:
+            return
+        now = time.monotonic()
+        self._drop([spare for spare in self._spares if now - spare.born_at > MAX_AGE_S])
+        importing = self._starting + sum(not spare.ready for spare in self._spares)
+        if self._books.heard(pong, now, spares=len(self._spares), importing=importing):
+            self._starting = True
+            self._background(self._start_one())
+        if self._spares or self._starting:
+            if self._unused is not None:
+                self._unused.cancel()
+            self._unused = asyncio.get_running_loop().call_later(UNUSED_S, self._drop, self._spares)
+
+    async def _start_one(self) -> None:
+        try:
+            ours, theirs = new_pipe()
+            with contextlib.closing(theirs):
+                ours.setblocking(False)
+                fd = theirs.fileno()
+                arguments = ["--spare-fd", str(fd), "--folder", str(self._folder)]
+                started = await self._spawn(arguments, [fd], ours)
+        except OSError as error:
+            log.warning("no spare rank process: %s", error)
+            self._books.lost(time.monotonic())
+            return
+        finally:
+            self._starting = False
+        spare = _Spare(started.process, ours, fd, time.monotonic(), started.lines)
+        if self._closed:
+            await _end(spare)
+            return
+        self._spares.append(spare)
+        spare.watch = self._background(self._watch(spare))
+
+    async def _spawn(self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket) -> Started:
+        """Start a process that inherits `fds`. Closes `ours` when it cannot. Raises OSError."""
+        lines: Lines | None = None
+        try:
+            lines = Lines(self._heard) if self._heard is not None else None
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                *arguments,
+                pass_fds=fds,
+                env=without_secrets(os.environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                # stdout is the command's own: its JSON must stay JSON
+                stdout=_STDERR_FD if lines is None else lines.descriptor,
+                stderr=None if lines is None else lines.descriptor,
+                # A terminal sends Ctrl-C to the whole group; the agent ends its processes in order.
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            if lines is not None:
+                lines.drop()
+            raise
+        if lines is not None:
+            lines.started()
+            self._lines = [each for each in self._lines if each.open] + [lines]
+        return Started(process, ours, lines)
+
+    async def _watch(self, spare: _Spare) -> None:
+        """Until it ends, or somebody takes it."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(IMPORT_S):
+                spare.ready = await asyncio.get_running_loop().sock_recv(spare.pipe, 1) == READY
+            if spare.ready:
+                await spare.process.wait()
+        self._spares.remove(spare)
+        self._books.lost(time.monotonic())
+        await _end(spare)
+        log.warning("spare %d ended with %s", spare.process.pid, spare.process.returncode)
+
+    def _drop(self, spares: Sequence[_Spare]) -> None:
+        for spare in list(spares):
+            self._spares.remove(spare)
+            assert spare.watch is not None
+            spare.watch.cancel()
+            self._background(_end(spare))
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a spare rank process", exc_info=error)
+
+
+def new_pipe() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a pipe to a rank, with buffers of PIPE_BYTES as far as the system allows."""
+    ends = socket.socketpair()
+    for end in ends:
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with contextlib.suppress(OSError):  # more than kern.ipc.maxsockbuf
+                end.setsockopt(socket.SOL_SOCKET, buffer, PIPE_BYTES)
+    return ends
+
+
+async def _end(spare: _Spare) -> None:
+    """It holds nothing that wants an orderly end."""
+    spare.pipe.close()  # which ends it, if it runs at all
+    waiting = asyncio.ensure_future(spare.process.wait())
+    await asyncio.wait({waiting}, timeout=END_S)
+    if spare.process.returncode is None:  # a signal to one that is ending would take its status along
+        with contextlib.suppress(ProcessLookupError):
+            spare.process.kill()
+        await waiting

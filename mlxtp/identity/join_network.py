@@ -1,0 +1,180 @@
+"""How this Mac comes to belong to a cluster: it has been a member, founds one, or joins one with a token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..cluster.saved_state import forget
+from ..config import Settings
+from ..discovery.dial_schedule import host_and_port
+from ..discovery.mdns import Discovery
+from ..discovery.peer_cache import Advert, Sighting
+from ..errors import ConfigError, LinkError, ProtocolError, UserError
+from ..wire.join_messages import NONCE_BYTES
+from ..wire.messages import PROTOCOL_VERSION
+from .join_exchange import ask_to_join
+from .join_protocol import AskElsewhere, Denied, Granted, Joiner
+from .join_queue import JoinQueue
+from .join_token import Token, read_token
+from .store import Identity, Store
+
+log = logging.getLogger(__name__)
+
+FIND_S = 30.0
+"""How long a Mac of the token's cluster is looked for."""
+TICK_S = 0.1
+MAX_ASKED = 32
+"""Addresses that are asked at one time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Who this Mac is now, whether it founded or joined its cluster just now, and where others may be."""
+
+    identity: Identity
+    founded: bool = False
+    joined: bool = False
+    peers: tuple[str, ...] = ()
+
+
+async def enter(settings: Settings, store: Store) -> Entered:
+    """Raises UserError in the words of whoever typed `mlxtp node`."""
+    identity = store.load_or_create()
+    if not settings.join:
+        if identity.membership is not None:
+            return Entered(identity)
+        if settings.join is not None:
+            raise ConfigError(
+                "--join without a token is for a Mac that is a member already, and this one is not. Run "
+                "`mlxtp token` on a Mac of the cluster, then here `mlxtp node --join TOKEN`"
+            )
+        forget(settings.home)
+        return Entered(store.found_cluster(), founded=True)
+    token = read_token(settings.join)
+    if identity.membership is not None:
+        if identity.cluster_id == token.cluster_id:
+            log.info("this Mac is a member of cluster %s already", identity.cluster_id)
+            return Entered(identity)
+        raise ConfigError(
+            f"this Mac is a member of cluster {identity.cluster_id}, the token is for {token.cluster_id}; "
+            "`mlxtp cluster leave` ends the one membership, then the token begins the other"
+        )
+    return await _join(settings, store, identity, token)
+
+
+async def _join(settings: Settings, store: Store, identity: Identity, token: Token) -> Entered:
+    queue = JoinQueue()
+    for peer in settings.peers:
+        queue.add(peer, (peer,))
+    discovery = Discovery(lambda sightings: _note(sightings, token, queue), log.warning)
+    if settings.discovery:
+        only = (settings.interface,) if settings.interface else ()
+        await discovery.start(_advert(settings, identity), only)
+    try:
+        granted = await _Search(settings, identity, token, queue).run()
+    finally:
+        if settings.discovery:
+            await discovery.close()
+    forget(settings.home)
+    joined = store.save_membership(granted.membership)
+    return Entered(joined, joined=True, peers=tuple(filter(host_and_port, granted.peers)))
+
+
+class _Search:
+    """Asks at every address that is known, many at once and again and again, until a Mac lets this one in.
+
+    Any address may be that of a Mac which only pretends to be of the token's cluster: `JoinQueue` gives each
+    announcer its turn.
+    """
+
+    def __init__(self, settings: Settings, identity: Identity, token: Token, queue: JoinQueue) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._token = token
+        self._queue = queue
+        self._foreign: set[str] = set()
+        """Where another cluster answered."""
+        self._problem = ""
+        self._outcome: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> Granted:
+        """Raises UserError when the right Mac refused, or none was found in time."""
+        log.info("looking for cluster %s", self._token.cluster_id)
+        until = time.monotonic() + FIND_S
+        try:
+            while time.monotonic() < until and not self._outcome.done() and not self._is_hopeless():
+                self._ask_more()
+                ends: set[asyncio.Future[Any]] = {self._outcome, *self._tasks}
+                await asyncio.wait(ends, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._outcome.done():
+            return self._outcome.result()
+        cluster = self._token.cluster_id
+        if self._is_hopeless():
+            raise ConfigError(self._problem)
+        if not self._queue.addresses:
+            raise ConfigError(
+                f"no Mac of cluster {cluster} announced itself on this network within {FIND_S:g} s. "
+                "Is `mlxtp node` running there? Its address can be given: --peer HOST:PORT"
+            )
+        raise ConfigError(f"cluster {cluster} could not be joined within {FIND_S:g} s: {self._problem}")
+
+    def _is_hopeless(self) -> bool:
+        """Whether all there are were named by hand, and are of another cluster."""
+        addresses = self._queue.addresses
+        return bool(addresses) and not self._settings.discovery and self._foreign >= addresses
+
+    def _ask_more(self) -> None:
+        while len(self._tasks) < MAX_ASKED and (taken := self._queue.take(time.monotonic())) is not None:
+            task = asyncio.ensure_future(self._ask(*taken))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, announcer: str, address: str, patience_s: float) -> None:
+        where, identity = host_and_port(address), self._identity
+        assert where is not None  # `JoinQueue` takes no other
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        joiner = Joiner(self._token, identity.node_id, identity.key, self._settings.name, nonce)
+        try:
+            self._end(await ask_to_join(*where, joiner, patience_s))
+        except Denied as denied:
+            self._end(denied)
+        except AskElsewhere as elsewhere:
+            self._problem = elsewhere.detail
+            self._queue.add(announcer, elsewhere.addresses, first=True)
+        except (LinkError, ProtocolError) as error:
+            self._problem = error.detail
+        except UserError as refused:
+            self._problem = refused.detail
+            self._foreign.add(address)
+        finally:
+            self._queue.asked(address, time.monotonic())
+
+    def _end(self, outcome: Granted | Denied) -> None:
+        if self._outcome.done():  # a Mac may have several addresses
+            return
+        if isinstance(outcome, Denied):
+            self._outcome.set_exception(outcome)
+        else:
+            self._outcome.set_result(outcome)
+
+
+def _note(sightings: tuple[Sighting, ...], token: Token, queue: JoinQueue) -> None:
+    # Those that can let others in come first.
+    for sighting in sorted(sightings, key=lambda sighting: not sighting.has_ca):
+        if sighting.cluster_id == token.cluster_id:
+            queue.add(f"{sighting.node_id} {sighting.name}", sighting.addresses)
+
+
+def _advert(settings: Settings, identity: Identity) -> Advert:
+    return Advert(identity.node_id, "", settings.name, settings.control_port or 1, False, PROTOCOL_VERSION)

@@ -1,0 +1,250 @@
+"""Who this Mac is, kept in the folder `identity` of its home.
+
+    node_id         32 hex digits, drawn once
+    node.key        its private key (PEM)
+    member.pem      its certificate and that of its cluster's authority, as long as it is a member
+    authority.pem   the authority's certificate and private key, on the Mac that founded the cluster only
+    next.key        while it leaves: the private key that comes after node.key
+
+All are closed to other users, and `load` refuses them when they are not, or do not belong together.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from ..errors import ConfigError, MlxtpError, UserError
+from ..wire.certificates import (
+    Authority,
+    Membership,
+    PrivateKey,
+    certificates_from_pem,
+    certificates_to_pem,
+    check_node,
+    fingerprint,
+    found,
+    key_from_pem,
+    key_to_pem,
+    new_key,
+)
+from ..wire.join_messages import NODE_ID_BYTES
+from ..wire.tls import Credentials
+from .private_files import check_private_folder, make_private_folder, read_private, sync_folder, write_private
+
+CLUSTER_ID_BYTES = 8
+FOLDER = "identity"
+NODE_ID = "node_id"
+NODE_KEY = "node.key"
+MEMBER = "member.pem"
+AUTHORITY = "authority.pem"
+NEXT_KEY = "next.key"
+
+_RESTORE = "restore the whole folder from one backup"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This Mac. Without a `membership` it belongs to no cluster; only a founder has an `authority`."""
+
+    node_id: str
+    key: PrivateKey = field(repr=False)
+    membership: Membership | None = None
+    authority: Authority | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the public key, 64 hex digits."""
+        return fingerprint(self.key.public_key())
+
+    @property
+    def cluster_id(self) -> str:
+        """16 hex digits; empty without a cluster."""
+        return self.membership.cluster_id if self.membership else ""
+
+
+class Store:
+    """The identity of one home. One process at a time may change it."""
+
+    def __init__(self, home: Path) -> None:
+        self.folder = home / FOLDER
+
+    @property
+    def credentials(self) -> Credentials:
+        """The files that TLS reads, once this Mac is a member."""
+        return Credentials.of(self.folder)
+
+    def load_or_create(self) -> Identity:
+        """Who this Mac is; a new node where nothing was stored. Raises ConfigError as `load` does."""
+        if not self.folder.exists():
+            self._create()
+        self._finish_leaving()
+        return self.load()
+
+    def load(self) -> Identity:
+        """Who this Mac is.
+
+        Raises ConfigError, with what to do, when other users can read the files, when one is missing or
+        unreadable, and when they do not belong together.
+        """
+        check_private_folder(self.folder)
+        node_id = self._node_id()
+        key = self._read(NODE_KEY, key_from_pem)
+        if key is None:
+            self._refuse(f"{NODE_KEY} is missing")
+        identity = Identity(node_id, key, self._membership(), self._authority())
+        self._check(identity)
+        return identity
+
+    def found_cluster(self) -> Identity:
+        """Makes this Mac the first of a new cluster. Raises UserError when it is in one already.
+
+        Where an earlier call was cut short, the cluster it began is the one that is founded.
+        """
+        identity = self.load_or_create()
+        if identity.membership is not None:
+            raise UserError(
+                f"this Mac is a member of cluster {identity.cluster_id}; `mlxtp cluster leave` ends that"
+            )
+        authority = identity.authority
+        if authority is None:
+            authority = found(secrets.token_hex(CLUSTER_ID_BYTES), new_key())
+            pem = certificates_to_pem(authority.certificate) + key_to_pem(authority.key)
+            write_private(self.folder / AUTHORITY, pem)
+        certificate = authority.certify(identity.node_id, identity.key.public_key())
+        self._write_membership(Membership(certificate, authority.certificate))
+        return self.load()
+
+    def save_membership(self, membership: Membership) -> Identity:
+        """Makes this Mac a member of the cluster that certified it.
+
+        Raises UserError when it is in another one, or the certificate is for another node or key.
+        """
+        identity = self.load_or_create()
+        if identity.membership is not None and identity.membership.authority != membership.authority:
+            raise UserError(
+                f"this Mac is a member of cluster {identity.cluster_id}; `mlxtp cluster leave` ends that"
+            )
+        if wrong := _why_not(identity.node_id, identity.key, membership):
+            raise UserError(f"this Mac cannot become a member by it: {wrong}")
+        if identity.authority is not None and identity.authority.certificate != membership.authority:
+            (self.folder / AUTHORITY).unlink()  # of a cluster whose founding was cut short
+        self._write_membership(membership)
+        return self.load()
+
+    def leave(self) -> Identity:
+        """Forgets the cluster; the node id stays. If this was its founder, nobody can join it any more.
+
+        The key is a new one: the old one never counts again in the cluster that was left. Raises OSError when
+        the files cannot be removed.
+        """
+        # Cut short before the membership is gone, nothing happened; afterwards, the next start goes on.
+        write_private(self.folder / NEXT_KEY, key_to_pem(new_key()))
+        (self.folder / MEMBER).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        self._finish_leaving()
+        return self.load()
+
+    def _finish_leaving(self) -> None:
+        """What is left to do once the membership is gone; or forget that leaving was begun."""
+        following = self.folder / NEXT_KEY
+        if not following.exists():
+            return
+        if (self.folder / MEMBER).exists():
+            following.unlink()
+            return
+        (self.folder / AUTHORITY).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        following.replace(self.folder / NODE_KEY)
+        sync_folder(self.folder)
+
+    def _create(self) -> None:
+        """All of a new identity under another name first, so that there is never half of one."""
+        fresh = self.folder.with_name(f".{FOLDER}.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        make_private_folder(fresh)
+        write_private(fresh / NODE_ID, f"{secrets.token_hex(NODE_ID_BYTES)}\n".encode())
+        write_private(fresh / NODE_KEY, key_to_pem(new_key()))
+        try:
+            fresh.rename(self.folder)
+            sync_folder(self.folder.parent)
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be made: {error.strerror}") from None
+
+    def _write_membership(self, membership: Membership) -> None:
+        write_private(self.folder / MEMBER, certificates_to_pem(membership.certificate, membership.authority))
+
+    def _node_id(self) -> str:
+        data = read_private(self.folder / NODE_ID)
+        if data is None:
+            self._refuse(f"{NODE_ID} is missing")
+        try:
+            node_id = data.decode("ascii").strip()
+            if len(bytes.fromhex(node_id)) != NODE_ID_BYTES or node_id != node_id.lower():
+                raise ValueError
+        except ValueError:
+            self._refuse(f"{NODE_ID} does not hold {2 * NODE_ID_BYTES} hex digits")
+        return node_id
+
+    def _membership(self) -> Membership | None:
+        certificates = self._read(MEMBER, certificates_from_pem)
+        if certificates is None:
+            return None
+        if len(certificates) != 2:
+            self._refuse(f"{MEMBER} holds {len(certificates)} certificates instead of 2")
+        return Membership(*certificates)
+
+    def _authority(self) -> Authority | None:
+        certificates = self._read(AUTHORITY, certificates_from_pem)
+        key = self._read(AUTHORITY, key_from_pem)
+        if certificates is None or key is None:
+            return None
+        authority = Authority(certificates[0], key)
+        try:
+            check_node(authority.certify("0" * 2 * NODE_ID_BYTES, key.public_key()), authority.certificate)
+        except MlxtpError:
+            self._refuse(f"the certificate and the key in {AUTHORITY} do not belong together")
+        return authority
+
+    def _check(self, identity: Identity) -> None:
+        membership, authority = identity.membership, identity.authority
+        if membership is None:
+            return
+        if wrong := _why_not(identity.node_id, identity.key, membership):
+            self._refuse(f"{MEMBER} cannot be used: {wrong}")
+        if authority is not None and authority.certificate != membership.authority:
+            self._refuse(f"{AUTHORITY} is of another cluster than {MEMBER}")
+
+    def _read(self, name: str, parse: Callable[[bytes], T]) -> T | None:
+        data = read_private(self.folder / name)
+        if data is None:
+            return None
+        try:
+            return parse(data)
+        except ValueError as error:
+            self._refuse(f"{name} cannot be used: {error}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(
+            f"{self.folder}: {what}. Either {_RESTORE}, or remove the folder and join again as a new node "
+            f"(`mlxtp node --join TOKEN`)"
+        )
+
+
+def _why_not(node_id: str, key: PrivateKey, membership: Membership) -> str:
+    """Why a membership is not that of this node and key; empty when it is."""
+    try:
+        node = check_node(membership.certificate, membership.authority)
+    except MlxtpError as error:
+        return error.detail
+    if node.node_id != node_id:
+        return f"its certificate is for node {node.node_id}, and this is node {node_id}"
+    if node.fingerprint != fingerprint(key.public_key()):
+        return f"its certificate is for another key than that in {NODE_KEY}"
+    return ""

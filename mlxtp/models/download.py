@@ -1,0 +1,205 @@
+"""One model on its way into this Mac's cache, from the Hub or a member. It waits: use it in threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import Code, LinkError, ModelError, ProtocolError, why_not_written
+from . import hub_client, peer_copy
+from .daemon_thread import begin
+from .hub_cache import (
+    Damaged,
+    Part,
+    Repo,
+    Stopped,
+)
+from .manifest import Manifest, is_commit, wanted
+
+FILES_AT_ONCE = 4
+"""From the Hub."""
+LOOK_S = 0.25
+"""How often it is seen that it is not wanted any more."""
+END_S = 1.0
+"""How long threads are waited for that are to end. One that waits for the network may take much longer; it
+writes nothing any more."""
+
+T = TypeVar("T")
+Stop = Callable[[], bool]
+Connect = Callable[[], peer_copy.Channel]
+Work = Callable[[], None]
+
+
+class Fetch:
+    """`revision` is to come, and to be called `ref`, a branch, a tag or the commit itself; `refs` are others.
+
+    One call of `from_hub` or `from_member` at a time.
+    """
+
+    def __init__(self, repo: Repo, ref: str, revision: str, refs: Iterable[str] = ()) -> None:
+        self.repo = repo
+        self.ref = ref
+        self.revision = revision
+        self.manifest: Manifest | None = None
+        """Once it is known."""
+        self.refs = frozenset(each for each in (ref, *refs) if not is_commit(each))
+        self.by_hub: frozenset[str] = frozenset()
+        """Those of `refs` that the Hub itself calls the commit, not a member alone."""
+        self._parts: Sequence[Part] | None = None
+        """Of the files that are to come, once it is known that there is room."""
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """It is not wanted any more: what runs raises Stopped within two seconds, and what has come stays."""
+        self._stop.set()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are here."""
+        if self.manifest is None or self._parts is None:
+            return 0
+        return self.manifest.size - sum(part.file.size - part.held for part in self._parts)
+
+    def from_hub(self) -> Path:
+        """Have all of it here; the folder. Raises ModelError and Stopped."""
+        (manifest,) = self._run([self._look_up], threading.Event())
+        for attempt in (1, 2):
+            try:
+                return self._bring(manifest, _hub_work)
+            except Damaged as error:
+                if attempt == 2:
+                    raise ModelError(f"cannot get {self.repo.name}: {error}, twice; try again") from None
+        raise AssertionError
+
+    def _look_up(self) -> Manifest:
+        found, asked = hub_client.look_up(self.repo.name, self.revision), self.refs & {self.revision}
+        self.by_hub = asked | hub_client.named(found.name, found.revision, self.refs - asked)
+        return found
+
+    def from_member(self, model: str, connect: Connect) -> Path:
+        """The same, from the lender behind `connect`. Its manifest is a hint: see `needed`, `hub.compare`.
+
+        Raises LinkError, ProtocolError and Damaged when that one is of no use, ModelError when this Mac is
+        not.
+        """
+        (offered,) = self._run([lambda: _asked(connect, model)], threading.Event())
+        if offered.name != self.repo.name:
+            raise LinkError(f"{offered.name} was offered for {self.repo.name}")
+        if is_commit(self.revision) and offered.revision != self.revision:
+            raise LinkError(f"{offered.revision} of {self.repo.name} was offered for {self.revision}")
+
+        def compare(manifest: Manifest) -> None:
+            hub_client.compare(manifest)
+            self.by_hub = hub_client.named(manifest.name, manifest.revision, self.refs)
+
+        def work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
+            board = peer_copy.Board(offered, parts)
+            copies: list[Work] = [lambda: _copy(model, offered, connect, board, stopped)]
+            return [lambda: compare(manifest), *(copies * peer_copy.CONNECTIONS if parts else ())]
+
+        repo, commit = self.repo, offered.revision
+        mine = repo.manifest(commit) if repo.snapshot(commit) is not None else None
+        return self._bring(mine or needed(offered), work)
+
+    def _bring(
+        self, manifest: Manifest, work: Callable[[Manifest, Sequence[Part], Stop], list[Work]]
+    ) -> Path:
+        repo = self.repo
+        try:
+            if (found := repo.snapshot(manifest.revision)) is not None and repo.commit(
+                self.ref
+            ) == manifest.revision:
+                self.manifest, self._parts = manifest, ()
+                return found
+            with repo.locked(self._stop.is_set):
+                self._parts, self.manifest = None, manifest
+                for file in manifest.blobs:
+                    if self._stop.is_set():
+                        raise Stopped
+                    repo.drop_if_wrong(file)
+                repo.check_room(manifest)
+                repo.keep(manifest)
+                ended = threading.Event()
+
+                def stopped() -> bool:
+                    return self._stop.is_set() or ended.is_set()
+
+                parts = [Part(repo, file, stopped) for file in manifest.blobs if not repo.has(file)]
+                self._parts = parts
+                try:
+                    self._run([lambda: _finish(parts), *work(manifest, parts, stopped)], ended)
+                finally:
+                    for part in parts:
+                        part.close()
+                return repo.publish(manifest, self.ref, by_hub=self.ref in self.by_hub)
+        except OSError as error:
+            raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
+
+    def _run(self, works: Sequence[Callable[[], T]], ended: threading.Event) -> list[T]:
+        """All at once, until all have ended. The first failure, or `stop`, ends the others, and is raised.
+
+        Nobody waits long for those: `ended` tells them.
+        """
+        begun = [begin(each) for each in works]
+        while not self._stop.is_set():
+            done, running = wait(begun, LOOK_S, FIRST_EXCEPTION)
+            if not running or any(each.exception() for each in done):
+                break
+        ended.set()
+        done, running = wait(begun, END_S)
+        failures = [error for each in done if (error := each.exception()) is not None]
+        for error in sorted(failures, key=lambda error: isinstance(error, Stopped)):
+            raise error
+        if running:
+            raise Stopped
+        return [each.result() for each in begun]
+
+
+def needed(offered: Manifest) -> Manifest:
+    """Return what of a member's manifest serving needs. Raises ProtocolError when that is no model."""
+    manifest = replace(offered, files=wanted(offered.files))
+    paths = [file.path for file in manifest.files]
+    if "config.json" not in paths or not any(path.endswith(".safetensors") for path in paths):
+        raise ProtocolError(f"a member offers no model as {offered.name}", Code.NOT_AUTHENTIC)
+    return manifest
+
+
+def _hub_work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
+    left, lock = list(reversed(parts)), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not left:
+                    return
+                part = left.pop()
+            part.open()
+            hub_client.fetch(manifest, part, stopped)
+
+    return [work] * FILES_AT_ONCE
+
+
+def _asked(connect: Connect, model: str) -> Manifest:
+    channel = connect()
+    try:
+        return peer_copy.ask(channel, model)[0]
+    finally:
+        channel.close()
+
+
+def _copy(model: str, manifest: Manifest, connect: Connect, board: peer_copy.Board, stopped: Stop) -> None:
+    channel = connect()
+    try:
+        peer_copy.bring(channel, manifest, model, board, stopped)
+    finally:
+        channel.close()
+
+
+def _finish(parts: Sequence[Part]) -> None:
+    for part in parts:
+        part.finish()
+        part.close()

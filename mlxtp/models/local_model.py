@@ -1,0 +1,144 @@
+"""The desired model on this machine: found or downloaded ahead of time, so that an epoch need not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from ..errors import Code, MlxtpError, ModelError
+from ..wire.cluster_messages import DesiredState, ModelStatus
+from . import self_test
+from .manifest import is_commit
+from .names import ModelSource, find_model, in_folders, is_hub_id, open_model
+
+log = logging.getLogger(__name__)
+
+
+class ModelHere:
+    """`on_change` is called when the search for the desired model has ended, well or not.
+
+    `get` has what is on the Hub come here, if it is not here yet; raises ModelError. `folders` are searched
+    for models with plain names.
+    """
+
+    def __init__(
+        self,
+        draft: str,
+        on_change: Callable[[], None],
+        get: Callable[[str], Awaitable[Path]] | None = None,
+        folders: Sequence[str] = (),
+    ) -> None:
+        self.version = 0
+        self._since = 0
+        """The first version that wanted this model, and every one has since."""
+        self.source: ModelSource | None = None
+        self._path: Path | None = None
+        self.fingerprint = ""
+        self.problem = ""
+        self._model = ""
+        self._download = True
+        """Whether it may be fetched from the Hub: not for a request."""
+        self._draft = draft
+        self._on_change = on_change
+        self._get = get
+        self._folders = folders
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def status(self) -> ModelStatus:
+        """What the other members are told."""
+        return ModelStatus(self.version, self.fingerprint, self.problem, self._revision)
+
+    def want(self, desired: DesiredState) -> None:
+        """From now on this model is looked for; what is known of it stays when only the version is new."""
+        self.version, self._download = desired.version, desired.pinned
+        if desired.model == self._model and not self.problem:
+            self._since = min(self._since, desired.version)
+            self._on_change()
+            return
+        self._since = desired.version
+        self._model, self.fingerprint, self.problem = desired.model, "", ""
+        self.source = self._path = None
+        if self._task is not None:
+            self._task.cancel()
+        if desired.model:
+            self._task = asyncio.ensure_future(self._find(desired.model))
+            self._task.add_done_callback(self._ended)
+
+    def look_again(self) -> None:
+        """Somebody may have put there what was missing; what failed on the Hub is left to people."""
+        looks = self._task is not None and not self._task.done()
+        if self.problem and not looks and not is_hub_id(self._model):
+            self._task = asyncio.ensure_future(self._find(self._model))
+            self._task.add_done_callback(self._ended)
+
+    def came(self, name: str) -> None:
+        """Files of OWNER/NAME have come, or differ: perhaps what is wanted is there now, or another one."""
+        looks = self._task is not None and not self._task.done()
+        if not looks and is_hub_id(self._model) and self._model.partition("@")[0] == name:
+            self._task = asyncio.ensure_future(self._compare(self._model))
+            self._task.add_done_callback(self._ended)
+
+    def folder(self, version: int) -> Path:
+        """Where it is. Raises ModelError when it is not, or not yet, or not of this version.
+
+        An epoch that was begun before the same model was pinned goes on.
+        """
+        if not self._since <= version <= self.version:
+            raise ModelError(f"version {version} of what should run is not known here", Code.MODEL_NOT_FOUND)
+        if self._path is None or not self.fingerprint:
+            raise ModelError(self.problem or f"{self._model} is still being looked for", Code.MODEL_NOT_FOUND)
+        return self._path
+
+    async def _compare(self, model: str) -> None:
+        same = False
+        if self._path is not None and not self.problem:
+            with contextlib.suppress(OSError):
+                same = await asyncio.to_thread(self_test.fingerprint, self._path) == self.fingerprint
+        if not same:
+            await self._find(model)
+
+    async def _find(self, model: str) -> None:
+        try:
+            model = await asyncio.to_thread(in_folders, model, self._folders)
+            self._path = await self._look(model)
+            self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self._path)
+            self.problem = ""
+            if self._get is not None and is_hub_id(self._draft):
+                await self._get(self._draft)
+            self._on_change()  # a rank needs no more; the tokenizer takes another second
+            self.source = await open_model(model, self._draft, download=self._download)
+        except MlxtpError as error:
+            if error.detail != self.problem:
+                log.warning("%s: %s", model, error.detail)
+            self.fingerprint, self.problem = "", error.detail
+        except OSError as error:
+            self.problem = f"{model}: {error}"
+        self._on_change()
+
+    async def _look(self, model: str) -> Path:
+        if self._get is not None and self._download and is_hub_id(model):
+            return await find_model(str(await self._get(model)), download=False)
+        return await find_model(model, download=self._download)
+
+    @property
+    def _revision(self) -> str:
+        """The commit, of what is in the Hub's cache and was looked for by its name."""
+        named = self.fingerprint and self._path is not None and is_hub_id(self._model)
+        return self._path.name if named and self._path is not None and is_commit(self._path.name) else ""
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A bug must not look like a download that takes long."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s cannot be opened", self._model, exc_info=error)
+            self.fingerprint, self.problem = "", f"{self._model}: {type(error).__name__}: {error}"
+            self._on_change()
+
+    async def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

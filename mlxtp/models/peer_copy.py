@@ -1,0 +1,405 @@
+"""Models from one member to another: TLS connections of their own, in threads.
+
+Whoever has a model, or is getting it from the Hub, lends it: `Lender` listens on a port of its own as long as
+somebody copies. Whoever copies opens a few connections and asks for pieces of files, of which each connection
+brings one at a time. Both ends show certificates of the cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
+
+from ..errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError
+from ..wire.base import Message
+from ..wire.blocking import listen
+from ..wire.certificates import NodeIdentity
+from ..wire.copy_messages import FilesHeld, FilesWanted, PieceHeld, PieceWanted
+from ..wire.frames import MAX_FRAME, MAX_OPENING_FRAME, Decoder, encode
+from ..wire.tls import (
+    ALPN_MODELS,
+    HANDSHAKE_S,
+    Credentials,
+    Secured,
+    member_context_client,
+    member_context_server,
+    peer_identity,
+)
+from .hub_cache import Part, Repo, Stopped
+from .manifest import Manifest, from_bytes, to_bytes
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+CONNECTIONS = 2
+"""Of one copy. More cost more than they bring: Python decrypts them in turns."""
+PIECES_AHEAD = 4
+"""That a connection has asked for, so that the next one is on its way when one has come."""
+MAX_CONNECTIONS = 32
+"""That a lender has at one time, of all members."""
+MAX_PER_MEMBER = 12  #: Of them. A Mac gets four models at one time, and some connections are just ending.
+MAX_STRANGERS = 8
+"""Connections of which it is not known yet whose they are. The address with the most loses its oldest for one
+more."""
+IDLE_S = 60
+"""How long the other end may be silent, or not read."""
+PIECE_S = 300
+"""How long a lender may take for a piece, or be without a new one. It may have it from the Hub itself, four
+files at a time: half a Mbit/s is waited for."""
+AGAIN_S = 0.25
+"""How often a lender is asked whether the next piece has come there."""
+_BLOCK_BYTES = 1 << 18
+_LENGTH = struct.Struct(">I")
+
+Lent = Callable[[str], tuple[Repo, Manifest] | None]
+"""What may be copied under a name, if anything. Called from threads."""
+
+
+class Channel:
+    """One end of a connection that copies. Raises LinkError when the other one is gone or silent."""
+
+    def __init__(self, tls: ssl.SSLSocket, limit: int) -> None:
+        self._tls = tls
+        self._limit = limit
+        self._tls.settimeout(IDLE_S)
+        self._ends_at = math.inf
+
+    def hurry(self) -> None:
+        """From now on the other end has PIECE_S for what it is asked, until this is called again."""
+        self._ends_at = time.monotonic() + PIECE_S
+
+    def send(self, message: Message) -> None:
+        self.send_bytes(encode(message, 0, 0))
+
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        try:
+            self._tls.sendall(data)
+        except OSError as error:
+            raise _cut_short(error) from None
+
+    def receive(self, expected: type[M]) -> M:
+        """The message that is due. Raises RemoteProtocolError for another one."""
+        message = self.next()
+        if not isinstance(message, expected):
+            raise RemoteProtocolError(f"{type(message).__name__} where {expected.__name__} was due")
+        return message
+
+    def next(self) -> Message:
+        """Whatever comes next; never more is read than belongs to it."""
+        header = self._exactly(_LENGTH.size)
+        (length,) = _LENGTH.unpack(header)
+        if length > self._limit:
+            raise RemoteProtocolError(
+                f"a frame of {length} bytes; at most {self._limit} may come", Code.FRAME_OVERSIZE
+            )
+        decoder = Decoder()
+        decoder.limit = self._limit
+        decoder.feed(header + self._exactly(length))
+        frame = decoder.next_frame()
+        assert frame is not None
+        return frame.message
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray(size)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill all of it."""
+        try:
+            while view:
+                count = self._tls.recv_into(view)
+                if not count:
+                    raise LinkError("a copy was cut short: the other Mac hung up")
+                view = view[count:]
+                if time.monotonic() > self._ends_at:
+                    raise LinkError(f"no piece has come for {PIECE_S} s", Code.LINK_TIMEOUT)
+        except OSError as error:
+            raise _cut_short(error) from None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._tls.shutdown(socket.SHUT_RDWR)
+        self._tls.close()
+
+
+def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) -> Channel:
+    """A connection to the lender of this node at the first of its addresses ("ip:port") that answers.
+
+    Raises LinkError when none does, ProtocolError (NOT_AUTHENTIC) when it is not that node.
+    """
+    context = member_context_client(credentials, ALPN_MODELS)
+    why = "it has no address"
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            sock = socket.create_connection((host, int(port)), timeout=HANDSHAKE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tls = context.wrap_socket(sock)
+        except OSError as error:
+            why = f"{address}: {error}"
+            continue
+        if tls.selected_alpn_protocol() != ALPN_MODELS or _identity(tls).node_id != node_id:
+            tls.close()
+            raise ProtocolError(f"{address} is another node than {node_id[:8]}", Code.NOT_AUTHENTIC)
+        return Channel(tls, MAX_FRAME)
+    raise LinkError(f"nothing can be copied from there: {why}")
+
+
+def ask(channel: Channel, model: str) -> tuple[Manifest, list[bytes]]:
+    """What is there of a model, and of each of its blobs which pieces.
+
+    Raises LinkError when there is nothing, RemoteProtocolError for what makes no sense.
+    """
+    channel.send(FilesWanted(model))
+    held = channel.receive(FilesHeld)
+    if not held.manifest:
+        raise LinkError(f"nothing of {model} is there any more")
+    try:
+        manifest = from_bytes(held.manifest)
+    except ValueError as error:
+        raise RemoteProtocolError(f"a manifest that makes no sense: {error}", Code.FIELD_INVALID) from None
+    here, at = [], 0
+    for file in manifest.blobs:
+        here.append(held.here[at : at + file.chunks])
+        at += file.chunks
+    if at != len(held.here):
+        raise RemoteProtocolError(f"{len(held.here)} pieces are told of {at}", Code.FIELD_INVALID)
+    return manifest, here
+
+
+class Board:
+    """Which pieces are still to be asked for. Connections take them in turns."""
+
+    def __init__(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+        places = {file.hash: place for place, file in enumerate(manifest.blobs)}
+        self._left = [(part, places[part.file.hash], chunk) for part in parts for chunk in part.missing]
+        self._lock = threading.Lock()
+
+    def take(self, here: Sequence[bytes]) -> tuple[Part, int, int] | None:
+        """The next piece that is there: the file, its place, the piece's number. None while none is."""
+        with self._lock:
+            for i, (_, place, chunk) in enumerate(self._left):
+                if here[place][chunk]:
+                    return self._left.pop(i)
+        return None
+
+    @property
+    def empty(self) -> bool:
+        return not self._left
+
+
+def bring(
+    channel: Channel, manifest: Manifest, model: str, board: Board, stopped: Callable[[], bool]
+) -> None:
+    """Copy pieces until there are none left. Raises LinkError, RemoteProtocolError, Stopped, OSError."""
+    channel.hurry()
+    here = _ask_again(channel, manifest, model)
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    asked: deque[tuple[Part, int]] = deque()
+    while asked or not board.empty:
+        if stopped():
+            raise Stopped
+        while len(asked) < PIECES_AHEAD and (taken := board.take(here)) is not None:
+            part, place, chunk = taken
+            part.open()
+            channel.send(PieceWanted(place, chunk))
+            asked.append((part, chunk))
+        if asked:
+            _receive(channel, *asked.popleft(), block, stopped)
+            channel.hurry()
+        elif not board.empty:
+            threading.Event().wait(AGAIN_S)  # it has not come there yet either
+            now = _ask_again(channel, manifest, model)
+            if now != here:
+                channel.hurry()
+            here = now
+
+
+def _ask_again(channel: Channel, manifest: Manifest, model: str) -> list[bytes]:
+    now, here = ask(channel, model)
+    if now != manifest:
+        raise LinkError("the other Mac gets another revision by now")
+    return here
+
+
+def _receive(
+    channel: Channel, part: Part, chunk: int, block: memoryview, stopped: Callable[[], bool]
+) -> None:
+    at, size = part.file.span(chunk)
+    if channel.receive(PieceHeld).size != size:
+        raise LinkError(f"a piece of {part.file.path} is not there any more")
+    while size:
+        if stopped():
+            raise Stopped
+        count = min(size, _BLOCK_BYTES)
+        channel.receive_into(block[:count])
+        part.write(at, block[:count])
+        at, size = at + count, size - count
+    part.came(chunk)
+
+
+class Lender:
+    """Lends models to other members while it is open. `may_copy` is asked again for each piece."""
+
+    def __init__(
+        self, host: str, credentials: Credentials, lent: Lent, may_copy: Callable[[NodeIdentity], bool]
+    ) -> None:
+        """Listens on a free port of `host`. Raises OSError."""
+        self._sock = listen(host)
+        self.port: int = self._sock.getsockname()[1]
+        self._context = member_context_server(credentials, (ALPN_MODELS,))
+        self._lent = lent
+        self._may_copy = may_copy
+        self._open: dict[socket.socket, str] = {}
+        """The node id of each connection."""
+        self._strangers: dict[socket.socket, str] = {}
+        """The address of each connection that has not shown a certificate yet, the oldest first."""
+        self._lock = threading.Lock()
+        self._wake, self._woken = socket.socketpair()
+        threading.Thread(target=self._accept, name="lender", daemon=True).start()
+
+    def close(self) -> None:
+        """Lend no more: connections are cut."""
+        self._wake.close()
+        with self._lock:
+            for sock in (*self._open, *self._strangers):
+                _cut(sock)
+
+    def _accept(self) -> None:
+        with self._sock, self._woken, selectors.DefaultSelector() as ready:
+            for each in (self._sock, self._woken):
+                ready.register(each, selectors.EVENT_READ)
+            while all(key.fileobj is not self._woken for key, _ in ready.select()):
+                try:
+                    sock, address = self._sock.accept()
+                except OSError as error:
+                    log.debug("nobody was let in to copy: %s", error)
+                    continue
+                with self._lock:
+                    self._strangers[sock] = str(address[0])
+                    if len(self._strangers) > MAX_STRANGERS:
+                        surplus = _surplus(self._strangers)
+                        del self._strangers[surplus]
+                        _cut(surplus)
+                threading.Thread(target=self._attend, args=(sock, str(address[0])), daemon=True).start()
+
+    def _attend(self, sock: socket.socket, address: str) -> None:
+        with sock:
+            try:
+                channel, identity = self._welcome(sock)
+                try:
+                    self._serve(channel, identity)
+                finally:
+                    channel.close()
+            except (MlxtpError, OSError) as error:
+                log.debug("a copy by %s ended: %s", address, error)
+            finally:
+                with self._lock:
+                    self._strangers.pop(sock, None)
+                    self._open.pop(sock, None)
+
+    def _welcome(self, sock: socket.socket) -> tuple[Channel, NodeIdentity]:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A deadline for all of the handshake: a socket's own timeout begins anew with each byte.
+        hurry = threading.Timer(HANDSHAKE_S, lambda: _cut(sock))
+        hurry.start()
+        try:
+            copy = sock.dup()  # closing the one does not take the other from `close`
+            tls = self._context.wrap_socket(copy, server_side=True)
+        finally:
+            hurry.cancel()
+        identity = _identity(tls)
+        if tls.selected_alpn_protocol() != ALPN_MODELS or not self._may_copy(identity):
+            tls.close()
+            raise ProtocolError(f"{identity.node_id[:8]} may not copy here", Code.NOT_AUTHENTIC)
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS or sock not in self._strangers:
+                tls.close()
+                raise LinkError(f"{MAX_CONNECTIONS} connections copy from here, the most there may be")
+            if sum(node == identity.node_id for node in self._open.values()) >= MAX_PER_MEMBER:
+                tls.close()
+                raise LinkError(
+                    f"{identity.node_id[:8]} has {MAX_PER_MEMBER} connections, the most of one member"
+                )
+            del self._strangers[sock]
+            self._open[sock] = identity.node_id
+        return Channel(tls, MAX_OPENING_FRAME), identity
+
+    def _serve(self, channel: Channel, identity: NodeIdentity) -> None:
+        lent: tuple[Repo, Manifest] | None = None
+        while self._may_copy(identity):
+            match channel.next():
+                case FilesWanted(model):
+                    lent = self._lent(model)
+                    channel.send(_held(lent))
+                case PieceWanted(place, chunk) if lent is not None:
+                    _lend(channel, *lent, place, chunk)
+                case other:
+                    raise RemoteProtocolError(f"{type(other).__name__} is not due here", Code.OUT_OF_ORDER)
+
+
+def _surplus(strangers: Mapping[socket.socket, str]) -> socket.socket:
+    """Return the oldest connection of the address that has the most."""
+    counts = Counter(strangers.values())
+    return max(strangers, key=lambda sock: counts[strangers[sock]])
+
+
+def _held(lent: tuple[Repo, Manifest] | None) -> FilesHeld:
+    if lent is None:
+        return FilesHeld(b"", b"")
+    repo, manifest = lent
+    return FilesHeld(to_bytes(manifest), b"".join(repo.chunks(file) for file in manifest.blobs))
+
+
+def _lend(channel: Channel, repo: Repo, manifest: Manifest, place: int, chunk: int) -> None:
+    files = manifest.blobs
+    if place >= len(files) or chunk >= files[place].chunks:
+        raise RemoteProtocolError(f"no file has the number {place} and a piece {chunk}", Code.FIELD_INVALID)
+    file = files[place]
+    try:
+        if not repo.chunks(file)[chunk]:
+            raise FileNotFoundError
+        descriptor = os.open(repo.readable(file), os.O_RDONLY)
+    except OSError:  # it has just got its name, or is gone: whoever wants it asks again
+        channel.send(PieceHeld(0))
+        return
+    try:
+        at, size = file.span(chunk)
+        channel.send(PieceHeld(size))
+        block = memoryview(bytearray(_BLOCK_BYTES))
+        while size:
+            count = os.preadv(descriptor, [block[: min(size, _BLOCK_BYTES)]], at)
+            if not count:
+                raise LinkError(f"{file.path} is shorter than it was")
+            channel.send_bytes(block[:count])
+            at, size = at + count, size - count
+    finally:
+        os.close(descriptor)
+
+
+def _cut_short(error: OSError) -> LinkError:
+    if isinstance(error, TimeoutError):
+        return LinkError(f"a copy stood still for {IDLE_S} s", Code.LINK_TIMEOUT)
+    return LinkError(f"a copy was cut short: {error}")
+
+
+def _identity(tls: ssl.SSLSocket) -> NodeIdentity:
+    return peer_identity(cast(Secured, tls))
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

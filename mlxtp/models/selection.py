@@ -1,0 +1,174 @@
+"""What people say shall be served: looked at, and brought here, before what is served is unloaded for it.
+
+A wish that waits for a download lives as long as the agent at which it was said; whatever is said later
+counts instead, wherever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ..cluster.surroundings import Surroundings
+from ..errors import MlxtpError, UserError
+from ..groups.health import State
+from ..placement.model_shape import ModelShape
+from ..wire.cluster_messages import DesiredState
+from .daemon_thread import apart
+from .inventory import hub_folder
+from .names import in_folders, is_hub_id, look_ahead
+from .transfers import Getting, described
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+SILENT_S = 5.0
+"""How long members may take until they say that a model is on its way to them."""
+_SERVES = (State.READY, State.DRAINING, State.LOADING)
+
+
+class Where(Surroundings, Protocol):
+    """The parts of one node that this needs beside."""
+
+    getting: Getting
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of it. `coming`: what is served stays until the model is here."""
+
+    model: str
+    desired: DesiredState
+    coming: bool = False
+
+
+class Wishes:
+    """`no_place` says why those who are here, or some of them, cannot serve a model of this shape over so
+    many Macs; nothing if they can."""
+
+    def __init__(
+        self, cluster: Where, no_place: Callable[[ModelShape, str, Container[str] | None], str]
+    ) -> None:
+        self._cluster = cluster
+        self._no_place = no_place
+        self._said = 0
+        self._next: tuple[str, str] | None = None
+        """A model that is on its way, and the name under which it comes."""
+        self._problem = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def told(self) -> list[str]:
+        """What comes to this Mac, for people: what is served next, and what else is pulled."""
+        getting = self._cluster.getting
+        model, name = self._next or ("", "")
+        found = [f"{model} is served as soon as it is here{_far(getting, name)}"] if model else []
+        found += [self._problem] if self._problem else []
+        wanted = self._cluster.coordination.desired.model
+        return found + [
+            f"{each} is on its way here{_far(getting, each)}"
+            for each in getting.under_way()
+            if each not in (name, wanted)
+        ]
+
+    async def serve(self, model: str, nodes: str) -> Answer:
+        """From now on `model` is wanted, or from when it is here, over so many Macs (empty: as before).
+
+        Raises UserError for what can be known to fail; then nothing changes.
+        """
+        cluster, number = self._cluster, self.forget()
+        present = cluster.coordination.desired
+        over = nodes or present.nodes
+        if (model, over) == (present.model, present.nodes):
+            return Answer(model, cluster.want(model, nodes))
+        found = await asyncio.to_thread(in_folders, model, cluster.settings.model_folders)
+        shape = await self._look(found)
+        if number != self._said or cluster.coordination.desired.version != present.version:
+            raise UserError(f"meanwhile somebody else said what to serve, so {model} is not")
+        if present.model and cluster.supervisor.state in _SERVES:
+            self._check_place(model, shape, over)
+            if is_hub_id(found) and not await self._can_begin(found, shape, over):
+                self._next = (model, model)
+                self._task = asyncio.ensure_future(self._bring(model, over, present.version))
+                self._task.add_done_callback(_ended)
+                return Answer(model, present, coming=True)
+        return Answer(model, cluster.want(model, nodes))
+
+    def forget(self) -> int:
+        """Something else is said: what is on its way is brought all the same, and not served."""
+        self._said += 1
+        self._next, self._problem = None, ""
+        if self._task is not None:
+            self._task.cancel()
+        return self._said
+
+    async def _look(self, model: str) -> ModelShape | None:
+        cluster = self._cluster
+        elsewhere = cluster.getting.is_elsewhere(model)
+        return await apart(partial(look_ahead, model, cluster.settings.kv_bits, elsewhere=elsewhere))
+
+    def _check_place(self, model: str, shape: ModelShape | None, nodes: str) -> None:
+        why = self._no_place(shape, nodes, None) if shape is not None else ""
+        if why:
+            raise UserError(f"{model} cannot be served, so all stays as it is: {why}")
+
+    async def _can_begin(self, model: str, shape: ModelShape | None, nodes: str) -> bool:
+        """Whether those who have all of it already can serve it."""
+        if shape is None or await asyncio.to_thread(hub_folder, model) is None:
+            return False
+        return not self._no_place(shape, nodes, {self._cluster.node_id, *self._who_have(model)})
+
+    def _who_have(self, model: str) -> list[str]:
+        cluster = self._cluster
+        return [node_id for node_id in cluster.neighbours.nodes() if cluster.getting.has(node_id, model)]
+
+    async def _bring(self, model: str, nodes: str, version: int) -> None:
+        cluster, loop = self._cluster, asyncio.get_running_loop()
+        try:
+            name = await cluster.getting.pull(model, everywhere=True)
+            self._next, began = (model, name), loop.time()
+            while True:
+                await asyncio.sleep(LOOK_S)  # at first for the others to say what they have
+                rows = cluster.getting.progress(name)
+                silent = not rows or (len(rows) == 1 and cluster.neighbours.nodes())
+                over = all(row["complete"] or row["problem"] for row in rows)
+                if over and (not silent or loop.time() - began > SILENT_S):
+                    break
+                if cluster.coordination.desired.version != version:
+                    return
+            have = {row["node_id"] for row in rows if row["complete"]}
+            problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
+            shape = await self._look(model) if have else None
+            if cluster.coordination.desired.version != version:
+                return
+            why = self._no_place(shape, nodes, have | {*self._who_have(name)}) if shape is not None else ""
+            if have and not why:
+                cluster.want(model, nodes)
+            else:
+                reasons = "; ".join(filter(None, [why, *problems])) or "nobody has said how far it is"
+                self._problem = f"{model} was to be served, and cannot be: {reasons}"
+        except MlxtpError as error:
+            self._problem = error.detail
+        finally:
+            self._next = None
+            if self._problem:
+                log.warning("%s", self._problem)
+
+    async def close(self) -> None:
+        """Wait for nothing more."""
+        self.forget()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _far(getting: Getting, name: str) -> str:
+    rows = [row for row in getting.progress(name) if row["self"]]
+    return f": {described(rows[0])}" if rows and not rows[0]["complete"] else ""
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a model that was to be served is waited for no more", exc_info=error)

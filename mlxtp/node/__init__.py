@@ -1,1 +1,0 @@
-"""The agent: spawns ranks, watches them, serves requests. Computes nothing with MLX."""

@@ -1,0 +1,252 @@
+"""How fast a model would run on a group of ranks. Pure: a shape, chips and a fabric in, seconds out.
+
+One token takes
+
+    bytes read by a rank / (bandwidth x efficiency)            the slowest rank counts
+  + kernels x KERNEL_S                                         what starting and ending each of them costs
+  + collectives x (fence + latency)                            none for one rank alone
+  + bytes on the wire / bandwidth of the link
+
+and a prompt, chunk by chunk, the larger of its arithmetic and of reading all weights, with the same
+collectives. `docs/placement.md` explains it and compares it with published figures. Everything that nobody
+measured is an assumption with a name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .chips import Chip
+from .model_shape import ModelShape
+
+KERNEL_S = 4.5e-6
+"""What a GPU kernel costs beside the bytes it reads: it starts, fills the GPU and drains it. Fitted, with
+the two efficiencies of `chips`, to published single-Mac speeds; a chain of empty ones has been measured at
+2.8 us each."""
+FENCE_S = 165e-6
+"""A collective makes GPU and CPU wait for each other: 150 to 180 us by default (ml-explore/mlx #4438)."""
+FAST_FENCE_S = 10e-6
+"""The same with MLX_METAL_FAST_SYNCH=1: 4 to 16 us."""
+PROMPT = 1000
+"""Tokens of the prompt for which the time to the first token is given."""
+CHUNK = 2048
+"""Tokens of a prompt that the engine computes at once."""
+PREFILL_EFFICIENCY = 0.75
+"""Share of a GPU's arithmetic that long prompts reach on dense models: 91 tokens/s for 123 B weights on an
+M3 Ultra (ml-explore/mlx #3094) is 79 % of its 28 TFLOPS."""
+EXPERT_EFFICIENCY = 0.55
+"""The same where each token has experts of its own: 16 TFLOPS on an M3 Ultra, 11 on an M4 Max."""
+_ACTIVATION_BYTES = 2
+_MOST_TCP = 3e9
+"""Bytes/s of one TCP connection on the fastest link; an assumption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """How ranks exchange bytes.
+
+    step_s     one message to a neighbour and its arrival
+    bandwidth  bytes/s of one link
+    circle     whether a sum goes around in a circle, 2 (N - 1) steps, or in two steps between all pairs
+    """
+
+    step_s: float
+    bandwidth: float
+    circle: bool
+
+    def latency_s(self, ranks: int) -> float:
+        """A sum of a few kilobytes over `ranks` ranks."""
+        return self.step_s * (2 * (ranks - 1) if self.circle else 2)
+
+
+JACCL_MESH = "JACCL mesh"
+JACCL_RING = "JACCL ring"
+RING_THUNDERBOLT = "ring over Thunderbolt"
+RING_ETHERNET = "ring over Ethernet"
+RING_WIFI = "ring over Wi-Fi"
+RING_LOOPBACK = "ring within one machine"
+ALONE = "one node alone"
+
+FABRICS: Mapping[str, Fabric] = {
+    # 25 us for 4 KB over RDMA (ml-explore/mlx #2808), large sums at 8 to 12 GB/s.
+    JACCL_MESH: Fabric(12.5e-6, 8e9, circle=False),
+    JACCL_RING: Fabric(12.5e-6, 8e9, circle=True),
+    # "About ten times" JACCL's latency for four ranks, which are six steps; TCP over a Thunderbolt cable.
+    RING_THUNDERBOLT: Fabric(42e-6, _MOST_TCP, circle=True),
+    # 56 instead of 31 ms a token in one report that names both (Blaizzy/mlx-vlm #730); 10 Gb/s unless known.
+    RING_ETHERNET: Fabric(105e-6, 1.1e9, circle=True),
+    # An assumption: a good day of a good network.
+    RING_WIFI: Fabric(2e-3, 5e7, circle=True),
+    # Measured on Linux with a core for each rank.
+    RING_LOOPBACK: Fabric(42e-6, 2e9, circle=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One measured sum of a few kilobytes, in seconds, over the ranks on `nodes` (empty: any two).
+
+    kind       the fabric, a key of FABRICS; empty for any of the backend
+    fenced     whether its fence is in it
+    bandwidth  bytes/s on one link, for large sums; 0 where that was not measured
+    """
+
+    backend: str
+    seconds: float
+    nodes: frozenset[str] = frozenset()
+    kind: str = ""
+    fenced: bool = False
+    bandwidth: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured on these machines; it counts more than what is assumed.
+
+    collectives  by backend ("jaccl" or "ring") and fabric
+    fence_s      what a collective costs beside its latency
+    reading      bytes/s that a decode reads, by node id
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    fence_s: float | None = None
+    reading: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a rank runs on. `metal`: with a GPU that waits for the CPU at each collective."""
+
+    node_id: str
+    chip: Chip
+    metal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What is expected of a group, and what one token's time goes into, all in seconds.
+
+    `measured` says that what collectives take is not assumed; how much of that is the fences' may still be.
+    """
+
+    tokens_per_second: float
+    ttft_s: float
+    reading_s: float
+    kernels_s: float
+    fences_s: float
+    latency_s: float
+    wire_s: float
+    measured: bool = False
+
+
+def speed(
+    shape: ModelShape,
+    ranks: Sequence[Rank],
+    kind: str,
+    *,
+    fast_fences: bool = False,
+    measured: Measured | None = None,
+    mbps: int = 0,
+) -> Speed:
+    """What to expect of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
+
+    One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, if known.
+    """
+    size, measured = len(ranks), measured or Measured()
+    reading = min(_reading(rank, measured) for rank in ranks)
+    bytes_read = shape.rank_token_bytes(size) + shape.rank_kv(size, PROMPT)
+    reading_s = bytes_read / reading
+    kernels_s = shape.kernels * KERNEL_S
+    if size == 1:
+        prompt_s = _prefill_s(shape, ranks, reading)
+        token_s = reading_s + kernels_s
+        return Speed(1 / token_s, prompt_s + token_s, reading_s, kernels_s, 0.0, 0.0, 0.0)
+    fabric = FABRICS[kind]
+    link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
+    latency_s = fabric.latency_s(size)
+    fence_s = _fence_s(ranks, measured, fast_fences=fast_fences)
+    found = measured_collective(measured, ranks, kind, fence_s)
+    if found is not None:
+        fence_s, latency_s, link = found.fence_s, found.latency_s, found.bandwidth or link
+    share = 2 * (size - 1) / size  # how often each number of a sum crosses each link
+    wire_s = shape.hidden * _ACTIVATION_BYTES * share / link
+    token_s = reading_s + kernels_s + shape.collectives * (fence_s + latency_s + wire_s)
+    chunks = -(-PROMPT // CHUNK)
+    waiting_s = shape.collectives * (chunks * (fence_s + latency_s) + PROMPT * wire_s)
+    prompt_s = _prefill_s(shape, ranks, reading) + waiting_s
+    return Speed(
+        tokens_per_second=1 / token_s,
+        ttft_s=prompt_s + token_s,
+        reading_s=reading_s,
+        kernels_s=kernels_s,
+        fences_s=shape.collectives * fence_s,
+        latency_s=shape.collectives * latency_s,
+        wire_s=shape.collectives * wire_s,
+        measured=found is not None,
+    )
+
+
+def _reading(rank: Rank, measured: Measured) -> float:
+    return (measured.reading or {}).get(rank.node_id) or rank.chip.reading
+
+
+def _fence_s(ranks: Sequence[Rank], measured: Measured, *, fast_fences: bool) -> float:
+    if not any(rank.metal for rank in ranks):
+        return 0.0
+    if measured.fence_s is not None:
+        return measured.fence_s
+    return FAST_FENCE_S if fast_fences else FENCE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What measurements say of the collectives of a group. `bandwidth` 0 is unknown."""
+
+    fence_s: float
+    latency_s: float
+    bandwidth: float
+
+
+def measured_collective(measured: Measured, ranks: Sequence[Rank], kind: str, fence_s: float) -> Found | None:
+    """What a sum over these ranks takes as far as it was measured; None where it was not.
+
+    A measurement of the same group counts most, then those of all pairs that talk to each other, then one of
+    any two. A pair's sum takes two steps; a circle of N takes 2 (N - 1) of the slowest pair's. `fence_s` is
+    what of a measured time is taken for its fence where that is in it: there is one, however many the steps.
+    """
+    backend = "jaccl" if kind in (JACCL_MESH, JACCL_RING) else "ring"
+    matching = [c for c in measured.collectives if c.backend == backend and c.kind in ("", kind)]
+    known = {c.nodes: c for c in sorted(matching, key=lambda c: c.kind == kind)}
+    nodes = [rank.node_id for rank in ranks]
+    if frozenset(nodes) in known:
+        return _found([known[frozenset(nodes)]], fence_s, times=1)
+    fabric = FABRICS[kind]
+    talking = (
+        [frozenset(pair) for pair in pairwise([*nodes, nodes[0]])]
+        if fabric.circle
+        else [frozenset((a, b)) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
+    )
+    pairs = [known.get(pair, known.get(frozenset())) for pair in talking]
+    here = [pair for pair in pairs if pair is not None]
+    if len(here) < len(pairs):
+        return None
+    return _found(here, fence_s, times=len(nodes) - 1 if fabric.circle else 1)
+
+
+def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
+    """Of the slowest of these, with so many times its latency."""
+    fences = [min(fence_s, c.seconds) if c.fenced else fence_s for c in sums]
+    latencies = [c.seconds - fence if c.fenced else c.seconds for c, fence in zip(sums, fences, strict=True)]
+    return Found(max(fences), times * max(latencies), min(c.bandwidth for c in sums))
+
+
+def _prefill_s(shape: ModelShape, ranks: Sequence[Rank], reading: float) -> float:
+    """The arithmetic of a prompt, or reading the weights for each of its chunks, whichever takes longer."""
+    size = len(ranks)
+    efficiency = EXPERT_EFFICIENCY if shape.experts else PREFILL_EFFICIENCY
+    flops = min(rank.chip.flops for rank in ranks) * efficiency
+    arithmetic = 2 * shape.token_weights * PROMPT / size / flops
+    chunks = -(-PROMPT // CHUNK)
+    return max(arithmetic, chunks * shape.rank_weights(size) / reading)

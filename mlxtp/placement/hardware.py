@@ -1,0 +1,239 @@
+"""Looks at this machine: runs the commands of `probe_macos.py`, or asks psutil, and has them read.
+
+It only looks. No command here changes anything, none is run as root, and each ends by its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import pwd
+import signal
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from ..wire.machine import Machine
+from .probe_linux import Row, Sight
+from .probe_machine import elsewhere, mac, mac_again
+from .probe_macos import COMMANDS
+from .probe_output import NOT_INSTALLED, Output, printable
+
+PROBE_DEADLINE_S = 25.0
+REFRESH_DEADLINE_S = 5.0
+OUTPUT_LIMIT = 2 * 2**20
+"""Bytes of one command's output; a full `system_profiler` of these three kinds has some 30 KB."""
+_END_DEADLINE_S = 2.0
+"""How long a killed command may take to be gone before it is left to the system."""
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "LANG": "C"}
+"""Apple's own commands, whatever a user has installed, in English where they can."""
+
+Run = Callable[[str, tuple[str, ...], float], Awaitable[Output]]
+"""Runs a command with arguments within a deadline in seconds; does not raise."""
+
+
+async def probe(
+    address: str = "",
+    *,
+    system: str = sys.platform,
+    run: Run | None = None,
+    deadline_s: float = PROBE_DEADLINE_S,
+) -> Machine:
+    """Everything about this machine: seconds on a Mac. Ask when the agent starts and when cables change.
+
+    With `address` (an IPv4 address of this machine) only the interface that has it counts; when none has,
+    there is no interface in the result and a note says so. What a command does not tell within `deadline_s`
+    is 0 or empty and stands in the notes.
+    """
+    if system != "darwin":
+        return elsewhere(await asyncio.to_thread(_look), address)
+    return mac(await _ask(COMMANDS, run or run_command, deadline_s), address)
+
+
+async def refresh(
+    machine: Machine, address: str = "", *, run: Run | None = None, deadline_s: float = REFRESH_DEADLINE_S
+) -> Machine:
+    """The same machine with its memory, interfaces, power and RDMA ports of now: for every few seconds.
+
+    Chip and cables stay as they were, and so does what a command does not tell within `deadline_s`.
+    """
+    if machine.system != "macos":
+        return elsewhere(await asyncio.to_thread(_look), address)
+    cheap = [name for name, command in COMMANDS.items() if command.cheap]
+    return mac_again(machine, await _ask(cheap, run or run_command, deadline_s), address)
+
+
+async def _ask(names: Iterable[str], run: Run, deadline_s: float) -> Mapping[str, Output]:
+    """All of them at once, so that together they take as long as the slowest."""
+    names = list(names)
+    commands = [COMMANDS[name] for name in names]
+    outputs = await asyncio.gather(
+        *(
+            run(name, command.arguments, min(command.deadline_s, deadline_s))
+            for name, command in zip(names, commands, strict=True)
+        )
+    )
+    return dict(zip(names, outputs, strict=True))
+
+
+# --- one command ------------------------------------------------------------------------------------------
+
+
+async def run_as_self(name: str, arguments: tuple[str, ...], deadline_s: float) -> Output:
+    """As `run_command`, with all rights of this process: for what only root may look at."""
+    return await run_command(name, arguments, deadline_s, never_root=False)
+
+
+async def run_command(
+    name: str, arguments: tuple[str, ...], deadline_s: float, *, never_root: bool = True
+) -> Output:
+    """Run a command, not as root, and give what it printed or what went wrong. It is gone afterwards."""
+    try:
+        process = await _started(name, arguments, never_root)
+    except FileNotFoundError:
+        return NOT_INSTALLED
+    except (OSError, ValueError, LookupError) as error:
+        return Output(problem=f"could not be started ({error})")
+    status: int | None = None
+    try:
+        async with asyncio.timeout(deadline_s):
+            said, complaint = await _printed(process)
+            status = await process.wait()
+    except TimeoutError:
+        return Output(problem=f"did not answer within {deadline_s:g} s")
+    finally:
+        if status is None:
+            await _end(process)
+    if max(len(said), len(complaint)) > OUTPUT_LIMIT:
+        return Output(problem=f"printed more than {OUTPUT_LIMIT} bytes")
+    text = said.decode(errors="replace")
+    if status:
+        first = complaint.decode(errors="replace").strip().partition("\n")[0]
+        why = textwrap.shorten(printable(first, 1000), 160, placeholder=" ...")
+        return Output(text, f"ended with status {status}" + (f" ({why})" if why else ""))
+    return Output(text)
+
+
+async def _started(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
+    starting = asyncio.create_task(_start(name, arguments, never_root))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # asyncio loses a process whose creation is cancelled half-way: let it be there first.
+        with suppress(OSError, ValueError, LookupError):
+            await _end(await starting)
+        raise
+
+
+async def _start(name: str, arguments: tuple[str, ...], never_root: bool) -> asyncio.subprocess.Process:
+    """An agent that a LaunchDaemon starts may be root; what it runs to look around is not."""
+    nobody = pwd.getpwnam("nobody") if never_root and os.geteuid() == 0 else None
+    return await asyncio.create_subprocess_exec(
+        name,
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=_ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+        user=nobody.pw_uid if nobody else None,
+        group=nobody.pw_gid if nobody else None,
+        extra_groups=[] if nobody else None,
+    )
+
+
+async def _printed(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
+    """All that it prints until it is done, stdout and stderr. One that prints too much is killed."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said, complaint = await asyncio.gather(_read(process, process.stdout), _read(process, process.stderr))
+    return said, complaint
+
+
+async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
+    """Everything, or a little more than the limit."""
+    parts, size = [], 0
+    while part := await stream.read(2**16):
+        size += len(part)
+        if size - len(part) <= OUTPUT_LIMIT:
+            parts.append(part)
+        if size > OUTPUT_LIMIT:
+            _kill(process)
+    return b"".join(parts)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """With all that it started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill it and see it gone, or leave it to the system when even that does not help."""
+    _kill(process)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_DEADLINE_S):
+            # It counts as gone when its pipes are read to their end.
+            await _printed(process)
+            await process.wait()
+
+
+# --- Linux ------------------------------------------------------------------------------------------------
+
+
+def _look() -> Sight:
+    """What psutil, /proc and /etc say. Blocks for some milliseconds."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+    return Sight(
+        system=sys.platform,
+        cpuinfo=_file("/proc/cpuinfo"),
+        os_release=_file("/etc/os-release"),
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        product=_file("/sys/class/dmi/id/product_name") or _file("/proc/device-tree/model"),
+        cpu_cores=os.cpu_count() or 0,
+        memory_bytes=memory.total,
+        free_bytes=memory.available,
+        plugged_in=battery.power_plugged if battery else None,
+        rows=tuple(_rows()),
+    )
+
+
+def _rows() -> list[Row]:
+    import psutil
+
+    states = psutil.net_if_stats()
+    rows = []
+    for name, addresses in psutil.net_if_addrs().items():
+        state, folder = states.get(name), Path("/sys/class/net") / name
+        for address in addresses:
+            if address.family.name != "AF_INET" or state is None:
+                continue
+            rows.append(
+                Row(
+                    device=name,
+                    address=address.address,
+                    netmask=address.netmask or "",
+                    flags=state.flags,
+                    speed=state.speed,
+                    up=state.isup,
+                    wireless=(folder / "wireless").exists(),
+                    bridge=(folder / "bridge").exists(),
+                )
+            )
+    return rows
+
+
+def _file(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(OUTPUT_LIMIT).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,290 @@
+"""Why JACCL would not form here, before it is tried; and what its errors mean, after it was. Pure.
+
+JACCL opens devices one after the other and reports an error number of whatever failed first, on each Mac by
+itself, so a cable in the wrong port is "errno 60" on two Macs and silence on the others. What can be seen
+beforehand is said beforehand, in words, with what to do. A number alone says nothing: 22 is a missing address
+when a queue pair is connected, and no such thing when a send fails. The numbers are macOS's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ..wire.machine import Machine, Port
+from ..wire.rdma import Matrix, devices, fault, peers
+from .advice import RDMA_SINCE, cable_addresses
+
+NO_ADDRESS = 22
+"""The errno of a port that has no IPv4 address, or an old one."""
+_BRIDGE_DOWN = (
+    "until the next restart: sudo ifconfig bridge0 down; for good: turn the Thunderbolt Bridge off in System "
+    "Settings > Network"
+)
+_RDMA_ON = (
+    "shut this Mac down, hold the power button until the options load, choose Options, then Terminal in the "
+    "Utilities menu, and run: rdma_ctl enable"
+)
+_PORT_UP = (
+    "plug the cable in at both ends, see that the other Mac is awake and has RDMA on, and look with "
+    "`ibv_devinfo` for PORT_ACTIVE"
+)
+_FREE = (
+    "end what else uses RDMA on this Mac, above all ranks of an earlier group that are still there; where "
+    "there is nothing, restart it"
+)
+_BY_HAND = "name the device by hand (--rdma NODE=DEVICE)"
+
+
+def _by_hand(named: bool) -> str:
+    """Advice about a device; one that was `named` by hand cannot be named again."""
+    return "correct the device that --rdma names" if named else _BY_HAND
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One reason and what to do about it. `errno` is the number that JACCL has for it, None without one."""
+
+    what: str
+    fix: str
+    errno: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}. To do: {self.fix}"
+
+
+# --- before -----------------------------------------------------------------------------------------------
+
+
+def preflight(
+    rank: int,
+    machine: Machine,
+    matrix: Matrix,
+    *,
+    ring: bool = False,
+    others: Mapping[int, Machine] | None = None,
+    named: Collection[str] = (),
+    ranks_left: int = 0,
+) -> Trouble | None:
+    """The first reason why JACCL's `init` would fail on this rank's machine, or None.
+
+    `machine` has all its interfaces and is of now: ports come and go. With the machines of `others`, by rank,
+    cables are followed to their other ends. What a person has `named` by hand is believed: nothing is asked
+    of these devices of this rank, and where there are no more, nothing of the machine. `ranks_left` counts
+    rank processes of earlier epochs that still run here.
+    """
+    if wrong := fault(matrix, ring=ring):
+        return Trouble(wrong, f"correct the cables or the matrix, or {_by_hand(bool(named))}")
+    if ranks_left:
+        return Trouble(
+            f"{ranks_left} ranks of an earlier group are still here and hold queue pairs, of which a device "
+            "has about 10",
+            "wait until they are gone, or end them",
+            16,
+        )
+    return next(_of_cables(rank, machine, matrix, ring=ring, others=others or {}, named=named), None)
+
+
+def _of_cables(
+    rank: int,
+    machine: Machine,
+    matrix: Matrix,
+    *,
+    ring: bool,
+    others: Mapping[int, Machine],
+    named: Collection[str],
+) -> Iterator[Trouble]:
+    connected = peers(rank, len(matrix), ring=ring)
+    used = [(peer, name) for peer in connected for name in devices(matrix[rank][peer]) if name not in named]
+    if used:
+        yield from _of_machine(machine)
+    for peer, name in used:
+        port = next((port for port in machine.ports if port.rdma == name), None)
+        if port is None:
+            yield _no_such_device(machine, name, peer)
+            continue
+        yield from _of_port(machine, port, peer)
+        if peer in others:
+            yield from _of_cable(port, peer, devices(matrix[peer][rank]), others[peer])
+
+
+def _of_machine(machine: Machine) -> Iterator[Trouble]:
+    release = tuple(int(part) for part in machine.release.split(".")[:2] if part.isdecimal())
+    if machine.rdma == "disabled":
+        yield Trouble("RDMA over Thunderbolt is off on this Mac", _RDMA_ON)
+    elif machine.rdma != "enabled" and machine.system == "macos" and () < release < RDMA_SINCE:
+        yield Trouble(f"macOS {machine.release} has no RDMA over Thunderbolt", "update it to 26.2 or newer")
+    elif machine.rdma != "enabled":
+        yield Trouble(
+            "this machine has no RDMA over Thunderbolt, which takes a Mac with Thunderbolt 5",
+            f"use --backend ring; if it has an RDMA device all the same, {_BY_HAND}",
+        )
+    if machine.bridge_up:
+        yield Trouble(
+            "bridge0, the Thunderbolt bridge, is up and holds Thunderbolt ports", _BRIDGE_DOWN, NO_ADDRESS
+        )
+
+
+def _no_such_device(machine: Machine, name: str, peer: int) -> Trouble:
+    port = next((port for port in machine.ports if f"rdma_{port.interface}" == name), None)
+    if port is not None:
+        return Trouble(
+            f"the cable to rank {peer} is in {_place(port)}, which has no RDMA",
+            "move it to another Thunderbolt 5 port; on a Mac Studio the one next to Ethernet has none",
+        )
+    present = ", ".join(port.rdma for port in machine.ports if port.rdma) or "none"
+    return Trouble(
+        f"there is no RDMA device {name} for rank {peer}; this Mac has: {present}",
+        f"look with `ibv_devices`, and {_BY_HAND}",
+    )
+
+
+def _of_port(machine: Machine, port: Port, peer: int) -> Iterator[Trouble]:
+    if not port.active:
+        yield Trouble(
+            f"{port.rdma} for rank {peer}, in {_place(port)}, is down, and gets no protection domain",
+            _PORT_UP,
+        )
+    addresses = [each.address for each in machine.interfaces if each.name == port.interface and each.up]
+    if not any(addresses):
+        ours, theirs = cable_addresses(port.domain, port.peer_domain)
+        yield Trouble(
+            f"{port.interface}, the interface of {port.rdma} for rank {peer}, has no IPv4 address",
+            f"until the next restart: sudo ifconfig {port.interface} inet {ours} netmask 255.255.255.252, "
+            f"and {theirs} at the other end; for good: System Settings > Network",
+            NO_ADDRESS,
+        )
+
+
+def _of_cable(port: Port, peer: int, theirs: Collection[str], other: Machine) -> Iterator[Trouble]:
+    """Whether the cable in this port ends in one of `theirs`, the devices of the `other` machine."""
+    right = [each for each in other.ports if each.rdma in theirs and each.domain]
+    if not port.peer_domain or not right or port.peer_domain in {each.domain for each in right}:
+        return
+    end = next((each for each in other.ports if each.domain == port.peer_domain), None)
+    yield Trouble(
+        f"the cable in {_place(port)}, {port.rdma}, should lead to {right[0].rdma} of rank {peer} and ends "
+        + (f"in {_place(end)} of it" if end else "at another machine"),
+        f"move that end to {_place(right[0])} of rank {peer}, or {_BY_HAND}",
+        60,
+    )
+
+
+def _place(port: Port) -> str:
+    return f"Thunderbolt port {port.receptacle}" + (f" ({port.interface})" if port.interface else "")
+
+
+# --- afterwards -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """A pattern of JACCL's words, the trouble it means, and whether to name a device by hand helps."""
+
+    said: str
+    trouble: Trouble
+    by_hand: bool = False
+
+
+_MEANINGS = (
+    _Meaning(
+        r"Changing queue pair to \w+ failed with errno 22\b|No IPv4-mapped GID",
+        Trouble(
+            "an RDMA port has no IPv4 address or an old one, or bridge0 holds it",
+            "give each cabled Thunderbolt port an IPv4 address that stays, a /30 for each cable (sudo "
+            "ifconfig en5 inet ADDRESS netmask 255.255.255.252), and set it again if it changed since the "
+            f"port came up; take the bridge down, {_BRIDGE_DOWN}",
+            NO_ADDRESS,
+        ),
+    ),
+    _Meaning(
+        r"Changing queue pair to \w+ failed with errno 60\b",
+        Trouble(
+            "the cable of an RDMA device ends in another port than the matrix says",
+            "move the cable to the port that `mlxtp plan` names",
+            60,
+        ),
+        by_hand=True,
+    ),
+    _Meaning(
+        r"queue pair\b.* failed with .*\b16\b|Couldn't create completion queue",
+        Trouble(
+            "all queue pairs of an RDMA device are taken, of which it has about 10; trying again frees none",
+            _FREE,
+            16,
+        ),
+    ),
+    _Meaning(
+        r"Couldn't allocate protection domain",
+        Trouble(
+            "JACCL got no protection domain: the port of an RDMA device is down, or the device is used up",
+            f"{_PORT_UP}; where it is active, {_FREE}",
+        ),
+    ),
+    _Meaning(
+        r"Register memory region failed",
+        Trouble(
+            "JACCL could not register its memory: a device has room for 100 regions, of which one connection "
+            "takes 64 or more",
+            f"use each device for one cable and one group; {_FREE}",
+        ),
+    ),
+    _Meaning(
+        r"Could not (?:find|open) device (?P<device>\S+)",
+        Trouble(
+            "the matrix names an RDMA device that is not there or cannot be opened",
+            "look with `ibv_devices` (where it lists none, with `rdma_ctl status`)",
+        ),
+        by_hand=True,
+    ),
+    _Meaning(
+        r"valid mesh|valid ring|connectivity|a device file",
+        Trouble(
+            "the RDMA devices in the matrix join these Macs neither each with each nor in a circle",
+            "look at the cables that `mlxtp plan` names",
+        ),
+        by_hand=True,
+    ),
+)
+"""For what `init` says, in the order of search."""
+
+
+def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
+    """The trouble behind an error with which a group did not form; None where JACCL said nothing known.
+
+    `named` are the devices that a person named by hand.
+    """
+    said = message.partition("[jaccl] ")[2]
+    for meaning in _MEANINGS:
+        if match := re.search(meaning.said, said):
+            device = match.groupdict().get("device")
+            hand = _by_hand(bool(named) if device is None else device in named)
+            trouble = meaning.trouble
+            return replace(trouble, fix=f"{trouble.fix}, or {hand}") if meaning.by_hand else trouble
+    return None
+
+
+_CRASHES = (
+    (
+        "signal 1[01] in phase (idle|proving)",
+        Trouble(
+            "JACCL crashed in a sum after it had idled, with all cables in place: a known fault of MLX "
+            "(issue 4319)",
+            "nothing; the group starts again by itself",
+        ),
+    ),
+    (
+        "signal 1[01] in phase (prefill|decode|measuring)",
+        Trouble(
+            "JACCL crashed in the middle of its work, as it does when a cable is pulled (MLX issue 4192) or, "
+            "seldom, after idling (issue 4319)",
+            "see that both ends of each Thunderbolt cable are plugged in; the group starts again by itself",
+        ),
+    ),
+)
+
+
+def explain_crash(message: str) -> Trouble | None:
+    """The trouble behind the end of a rank of a formed group; None for an end that is no known crash."""
+    return next((trouble for ended, trouble in _CRASHES if re.search(ended, message)), None)

@@ -1,0 +1,148 @@
+"""What was measured of fabrics: what to measure, what is kept, and what placement makes of it. Pure.
+
+One result counts for the same nodes over the same kind of fabric, whatever their order. A newer one replaces
+an older one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from ..wire.codecs import record
+from ..wire.fabric_result import FabricResult
+from ..wire.messages import MAX_TIMED_BYTES, MAX_TIMED_ROUNDS
+from .cost_model import Collective, Measured
+
+SIZES = tuple(1024 * 4**i for i in range(8))
+"""Bytes: 1 KiB to 16 MiB."""
+CHAIN_BYTES = SIZES[0]
+EACH_S = 0.15
+"""What timing one kind of collective over one size shall take, about."""
+SLOW_S = 0.5
+"""A collective that takes longer ends the measurement: the next size would take about four times as long."""
+MOST_ROUNDS = 100
+MAX_RESULTS = 32
+"""How many are kept."""
+_TEXT = 1
+
+_RECORD = record(FabricResult)
+
+
+def sizes(row_bytes: int) -> tuple[int, ...]:
+    """Bytes to time collectives over, the smallest first; `row_bytes` is what a decoded token takes, or 0."""
+    row = (row_bytes,) if 0 < row_bytes <= MAX_TIMED_BYTES else ()
+    return tuple(sorted({*SIZES, *row}))
+
+
+def rounds(once_s: float, most: int = MOST_ROUNDS) -> int:
+    """How many collectives to time when one takes `once_s`: as many as fit `EACH_S`, one at least."""
+    return max(1, min(int(EACH_S / max(once_s, 1e-9)), most, MAX_TIMED_ROUNDS))
+
+
+def check(result: FabricResult) -> FabricResult:
+    """The same. Raises ValueError, saying what is wrong, for what no measurement of a group can be."""
+    try:
+        _RECORD.from_wire(_RECORD.to_wire(result))
+    except (TypeError, OverflowError, struct.error) as error:
+        raise ValueError(str(error)) from None
+    if len(result.nodes) < 2 or len(set(result.nodes)) < len(result.nodes):
+        raise ValueError(f"nodes: expected several, each once, not {len(result.nodes)}")
+    if not len(result.sizes) == len(result.sums_s) == len(result.gathers_s):
+        raise ValueError("expected as many sums and gathers as sizes")
+    if list(result.sizes) != sorted(set(result.sizes)):
+        raise ValueError("sizes: expected them to grow")
+    return result
+
+
+def merged(kept: Iterable[FabricResult], more: Iterable[FabricResult]) -> tuple[FabricResult, ...]:
+    """Both, of each group and fabric the newest, at most `MAX_RESULTS`, the oldest first."""
+    newest: dict[object, FabricResult] = {}
+    for result in sorted([*kept, *more], key=lambda each: each.at):
+        newest.pop(key := _key(result), None)
+        newest[key] = result
+    return tuple(newest.values())[-MAX_RESULTS:]
+
+
+def _key(result: FabricResult) -> object:
+    return frozenset(result.nodes), result.backend, result.kind, result.fast_fences
+
+
+def find(
+    results: Iterable[FabricResult], nodes: Iterable[str], kind: str, *, fast_fences: bool
+) -> FabricResult | None:
+    """What was measured of these nodes over this fabric with such fences; None where nothing was."""
+    asked = (frozenset(nodes), kind, fast_fences)
+    matching = [r for r in results if (frozenset(r.nodes), r.kind, r.fast_fences) == asked]
+    return matching[-1] if matching else None
+
+
+def measured(results: Iterable[FabricResult], *, fast_fences: bool) -> Measured:
+    """What placement takes over its assumptions. Slow fences say nothing of fast ones, nor the reverse."""
+    return Measured(
+        tuple(
+            Collective(
+                each.backend,
+                each.collective_s,
+                frozenset(each.nodes),
+                kind=each.kind,
+                fenced=each.metal,
+                bandwidth=bandwidth(each),
+            )
+            for each in results
+            if not each.metal or each.fast_fences == fast_fences
+        )
+    )
+
+
+def bandwidth(result: FabricResult) -> float:
+    """Bytes/s on one link, by how much longer the largest sum took than the smallest; 0 if it did not."""
+    more_s = result.sums_s[-1] - result.sums_s[0]
+    more_bytes = (result.sizes[-1] - result.sizes[0]) * sum_share(len(result.nodes))
+    return more_bytes / more_s if more_s > 0 else 0.0
+
+
+def sum_share(ranks: int) -> float:
+    """How often each byte of a sum crosses each link."""
+    return 2 * (ranks - 1) / ranks
+
+
+def gather_share(ranks: int) -> float:
+    """The same of a gather, of the bytes of one rank."""
+    return float(ranks - 1)
+
+
+# --- as text ----------------------------------------------------------------------------------------
+
+
+def to_json(result: FabricResult) -> dict[str, Any]:
+    """As JSON has it."""
+    return asdict(result)
+
+
+def from_json(table: Any) -> FabricResult:
+    """The reverse. Raises ValueError for what is none."""
+    names = {field.name: field.metadata["codec"] for field in fields(FabricResult)}
+    if type(table) is not dict or table.keys() != names.keys():
+        raise ValueError(f"a table of exactly {', '.join(names)} is expected")
+    try:
+        packed = {name: codec.to_wire(table[name]) for name, codec in names.items()}
+    except (TypeError, OverflowError, struct.error) as error:
+        raise ValueError(str(error)) from None
+    return check(_RECORD.from_wire(packed))
+
+
+def to_text(results: Sequence[FabricResult]) -> str:
+    """What is kept, as a file."""
+    return json.dumps({"format": _TEXT, "results": [to_json(each) for each in results]}, indent=1)
+
+
+def from_text(text: str) -> tuple[FabricResult, ...]:
+    """The reverse. Raises ValueError for a text that `to_text` has not written."""
+    table = json.loads(text)
+    if type(table) is not dict or table.get("format") != _TEXT or type(table.get("results")) is not list:
+        raise ValueError(f"a table of format {_TEXT} is expected")
+    return merged((), map(from_json, table["results"]))

@@ -1,0 +1,255 @@
+"""Which nodes serve a model, in which order and over what. Pure: the same inputs give the same plan on
+every node.
+
+All ranks hold equal shares, so a group is as fast as its slowest member and needs the same memory of each.
+That makes the search small: for each number of nodes and each fabric, whoever lacks the memory is left out,
+and the fastest members among whom the fabric exists are found by trying longer and longer beginnings of the
+list sorted by speed (bisected, as a longer one can do whatever a shorter one can). See `graph_search.py` for
+groups in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..errors import ConfigError
+from .candidates import TENSOR_PARALLEL, Alternative, Finder
+from .cost_model import ALONE, JACCL_MESH, Measured
+from .failed_groups import FailedGroup
+from .model_shape import MAX_RANKS, ModelShape
+from .topology import Member, Overrides, Topology
+
+DEFAULT_CONTEXT = 8192
+"""Tokens of KV cache a plan makes room for unless somebody says otherwise."""
+FASTER_WITHOUT = 1.2
+"""How many times as fast a group without the coordinator must be to be worth a remark."""
+BACKENDS = ("auto", "jaccl", "ring")
+_SAID = 4
+"""How many reasons one sentence may give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a person decided.
+
+    backend           "auto", "jaccl" or "ring"
+    nodes             "auto" for the fastest, "all" for as many as can work together, or how many exactly; the
+                      latter two accept groups that are slower than one node alone
+    max_context       tokens of prompt and answer to make room for; 0 for `DEFAULT_CONTEXT`, or what the model
+                      was made for if that is less
+    fast_fences       whether ranks run with MLX_METAL_FAST_SYNCH=1
+    measured          what was measured on these machines
+    rdma              RDMA devices given by hand, by node id and peer's node id
+    keep_coordinator  whether the coordinator leads every group it can be part of; without, only the fastest
+    failed            groups that failed to form a while ago, which are refused
+    repeatable        whether large sums must come out the same each time
+    """
+
+    backend: str = "auto"
+    nodes: str | int = "auto"
+    max_context: int = 0
+    fast_fences: bool = False
+    measured: Measured = field(default_factory=Measured)
+    rdma: Overrides = field(default_factory=dict)
+    keep_coordinator: bool = True
+    failed: tuple[FailedGroup, ...] = ()
+    repeatable: bool = False
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend is {self.backend!r}; it can be {', '.join(BACKENDS)}")
+        number = isinstance(self.nodes, int) and not isinstance(self.nodes, bool)
+        if self.nodes not in ("auto", "all") and not (number and 1 <= int(self.nodes) <= MAX_RANKS):
+            raise ConfigError(f"nodes is {self.nodes!r}; it can be auto, all, or a number up to {MAX_RANKS}")
+        if self.max_context < 0:
+            raise ConfigError(f"max_context is {self.max_context}; it cannot be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who serves. Where nobody can, `chosen` is None and `reason` says what is missing.
+
+    leader        node id of rank 0; where it is not the coordinator, that one hands over
+    reason        why this and nothing else, in one or two sentences; where nobody can serve, it begins with
+                  the nodes that lack the model, which is what people can mend first
+    alternatives  all that was considered: the chosen one, then what would work, then what would not
+    notes         what people should know besides
+    context       tokens whose KV caches have room on every rank
+    """
+
+    chosen: Alternative | None
+    leader: str
+    reason: str
+    alternatives: tuple[Alternative, ...]
+    notes: tuple[str, ...]
+    context: int
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Node ids in rank order; () for no group."""
+        return self.chosen.ranks if self.chosen else ()
+
+    @property
+    def backend(self) -> str:
+        """ "none", "ring" or "jaccl"."""
+        return self.chosen.backend if self.chosen else "none"
+
+
+def plan(
+    members: Sequence[Member], shape: ModelShape, coordinator: str = "", options: Options | None = None
+) -> Plan:
+    """The best placement of a model on `members`, with everything else that was considered.
+
+    `coordinator` is a node id, or empty where there is none yet. It is rank 0 of every group it is in.
+    """
+    options = options or Options()
+    present = {m.node_id: m for m in members if m.model_ok}
+    context = min(options.max_context or DEFAULT_CONTEXT, shape.max_context)
+    finder = Finder(
+        members=present,
+        topology=Topology(list(present.values()), options.rdma),
+        shape=shape,
+        context=context,
+        coordinator=coordinator,
+        fast_fences=options.fast_fences,
+        measured=options.measured,
+        failed=options.failed,
+        repeatable=options.repeatable,
+    )
+    must = coordinator if options.keep_coordinator and coordinator in present else ""
+    considered = _judged(finder.alternatives(must), options) + _too_few(options, len(present), len(members))
+    chosen = _best(considered, options)
+    left_out = _left_out(members)
+    notes = list(left_out)
+    if must and len(present) > 1:
+        without = _judged(finder.alternatives("", leave_out=must), options)
+        free = _best(without, options)
+        name = present[must].name
+        if chosen is None and free is not None:
+            notes.append(f"{name}, the coordinator, can be in no group: {_trouble(considered, options)}")
+            chosen, considered = free, [*considered, *without]
+        elif (
+            chosen is not None
+            and free is not None
+            and _speed(free) > FASTER_WITHOUT * _speed(chosen)
+            and options.nodes == "auto"
+        ):
+            notes.append(
+                f"without {name}, the coordinator: {free.title}, {_speed(free):.1f} tokens/s "
+                f"instead of {_speed(chosen):.1f}"
+            )
+    if chosen is None:
+        notes = []
+    considered = _ranked(considered, chosen)
+    notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
+    return Plan(
+        chosen=next((a for a in considered if a.verdict == "chosen"), None),
+        leader=chosen.ranks[0] if chosen else "",
+        reason=_reason(considered, chosen, options, left_out),
+        alternatives=tuple(considered),
+        notes=tuple(notes),
+        context=context,
+    )
+
+
+def _judged(found: Sequence[Alternative], options: Options) -> list[Alternative]:
+    """The same with the verdicts that a person's wishes and the speed of one node alone lead to."""
+    alone = next((a for a in found if a.nodes == 1 and a.verdict == "possible"), None)
+    judged = []
+    for one in found:
+        objection = _objection(one, alone, options) if one.verdict == "possible" else ""
+        judged.append(replace(one, verdict="refused", reason=objection) if objection else one)
+    return judged
+
+
+def _too_few(options: Options, able: int, here: int) -> list[Alternative]:
+    """The group that was asked for, where not as many nodes can serve the model."""
+    if not isinstance(options.nodes, int) or options.nodes <= able:
+        return []
+    found = (
+        f"{able} {'is' if able == 1 else 'are'} here" if able == here else f"{able} of the {here} here can"
+    )
+    why = f"needs {options.nodes} nodes, {found}"
+    return [Alternative(TENSOR_PARALLEL, options.nodes, reason=why)]
+
+
+def _objection(one: Alternative, alone: Alternative | None, options: Options) -> str:
+    if isinstance(options.nodes, int) and one.nodes != options.nodes:
+        return f"{options.nodes} were asked for, this has {one.nodes}"
+    if one.nodes > 1 and options.backend not in ("auto", one.backend):
+        return f"{one.nodes} nodes could use it, but the backend {options.backend} was asked for"
+    slower = alone is not None and one.nodes > 1 and _speed(one) < _speed(alone)
+    if slower and alone is not None and options.nodes == "auto":
+        return (
+            f"slower than {alone.names[0]} alone: {_speed(one):.1f} for {_speed(alone):.1f} tokens/s; "
+            f"asking for {one.nodes} nodes accepts it"
+        )
+    return ""
+
+
+def _best(considered: Sequence[Alternative], options: Options) -> Alternative | None:
+    possible = [a for a in considered if a.verdict == "possible"]
+    if not possible:
+        return None
+    most = max(a.nodes for a in possible) if options.nodes == "all" else 0
+    return min((a for a in possible if a.nodes >= most), key=_order)
+
+
+def _order(one: Alternative) -> tuple[object, ...]:
+    """Smaller is better: faster, sooner, fewer nodes, then any fixed order."""
+    return (-_speed(one), one.speed.ttft_s if one.speed else 0.0, one.nodes, one.kind, one.ranks)
+
+
+def _speed(one: Alternative) -> float:
+    return one.speed.tokens_per_second if one.speed else 0.0
+
+
+def _ranked(considered: Sequence[Alternative], chosen: Alternative | None) -> list[Alternative]:
+    marked = [replace(a, verdict="chosen") if a is chosen else a for a in considered]
+    places = {"chosen": 0, "possible": 1, "refused": 2}
+    return sorted(marked, key=lambda a: (places[a.verdict], a.speed is None, *_order(a), a.reason))
+
+
+def _left_out(members: Sequence[Member]) -> list[str]:
+    out = sorted((m.name, m.reason or "it cannot serve this model") for m in members if not m.model_ok)
+    return [f"{name} is left out: {reason}" for name, reason in out]
+
+
+def _fallback(considered: Sequence[Alternative], chosen: Alternative | None, finder: Finder) -> list[str]:
+    """Why ranks talk over TCP where one could have hoped for RDMA."""
+    if chosen is None or chosen.backend != "ring" or not finder.fabrics.hopes_for_rdma:
+        return []
+    missed = [a for a in considered if a.kind == JACCL_MESH and a.nodes == chosen.nodes]
+    return [f"the {chosen.kind}, not JACCL: {a.reason}" for a in missed if a.verdict == "refused"][:1]
+
+
+def _reason(
+    considered: Sequence[Alternative],
+    chosen: Alternative | None,
+    options: Options,
+    left_out: Sequence[str],
+) -> str:
+    if chosen is None:
+        trouble = _trouble(considered, options) or "0 nodes are here that could serve this model"
+        return "; ".join([*left_out, trouble])
+    reason = f"{chosen.title}: {_speed(chosen):.1f} tokens/s"
+    others = [a for a in considered if a.verdict == "possible"]
+    if options.nodes == "auto" and others:
+        reason += f", the fastest; next is {others[0].title} with {_speed(others[0]):.1f}"
+    larger = [a for a in considered if a.nodes > chosen.nodes and a.verdict == "refused"]
+    if larger and options.nodes != chosen.nodes:
+        first = min(larger, key=lambda a: (a.nodes, -_speed(a), a.kind))
+        reason += f". Not {first.title}: {first.reason}"
+    return reason
+
+
+def _trouble(considered: Sequence[Alternative], options: Options) -> str:
+    """What stands in the way of every group that was asked for, the smallest first, each reason once."""
+    wanted = [a for a in considered if options.nodes in (a.nodes, "auto", "all")] or considered
+    reasons: dict[str, str] = {}
+    for one in sorted(wanted, key=lambda a: (a.nodes, a.kind, a.reason)):
+        reasons.setdefault(one.reason, "alone" if one.kind == ALONE else one.title)
+    said = [f"{title}: {reason}" for reason, title in reasons.items() if reason]
+    more = [f"and {len(said) - _SAID} reasons more"] if len(said) > _SAID else []
+    return "; ".join(said[:_SAID] + more)

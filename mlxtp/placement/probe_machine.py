@@ -1,0 +1,243 @@
+"""A `Machine` from all that its commands said, whatever they said: it always fits into its message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ..wire.base import U63
+from ..wire.machine import MAX_NOTES, Machine, Port
+from . import probe_linux, probe_macos
+from .advice import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
+from .probe_addresses import Link, interfaces, only
+from .probe_macos import COMMANDS, HardwarePorts
+from .probe_output import NOT_INSTALLED, NOT_RUN, Output, Reading, belongs_to, count, note, printable
+from .probe_profiler import Bus, Profile, parse_profile
+
+Outputs = Mapping[str, Output]
+"""What each command of `COMMANDS` said; one that is not among them was not run."""
+
+_GIB = 2**30
+
+
+# --- macOS ------------------------------------------------------------------------------------------------
+
+
+def mac(outputs: Outputs, address: str = "") -> Machine:
+    """A Mac from the outputs of all `COMMANDS`. With `address`, only the interface that has it counts."""
+    profile = parse_profile(_text(outputs, "system_profiler"))
+    system = probe_macos.parse_sysctl(_text(outputs, "sysctl"))
+    network = _Network.read(outputs)
+    devices = probe_macos.parse_ibv_devices(_text(outputs, "ibv_devices"))
+    switch = probe_macos.parse_rdma_ctl(_text(outputs, "rdma_ctl"))
+    rdma = _rdma(switch.value, devices, profile.value)
+    ports = tuple(
+        _port(bus, network.ports.value.thunderbolt, devices.value, profile.value.model)
+        for bus in profile.value.buses
+    )
+    chip = profile.value.chip or system.value.chip
+    machine = Machine(
+        system="macos",
+        release=system.value.release,
+        build=system.value.build,
+        model=profile.value.model or system.value.model,
+        chip=chip,
+        cpu_cores=system.value.cpu_cores or profile.value.cpu_cores,
+        gpu_cores=profile.value.gpu_cores,
+        memory_bytes=system.value.memory_bytes or profile.value.memory_bytes,
+        free_bytes=0,
+        wired_bytes=0,
+        gpu_bytes=0,
+        power="unknown",
+        rdma=rdma,
+        bridge_up=False,
+        ports=ports,
+    )
+    missing = {
+        "system_profiler": profile.missing,
+        "ibv_devices": devices.missing if switch.value == "enabled" else (),
+        # A macOS without the command has no RDMA; one that says nonsense may have.
+        "rdma_ctl": () if outputs.get("rdma_ctl") == NOT_INSTALLED else switch.missing,
+    }
+    return _changing(replace(machine, notes=_notes(outputs, missing)), outputs, network, address)
+
+
+def mac_again(machine: Machine, outputs: Outputs, address: str = "") -> Machine:
+    """The same Mac later, from the outputs of the cheap commands: memory, addresses, power, RDMA ports."""
+    dear = [name for name, command in COMMANDS.items() if not command.cheap]
+    kept = tuple(sentence for sentence in machine.notes if belongs_to(sentence, dear))
+    return _changing(replace(machine, notes=kept), outputs, _Network.read(outputs), address)
+
+
+def _changing(machine: Machine, outputs: Outputs, network: _Network, address: str) -> Machine:
+    """`machine`, whose notes are those of the other commands, with all that changes from minute to minute.
+
+    What a command does not tell this time stays as it was.
+    """
+    system = probe_macos.parse_sysctl(_text(outputs, "sysctl"))
+    memory = probe_macos.parse_vm_stat(_text(outputs, "vm_stat"))
+    power = probe_macos.parse_pmset(_text(outputs, "pmset"))
+    active = probe_macos.parse_ibv_devinfo(_text(outputs, "ibv_devinfo"))
+    has_rdma = any(port.rdma for port in machine.ports)
+    missing = {
+        "sysctl": system.missing,
+        "vm_stat": memory.missing,
+        "networksetup": network.ports.missing,
+        "ifconfig": network.links.missing,
+        "pmset": power.missing,
+        "ibv_devinfo": active.missing if has_rdma else (),
+    }
+    unread = machine.notes + _notes(outputs, missing)
+    if not memory.missing:
+        machine = replace(machine, free_bytes=memory.value.free_bytes, wired_bytes=memory.value.wired_bytes)
+    if not system.missing or not machine.gpu_bytes:
+        limit_bytes = system.value.wired_limit_bytes
+        machine = replace(machine, gpu_bytes=_gpu_bytes(machine.memory_bytes, limit_bytes))
+    if not power.missing:
+        machine = replace(machine, power=power.value)
+    if has_rdma and not active.missing:
+        ports = [replace(port, active=active.value.get(port.rdma, False)) for port in machine.ports]
+        machine = replace(machine, ports=tuple(ports))
+    if network.links.missing:
+        # Without addresses nothing can be said about those that are missing.
+        notes = findings(replace(machine, interfaces=())) + unread
+        return replace(machine, notes=notes[:MAX_NOTES])
+    machine = replace(machine, bridge_up=network.bridge_up)
+    return _addressed(machine, network.links_of(machine), address, unread)
+
+
+def _text(outputs: Outputs, command: str) -> str:
+    return outputs.get(command, NOT_RUN).text
+
+
+def _notes(outputs: Outputs, missing: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
+    return tuple(
+        sentence
+        for command, names in missing.items()
+        for sentence in note(command, outputs.get(command, NOT_RUN), names)
+    )
+
+
+def _rdma(switch: str, devices: Reading[frozenset[str]], profile: Profile) -> str:
+    """ "enabled", "disabled" or "unsupported".
+
+    The switch in Recovery can be set on any Mac: one whose ports all end at 40 Gb/s (Thunderbolt 4) has no
+    RDMA for it to switch, and lists no device then.
+    """
+    idle = [bus.gbps for bus in profile.buses if not bus.connected and bus.gbps]
+    linked = [bus.gbps for bus in profile.buses if bus.connected]
+    if idle and max(idle + linked) < THUNDERBOLT_5_GBPS:
+        return "unsupported"
+    if devices.value:
+        return "disabled" if switch == "disabled" else "enabled"
+    if switch == "enabled" and not devices.missing:
+        return "unsupported"
+    return switch or "unsupported"
+
+
+def _port(bus: Bus, names: Mapping[int, str], devices: frozenset[str], model: str) -> Port:
+    interface = names.get(bus.receptacle, "")
+    device = f"rdma_{interface}"
+    slow = bus.connected and 0 < bus.gbps < THUNDERBOLT_5_GBPS
+    # The port next to Ethernet is listed, but its connections fail.
+    without = model.startswith(MAC_STUDIO) and interface == "en2"
+    return Port(
+        receptacle=bus.receptacle,
+        interface=interface,
+        domain=bus.domain,
+        peer_domain=bus.peer_domain,
+        hub=bus.hub,
+        gbps=bus.gbps if bus.connected else 0,
+        rdma=device if device in devices and not slow and not without else "",
+        active=False,
+    )
+
+
+def _gpu_bytes(memory_bytes: int, limit_bytes: int) -> int:
+    """What the GPU may wire: the limit if one is set, else 2/3 of a small memory, 3/4 of a large one."""
+    if limit_bytes:
+        return min(limit_bytes, memory_bytes or limit_bytes)
+    return memory_bytes * 2 // 3 if memory_bytes < 36 * _GIB else memory_bytes * 3 // 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """What `ifconfig` and `networksetup` say together."""
+
+    links: Reading[tuple[Link, ...]]
+    ports: Reading[HardwarePorts]
+
+    @classmethod
+    def read(cls, outputs: Outputs) -> _Network:
+        return cls(
+            probe_macos.parse_ifconfig(_text(outputs, "ifconfig")),
+            probe_macos.parse_hardware_ports(_text(outputs, "networksetup")),
+        )
+
+    @property
+    def bridge_up(self) -> bool:
+        """Whether the Thunderbolt bridge holds ports, cabled or not."""
+        return any(link.name == "bridge0" and link.enabled and link.members for link in self.links.value)
+
+    def links_of(self, machine: Machine) -> list[Link]:
+        """All links with their kinds, those over Thunderbolt with the speed of their cables."""
+        kinds = {interface.name: interface.kind for interface in machine.interfaces}
+        kinds |= self.ports.value.kinds
+        cables = {port.interface: port.gbps * 1000 for port in machine.ports if port.gbps and port.interface}
+        links = []
+        for link in self.links.value:
+            kind = link.kind if link.kind == "loopback" else kinds.get(link.name, link.kind)
+            # A bridge is as slow as the slowest cable in it.
+            held = [cables[member] for member in link.members if member in cables]
+            mbps = link.mbps or cables.get(link.name, 0) or min(held, default=0)
+            links.append(replace(link, kind=kind, mbps=mbps))
+        return links
+
+
+# --- elsewhere --------------------------------------------------------------------------------------------
+
+
+def elsewhere(sight: probe_linux.Sight, address: str = "") -> Machine:
+    """A machine that is no Mac: no Thunderbolt ports, no GPU, no memory that counts as wired.
+
+    `build` is its kernel, `chip` its architecture where the processor has no name.
+    """
+    machine = Machine(
+        system="linux" if sight.system == "linux" else "other",
+        release=probe_linux.parse_os_release(sight.os_release).value or printable(sight.system, 60),
+        build=printable(sight.kernel, 60),
+        model=printable(sight.product, 60),
+        chip=probe_linux.parse_cpuinfo(sight.cpuinfo).value or printable(sight.architecture, 80),
+        cpu_cores=count(sight.cpu_cores, 4096),
+        gpu_cores=0,
+        memory_bytes=count(sight.memory_bytes, U63),
+        free_bytes=count(sight.free_bytes, U63),
+        wired_bytes=0,
+        gpu_bytes=0,
+        power="battery" if sight.plugged_in is False else "ac",
+        rdma="unsupported",
+        bridge_up=False,
+    )
+    return _addressed(machine, probe_linux.links(sight.rows), address, ())
+
+
+# --- both -------------------------------------------------------------------------------------------------
+
+
+def _addressed(machine: Machine, links: Iterable[Link], address: str, unread: tuple[str, ...]) -> Machine:
+    """`machine` with the interfaces that count, and its notes: what to do first, then what was not found."""
+    links = tuple(links)
+    machine = replace(machine, interfaces=interfaces(links))
+    # What is wrong with a cable does not depend on which address was asked for.
+    notes = findings(machine) + unread
+    if address:
+        named = only(links, address)
+        if not named:
+            has = ", ".join(interface.address for interface in machine.interfaces[:8]) or "none"
+            wanted = printable(address, 40)
+            notes = (
+                f"No interface has the address {wanted} that was asked for; this machine has: {has}",
+                *notes,
+            )
+        machine = replace(machine, interfaces=named)
+    return replace(machine, notes=notes[:MAX_NOTES])

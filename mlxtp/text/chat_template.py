@@ -1,0 +1,182 @@
+"""A conversation as chat templates take it. Pure.
+
+A model whose template knows nothing of tools is told of them in the system message, and asked to call them
+as Hermes and Qwen do; what its tools returned comes as the user's words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count, groupby
+from typing import Any
+
+from .conversation import Call, Conversation, Tool, Turn
+from .tool_calls import tool_json
+
+Json = dict[str, Any]
+
+_TOLD = """You can call functions to help with the user's request. These exist, one JSON object a line:
+<tools>
+{tools}
+</tools>
+
+To call one, write its name and its arguments as a JSON object between these tags, and nothing else:
+<tool_call>
+{{"name": <name>, "arguments": <object>}}
+</tool_call>"""
+
+
+def template_messages(conversation: Conversation, knows_tools: bool) -> list[Json]:
+    """The messages for a template that has its own way with tools (`knows_tools`), or has none."""
+    return next(_ways_to_say(conversation, knows_tools))
+
+
+def plainer_messages(conversation: Conversation, knows_tools: bool) -> Iterator[list[Json]]:
+    """Other ways to say the same, for a template that has refused the first; each one bends more of it."""
+    ways = _ways_to_say(conversation, knows_tools)
+    last = next(ways)
+    for messages in ways:
+        if messages != last:
+            yield messages
+        last = messages
+
+
+def _ways_to_say(conversation: Conversation, knows_tools: bool) -> Iterator[list[Json]]:
+    if knows_tools:
+        yield [_message(turn) for turn in _matched(conversation.turns)]
+        numbered = _matched(conversation.turns, numbered=True)
+        yield [_message(turn) for turn in numbered]
+        yield [_message(turn) for turn in _one_at_a_time(numbered)]
+    else:
+        turns = _with_tools([_told_apart(turn) for turn in conversation.turns], conversation.tools)
+        yield [{"role": turn.role, "content": turn.text} for turn in turns]
+        yield [{"role": turn.role, "content": turn.text} for turn in _taking_turns(turns)]
+
+
+def template_options(conversation: Conversation) -> Json:
+    """What else a template is given. It ignores what it does not know."""
+    options = dict(conversation.template_options)
+    if conversation.thinking is not None:
+        options |= {"enable_thinking": conversation.thinking, "thinking": conversation.thinking}
+    return options
+
+
+def characters(conversation: Conversation) -> int:
+    """How long it is before the template adds its own."""
+    turns = sum(len(turn.text) + len(turn.reasoning) + _call_characters(turn) for turn in conversation.turns)
+    return turns + sum(len(json.dumps(tool_json(tool))) for tool in conversation.tools)
+
+
+def _call_characters(turn: Turn) -> int:
+    return sum(len(call.name) + len(call.arguments) for call in turn.calls)
+
+
+def _message(turn: Turn) -> Json:
+    message: Json = {"role": turn.role, "content": turn.text}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+            for call, arguments in ((call, _object(call.arguments)) for call in turn.calls)
+        ]
+    if turn.role == "tool":
+        message |= {"tool_call_id": turn.call_id, "name": turn.name}
+    return message
+
+
+def _object(arguments: str) -> Mapping[str, Any]:
+    """Templates take arguments as an object. Text that is none stays visible."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _told_apart(turn: Turn) -> Turn:
+    if turn.role == "tool":
+        return Turn("user", f"<tool_response>\n{turn.text}\n</tool_response>")
+    calls = [
+        f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
+        for call in turn.calls
+    ]
+    return Turn(turn.role, "\n".join([*filter(None, [turn.text]), *calls]))
+
+
+def _with_tools(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
+    """Answers of several tools in one message of the user, and the tools in the system message."""
+    joined: list[Turn] = []
+    for turn in turns:
+        if joined and turn.role == "user" and turn.text.startswith("<tool_response>"):
+            last = joined[-1]
+            if last.role == "user" and last.text.startswith("<tool_response>"):
+                joined[-1] = Turn("user", f"{last.text}\n{turn.text}")
+                continue
+        joined.append(turn)
+    if not tools:
+        return joined
+    told = _TOLD.format(tools="\n".join(json.dumps(tool_json(tool), ensure_ascii=False) for tool in tools))
+    if joined and joined[0].role == "system":
+        return [Turn("system", f"{joined[0].text}\n\n{told}"), *joined[1:]]
+    return [Turn("system", told), *joined]
+
+
+# --- what templates insist on -------------------------------------------------------------------------------
+
+
+def _matched(turns: Sequence[Turn], numbered: bool = False) -> list[Turn]:
+    """What tools returned under the names of their calls: each answers the first open call with its id.
+
+    A model that writes its ids itself may use one twice. `numbered`: with new ids, of nine digits, because
+    Mistral's templates take no others.
+    """
+    matched: list[Turn] = []
+    numbers, open_ = count(1), dict[str, list[Call]]()
+    for turn in turns:
+        calls: list[Call] = []
+        latest: dict[str, list[Call]] = {}
+        for call in turn.calls:
+            calls.append(replace(call, id=f"{next(numbers):09}") if numbered else call)
+            latest.setdefault(call.id, []).append(calls[-1])
+        open_ |= latest
+        found = replace(turn, calls=tuple(calls))
+        if turn.role == "tool" and open_.get(turn.call_id):
+            answered = open_[turn.call_id].pop(0)
+            found = replace(turn, call_id=answered.id, name=answered.name)
+        matched.append(found)
+    return matched
+
+
+def _one_at_a_time(turns: Sequence[Turn]) -> list[Turn]:
+    """Each call in a turn of its own, with what came of it behind it: Llama 3 insists on it.
+
+    No two calls have the same id.
+    """
+    answers = {turn.call_id: turn for turn in turns if turn.role == "tool"}
+    apart: list[Turn] = []
+    for turn in turns:
+        if turn.role == "tool":
+            apart += [turn] if answers.pop(turn.call_id, None) is not None else []
+        elif not turn.calls:
+            apart.append(turn)
+        else:
+            first, *others = turn.calls
+            apart.append(replace(turn, calls=(first,)))
+            for call in (first, *others):
+                if call is not first:
+                    apart.append(Turn("assistant", "", calls=(call,)))
+                if (answer := answers.pop(call.id, None)) is not None:
+                    apart.append(answer)
+    return apart
+
+
+def _taking_turns(turns: Sequence[Turn]) -> list[Turn]:
+    """The user and the assistant alternately, and no system: Gemma and the first Mistral know no others."""
+    two = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
+    return [
+        Turn(role, "\n\n".join([turn.text for turn in group]))
+        for role, group in groupby(two, key=lambda turn: turn.role)
+    ]

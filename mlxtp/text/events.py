@@ -1,0 +1,80 @@
+"""One stream of events for all dialects: what a model says, told apart by what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..api.backend import End, Score
+from .conversation import Call
+
+Scored = tuple[int, Score]
+"""A token and its score."""
+Why = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Text of the answer. `scores` of all tokens since the last event; the text may be empty then."""
+
+    choice: int
+    text: str
+    scores: Sequence[Scored] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text of what the model thinks before it answers."""
+
+    choice: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegan:
+    """Tool call number `index` of this choice, from 0 on."""
+
+    choice: int
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments. The pieces of calls are never interleaved."""
+
+    choice: int
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last event of a choice. `stopped_by`: the stop string that ended it, or None.
+
+    `thought`: how many of its tokens are thoughts and what ends them. `began_ns`: when its first token came,
+    of `time.perf_counter_ns`; 0 when there was none.
+    """
+
+    choice: int
+    reason: Why
+    end: End
+    stopped_by: str | None = None
+    thought: int = 0
+    began_ns: int = field(default=0, compare=False)
+
+
+Event = Said | Thought | CallBegan | CallArguments | Finish
+
+
+@dataclass(slots=True)
+class Whole:
+    """All that one choice has said. Of a call that the budget cut off, the arguments are incomplete JSON."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    scores: list[Scored] = field(default_factory=list)
+    finish: Finish | None = None

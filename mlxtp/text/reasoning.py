@@ -1,0 +1,340 @@
+"""What a model thinks, says and calls, told apart while it comes. Pure.
+
+A model marks what it thinks, and its tool calls, with words of its own (`markup.py`). They may come in any
+pieces; what could be the beginning of one waits. Special tokens are shown to nobody, but count where a
+marker or a call is written with them. Stop strings count in what is said.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+from .markup import Markup, address_of, opens_header
+from .stop_strings import StopFinder
+from .tool_calls import CallReader, CallText
+
+
+class Kind(Enum):
+    """What a piece of an answer is. No part is a header: that only says what comes after it."""
+
+    SAID = auto()
+    THOUGHT = auto()
+    CALL = auto()
+    HEADER = auto()
+
+
+class Part(NamedTuple):
+    """A piece of an answer; a piece of a call in `call`, everything else in `text`."""
+
+    kind: Kind
+    text: str = ""
+    call: CallText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Reading plan of one answer.
+
+    `forced`: nothing but a call may come. `calls` None: none are looked for. `dropped`: calls are left out.
+    """
+
+    markup: Markup
+    thinking: bool = False
+    calls: CallReader | None = None
+    forced: bool = False
+    dropped: bool = False
+
+
+class Channels:
+    """Reads one answer, up to the first of the stop strings that `stops` looks for in what is said.
+
+    White space around markers belongs to none of the channels.
+    """
+
+    def __init__(self, plan: Plan, stops: StopFinder | None = None) -> None:
+        self._markup = plan.markup
+        self._reader = plan.calls
+        self._dropped = plan.dropped
+        self._stops = stops
+        self._pieces: deque[tuple[int, bool]] = deque()
+        """Length of the pieces that the finder holds, and whether they are special tokens."""
+        self._finder = StopFinder(())
+        self._opens = self._opening() if not plan.thinking and not plan.forced else None
+        """Tells of the first words whether they open more than words; None once that is decided."""
+        self._beginning = _Held()
+        """Those words."""
+        self._first_words = ""
+        """The same without the white space before them."""
+        self._leading = _Held()
+        """White space at the beginning, shown if something is said after it."""
+        self._bare = False
+        """What comes next is shown without the white space before it."""
+        self._trailing = _Held()
+        """White space that is shown if more of the kind of the last part comes."""
+        self._last = Kind.SAID
+        self._spoken = False
+        """Something was said since the beginning, the last call or the last header."""
+        self._header = _Held()
+        self._opened = ""
+        """What stood before the call that is read: white space and its marker."""
+        kind = Kind.CALL if plan.forced else Kind.THOUGHT if plan.thinking else Kind.SAID
+        self._enter(kind, after_marker=kind is Kind.THOUGHT)
+
+    @property
+    def held(self) -> int:
+        """Characters that wait for what comes next."""
+        return self._finder.held + len(self._beginning) + len(self._leading) + len(self._trailing)
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next is a thought."""
+        return self._kind is Kind.THOUGHT
+
+    @property
+    def calls(self) -> int:
+        """How many calls are complete."""
+        return 0 if self._reader is None else self._reader.complete
+
+    def push(self, text: str, special: bool = False) -> Iterator[Part]:
+        """The parts that are certain now. `special`: this is one special token."""
+        yield from self._trimmed(self._stopping(self._begin(text, special)))
+        if self._stops is not None and self._stops.found:
+            yield from self._let_go()
+
+    def finish(self, cut: bool) -> Iterator[Part]:
+        """The rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
+        yield from self._trimmed(self._stopping(self._rest(cut)))
+        yield from self._let_go()
+
+    # --- what it is ---------------------------------------------------------------------------------------
+
+    def _opening(self) -> Callable[[str], bool | None] | None:
+        if self._markup.headers:
+            return opens_header
+        return self._reader.opens if self._reader is not None and self._markup.bare_calls else None
+
+    def _begin(self, text: str, special: bool) -> Iterator[Part]:
+        """The first words may say what they are without a marker; until that is clear they wait."""
+        if self._opens is None or (special and not len(self._beginning)):
+            yield from self._read(text, special)
+            return
+        if special:
+            yield from self._decide(False)
+            yield from self._read(text, special)
+            return
+        self._beginning.add(text)
+        self._first_words = (self._first_words + text).lstrip()
+        opens = self._opens(self._first_words) if self._first_words else None
+        if opens is not None:
+            yield from self._decide(opens)
+
+    def _decide(self, opens: bool) -> Iterator[Part]:
+        self._opens = None
+        if opens:
+            self._enter(Kind.HEADER if self._markup.headers else Kind.CALL)
+        yield from self._read(self._beginning.take(), False)
+
+    def _read(self, text: str, special: bool) -> Iterator[Part]:
+        self._pieces.append((len(text), special))
+        while True:
+            certain = self._finder.push(text)
+            yield from self._show(self._take(len(certain)), certain)
+            if not self._finder.found:
+                return
+            text, marker = self._finder.rest, self._finder.match
+            yield from self._pass(self._take(len(marker)), marker)
+
+    def _rest(self, cut: bool) -> Iterator[Part]:
+        if len(self._beginning):
+            yield from self._decide(False)
+        rest = self._finder.finish()
+        pieces = self._take(len(rest))
+        if not (cut and len(rest) > 1):  # what the budget cut is a marker, not words; "<" alone may be words
+            yield from self._show(pieces, rest)
+        if self._kind is Kind.CALL:
+            yield from self._close_call(cut)
+        elif self._kind is Kind.SAID and (space := self._leading.take()):
+            yield Part(Kind.SAID, space)
+        elif self._kind is Kind.HEADER and not cut and (words := self._header.take().strip()):
+            yield Part(Kind.SAID, words)
+
+    def _enter(self, kind: Kind, after_marker: bool = True) -> None:
+        self._kind = kind
+        self._leading.take()
+        self._bare = after_marker
+        self._finder = StopFinder(self._markers(kind))
+
+    def _markers(self, kind: Kind) -> list[str]:
+        think, call = self._markup.think, self._markup.call
+        if kind is Kind.CALL:
+            return [call[1]] if call[1] and self._reader is not None and not self._reader.forced else []
+        if kind is Kind.THOUGHT:
+            return [think[1]] if think is not None else []
+        if kind is Kind.HEADER:
+            return [self._markup.header_end]
+        if self._markup.headers:
+            return [*self._markup.headers]
+        markers = [think[0]] if think is not None else []
+        return [*markers, call[0]] if self._reader is not None and call[0] else markers
+
+    def _pass(self, pieces: list[tuple[int, bool]], marker: str) -> Iterator[Part]:
+        self._opens = None
+        if self._kind is Kind.CALL and self._reader is not None and self._reader.quoted:
+            yield from self._word(marker)  # it stands in an argument
+        elif self._kind is Kind.CALL:
+            rest = list(self._close_call(cut=False))
+            self._spoken = False
+            yield from rest
+            self._enter(Kind.SAID, after_marker=all(part.call is not None for part in rest))
+        elif self._kind is Kind.THOUGHT:
+            self._enter(Kind.SAID)
+        elif self._markup.headers:
+            if not all(special for _, special in pieces):  # written in letters
+                yield from self._word(marker)
+            elif self._kind is Kind.HEADER:
+                yield from self._address()
+            else:
+                self._spoken = False
+                self._enter(Kind.HEADER)
+        elif self._markup.think is not None and marker == self._markup.think[0]:
+            if self._spoken:  # a model thinks before it speaks
+                yield from self._word(marker)
+            else:
+                self._enter(Kind.THOUGHT)
+        else:
+            self._opened = self._leading.take() + marker
+            self._enter(Kind.CALL)
+
+    def _word(self, marker: str) -> Iterator[Part]:
+        """A marker that is none, but text like any other."""
+        self._finder = StopFinder(self._markers(self._kind))
+        yield from self._show([(len(marker), False)], marker)
+
+    def _address(self) -> Iterator[Part]:
+        """A header is complete: what comes is for a tool, or a thought, or for everybody."""
+        address = address_of(self._header.take())
+        if address.recipient and self._reader is not None:
+            self._opened = self._markup.call[0]
+            self._enter(Kind.CALL)
+            name = f"{address.recipient}{self._markup.header_end}"
+            yield from self._show([(len(name), False)], name)
+        else:
+            self._enter(Kind.THOUGHT if address.thought else Kind.SAID)
+
+    def _show(self, pieces: list[tuple[int, bool]], text: str) -> Iterator[Part]:
+        if self._kind is Kind.CALL:
+            assert self._reader is not None
+            for call in self._reader.push(text):
+                yield Part(Kind.CALL, call=call)
+            return
+        if any(special for _, special in pieces):
+            text = _without_special(pieces, text, " " if self._kind is Kind.HEADER else "")
+        if self._kind is Kind.HEADER:
+            self._header.add(text)
+            return
+        if self._bare:
+            text = text.lstrip()
+            self._bare = not text
+        elif self._kind is Kind.SAID and not self._spoken:
+            self._leading.add(text)
+            text = self._leading.take() if text.strip() else ""
+        if text:
+            self._spoken = self._spoken or self._kind is Kind.SAID
+            yield Part(self._kind, text)
+
+    def _close_call(self, cut: bool) -> Iterator[Part]:
+        """What is no call after all was said: nothing is lost."""
+        assert self._reader is not None
+        calls, raw = self._reader.close(cut)
+        for call in calls:
+            yield Part(Kind.CALL, call=call)
+        if raw and not (cut and self._dropped):
+            end = "" if cut or not self._opened else self._markup.call[1]
+            yield Part(Kind.SAID, raw if self._reader.began else f"{self._opened}{raw}{end}")
+        self._opened, self._reader.began = "", False
+
+    def _take(self, count: int) -> list[tuple[int, bool]]:
+        """The next `count` characters of what was pushed, as pieces."""
+        taken = []
+        while count:
+            length, special = self._pieces.popleft()
+            if length > count:
+                self._pieces.appendleft((length - count, special))
+                length = count
+            taken.append((length, special))
+            count -= length
+        return taken
+
+    # --- what of it is shown ------------------------------------------------------------------------------
+
+    def _stopping(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The parts up to a stop string in what is said."""
+        for part in parts:
+            if self._stops is None:
+                yield part
+            elif self._stops.found:
+                return
+            elif part.kind is not Kind.SAID:
+                yield from self._released()
+                yield part
+            elif text := self._stops.push(part.text):
+                yield Part(Kind.SAID, text)
+
+    def _released(self) -> Iterator[Part]:
+        """What could have become a stop string. None reaches across a thought or a call."""
+        held = "" if self._stops is None or self._stops.found else self._stops.finish()
+        if held:
+            yield Part(Kind.SAID, held)
+
+    def _let_go(self) -> Iterator[Part]:
+        """What may be shown of what was held back, when nothing comes any more."""
+        yield from self._trimmed(self._released())
+        space = self._trailing.take()
+        if space and self._last is Kind.SAID:
+            yield Part(Kind.SAID, space)
+
+    def _trimmed(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            if part.kind is not self._last:
+                self._trailing.take()
+                self._last = part.kind
+            shown = part.text.rstrip()
+            if shown:
+                yield Part(part.kind, self._trailing.take() + shown)
+            elif part.call is not None and not self._dropped:
+                yield part
+            self._trailing.add(part.text[len(shown) :])
+
+
+class _Held:
+    """Text in pieces: to join them at each new one would take quadratic time."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def add(self, text: str) -> None:
+        if text:
+            self._pieces.append(text)
+            self._length += len(text)
+
+    def take(self) -> str:
+        """All of it; then there is none."""
+        text = "".join(self._pieces)
+        self._pieces, self._length = [], 0
+        return text
+
+
+def _without_special(pieces: list[tuple[int, bool]], text: str, instead: str) -> str:
+    kept, at = [], 0
+    for length, special in pieces:
+        kept.append(instead if special else text[at : at + length])
+        at += length
+    return "".join(kept)

@@ -1,0 +1,208 @@
+"""The chat template and the tokenizer of one model: all that runs what the model brings.
+
+An agent runs it in a process of its own (`sandbox.py`), since a template may never end and a tokenizer may
+take any amount of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import Code, ModelError, RequestError, is_library_error
+from ..tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
+from .template_modules import Render, template_module
+from .worker_queue import Line
+
+Json = Mapping[str, Any]
+
+_SHOWN = 200  # characters of another library's error
+_SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template", "chat_template_type")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts of a model's text that an agent needs.
+
+    `tokenizer` is the model's tokenizer.json, `eos` its end token or -1.
+    `template` holds the model's chat templates, empty where mlx-lm's module (or nothing) takes their place.
+    `renders` is True where there is either.
+    """
+
+    tokenizer: str
+    template: str
+    renders: bool
+    eos: int
+
+
+class Writer(Protocol):
+    """Chat template and tokenizer. Methods block, and may be called from any thread. Raise RequestError."""
+
+    @property
+    def facts(self) -> Facts: ...
+
+    def render(
+        self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
+    ) -> str:
+        """Return a conversation as the template writes it; `prompting` adds the beginning of an answer."""
+        ...
+
+    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Return token ids; `special` adds the tokens that begin every sequence."""
+        ...
+
+    def line(self, size: int) -> Line:
+        """Return the line for work on texts of `size` bytes or characters. The work may call this writer."""
+        ...
+
+
+class LocalWriter:
+    """The writer in this process. `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend."""
+
+    def __init__(self, tokenizer: Any, module: Render | None = None) -> None:
+        """`module` replaces the tokenizer's own chat template."""
+        self._tokenizer = tokenizer
+        self._module = module
+        self._backend = tokenizer.backend_tokenizer
+        self._line = Line()
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    @classmethod
+    def load(cls, path: Path) -> LocalWriter:
+        """Read a model folder, which takes a second or more. Raises ModelError."""
+        if not path.is_dir():
+            raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+        from tokenizers import Tokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        try:
+            if (path / TIKTOKEN_FILE).is_file():
+                backend, settings = Tokenizer.from_str(tokenizer_json(path)), tokenizer_settings(path)
+                options = {name: _plain(settings[name]) for name in _SETTINGS if name in settings}
+                tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False
+                )
+        except ModelError:
+            raise
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            what = " ".join(str(error).split())[:_SHOWN]
+            raise ModelError(
+                f"the tokenizer or config.json in {path} cannot be read ({type(error).__name__}: {what}); "
+                "a complete model folder has tokenizer.json and tokenizer_config.json"
+            ) from error
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ModelError(f"{path} has no tokenizer.json; tokenizers written in Python are not supported")
+        if not (path / "tokenizer.json").is_file():
+            _check_added_tokens(tokenizer, path)
+        return cls(tokenizer, _template_module(tokenizer, path))
+
+    @property
+    def facts(self) -> Facts:
+        own = self._tokenizer.chat_template
+        eos = self._tokenizer.eos_token_id
+        return Facts(
+            self._backend.to_str(),
+            "" if self._module else _whole_template(own),
+            bool(self._module or own),
+            -1 if eos is None else int(eos),
+        )
+
+    def render(
+        self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
+    ) -> str:
+        try:
+            plain = [dict(message) for message in messages]
+            if self._module is not None:
+                known = {name: options[name] for name in ("enable_thinking",) if name in options}
+                return str(self._module(plain, add_generation_prompt=prompting, **known))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    plain,
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=prompting,
+                    **options,
+                )
+            )
+        except MemoryError:
+            raise too_large() from None
+        except Exception as error:  # a template may raise anything
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error or type(error).__name__}",
+                param="messages",
+            ) from error
+
+    def encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        try:
+            (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(
+                f"the messages hold half a character, such as \\ud800, which is no text: {error}",
+                param="messages",
+            ) from None
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise broken(f"{type(error).__name__}: {str(error)[:_SHOWN]}") from error
+        return tuple(found.ids)
+
+    def line(self, size: int) -> Line:
+        return self._line
+
+
+def broken(why: str) -> RequestError:
+    """Return the error of a model whose template or tokenizer does not work."""
+    detail = f"the model's chat template or tokenizer fails: {why}"
+    return RequestError(detail, Code.MODEL_INVALID, status=422, param="messages")
+
+
+def too_large() -> RequestError:
+    """Return the error of a conversation that took too much memory."""
+    return broken("these messages take it more memory than it may have")
+
+
+def _plain(setting: Any) -> Any:
+    """Return a special token's text where its flags are written beside it."""
+    return setting.get("content") if isinstance(setting, Mapping) else setting
+
+
+def _template_module(tokenizer: Any, path: Path) -> Render | None:
+    """Return mlx-lm's template module: the one that the tokenizer names, or the family's for want of any."""
+    name = tokenizer.init_kwargs.get("chat_template_type")
+    if name is None and not tokenizer.chat_template:
+        with contextlib.suppress(OSError, ValueError):
+            name = table(path / "config.json").get("model_type")
+    return template_module(name) if isinstance(name, str) else None
+
+
+def _check_added_tokens(tokenizer: Any, path: Path) -> None:
+    """Raise ModelError where a tokenizer that the library made has other ids than tokenizer_config.json."""
+    try:
+        added = table(path / "tokenizer_config.json").get("added_tokens_decoder", {})
+        wanted = {int(id_): token["content"] for id_, token in added.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return  # nothing to compare with
+    for id_, content in wanted.items():
+        if (found := tokenizer.backend_tokenizer.token_to_id(content)) != id_:
+            raise ModelError(
+                f"{path} has no tokenizer.json, and what is made of its other files has {content!r} as token "
+                f"{found} instead of {id_}; use a conversion that has tokenizer.json",
+                Code.MODEL_UNSUPPORTED,
+            )
+
+
+def _whole_template(template: Any) -> str:
+    """All texts of a model that has one template for chats and one for tools."""
+    if isinstance(template, Mapping):
+        return "\n".join(map(str, template.values()))
+    return str(template or "")

@@ -1,0 +1,384 @@
+"""Between text and token ids: chat template, tokenizer, and a detokenizer that shows no half characters."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ..errors import Code, ModelError, RequestError, is_library_error
+from .call_style import CallStyle, answer_prefix, call_style
+from .chat_template import plainer_messages, template_messages, template_options
+from .conversation import Conversation
+from .markup import call_format, thinking_markup
+from .renderer import Facts, Writer, broken
+from .sandbox import ContainedWriter
+from .tool_calls import JSON_CALLS, tool_format, tool_json
+from .worker_queue import Line
+
+_PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LONGEST_MARKER = 16  # tokens of a marker and the white space after it
+_LONGEST_HELD = 64  # tokens the library's decoder may hold back before it is started anew
+
+
+class Detokenizer(Protocol):
+    """Token ids of one answer in, its text out. What `push` returned so far is final."""
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that is certain now. An incomplete character waits for the next tokens."""
+        ...
+
+    def finish(self) -> str:
+        """The rest. A character that never got complete is dropped."""
+        ...
+
+
+Name = tuple[str, tuple[int, ...] | None]
+"""How one token is shown alone, and its bytes in the answer; None for what has none there: special tokens."""
+
+
+class Text:
+    """The tokenizer and chat template of one model. Its methods may be called from any thread.
+
+    Those that render or encode block until the model's own process has done so: call them in a thread.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        """`writer` renders and encodes. What decodes is made of its facts, here. Raises ModelError."""
+        self._writer = writer
+        self._names: dict[int, Name] = {}
+        self._styles: dict[tuple[int, ...], CallStyle | None] = {}
+        try:
+            self._read(writer.facts)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise ModelError(f"the tokenizer fails: {error}", Code.MODEL_INVALID) from error
+
+    def _read(self, facts: Facts) -> None:
+        from tokenizers import Tokenizer
+
+        self._backend = Tokenizer.from_str(facts.tokenizer)
+        self.specials: dict[int, str] = {
+            id_: token.content
+            for id_, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        """The text of special tokens, which answers do not show."""
+        self._special = frozenset(self.specials)
+        self._decoding = _byte_decoding(self._backend, self._special, self._writer)
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.longest_token = max(map(len, vocabulary))
+        """In characters: `n` tokens make at most `n` times as many."""
+        own = call_format(facts.template, vocabulary) if "tools" in facts.template else None
+        self.knows_tools = own is not None
+        """Whether the chat template has a way with tools that can be read."""
+        self.markup = thinking_markup(vocabulary)
+        self.tool_calls = JSON_CALLS if own is None else tool_format(own)
+        """How this model writes tool calls."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Abilities that requests may use: "tools" and "reasoning"."""
+        found = {"tools": self.knows_tools, "reasoning": self.markup.think is not None}
+        return tuple(name for name, there in found.items() if there)
+
+    @classmethod
+    def load(cls, path: Path) -> Text:
+        """Read a model folder; its template and tokenizer get a process of their own. Raises ModelError.
+
+        Blocks for a second or more: call it in a thread.
+        """
+        return cls(ContainedWriter(path))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._writer.facts.renders
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The tokenizer's own end token, if it has one."""
+        token = self._writer.facts.eos
+        return () if token < 0 else (token,)
+
+    def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
+        """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
+        return self.encoded(self.rendered(conversation), special=False)
+
+    def rendered(self, conversation: Conversation, prompting: bool = True) -> str:
+        """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
+
+        Raises RequestError as `prompt_ids` does.
+        """
+        messages = template_messages(conversation, self.knows_tools)
+        tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
+        options = template_options(conversation)
+        try:
+            return self._rendered(messages, tools, options, prompting)
+        except RequestError:
+            for plainer in plainer_messages(conversation, self.knows_tools):
+                with contextlib.suppress(RequestError):
+                    return self._rendered(plainer, tools, options, prompting)
+            raise
+
+    def call_style(self, eos: tuple[int, ...]) -> CallStyle | None:
+        """Return how the template writes a call before one of the end tokens `eos`; None if it is unknown."""
+        if eos not in self._styles:
+            ends = [self._backend.id_to_token(token) or "" for token in (*eos, *self.eos)]
+            if self.tool_calls.bare:  # nothing but JSON
+                ends += self.specials.values()
+            self._styles[eos] = call_style(self.rendered, self.tool_calls, ends)
+        return self._styles[eos]
+
+    @cached_property
+    def answer_prefix(self) -> str:
+        """Special tokens that the template writes before the text of an answer, with what is between them."""
+        try:
+            prefix = answer_prefix(self.rendered)
+        except RequestError:  # without a chat template
+            return ""
+        return prefix if any(special in prefix for special in self.specials.values()) else ""
+
+    @cached_property
+    def grammar_tokens(self) -> tuple[tuple[str, int], ...]:
+        """Tokens, with their ids, that the grammar library takes as one sign instead of letters.
+
+        Those are special tokens, and added ones in angle brackets.
+        """
+        added = {id_: token.content for id_, token in self._backend.get_added_tokens_decoder().items()}
+        in_brackets = {
+            id_: text for id_, text in added.items() if text.startswith("<") and text.endswith(">")
+        }
+        return tuple((text, id_) for id_, text in (self.specials | in_brackets).items())
+
+    @property
+    def call_tokens(self) -> tuple[int, ...]:
+        """Return the token that begins a call, if the model has one."""
+        token = self._backend.token_to_id(self.tool_calls.start)
+        return () if token is None else (int(token),)
+
+    def continued_ids(self, text: str) -> tuple[int, ...]:
+        """The prompt that makes the model go on with `text`, with the tokens that begin every sequence."""
+        return self.encoded(text, special=True)
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that a client sent, special ones too."""
+        return _decoded(self._backend, tokens, skip_special=False)
+
+    def thinks_on(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends in the middle of a thought, which the answer begins with then."""
+        if self.markup.think is None:
+            return False
+        return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
+
+    def prompt_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[int, ...]:
+        """The prompt that makes the model answer `messages` (`role` and `content` each).
+
+        The template writes the beginning-of-sequence token, so the tokenizer must not add another. `options`
+        are variables of the template.
+        Raises RequestError when there is no template or the template refuses the messages.
+        """
+        return self.encoded(self._rendered(messages, tools, options), special=False)
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        prompting: bool = True,
+    ) -> str:
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template, so it cannot answer chat messages; "
+                "use its instruct or chat version",
+                Code.NOT_SUPPORTED,
+                param="messages",
+            )
+        return self._writer.render(messages, tools, options, prompting=prompting)
+
+    def encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Return token ids; `special` adds the tokens that begin every sequence. Raises RequestError."""
+        return self._writer.encode(text, special=special)
+
+    def line(self, size: int) -> Line:
+        """Return the line for work on texts of `size` bytes or characters."""
+        return self._writer.line(size)
+
+    def name(self, token: int) -> Name:
+        """What log-probabilities call `token`. Bytes that are no whole character are shown as U+FFFD."""
+        name = self._names.get(token)
+        if name is None:
+            name = self._names[token] = self._name(token)
+        return name
+
+    def _name(self, token: int) -> Name:
+        known = self._backend.id_to_token(token)
+        if known is None or token in self._special:
+            return known or f"<{token}>", None
+        if self._decoding is not None:
+            piece = self._decoding.piece(token)
+            return piece.decode(errors="replace"), tuple(piece)
+        text = _decoded(self._backend, [token], skip_special=False)
+        return text or known, None if "\ufffd" in text or not text else tuple(text.encode())
+
+    def detokenizer(self, skip: Collection[int] = ()) -> Detokenizer:
+        """For one answer. Special tokens and the ids in `skip` have no text."""
+        if self._decoding is not None:
+            return _ByteDetokenizer(self._decoding, frozenset(skip))
+        return _LibraryDetokenizer(self._backend, frozenset(skip))
+
+
+class _ByteDecoding:
+    """A tokenizer whose tokens are pieces of UTF-8: what each id adds, looked up once and kept."""
+
+    def __init__(self, backend: Any, special: frozenset[int], byte_level: bool, strip: bool) -> None:
+        self.strip = strip  # one space at the very beginning belongs to the tokenizer, not to the text
+        self._backend = backend
+        self._special = special
+        self._to_bytes = _byte_level if byte_level else _byte_fallback
+        self._known: dict[int, bytes] = {}
+
+    def piece(self, token: int) -> bytes:
+        piece = self._known.get(token)
+        if piece is None:
+            name = None if token in self._special or token < 0 else self._backend.id_to_token(token)
+            piece = self._known[token] = b"" if name is None else self._to_bytes(name)
+        return piece
+
+
+class _ByteDetokenizer:
+    """Exact and linear: bytes through Python's incremental UTF-8 decoder."""
+
+    def __init__(self, decoding: _ByteDecoding, skip: frozenset[int]) -> None:
+        self._decoding = decoding
+        self._skip = skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = decoding.strip
+
+    def push(self, tokens: Iterable[int]) -> str:
+        piece, skip = self._decoding.piece, self._skip
+        text = self._utf8.decode(b"".join([piece(token) for token in tokens if token not in skip]))
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        self._utf8.reset()
+        return ""
+
+
+class _LibraryDetokenizer:
+    """For the decoders that are not made of bytes: the library's own stream, started anew where it gives up.
+
+    Its stream raises "Invalid prefix encountered" when a token changes the text of earlier ones, and holds
+    back everything while the text ends in U+FFFD.
+    """
+
+    def __init__(self, backend: Any, skip: frozenset[int]) -> None:
+        self._backend = backend
+        self._skip = skip
+        self._held: list[int] = []
+        self._restart()
+
+    def push(self, tokens: Iterable[int]) -> str:
+        return "".join([self._step(token) for token in tokens if token not in self._skip and token >= 0])
+
+    def finish(self) -> str:
+        return self._flush().rstrip("\ufffd")
+
+    def _step(self, token: int) -> str:
+        self._held.append(token)
+        try:
+            text = self._stream.step(self._backend, token)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            return self._flush()
+        if text is None:
+            return self._flush() if len(self._held) > _LONGEST_HELD else ""
+        self._held.clear()
+        return str(text)
+
+    def _flush(self) -> str:
+        text = _decoded(self._backend, self._held, skip_special=True) if self._held else ""
+        self._restart()
+        return text
+
+    def _restart(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._held.clear()
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+
+def _decoded(backend: Any, tokens: Sequence[int], *, skip_special: bool) -> str:
+    """Return the library's text of these tokens. Raises RequestError where its decoder breaks."""
+    try:
+        return str(backend.decode(list(tokens), skip_special_tokens=skip_special))
+    except BaseException as error:
+        if not is_library_error(error):
+            raise
+        raise broken(f"{type(error).__name__}: {error}") from error
+
+
+def _byte_decoding(backend: Any, special: frozenset[int], writer: Writer) -> _ByteDecoding | None:
+    """How to turn this tokenizer's tokens into bytes, or None when its decoder is of another kind.
+
+    Trusted only if it reproduces the library's own decoding of a text with everything difficult in it.
+    """
+    if backend.decoder is None:
+        return None
+    steps = _steps(json.loads(backend.decoder.__getstate__()))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        decoding = _ByteDecoding(backend, special, byte_level=True, strip=False)
+    elif kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        decoding = _ByteDecoding(backend, special, byte_level=False, strip=kinds[-1] == "Strip")
+    else:
+        return None
+    ids = writer.encode(_PROBE, special=False)
+    expected = backend.decode(list(ids), skip_special_tokens=True)
+    return decoding if _ByteDetokenizer(decoding, frozenset()).push(ids) == expected else None
+
+
+def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def _byte_level(token: str) -> bytes:
+    """One character a byte; a token with any other character is literal text (an added token)."""
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    """`<0xF0>` is a byte, everything else is text with U+2581 for the space."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,0 +1,319 @@
+"""From what a model writes to the tool calls it means. Pure, but for the parsers that mlx-lm brings.
+
+Each model family has its own way to write a call; mlx-lm knows them. They are read when a call is complete.
+JSON with the name first, which most models write, is passed on while it comes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from ..errors import Code, ModelError
+from .conversation import Call, Tool
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+_PARSERS = "_mlxtp_tool_parsers"
+_LONGEST_HEAD = 1000  # characters up to the arguments of a call that is passed on while it comes
+
+
+@dataclass(frozen=True, slots=True)
+class CallText:
+    """A piece of call number `index`. The first of each has its `id` and `name` and no text."""
+
+    index: int
+    text: str = ""
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model family writes calls: text between `start` and `end`; an empty `end` is that of the answer.
+
+    `parse` takes that text and the tools in OpenAI's shape, and returns one call or several as
+    `{"name", "arguments"}`; it may raise anything. `streams`: the text is JSON with the name first. `bare`:
+    an answer that begins with a brace is a call, too.
+    """
+
+    name: str
+    start: str
+    end: str
+    parse: Callable[[str, Sequence[Json]], object]
+    streams: bool = False
+    bare: bool = False
+
+
+class CallReader:
+    """Reads the calls of one answer. `forced`: a grammar makes sure that it is JSON and nothing else."""
+
+    def __init__(
+        self, format_: ToolFormat, tools: Sequence[Tool], forced: bool = False, most: int = 0
+    ) -> None:
+        self.forced = forced
+        self.began = False
+        """Whether a call began in the text that is read, so that the text is no answer after all."""
+        self._most = most
+        self._names = frozenset(tool.name for tool in tools)
+        self._headless = False
+        self.complete = 0
+        """Calls that were read to their end."""
+        self.format = format_
+        self._tools = [tool_json(tool) for tool in tools]
+        self._next = 0
+        self._ids: set[str] = set()
+        self._text: list[str] = []
+        self._streamed: _Streamed | None = None
+
+    def push(self, text: str) -> Iterator[CallText]:
+        """More of what stands between the markers of a call."""
+        self._text.append(text)
+        if self._headless or not (self.format.streams or self.forced):
+            return
+        while text and not self._enough:
+            if self._streamed is None:
+                so_far = "".join(self._text)
+                found = self._head(so_far)
+                if found is None:
+                    self._headless = len(so_far) > _LONGEST_HEAD
+                    return
+                name, end = found
+                self._streamed = _Streamed(self._next)
+                self._next += 1
+                self.began = True
+                yield CallText(self._streamed.index, "", new_id(), name)
+                text = so_far[end:]
+            arguments, text = self._streamed.push(text)
+            if arguments:
+                yield CallText(self._streamed.index, arguments)
+            if self._streamed.depth:
+                return
+            self.complete += 1
+            self._streamed = None
+            self._text = [text]
+
+    def opens(self, text: str) -> bool | None:
+        """Whether an answer that begins with `text` is a bare call of an offered tool; None: not clear yet.
+
+        White space does not count. What has other fields before its name is none, to be shown as it comes.
+        """
+        written = "".join(text[: _LONGEST_HEAD + 1].split()).lstrip("[")
+        names = ['{"name":' + "".join(json.dumps(name, ensure_ascii=False).split()) for name in self._names]
+        heads = [*names, '{"type":"function"', '{"parameters":{', '{"arguments":{']
+        if any(written.startswith(head) for head in heads):
+            return True
+        waits = len(text) <= _LONGEST_HEAD and any(head.startswith(written) for head in heads)
+        return None if waits else False
+
+    @property
+    def quoted(self) -> bool:
+        """Whether the arguments that are passed on stand in the middle of a string."""
+        return self._streamed is not None and self._streamed.quoted
+
+    @property
+    def _enough(self) -> bool:
+        return 0 < self._most <= self.complete
+
+    def _head(self, text: str) -> tuple[str, int] | None:
+        """The name of a call in JSON, and where its arguments begin."""
+        head = _HEAD.match(text)
+        if head is None:
+            return None
+        try:
+            name = json.loads(head[1])
+        except ValueError:
+            return None
+        return None if self.format.bare and name not in self._names else (name, head.end())
+
+    def close(self, cut: bool) -> tuple[list[CallText], str]:
+        """At the end of a call, or of the answer: more pieces of calls, and text that is no call after all.
+
+        `cut`: the answer was cut off in the middle of the call.
+        """
+        text, streamed = "".join(self._text), self._streamed
+        self._text, self._streamed, self._headless = [], None, False
+        if streamed is not None or not text.strip(" \n\t;,}]"):
+            return [], ""
+        if self.began:  # what follows a call: fields that nobody asked for, or words
+            rest = text.lstrip(" \n\t;,}]")
+            return [], "" if rest.startswith('"') else rest
+        if cut:
+            return [], text
+        try:
+            calls = _calls(self.format.parse(text, self._tools), self._names if self.format.bare else None)
+        except Exception as error:  # noqa: BLE001 - a model may write anything, and parsers raise as they like
+            log.debug("no tool call of the kind %s: %s", self.format.name, error)
+            return [], text
+        pieces = []
+        for call in calls[: self._most - self.complete] if self._most else calls:
+            id_ = new_id() if call.id in self._ids else call.id  # some models number their calls themselves
+            self._ids.add(id_)
+            pieces += [CallText(self._next, "", id_, call.name), CallText(self._next, call.arguments)]
+            self._next += 1
+            self.complete += 1
+        return pieces, ""
+
+
+class _Streamed:
+    """The arguments of one call, an object in JSON, up to the brace that ends it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.depth = -1
+        """Open brackets; -1 before the first one, 0 at the end."""
+        self.quoted = self._escaped = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What belongs to the object, and what comes after it."""
+        for at, character in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self.quoted:
+                self._escaped = character == "\\"
+                self.quoted = character != '"'
+            elif character == '"':
+                self.quoted = True
+            elif character in "{[":
+                self.depth = max(self.depth, 0) + 1
+            elif character in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    return text[: at + 1], text[at + 1 :]
+        return text, ""
+
+
+_HEAD = re.compile(
+    r'[\s\[\]};,]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\\n]|\\.)+")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+def new_id() -> str:
+    """As OpenAI's look."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def tool_json(tool: Tool) -> Json:
+    """As OpenAI writes a tool, which is also what chat templates take."""
+    function: Json = {"name": tool.name, "description": tool.description}
+    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _calls(found: object, names: Collection[str] | None) -> list[Call]:
+    """What a parser returned. Raises ValueError when it is no call.
+
+    `names`: those that count, with arguments beside them, where any JSON could be a call.
+    """
+    calls = []
+    for each in found if isinstance(found, list) else [found]:
+        if not isinstance(each, Mapping):
+            raise ValueError("a call is an object")
+        name, arguments = each.get("name"), each.get("arguments", each.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if names is not None and (name not in names or not each.keys() & {"arguments", "parameters"}):
+            raise ValueError("it names no tool that was offered")
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            raise ValueError("a call has a name, and an object of arguments")
+        id_ = each.get("id")
+        text = _object_text(arguments)
+        calls.append(Call(id_ if isinstance(id_, str) and id_ else new_id(), name, text))
+    if not calls:
+        raise ValueError("no call")
+    return calls
+
+
+def _object_text(arguments: Mapping[str, Any]) -> str:
+    """As JSON, readable unless there is half a character in it. Raises ValueError for what JSON has not."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return text if _is_unicode(text) else json.dumps(arguments, allow_nan=False)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# --- formats ----------------------------------------------------------------------------------------------
+
+
+def _parse_json(text: str, _tools: Sequence[Json]) -> list[object]:
+    """JSON values one after the other, as Llama writes several calls."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    text = text.strip(_BETWEEN)
+    while at < len(text):
+        value, at = decoder.raw_decode(text, at)
+        found += value if isinstance(value, list) else [value]
+        while at < len(text) and text[at] in _BETWEEN:
+            at += 1
+    return found
+
+
+_BETWEEN = " \n\t;,"
+
+
+def _parse_harmony(text: str, _tools: Sequence[Json]) -> Json:
+    """`functions.NAME <|constrain|>json<|message|>{...}`. Raises ValueError for anything else."""
+    found = _HARMONY.match(text)
+    if found is None:
+        raise ValueError("no call")
+    return {"name": found[1], "arguments": json.loads(found[2])}
+
+
+_HARMONY = re.compile(r"\s*(?:functions\.)?([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
+
+JSON_CALLS = ToolFormat("json_tools", "<tool_call>", "</tool_call>", _parse_json, streams=True)
+"""As Hermes and Qwen write them, and models that never learnt to are asked to."""
+LLAMA_CALLS = ToolFormat("llama", "<|python_tag|>", "", _parse_json, streams=True, bare=True)
+HARMONY_CALLS = ToolFormat("harmony", "<|channel|>commentary to=", "<|call|>", _parse_harmony)
+"""As gpt-oss writes them; `markup.address_of` finds their names."""
+
+
+@cache
+def tool_format(name: str) -> ToolFormat:
+    """The format that mlx-lm calls `name`. Raises ModelError for one that it does not know."""
+    for known in (JSON_CALLS, LLAMA_CALLS, HARMONY_CALLS):
+        if name == known.name:
+            return known
+    if not name.isidentifier():
+        raise ModelError(f"there is no tool parser {name!r}", Code.MODEL_UNSUPPORTED)
+    _parsers()
+    try:
+        module = importlib.import_module(f"{_PARSERS}.{name}")
+    except ImportError:
+        raise ModelError(f"this mlx-lm has no tool parser {name!r}", Code.MODEL_UNSUPPORTED) from None
+    return ToolFormat(name, module.tool_call_start, module.tool_call_end, module.parse_tool_call)
+
+
+def _parsers() -> ModuleType:
+    """mlx-lm's folder of parsers under a name of its own: `mlx_lm` itself would import MLX."""
+    found = sys.modules.get(_PARSERS)
+    if found is None:
+        mlx_lm = importlib.util.find_spec("mlx_lm")
+        assert mlx_lm is not None
+        assert mlx_lm.submodule_search_locations
+        folder = f"{mlx_lm.submodule_search_locations[0]}/tool_parsers"
+        spec = importlib.util.spec_from_file_location(
+            _PARSERS, f"{folder}/__init__.py", submodule_search_locations=[folder]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        found = sys.modules[_PARSERS] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    return found

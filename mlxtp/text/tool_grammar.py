@@ -1,0 +1,218 @@
+"""Grammars of tool calls, alone or beside another answer. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import RequestError
+from .call_style import CallStyle
+from .guided_json import guided_schema
+from .tool_calls import ToolFormat
+
+Json = Mapping[str, Any]
+
+JSON_STYLE = CallStyle('{"name": "', '", "arguments": ', "}")  # for templates whose style is unknown
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
+
+
+def checked_tools(tools: Sequence[Any]) -> dict[str, Json]:
+    """Return the schema of each tool's arguments by name.
+
+    `tools` are as OpenAI has them: `{"type": "function", "function": {"name": ..., "parameters": SCHEMA}}`.
+    Raises RequestError naming what is wrong with them.
+    """
+    schemas = dict(_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools))
+    if not schemas:
+        raise RequestError("tools: a tool call needs at least one tool", param="tools")
+    if len(schemas) < len(tools):
+        raise RequestError("tools: two tools have the same name", param="tools")
+    return schemas
+
+
+def call_grammar(
+    schemas: Mapping[str, Json],
+    style: CallStyle,
+    tokens: Collection[tuple[str, int]] = (),
+    *,
+    required: str | None = None,
+    otherwise: tuple[str, str] | None = None,
+) -> str:
+    """Return a Lark grammar for exactly one call in the style of a template.
+
+    The arguments are valid for the tool that the call names. `required` is the only tool that may be called,
+    None allows all. `otherwise` allows another answer instead: the text before it, and the JSON schema of the
+    rest. `tokens` are those that stand for themselves, with their ids. Raises RequestError.
+    """
+    if required is not None and required not in schemas:
+        raise RequestError(f"tool_choice: there is no tool named {required!r}", param="tool_choice")
+    allowed = [(name, schema) for name, schema in schemas.items() if required in (None, name)]
+    if otherwise is not None and style.before.startswith("{"):
+        return _json_either(schemas, style, otherwise[1])
+    writes = _Literals(tokens)
+    calls = " | ".join(f"call_{index}" for index in range(len(allowed)))
+    lines = [f"call: {writes(style.before)} ({calls}) {writes(style.after)}"]
+    rules: dict[str, str] = {}  # of arguments, by their schema: tools may share one
+    for index, (name, schema) in enumerate(allowed):
+        written = json.dumps(name, ensure_ascii=False)[1:-1] if style.before.endswith('"') else name
+        where, rule = f"tools.{name}.parameters", f"arguments_{index}"
+        if style.field is None:
+            text = guided_schema(schema, style.separators, where, lenient=True)
+            rule = rules.setdefault(text, rule)
+        else:
+            lines += _fields(index, schema, style, writes, where)
+        lines.append(f"call_{index}: {writes(written + style.between)} {rule}")
+    if style.field is not None and writes.behind_text(style.field[2]):
+        lines.append(writes.text())
+    lines += [f"{rule}: %json {text}" for text, rule in rules.items()]
+    return _either(lines, writes, otherwise)
+
+
+def marked_call_grammar(
+    format_: ToolFormat, tokens: Collection[tuple[str, int]], otherwise: tuple[str, str]
+) -> str:
+    """Return a Lark grammar for anything between the markers of a call, or for `otherwise`.
+
+    For models whose calls `call_grammar` cannot write.
+    """
+    writes, end = _Literals(tokens), dict(tokens).get(format_.end)
+    if end is not None:
+        lines = [f"call: {writes(format_.start)} text <[{end}]>", f"text: <[^{end}]>*"]
+        return _either(lines, writes, otherwise)
+    suffix = f"[suffix={json.dumps(format_.end)}]" if format_.end else ""
+    return _either([f"call: {writes(format_.start)} text", f"text{suffix}: /(?s:.*)/"], writes, otherwise)
+
+
+def answer_grammar(prefix: str, schema: str, tokens: Collection[tuple[str, int]]) -> str:
+    """Return a Lark grammar for JSON of a schema behind a prefix."""
+    return "\n".join([f"start: {_Literals(tokens)(prefix)} answer", f"answer: %json {schema}"]) + "\n"
+
+
+def _either(lines: list[str], writes: _Literals, otherwise: tuple[str, str] | None) -> str:
+    if otherwise is None:
+        return "\n".join(["start: call", *lines]) + "\n"
+    prefix, schema = otherwise
+    start = f"start: call | {writes(prefix)} answer"
+    return "\n".join([start, *lines, f"answer: %json {schema}"]) + "\n"
+
+
+def _json_either(names: Iterable[str], style: CallStyle, otherwise: str) -> str:
+    """One schema for both, where calls are bare JSON: a lexer cannot tell two beginnings of JSON apart."""
+    answer = json.loads(otherwise)
+    options = answer.pop("x-guidance") | {"lenient": True, "coerce_one_of": True}
+    call = json.loads(f"{style.before}NAME{style.between}null{style.after}")
+    fields: dict[str, Json] = {key: {"const": value} for key, value in call.items()}
+    fields |= {key: {"enum": list(names)} for key, value in call.items() if value == "NAME"}
+    fields |= {key: {"type": "object"} for key, value in call.items() if value is None}
+    closed = {"properties": fields, "required": list(fields), "additionalProperties": False}
+    both = {
+        "anyOf": [{"$ref": "#/$defs/answer"}, {"type": "object", **closed}],
+        "$defs": {"answer": _moved(answer, "#/$defs/answer")},
+        "x-guidance": options,
+    }
+    return f"start: %json {json.dumps(both)}\n"
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """The schema with references to its own parts, which stand at `to` from now on."""
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _moved(value, to) for key, value in schema.items()}
+    if isinstance(reference := made.get("$ref"), str) and reference.startswith("#"):
+        made["$ref"] = to + reference[1:]
+    return made
+
+
+def _fields(index: int, schema: Json, style: CallStyle, writes: _Literals, where: str) -> Iterator[str]:
+    """The rules of arguments that stand one by one, in the schema's order; optional ones may be missing."""
+    assert style.field is not None
+    opening, inside, closing = style.field
+    properties, required = schema.get("properties"), schema.get("required")
+    properties = properties if isinstance(properties, dict) else {}
+    required = required if isinstance(required, list) else []
+    names = []
+    for number, (name, value) in enumerate(properties.items()):
+        rule = f"field_{index}_{number}"
+        names.append(rule if name in required else f"{rule}?")
+        head = writes(opening + name + inside)
+        if isinstance(value, dict) and value.get("type") == "string" and "enum" not in value:
+            if end := writes.behind_text(closing):
+                yield f"{rule}: {head} text {end}"
+                continue
+            yield f"{rule}: {head} {rule}_text"
+            yield f"{rule}_text[suffix={json.dumps(closing)}]: /(?s:.*)/"
+        elif isinstance(value, dict) and isinstance(choices := value.get("enum"), list) and choices:
+            texts = [each if isinstance(each, str) else json.dumps(each) for each in choices]
+            yield f"{rule}: {head} ({' | '.join(map(writes, texts))}) {writes(closing)}"
+        else:
+            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            whole = {**value, **definitions} if isinstance(value, dict) else {}
+            text = guided_schema(whole, style.separators, where, lenient=True)
+            yield f"{rule}: {head} {rule}_json {writes(closing)}"
+            yield f"{rule}_json: %json {text}"
+    yield f"arguments_{index}: {' '.join(names)}" if names else f'arguments_{index}: ""'
+
+
+def _checked(tool: Any, where: str) -> tuple[str, Json]:
+    """A tool's name and the schema of its arguments."""
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        raise RequestError(f'{where}: expected {{"type": "function", "function": ...}}', param=where)
+    function = tool.get("function")
+    where += ".function"
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}: expected an object with a name and parameters", param=where)
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.name: expected the tool's name", param=f"{where}.name")
+    where += ".parameters"
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = _NO_ARGUMENTS
+    if not isinstance(parameters, Mapping):
+        raise RequestError(f"{where}: expected a JSON schema, an object", param=where)
+    if parameters.get("type", "object") != "object":
+        raise RequestError(f'{where}.type: arguments are always an "object"', param=f"{where}.type")
+    schema = {**parameters, "type": "object"}
+    try:
+        json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise RequestError(f"{where}: this is not a JSON schema", param=where) from None
+    return name, schema
+
+
+class _Literals:
+    """Text as a Lark grammar writes it; tokens that stand for themselves are written `<[id]>`.
+
+    `engine/grammar.py` reads from `text <[id]>` and from `[suffix="..."]` how a text ends.
+    """
+
+    def __init__(self, tokens: Collection[tuple[str, int]]) -> None:
+        self._ids = dict(tokens)
+        names = sorted(self._ids, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def __call__(self, text: str) -> str:
+        return " ".join(
+            f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece, ensure_ascii=False)
+            for piece in self._pieces(text)
+            if piece
+        )
+
+    def behind_text(self, closing: str) -> str:
+        """Return the end of a text that a token ends; empty where `closing` holds no such token.
+
+        White space before the token belongs to the text.
+        """
+        found = next((piece for piece in self._pieces(closing.lstrip()) if piece), "")
+        return self(closing.lstrip()) if found in self._ids else ""
+
+    def text(self) -> str:
+        """Return the rule of a text that a token ends."""
+        return f"text: <[^{','.join(map(str, sorted(self._ids.values())))}]>*"
+
+    def _pieces(self, text: str) -> list[str]:
+        return self._split.split(text) if self._split is not None else [text]

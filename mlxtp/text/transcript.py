@@ -1,0 +1,156 @@
+"""An answer's tokens in, its certain events out: no half characters, nothing of a stop string. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from types import MappingProxyType
+
+from ..api.backend import Score
+from .events import CallArguments, CallBegan, Event, Said, Scored, Thought
+from .reasoning import Channels, Kind, Part, Plan
+from .stop_strings import StopFinder
+from .tokenizer import Detokenizer
+from .tool_calls import CallText
+
+
+class Transcript:
+    """The events of one choice, made of its tokens: what it says up to a stop string, and its scores.
+
+    A token's score comes with the text that the token completes: later than the token when its character is
+    incomplete or its text held back. No score is lost and none comes twice. Of the tokens that are pushed
+    after the one that completed a stop string, nothing is shown or counted.
+
+    `plan` tells what the model thinks and calls from what it says; stop strings count only in the latter.
+    `specials` has the text of special tokens, with which models mark calls.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        finder: StopFinder | None = None,
+        scored: bool = False,
+        *,
+        choice: int = 0,
+        plan: Plan | None = None,
+        specials: Mapping[int, str] = MappingProxyType({}),
+        most_calls: int = 0,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._finder = finder
+        self._channels = None if plan is None else Channels(plan, finder)
+        self._scored = scored
+        self._choice = choice
+        self._specials = specials
+        self._most_calls = most_calls
+        self._incomplete: list[Scored] = []
+        """Scores of the tokens whose text is not complete yet."""
+        self._waiting: deque[tuple[int, Scored]] = deque()
+        """The other scores not shown yet, each with the length of the answer at its token's end."""
+        self._made = 0
+        self.used = 0
+        """Tokens up to the end, the one that completed a stop string included."""
+        self.thought = 0
+        """Tokens that were thoughts, or ended them."""
+        self.called = False
+        """Whether a tool call began."""
+
+    @property
+    def stopped(self) -> bool:
+        """The answer is over, whatever comes: a stop string was found, or there are calls enough."""
+        return self.stopped_by is not None or self._called_enough
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._finder.match if self._finder is not None and self._finder.found else None
+
+    def push(self, tokens: Sequence[int], scores: Sequence[Score] = ()) -> list[Event]:
+        """The events that are certain now."""
+        if self._finder is None and not self._scored and self._channels is None:
+            self.used += len(tokens)
+            text = self._detokenizer.push(tokens)
+            return [Said(self._choice, text)] if text else []
+        if self._scored and len(scores) != len(tokens):
+            raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens")
+        parts: list[Part] = []
+        for i, token in enumerate(tokens):
+            if self.stopped:
+                break
+            self.used += 1
+            self.thought += self._channels is not None and self._channels.thinking
+            if self._scored:
+                self._incomplete.append((token, scores[i]))
+            special = self._specials.get(token) if self._channels is not None else None
+            text = self._detokenizer.push((token,)) if special is None else special
+            parts += self._read(text, special is not None)
+        return self._events(parts, self.finish_scores() if self.stopped else self._due())
+
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The rest, when no more tokens come. `cut`: the budget was used up."""
+        parts: list[Part] = []
+        if not self.stopped:
+            parts += self._read(self._detokenizer.finish(), False)
+            if self._channels is not None:
+                parts += self._channels.finish(cut)
+            elif self._finder is not None:
+                parts.append(Part(Kind.SAID, self._finder.finish()))
+        return self._events(parts, self.finish_scores())
+
+    def finish_scores(self) -> list[Scored]:
+        """All that wait."""
+        rest = [scored for _, scored in self._waiting] + self._incomplete
+        self._waiting.clear()
+        self._incomplete.clear()
+        return rest
+
+    @property
+    def _called_enough(self) -> bool:
+        return 0 < self._most_calls <= (self._channels.calls if self._channels is not None else 0)
+
+    @property
+    def _held(self) -> int:
+        finder, channels = self._finder, self._channels
+        return (finder.held if finder is not None else 0) + (channels.held if channels is not None else 0)
+
+    def _read(self, text: str, special: bool) -> list[Part]:
+        if not text:
+            return []
+        self._made += len(text)
+        if self._incomplete:
+            self._waiting.extend([(self._made, scored) for scored in self._incomplete])
+            self._incomplete.clear()
+        if self._channels is not None:
+            return list(self._channels.push(text, special))
+        return [Part(Kind.SAID, text if self._finder is None else self._finder.push(text))]
+
+    def _events(self, parts: Sequence[Part], scores: Sequence[Scored]) -> list[Event]:
+        """One event for what is said in a row; the scores go with the last of them."""
+        events: list[Event] = []
+        for kind, group in groupby(parts, key=lambda part: part.kind):
+            if kind is Kind.SAID:
+                said = "".join([part.text for part in group])
+                events += [Said(self._choice, said)] if said else []
+            elif kind is Kind.THOUGHT:
+                events.append(Thought(self._choice, "".join([part.text for part in group])))
+            else:
+                events += [self._call(part.call) for part in group if part.call is not None]
+        if scores:
+            if events and isinstance(last := events[-1], Said):
+                events[-1] = replace(last, scores=scores)
+            else:
+                events.append(Said(self._choice, "", scores))
+        return events
+
+    def _call(self, call: CallText) -> Event:
+        if call.name:
+            self.called = True
+            return CallBegan(self._choice, call.index, call.id, call.name)
+        return CallArguments(self._choice, call.index, call.text)
+
+    def _due(self) -> list[Scored]:
+        due, shown = [], self._made - self._held
+        while self._waiting and self._waiting[0][0] <= shown:
+            due.append(self._waiting.popleft()[1])
+        return due

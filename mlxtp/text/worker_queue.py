@@ -1,0 +1,46 @@
+"""A waiting line of work on texts, with a bound on the wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import TypeVar
+
+from ..errors import Code, RequestError
+
+T = TypeVar("T")
+
+MOST_WAIT_S = 30.0  # before a request is refused
+
+
+class Line:
+    """One thread that does one piece of work after the other. What waits too long is refused."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "text")
+        self._thread = self._pool.submit(threading.get_ident).result()
+
+    @property
+    def here(self) -> bool:
+        """True in the thread of this line."""
+        return threading.get_ident() == self._thread
+
+    def run_blocking(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns; at once where the thread is this line's. Raises as it does."""
+        return work() if self.here else self._pool.submit(work).result()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns. Raises as it does, and RequestError 503."""
+        working = self._pool.submit(copy_context().run, work)
+        waiting = asyncio.wrap_future(working)
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=MOST_WAIT_S)
+            if not done and working.cancel():  # it has not begun
+                detail = f"other prompts kept the tokenizer busy for {MOST_WAIT_S:g} s"
+                raise RequestError(detail, Code.OVERLOADED, status=503)
+            return await waiting
+        finally:
+            working.cancel()

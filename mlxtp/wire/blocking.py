@@ -1,0 +1,143 @@
+"""A link for threads: a `Protocol` over a blocking socket, and how such sockets come to be."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+
+from ..errors import Code, LinkError
+from .messages import Message
+from .session import Protocol, Received
+from .tls import TlsSocket
+
+_READ_BYTES = 64 * 1024
+_RETRY_S = 0.05
+_BACKLOG = 16
+
+
+class Link:
+    """One end of a link. Any thread may send or close; one thread receives.
+
+    Sending and receiving take turns only while they touch the protocol, never while they wait for the
+    socket: a peer that does not read cannot keep this end from reading.
+    """
+
+    def __init__(self, sock: socket.socket | TlsSocket, protocol: Protocol, send_timeout_s: float) -> None:
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # One timeout serves both directions; `receive` goes on waiting when it passes.
+        sock.settimeout(send_timeout_s)
+        self.protocol = protocol
+        self._sock = sock
+        self._send_timeout_s = send_timeout_s
+        self._turn_to_send = threading.Lock()
+        self._protocol_lock = threading.Lock()
+        self._closed = False
+
+    def send(self, message: Message) -> int:
+        """Sends one message and returns the seq of its frame.
+
+        Raises LinkError: LINK_TIMEOUT when the peer did not take all of it within `send_timeout_s` seconds,
+        LINK_LOST when the link is gone; it is closed then. Raises what `Protocol.send` raises.
+        """
+        with self._turn_to_send:
+            with self._protocol_lock:
+                if self._closed:
+                    raise LinkError(f"{self.protocol.link}: closed at this end")
+                data = self.protocol.send(message)
+                seq = self.protocol.seq
+            try:
+                self._sock.sendall(data)
+            except TimeoutError:
+                self.close()
+                raise LinkError(
+                    f"{self.protocol.link}: {type(message).__name__} was not taken within "
+                    f"{self._send_timeout_s:g} s",
+                    Code.LINK_TIMEOUT,
+                ) from None
+            except OSError as error:
+                self.close()
+                raise LinkError(f"{self.protocol.link}: cannot send: {error}") from error
+        return seq
+
+    def receive(self, timeout_s: float | None = None) -> list[Received]:
+        """Blocks until messages are there, and returns them.
+
+        Returns [] only when there will be no more: the link ended in order, or `close` was called at this
+        end. Raises LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT when no message was complete
+        after `timeout_s` seconds. Raises what `Protocol.receive_data` raises.
+        """
+        ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if ends_at is not None and not self._readable(ends_at - time.monotonic()):
+                raise LinkError(
+                    f"{self.protocol.link}: nothing came within {timeout_s:g} s", Code.LINK_TIMEOUT
+                )
+            data = self._read()
+            with self._protocol_lock:
+                if self._closed:
+                    return []
+                if data is None:
+                    continue
+                if not data:
+                    self.protocol.receive_eof()
+                    return []
+                received = self.protocol.receive_data(data)
+            if received:
+                return received
+
+    def close(self) -> None:
+        """Ends the link at once and wakes a thread that waits in `receive` or `send`. May be repeated."""
+        with self._protocol_lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.suppress(OSError):  # the peer may have been faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _readable(self, timeout_s: float) -> bool:
+        descriptor = self._sock.fileno()
+        if descriptor < 0:
+            return True  # closed here; reading says so
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(max(timeout_s, 0.0) * 1000))
+
+    def _read(self) -> bytes | None:
+        """What has come; b"" at the end of the stream, however it ended; None when nothing whole has come."""
+        try:
+            return self._sock.recv(_READ_BYTES)
+        except TimeoutError:
+            return None
+        except OSError:
+            return b""
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A TCP socket that listens on `host`, at a free port unless one is named. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def connect(address: str, deadline_s: float) -> socket.socket:
+    """A connection to `address` ("host:port"), where somebody may only be about to listen.
+
+    Raises LinkError: LINK_TIMEOUT after `deadline_s` seconds, LINK_LOST when there is no way to the host.
+    Raises ValueError for an address without a port.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + deadline_s
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=left)
+        except ConnectionRefusedError:
+            time.sleep(min(_RETRY_S, left))  # nothing can tell when a remote port opens
+        except TimeoutError:
+            break
+        except OSError as error:
+            raise LinkError(f"cannot connect to {address}: {error}") from error
+    raise LinkError(f"nobody answered at {address} within {deadline_s:g} s", Code.LINK_TIMEOUT)

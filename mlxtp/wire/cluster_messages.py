@@ -1,0 +1,536 @@
+"""The messages of links between agents.
+
+A *control* link joins two agents, and both say most things alike: who they are, that they live, what should
+run. The coordinator's agent also has the others start and end their ranks over it. A *requests* link brings
+requests from an agent that has clients to the one that has rank 0; its messages are those of a pipe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import Code
+from .base import U32, U63, Message
+from .base import holding as _f
+from .codecs import (
+    binary,
+    boolean,
+    choice,
+    integer,
+    integers,
+    numbers,
+    raw_text,
+    record,
+    records,
+    text,
+    texts,
+)
+from .fabric_result import FabricResult
+from .machine import Machine
+from .messages import MAX_RANKS, Bootstrap, Gathered, Pong, SideChannel
+
+MAX_MEMBERS = 64
+MAX_TOLD = 32  #: Entries of the roster in one message: what one frame may hold in objects.
+MAX_MODEL = 1000
+MAX_RECORD = 4 << 20
+MAX_TRIP_US = 60_000_000
+MAX_TRIES = 32
+"""Addresses in one question whether they are reached."""
+MAX_STORED = 64
+MAX_WAITING = 16
+"""Models that one member's clients wait for at a time."""
+
+_count = integer(0, U63)
+_epoch = integer(1, U63)
+_rank = integer(0, MAX_RANKS - 1)
+_id = text(32)
+_detail = text(1000, cut=True)
+_state = choice(
+    "starting", "forming", "loading", "idle", "ready", "draining", "restarting", "failed", "stopped"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHello(Message):
+    """First frame of both ends: who this is, since which start, and what it runs.
+
+    `boot_id` is new at each start of the agent. `versions` and `flags` ("mlx=0.32.4") must fit together for
+    ranks to compute alike. `addresses` are where this agent listens ("ip:port"), `http` is its endpoint.
+    `authority` says that it can let others in.
+    """
+
+    TYPE: ClassVar[int] = 0x30
+    version: int = _f(integer(0, U32))
+    node_id: str = _f(_id)
+    cluster_id: str = _f(text(16))
+    boot_id: str = _f(_id)
+    name: str = _f(text(80))
+    versions: tuple[str, ...] = _f(texts(16, 80))
+    flags: tuple[str, ...] = _f(texts(32, 120))
+    addresses: tuple[str, ...] = _f(texts(16, 64))
+    http: str = _f(text(120))
+    authority: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class Beat(Message):
+    """Each end, twice a second: that it lives, whom it follows, and which versions of what it holds.
+
+    `term` and `coordinator` are its claim; `epoch` is the highest it has seen. `roster` is the digest of what
+    it holds. `pulse` is the highest it has heard of: the coordinator counts one on with each of its own.
+    `draining`: it is about to stop, and is not to be counted on. `short`: it has less memory left than
+    requests are taken with.
+    """
+
+    TYPE: ClassVar[int] = 0x31
+    term: int = _f(_count)
+    coordinator: str = _f(_id)
+    desired: int = _f(_count)
+    roster: int = _f(_count)
+    epoch: int = _f(_count)
+    healthy: bool = _f(boolean())
+    pulse: int = _f(_count)
+    draining: bool = _f(boolean(), default=False)
+    short: bool = _f(boolean(), default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState(Message):
+    """What should run: see `cluster.beliefs.newer` for which of two holds.
+
+    An empty `model` means nothing. `nodes` is "auto", "all" or a number. `said` is the version of the last
+    word of a person: this one, or one after which requests chose.
+    """
+
+    TYPE: ClassVar[int] = 0x05
+    version: int = _f(_count)
+    writer: str = _f(_id)
+    model: str = _f(text(MAX_MODEL))
+    nodes: str = _f(text(8))
+    said: int = _f(_count, default=0)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a person wants this model: then no request that names another one replaces it."""
+        return bool(self.model) and self.said == self.version
+
+
+@dataclass(frozen=True, slots=True)
+class RosterEntry:
+    """One member, or one that was removed. `fingerprint` is its key's, as 64 hex digits.
+
+    `admitted_by` is the member that asked for its token; the founder names itself. It joined from `address`,
+    at `at` (seconds since 1970). `admission` is the authority's signature over all that, in hex. The member
+    with the key `remover` (hex) removed it in version `removed_in`; `removal` is that key's signature.
+    """
+
+    node_id: str = _f(_id)
+    name: str = _f(text(80))
+    fingerprint: str = _f(text(64))
+    removed: bool = _f(boolean())
+    version: int = _f(_count)
+    admitted_by: str = _f(_id, default="")
+    address: str = _f(text(64), default="")
+    at: int = _f(_count, default=0)
+    admission: str = _f(text(160), default="")
+    removed_in: int = _f(_count, default=0)
+    remover: str = _f(text(130), default="")
+    removal: str = _f(text(160), default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Members(Message):
+    """A part of the roster: members, present or not, and those that were removed."""
+
+    TYPE: ClassVar[int] = 0x06
+    entries: tuple[RosterEntry, ...] = _f(records(RosterEntry, 0, MAX_TOLD))
+
+
+@dataclass(frozen=True, slots=True)
+class RosterSaved(Message):
+    """The roster with this digest is on the sender's disk."""
+
+    TYPE: ClassVar[int] = 0x54
+    roster: int = _f(_count)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReport(Machine, Message):
+    """What the sender's machine is and has."""
+
+    TYPE: ClassVar[int] = 0x32
+
+
+@dataclass(frozen=True, slots=True)
+class MachineWanted(Message):
+    """Read your machine again. Answered by MachineReport, whether or not it changed."""
+
+    TYPE: ClassVar[int] = 0x3C
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus(Message):
+    """Whether the sender has the desired model: `fingerprint` of its files, or why not (`problem`).
+
+    Both empty: it is still looking, or downloading. `revision` is the commit, where that is known.
+    """
+
+    TYPE: ClassVar[int] = 0x33
+    desired: int = _f(_count)
+    fingerprint: str = _f(text(64))
+    problem: str = _f(_detail)
+    revision: str = _f(text(40), default="")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare(Message):
+    """Coordinator to participant: start a rank process for `epoch`. Answered by Prepared or RankTrouble.
+
+    `fabric` is the participant's own address for MLX's sockets, empty where there are none. `trial`: the
+    group only proves itself, beside what serves, and ends.
+    """
+
+    TYPE: ClassVar[int] = 0x34
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    fabric: str = _f(text(64))
+    desired: int = _f(_count)
+    trial: bool = _f(boolean(), default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Message):
+    """The rank process said hello. `ring` is a free port on its fabric address ("ip:port"), `path` the folder
+    of the model on its machine."""
+
+    TYPE: ClassVar[int] = 0x35
+    epoch: int = _f(_epoch)
+    ring: str = _f(text(64))
+    path: str = _f(raw_text(4000))
+
+
+@dataclass(frozen=True, slots=True)
+class StartRank(Message):
+    """Coordinator to participant: hand this to the rank process. Answered by RankStarted or RankTrouble."""
+
+    TYPE: ClassVar[int] = 0x36
+    epoch: int = _f(_epoch)
+    bootstrap: Bootstrap = _f(record(Bootstrap))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
+class RankStarted(Message):
+    """The rank process has its decode link."""
+
+    TYPE: ClassVar[int] = 0x37
+    epoch: int = _f(_epoch)
+    jaccl: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class RankPong(Message):
+    """A rank's heartbeat, from its agent to the coordinator."""
+
+    TYPE: ClassVar[int] = 0x40
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    pong: Pong = _f(record(Pong))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrouble(Message):
+    """What happened to a rank, from its agent. `outside`: the agent saw it, the rank did not say it."""
+
+    TYPE: ClassVar[int] = 0x41
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    code: str = _f(choice(*(code.value for code in Code)))
+    detail: str = _f(_detail)
+    outside: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class EndEpoch(Message):
+    """Coordinator to participant: end the rank of `epoch`, in order or at once. Answered by EpochEnded."""
+
+    TYPE: ClassVar[int] = 0x42
+    epoch: int = _f(_epoch)
+    in_order: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEnded(Message):
+    """The rank process of `epoch` is gone."""
+
+    TYPE: ClassVar[int] = 0x43
+    epoch: int = _f(_epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSide(Message):
+    """One rank's round of JACCL's all-gather, on its way to the coordinator."""
+
+    TYPE: ClassVar[int] = 0x44
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    side: SideChannel = _f(record(SideChannel))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
+class RankGathered(Message):
+    """What all ranks said in that round, or why there is none, on its way back."""
+
+    TYPE: ClassVar[int] = 0x48
+    epoch: int = _f(_epoch)
+    rank: int = _f(_rank)
+    gathered: Gathered = _f(record(Gathered))  # noqa: RUF009 - a field
+
+
+@dataclass(frozen=True, slots=True)
+class Serving(Message):
+    """The agent of rank 0 to all: the state of its group, and what is served when it is ready.
+
+    `participants` are node ids in rank order, `key` is what plans are compared by. `eos`, `context` and
+    `vocabulary` are the model's. `load_s` is how long it took to load, in seconds. `held_mib` is what each
+    rank holds of its Mac's memory, in MiB; empty before all of them have loaded.
+    """
+
+    TYPE: ClassVar[int] = 0x45
+    epoch: int = _f(_count)
+    state: str = _f(_state)
+    reason: str = _f(_detail)
+    backend: str = _f(text(20))
+    kind: str = _f(text(60))
+    participants: tuple[str, ...] = _f(texts(MAX_RANKS, 32))
+    key: tuple[float, ...] = _f(numbers(-1e12, 1e12, 8))
+    open_requests: int = _f(_count)
+    model: str = _f(text(MAX_MODEL))
+    desired: int = _f(_count)
+    context: int = _f(integer(0, U32))
+    vocabulary: int = _f(integer(0, U32))
+    eos: tuple[int, ...] = _f(integers(0, 2**31 - 1, 0, 64))
+    load_s: int = _f(integer(0, U32), default=0)
+    held_mib: tuple[int, ...] = _f(integers(0, U32, 0, MAX_RANKS), default=())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWanted(Message):
+    """To the Mac that holds the cluster's CA key: issue a join token. Answered by TokenIssued."""
+
+    TYPE: ClassVar[int] = 0x46
+    nonce: bytes = _f(binary(16, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIssued(Message):
+    """A join token, or in `problem` why there is none."""
+
+    TYPE: ClassVar[int] = 0x47
+    nonce: bytes = _f(binary(16, 16))
+    token: str = _f(text(200))
+    problem: str = _f(_detail)
+
+
+@dataclass(frozen=True, slots=True)
+class FabricWanted(Message):
+    """To the agent of rank 0: measure the collectives of its group. Answered by FabricAnswer."""
+
+    TYPE: ClassVar[int] = 0x49
+    nonce: bytes = _f(binary(16, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class FabricReport(FabricResult, Message):
+    """What was measured of one group, told to all."""
+
+    TYPE: ClassVar[int] = 0x4A
+
+
+@dataclass(frozen=True, slots=True)
+class FabricAnswer(Message):
+    """The sender's last FabricReport is what was asked for; or in `problem`, why there is none."""
+
+    TYPE: ClassVar[int] = 0x4B
+    nonce: bytes = _f(binary(16, 16))
+    problem: str = _f(_detail)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsWanted(Message):
+    """What do you keep of the failure of this epoch? Answered by a Record for each file, then RecordsTold."""
+
+    TYPE: ClassVar[int] = 0x4C
+    nonce: bytes = _f(binary(16, 16))
+    number: int = _f(_epoch)
+    epoch_id: str = _f(text(40))
+
+
+@dataclass(frozen=True, slots=True)
+class Record(Message):
+    """A file of a failure, as `diagnostics/failure_store.py` wrote it."""
+
+    TYPE: ClassVar[int] = 0x4D
+    nonce: bytes = _f(binary(16, 16))
+    body: bytes = _f(binary(0, MAX_RECORD))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsTold(Message):
+    """That was all."""
+
+    TYPE: ClassVar[int] = 0x4E
+    nonce: bytes = _f(binary(16, 16))
+
+
+@dataclass(frozen=True, slots=True)
+class ReachWanted(Message):
+    """Which of these addresses ("ip:port") of mine do you reach? Answered by ReachTold."""
+
+    TYPE: ClassVar[int] = 0x52
+    nonce: bytes = _f(binary(16, 16))
+    addresses: tuple[str, ...] = _f(texts(MAX_TRIES, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One try to connect: `problem` is empty when it succeeded; `errno` 0 without one."""
+
+    address: str = _f(text(64))
+    errno: int = _f(integer(0, 10**6))
+    problem: str = _f(text(200, cut=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ReachTold(Message):
+    """What came of it; `heard_us` and `told_us`: by the sender's clock, in microseconds since 1970."""
+
+    TYPE: ClassVar[int] = 0x53
+    nonce: bytes = _f(binary(16, 16))
+    heard_us: int = _f(_count)
+    told_us: int = _f(_count)
+    tries: tuple[Tried, ...] = _f(records(Tried, 0, MAX_TRIES))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTurn(Message):
+    """The coordinator to all: no request for another model than this one begins until the next such word.
+
+    `number` counts them in this `term`. `refused` is a model that could not be served, for the reason in
+    `why`; whoever has waited for it until now waits no more. `broken`: the model itself is at fault.
+    """
+
+    TYPE: ClassVar[int] = 0x4F
+    term: int = _f(_count)
+    number: int = _f(_count)
+    model: str = _f(text(MAX_MODEL))
+    refused: str = _f(text(MAX_MODEL))
+    why: str = _f(_detail)
+    broken: bool = _f(boolean(), default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelQueue(Message):
+    """A member to the coordinator: the models that its clients wait for, and how many requests run.
+
+    Those are its clients', and on the Mac of rank 0 whatever others have passed on to it: their agents may
+    not be heard for a moment. `term` and `number` are those of the last ModelTurn it heard: since then no
+    request for another model has begun.
+    """
+
+    TYPE: ClassVar[int] = 0x50
+    term: int = _f(_count)
+    number: int = _f(_count)
+    waiting: tuple[str, ...] = _f(texts(MAX_WAITING, MAX_MODEL))
+    running: int = _f(_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A word to this node and back took so many microseconds."""
+
+    node_id: str = _f(_id)
+    us: int = _f(integer(0, MAX_TRIP_US))
+
+
+@dataclass(frozen=True, slots=True)
+class Echo(Message):
+    """A question whose answer, given at once, tells how long the link takes; or that answer.
+
+    `asked_us` is the time of the question by the clock of who asks; `trips` tell what that one's links take.
+    """
+
+    TYPE: ClassVar[int] = 0x51
+    asked_us: int = _f(_count)
+    answer: bool = _f(boolean())
+    trips: tuple[Trip, ...] = _f(records(Trip, 0, MAX_MEMBERS))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHeld(Message):
+    """To all: what the sender has of a model of the Hub that somebody wants (OWNER/NAME[@REVISION]).
+
+    `held` of `total` bytes of the commit `revision`; 0 and empty while they are not known. `free` is the room
+    on its disk. `wants`: it is to have the model. `problem`: why it cannot get it from the Hub. `port`: where
+    it lends what it has, 0 for nowhere.
+    """
+
+    TYPE: ClassVar[int] = 0x60
+    model: str = _f(text(MAX_MODEL))
+    revision: str = _f(text(40))
+    held: int = _f(_count)
+    total: int = _f(_count)
+    free: int = _f(_count)
+    wants: bool = _f(boolean())
+    problem: str = _f(_detail)
+    port: int = _f(integer(0, 65535))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLender(Message):
+    """The coordinator to all: this node has the model, or gets it from the Hub; the others copy it there.
+
+    Empty when nobody can get it.
+    """
+
+    TYPE: ClassVar[int] = 0x61
+    model: str = _f(text(MAX_MODEL))
+    node_id: str = _f(_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPull(Message):
+    """To all: get this model, at this commit if it is said."""
+
+    TYPE: ClassVar[int] = 0x62
+    model: str = _f(text(MAX_MODEL))
+    commit: str = _f(text(40))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model on somebody's disk. `complete`: all of `revision` is there."""
+
+    name: str = _f(text(MAX_MODEL))
+    revision: str = _f(text(40))
+    size: int = _f(_count)
+    complete: bool = _f(boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsHere(Message):
+    """The models of the Hub that the sender has, the largest first."""
+
+    TYPE: ClassVar[int] = 0x63
+    models: tuple[StoredModel, ...] = _f(records(StoredModel, 0, MAX_STORED))
+
+
+BOTH_WAYS: tuple[type[Message], ...] = (
+    Beat, DesiredState, Members, MachineReport, MachineWanted, ModelStatus, Prepare, Prepared, StartRank,
+    RankStarted, RankPong, RankTrouble, EndEpoch, EpochEnded, RankSide, RankGathered, Serving, TokenWanted,
+    TokenIssued, FabricWanted, FabricReport, FabricAnswer, RecordsWanted, Record, RecordsTold, ModelTurn,
+    ModelQueue, Echo, ReachWanted, ReachTold, ModelHeld, ModelLender, ModelPull, ModelsHere, RosterSaved,
+)  # fmt: skip
+"""What either end of an open control link may send: who coordinates may change while it stands."""
+
+CONTROL_MESSAGES: tuple[type[Message], ...] = (AgentHello, *BOTH_WAYS)

@@ -1,0 +1,90 @@
+"""The messages by which a Mac joins a cluster; `identity/join_protocol.py` says what they prove.
+
+They travel on a link of their own (`LinkKind.JOIN`), where one end has no certificate yet. Each fits a
+frame of 4 KiB, and no larger one is taken there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Message
+from .base import holding as _f
+from .codecs import binary, text, texts
+
+NODE_ID_BYTES = 16
+POINT_BYTES = 65
+"""A P-256 public key as an uncompressed point (SEC 1)."""
+MAX_CERTIFICATE_BYTES = 1500
+"""More than twice what ours have."""
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+TOKEN_ID_BYTES = 8
+MAX_NAME = 64
+MAX_ADDRESSES = 4
+MAX_ADDRESS = 60
+MAX_PEERS = 16
+
+_certificate = binary(1, MAX_CERTIFICATE_BYTES)
+_nonce = binary(NONCE_BYTES, NONCE_BYTES)
+_proof = binary(PROOF_BYTES, PROOF_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOffer(Message):
+    """First frame of the link, by the member that was dialled: the certificate of its cluster's authority.
+
+    Where `ask` is not empty, this member cannot let anybody in; it is the name of the Mac that can, and `at`
+    has that Mac's control addresses ("ip:port").
+    """
+
+    TYPE: ClassVar[int] = 0x38
+    authority: bytes = _f(_certificate)
+    nonce: bytes = _f(_nonce)
+    ask: str = _f(text(MAX_NAME), default="")
+    at: tuple[str, ...] = _f(texts(MAX_ADDRESSES, MAX_ADDRESS), default=())
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest(Message):
+    """Who wants in, with which key (a point of 65 bytes), by which token.
+
+    `proof` shows that it has the token, `signature` (ECDSA with SHA-256, DER) that it has the key.
+    """
+
+    TYPE: ClassVar[int] = 0x39
+    token_id: bytes = _f(binary(TOKEN_ID_BYTES, TOKEN_ID_BYTES))
+    node_id: bytes = _f(binary(NODE_ID_BYTES, NODE_ID_BYTES))
+    name: str = _f(text(MAX_NAME))
+    public_key: bytes = _f(binary(POINT_BYTES, POINT_BYTES))
+    nonce: bytes = _f(_nonce)
+    proof: bytes = _f(_proof)
+    signature: bytes = _f(binary(8, 80))
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGrant(Message):
+    """The joiner is a member. `proof` shows that whoever grants it has the token, too.
+
+    `cluster` is the cluster's name for people. `peers` are control addresses ("ip:port") of members, as a
+    first hint to whom the new one may dial.
+    """
+
+    TYPE: ClassVar[int] = 0x3A
+    certificate: bytes = _f(_certificate)
+    proof: bytes = _f(_proof)
+    cluster: str = _f(text(MAX_NAME), default="")
+    peers: tuple[str, ...] = _f(texts(MAX_PEERS, MAX_ADDRESS), default=())
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRefusal(Message):
+    """The joiner is not let in. `signature` is the authority's, over the exchange and `detail`."""
+
+    TYPE: ClassVar[int] = 0x3B
+    detail: str = _f(text(1000, cut=True))
+    signature: bytes = _f(binary(8, 80))
+
+
+JOIN_MESSAGES: tuple[type[Message], ...] = (JoinOffer, JoinRequest, JoinGrant, JoinRefusal)

@@ -1,0 +1,88 @@
+"""The table of all messages by their number, and how their bodies are packed and checked."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from ..errors import Code, RemoteProtocolError
+from .base import Message
+from .cluster_messages import CONTROL_MESSAGES
+from .codecs import FieldCodec, Wire
+from .copy_messages import COPY_MESSAGES
+from .join_messages import JOIN_MESSAGES
+from .messages import RANK_MESSAGES
+
+M = TypeVar("M", bound=Message)
+
+MESSAGES: dict[int, type[Message]] = {
+    message.TYPE: message for message in (*RANK_MESSAGES, *CONTROL_MESSAGES, *JOIN_MESSAGES, *COPY_MESSAGES)
+}
+assert len(MESSAGES) == sum(map(len, (RANK_MESSAGES, CONTROL_MESSAGES, JOIN_MESSAGES, COPY_MESSAGES))), (
+    "two messages with one number"
+)
+
+_CODECS: dict[type[Message], tuple[tuple[str, FieldCodec], ...]] = {
+    message: tuple((f.name, f.metadata["codec"]) for f in fields(message))  # type: ignore[arg-type]
+    for message in MESSAGES.values()
+}
+_PACK = {
+    message: tuple((name, codec.to_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
+}
+_CHECK = {
+    message: tuple((name, codec.from_wire) for name, codec in codecs) for message, codecs in _CODECS.items()
+}
+_FILL = {
+    message: tuple((getattr(message, name).__set__, name, codec.from_wire) for name, codec in codecs)
+    for message, codecs in _CODECS.items()
+}
+"""Setters of a message's slots. The `__init__` of a frozen dataclass takes twice as long."""
+
+
+def field_codecs(message: type[Message]) -> tuple[tuple[str, FieldCodec], ...]:
+    """Names and codecs of a message's fields, in order."""
+    return _CODECS[message]
+
+
+def to_body(message: Message) -> dict[str, Wire]:
+    """The map that travels. Values are packed, not checked: `check_body` on the same map is the check."""
+    return {name: pack(getattr(message, name)) for name, pack in _PACK[type(message)]}
+
+
+def from_body(message_type: type[M], body: Wire) -> M:
+    """A message from what was unpacked. Raises RemoteProtocolError as `check_body` does."""
+    slots = _FILL[message_type]
+    if type(body) is dict and len(body) == len(slots):
+        message = object.__new__(message_type)
+        try:
+            for fill, name, check in slots:
+                fill(message, check(body[name]))
+            return message
+        except (KeyError, ValueError):
+            pass  # which one, and why, is said below
+    return message_type(*check_body(message_type, body))
+
+
+def check_body(message_type: type[Message], body: Wire) -> list[Any]:
+    """The fields' values, in order, from what was unpacked.
+
+    Raises RemoteProtocolError (FIELD_INVALID) naming the field: missing, surplus, of the wrong type or out
+    of range.
+    """
+    checks = _CHECK[message_type]
+    name = "body"
+    values = []
+    try:
+        if type(body) is not dict or len(body) != len(checks):
+            raise ValueError(f"a map of exactly the fields {', '.join(n for n, _ in checks) or '(none)'}")
+        for name, check in checks:
+            values.append(check(body[name]))
+    except KeyError:
+        raise RemoteProtocolError(
+            f"{message_type.__name__}: field {name!r} is missing", Code.FIELD_INVALID
+        ) from None
+    except ValueError as error:
+        raise RemoteProtocolError(
+            f"{message_type.__name__}.{name}: expected {error}", Code.FIELD_INVALID
+        ) from None
+    return values

@@ -1,0 +1,96 @@
+"""A link for asyncio: a `Protocol` over a pair of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+from ..errors import LinkError
+from .messages import Message
+from .session import Protocol, Received
+
+_READ_BYTES = 64 * 1024
+
+
+class Connection:
+    """One end of a link in an event loop. One task receives; any may send."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: Protocol
+    ) -> None:
+        self.protocol = protocol
+        self._reader = reader
+        self._writer = writer
+        self._closed = False
+
+    @classmethod
+    async def from_socket(cls, sock: socket.socket, protocol: Protocol) -> Connection:
+        """Takes over a connected stream socket, such as one end of a socket pair. Raises OSError."""
+        sock.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=sock)
+        return cls(reader, writer, protocol)
+
+    def send(self, message: Message) -> int:
+        """Hands one message to the transport, without waiting, and returns the seq of its frame.
+
+        Raises LinkError (LINK_LOST) when the transport is closed, and what `Protocol.send` raises. That the
+        peer is gone may show only in `drain` and `receive`.
+        """
+        if self._writer.is_closing():
+            raise LinkError(f"{self.protocol.link}: the connection is closed")
+        self._writer.write(self.protocol.send(message))
+        return self.protocol.seq
+
+    async def drain(self) -> None:
+        """Waits until the peer has taken most of what was sent. Raises LinkError (LINK_LOST)."""
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise LinkError(f"{self.protocol.link}: cannot send: {error}") from error
+
+    async def receive(self) -> list[Received]:
+        """Waits until messages are there, and returns them.
+
+        Returns [] only when there will be no more: the link ended in order, or `close` was called at this
+        end. Raises LinkError (LINK_LOST) when the peer is gone, and what `Protocol.receive_data` raises.
+        Nothing is lost when the waiting task is cancelled.
+        """
+        while True:
+            data = await self._read()
+            if self._closed:
+                return []
+            if not data:
+                self.protocol.receive_eof()
+                return []
+            received = self.protocol.receive_data(data)
+            if received:
+                return received
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits because the peer does not read."""
+        # A transport that is closed may have let go of its buffer, and then does not survive the question.
+        return 0 if self._writer.is_closing() else self._writer.transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        """Ends the link; what was sent still goes out. May be repeated.
+
+        Whoever waits in `receive` is told at once: a peer out of reach never answers TLS's last word.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.set_exception(ConnectionAbortedError())
+        self._writer.close()
+
+    async def wait_closed(self) -> None:
+        """Waits until the socket is closed, for whatever reason."""
+        with contextlib.suppress(OSError):  # it may have broken before it closed
+            await self._writer.wait_closed()
+
+    async def _read(self) -> bytes:
+        try:
+            return await self._reader.read(_READ_BYTES)
+        except OSError:
+            return b""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtp.placement.chips import chip
-from mlxtp.placement.cost_model import ALONE, JACCL_MESH, Rank, speed
+from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RankHardware, speed
 from mlxtp.placement.model_shape import shape_of
 from mlxtp.placement.published_models import KNOWN
 
@@ -90,7 +90,7 @@ PUBLISHED: Sequence[Published] = (
 
 def predicted(row: Published) -> float:
     """Tokens a second by the model; groups are JACCL meshes."""
-    ranks = [Rank(str(i), chip(name)) for i, name in enumerate(row.chips)]
+    ranks = [RankHardware(str(i), chip(name)) for i, name in enumerate(row.chips)]
     kind = JACCL_MESH if len(ranks) > 1 else ALONE
     shape = shape_of(KNOWN[row.model], name=row.model)
     return speed(shape, ranks, kind, fast_fences=row.fast).tokens_per_second

@@ -22,7 +22,7 @@ from mlxtp.models import peer_copy
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
 from mlxtp.models.manifest import Manifest, ModelFile
-from mlxtp.wire.certificates import Membership
+from mlxtp.wire.certificates import MemberCertificates
 from mlxtp.wire.tls import ALPN_MODELS, Credentials, member_context_client
 
 from . import child
@@ -43,7 +43,7 @@ async def measure(stage: Stage) -> list[Row]:
     identity, other = first.found_cluster(), second.load_or_create()
     assert identity.authority is not None
     certificate = identity.authority.certify(other.node_id, other.key.public_key())
-    second.save_membership(Membership(certificate, identity.authority.certificate))
+    second.save_membership(MemberCertificates(certificate, identity.authority.certificate))
     manifest = await asyncio.to_thread(
         _write, Repo(NAME, folder / "there"), stage.pick(full=1 << 29, quick=1 << 28)
     )
@@ -56,7 +56,7 @@ async def measure(stage: Stage) -> list[Row]:
         if not ports:
             raise Unmeasured("the lender did not start")
 
-        def connect() -> peer_copy.Channel:
+        def connect() -> peer_copy.PeerConnection:
             address = f"127.0.0.1:{ports['lender']}"
             return peer_copy.connect([address], identity.node_id, second.credentials)
 

@@ -1,8 +1,8 @@
 """`python -m benchmarks.delayed_worker FLAG <arguments of mlxtp.engine.worker>`: a rank behind a slow link.
 
 While the file FLAG exists, what this end of a decode link sends is delivered `DELAY_S` later, in order, and
-whoever sends does not wait for it. Every decode link is made in `engine/decode_links.py`, as `Link`, and gets
-such a socket there. Create and remove FLAG only while nothing is sent.
+whoever sends does not wait for it. Every decode link is made in `engine/decode_links.py`, as `BlockingLink`,
+and gets such a socket there. Create and remove FLAG only while nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlxtp.engine import decode_links, worker
-from mlxtp.wire.blocking import Link
-from mlxtp.wire.session import Protocol
+from mlxtp.wire.blocking import BlockingLink
+from mlxtp.wire.session import Session
 
 DELAY_S = 0.001
 
@@ -54,12 +54,12 @@ class DelayedSocket:
 def delay_links(flag: Path) -> None:
     """From now on, for every decode link of this process."""
 
-    class DelayedLink(Link):
-        def __init__(self, sock: Any, protocol: Protocol, send_timeout_s: float) -> None:
+    class DelayedLink(BlockingLink):
+        def __init__(self, sock: Any, protocol: Session, send_timeout_s: float) -> None:
             super().__init__(cast(socket.socket, DelayedSocket(sock, flag)), protocol, send_timeout_s)
 
-    assert decode_links.Link is Link
-    vars(decode_links)["Link"] = DelayedLink
+    assert decode_links.BlockingLink is BlockingLink
+    vars(decode_links)["BlockingLink"] = DelayedLink
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from mlxtp.wire.messages import (
     StepToken,
     Welcome,
 )
-from mlxtp.wire.session import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Session, Side
 
 from .measures import Row, absolute
 from .stage import Stage
@@ -79,11 +79,11 @@ def _protocol_us() -> tuple[float, float]:
     return min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
 
 
-def _decoding_link() -> tuple[Protocol, Protocol]:
+def _decoding_link() -> tuple[Session, Session]:
     """Both ends of a decode link with one running sequence."""
-    upper = Protocol(LinkKind.DECODE, Side.UPPER, 1)
-    lower = Protocol(LinkKind.DECODE, Side.LOWER, 1)
-    life: list[tuple[Protocol, Protocol, Message]] = [
+    upper = Session(LinkKind.DECODE, Side.UPPER, 1)
+    lower = Session(LinkKind.DECODE, Side.LOWER, 1)
+    life: list[tuple[Session, Session, Message]] = [
         (lower, upper, Hello(1, 1, 1, bytes(16), bytes(32))),
         (upper, lower, Welcome(1, bytes(32))),
         (upper, lower, Init()),

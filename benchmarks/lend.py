@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlxtp.identity.store import Store
 from mlxtp.models.hub_cache import Repo
-from mlxtp.models.peer_copy import Lender
+from mlxtp.models.peer_copy import PeerServer
 from mlxtp.wire.tls import ALPN_MODELS, member_context_server
 
 from .copying import BLOCK_BYTES, COMMIT, NAME
@@ -23,7 +23,7 @@ def _main() -> None:
     credentials, repo = Store(Path(sys.argv[1])).credentials, Repo(NAME, Path(sys.argv[2]))
     manifest = repo.manifest(COMMIT)
     assert manifest is not None
-    lender = Lender("127.0.0.1", credentials, lambda _: (repo, manifest), lambda _: True)
+    lender = PeerServer("127.0.0.1", credentials, lambda _: (repo, manifest), lambda _: True)
     context = member_context_server(credentials, (ALPN_MODELS,))
     listening = socket.create_server(("127.0.0.1", 0))
     print(json.dumps({"lender": lender.port, "plain": listening.getsockname()[1]}), flush=True)

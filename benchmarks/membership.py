@@ -7,14 +7,14 @@ import random
 import time
 from dataclasses import replace
 
-from mlxtp.cluster.cluster_state import Beliefs, Roster
-from mlxtp.cluster.failure_detector import Pace
-from mlxtp.cluster.leadership import Coordination, Situation
+from mlxtp.cluster.cluster_state import ClusterState, Roster
+from mlxtp.cluster.failure_detector import Timeouts
+from mlxtp.cluster.leadership import Leadership, Situation
 from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.reconcile import Plan
+from mlxtp.cluster.reconcile import GroupPlan
 from mlxtp.placement.machines_file import read_nodes
 from mlxtp.placement.model_shape import shape_of
-from mlxtp.placement.planner import Options, plan
+from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.placement.published_models import KNOWN
 from mlxtp.wire.cluster_messages import MAX_MEMBERS, Beat
 
@@ -22,7 +22,7 @@ from .errors import Unmeasured
 from .measures import Row, absolute
 from .stage import Stage
 
-_TICK_S = Pace().beat_s
+_TICK_S = Timeouts().beat_s
 _LINKING_TICKS = 4
 """Within so many, each pair of members has found each other."""
 _STEADY_TICKS = 20
@@ -69,7 +69,7 @@ def plan_ms() -> float:
     others = [replace(member, node_id=f"o-{member.node_id}") for member in read_nodes(_OTHERS, "others")]
     shape = shape_of(KNOWN["llama-3.3-70b-4bit"])
     began = time.perf_counter()
-    made = plan([*cabled, *others], shape, cabled[0].node_id, Options(nodes="all"))
+    made = plan([*cabled, *others], shape, cabled[0].node_id, PlacementOptions(nodes="all"))
     took_ms = (time.perf_counter() - began) * 1e3
     if made.chosen is None:
         raise Unmeasured(made.reason)
@@ -88,7 +88,9 @@ class Crowd:
                 name, f"mac-{int(name, 16)}", f"{int(name, 16):064x}", lambda entry: entry
             )
         self._memberships = {name: Membership(name, f"{name}-1", names, self.now) for name in names}
-        self._coordinations = {name: Coordination(name, Beliefs(roster=roster), self.now) for name in names}
+        self._coordinations = {
+            name: Leadership(name, ClusterState(roster=roster), self.now) for name in names
+        }
         for coordination in self._coordinations.values():
             coordination.want("a model")
         pairs = list(itertools.combinations(names, 2))
@@ -133,7 +135,7 @@ class Crowd:
         for name, membership in self._memberships.items():
             coordination = self._coordinations[name]
             coordination.tick(membership, membership.tick(self.now), self.now)
-            coordination.decide(membership, Situation(plan=Plan((name,), (1.0,))), self.now)
+            coordination.decide(membership, Situation(plan=GroupPlan((name,), (1.0,))), self.now)
             beats[name] = coordination.beat(healthy=membership.healthy)
         for name, links in self._links.items():
             membership, coordination = self._memberships[name], self._coordinations[name]

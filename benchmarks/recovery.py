@@ -10,7 +10,7 @@ import time
 import psutil
 
 from mlxtp.agent import Agent
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from .errors import Unmeasured
 from .measures import Row, absolute
@@ -53,7 +53,7 @@ async def _recover(agent: Agent) -> float:
     began = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     await ranks.failed
-    await supervisor.wait_until(State.RESTARTING)
-    if await supervisor.wait_until(State.READY, State.FAILED) is State.FAILED:
+    await supervisor.wait_until(ServingState.RESTARTING)
+    if await supervisor.wait_until(ServingState.READY, ServingState.FAILED) is ServingState.FAILED:
         raise Unmeasured("the group did not come back")
     return time.perf_counter() - began

@@ -20,23 +20,23 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp
 
-from .admin.handlers import Alone, Member, announce, announced
+from .admin.handlers import ClusterAdmin, StandaloneAdmin, announce, announced
 from .admin.metrics import observed
 from .api.app import create_app
 from .api.endpoint import Endpoint, open_endpoint
 from .api.server import serve
-from .cluster.control_port import Door, bind_control, check_interface
-from .cluster.node import Cluster
+from .cluster.control_port import ControlPort, bind_control, check_interface
+from .cluster.node import NodeLoop
 from .config import Settings, told
 from .diagnostics.checkup import AgentCheckup
 from .discovery.dialer import Dialer
 from .errors import Code, ConfigError, GroupError, MlxtpError
 from .groups.drain import Drain
-from .groups.health import State
+from .groups.health import ServingState
 from .groups.lifecycle import StageListener, Supervisor
 from .groups.local_rank import WORKER
 from .groups.sleep import KeepAwake, watch_sleep
-from .groups.warm_pool import Spares
+from .groups.warm_pool import WarmPool
 from .groups.worker_output import log_lines
 from .identity.join_network import enter
 from .identity.store import Store
@@ -60,11 +60,11 @@ class Agent:
     supervisor: Supervisor
     url: str
     """Where the endpoint answers programs of this Mac, such as http://127.0.0.1:52415."""
-    spares: Spares
+    spares: WarmPool
     drain: Drain
     over: asyncio.Future[None]
     """Done when this agent has no more to do: it belongs to no cluster any more, or a bug, as an error."""
-    cluster: Cluster | None = None
+    cluster: NodeLoop | None = None
     founded: bool = False
     certificate: str = ""
     """What the endpoint shows there by HTTPS, as PEM; empty for HTTP."""
@@ -76,7 +76,9 @@ class Agent:
 
         Raises the MlxtpError for which it never will answer.
         """
-        waiting = asyncio.ensure_future(self.supervisor.wait_until(State.READY, State.FAILED, State.STOPPED))
+        waiting = asyncio.ensure_future(
+            self.supervisor.wait_until(ServingState.READY, ServingState.FAILED, ServingState.STOPPED)
+        )
         either: set[asyncio.Future[Any]] = {waiting, self.over}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +86,7 @@ class Agent:
             waiting.cancel()
         if self.over.done():
             self.over.result()
-        elif waiting.result() is not State.READY:
+        elif waiting.result() is not ServingState.READY:
             raise self.supervisor.reason or GroupError("the ranks were stopped before they were ready")
 
 
@@ -106,7 +108,7 @@ async def running_agent(
     with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
         wanted = settings.ranks if settings.spare else 0
         heard = log_lines if settings.log_file or settings.log_format == "json" else None
-        async with Spares(worker, settings.home / "run", wanted, heard) as spares:
+        async with WarmPool(worker, settings.home / "run", wanted, heard) as spares:
             if settings.cluster:
                 async with _among_others(settings, endpoint, on_stage, spares) as agent:
                     yield agent
@@ -123,11 +125,11 @@ async def _running(
     endpoint: Endpoint,
     model: ModelSource,
     on_stage: StageListener,
-    spares: Spares,
+    spares: WarmPool,
 ) -> AsyncIterator[Agent]:
     supervisor = Supervisor(settings, on_stage, spares)
     stop = asyncio.Event()
-    admin = Alone(supervisor, settings.name or socket.gethostname().partition(".")[0])
+    admin = StandaloneAdmin(supervisor, settings.name or socket.gethostname().partition(".")[0])
     admin.checkup = AgentCheckup(settings, supervisor, endpoint)
     app = _app(supervisor, admin, endpoint, settings)
     serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
@@ -163,7 +165,7 @@ async def _running(
 
 @asynccontextmanager
 async def _among_others(
-    settings: Settings, endpoint: Endpoint, on_stage: StageListener, spares: Spares
+    settings: Settings, endpoint: Endpoint, on_stage: StageListener, spares: WarmPool
 ) -> AsyncIterator[Agent]:
     """An agent that belongs to a cluster. Raises UserError when it cannot."""
     started_with = settings
@@ -176,13 +178,13 @@ async def _among_others(
         entered = await enter(settings, store)
         machine = await hardware.probe(settings.interface)
         supervisor = Supervisor(settings, on_stage, spares)
-        cluster = Cluster(settings, entered.identity, supervisor, machine, worker=spares)
+        cluster = NodeLoop(settings, entered.identity, supervisor, machine, worker=spares)
         port: int = control.getsockname()[1]
         cluster.listens_at = partial(_control_addresses, settings, port)
         cluster.http = endpoint.told
         supervisor.gateway.elsewhere = cluster.short
         cluster.follower.credentials = cluster.getting.credentials = store.credentials
-        door = Door(control, store, entered.identity, cluster)
+        door = ControlPort(control, store, entered.identity, cluster)
         settings = replace(settings, peers=(*settings.peers, *entered.peers))
         dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
         if entered.joined and settings.model_given:
@@ -190,7 +192,7 @@ async def _among_others(
         elif settings.model_given or entered.founded:
             cluster.want(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
         stop = asyncio.Event()
-        admin = Member(cluster, store)
+        admin = ClusterAdmin(cluster, store)
         admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer)
         app = _app(supervisor, admin, endpoint, started_with)
         serving = asyncio.create_task(_serve(app, endpoint, stop, settings, admin.key))
@@ -239,7 +241,7 @@ async def _check_folders(settings: Settings) -> None:
             await find_model(in_folders(name, settings.model_folders))
 
 
-def _app(supervisor: Supervisor, admin: Alone, endpoint: Endpoint, settings: Settings) -> ASGIApp:
+def _app(supervisor: Supervisor, admin: StandaloneAdmin, endpoint: Endpoint, settings: Settings) -> ASGIApp:
     admin.api_keys = endpoint.keys
     admin.started_with = told(settings)
     access = endpoint.access(admin.key)

@@ -63,7 +63,7 @@ class AgentClient:
         return answer
 
     def ask(self, body: Mapping[str, Any]) -> Generator[Piece]:
-        """Have the model answer, with the agent's own key. Raises as `asking.ask` does."""
+        """Have the model answer, with the agent's own key. Raises as `endpoint_client.ask` does."""
         try:
             connection = connection_to(self.url, self.certificate, ANSWER_TIMEOUT_S)
         except ValueError as error:

@@ -28,7 +28,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Answer:
+class EndpointAnswer:
     """What has come of an answer. Times are of a clock that nobody sets, in seconds."""
 
     asked_at: float

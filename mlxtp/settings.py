@@ -43,23 +43,23 @@ GENERAL, CLUSTER, ENDPOINT, TUNING, LIMITS = "General", "Cluster", "Endpoint", "
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SettingKind:
     """What a setting may be in the file, and how that is called. Flags and variables have strings."""
 
     types: tuple[type, ...]
     expected: str
 
 
-TEXT = Kind((str,), "a string in quotes")
-SWITCH = Kind((bool,), "true or false")
-NUMBER = Kind((int,), "a whole number")
-SECONDS = Kind((int, float), "a number of seconds")
-BYTES = Kind((int, str), 'a whole number, or a string such as "500MB"')
-TABLE = Kind((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings')
+TEXT = SettingKind((str,), "a string in quotes")
+SWITCH = SettingKind((bool,), "true or false")
+NUMBER = SettingKind((int,), "a whole number")
+SECONDS = SettingKind((int, float), "a number of seconds")
+BYTES = SettingKind((int, str), 'a whole number, or a string such as "500MB"')
+TABLE = SettingKind((dict, list), 'a table of strings, such as studio = "rdma_en5", or a list of strings')
 
 
-def _list_of(example: str) -> Kind:
-    return Kind((list,), f'a list of strings, such as ["{example}"]')
+def _list_of(example: str) -> SettingKind:
+    return SettingKind((list,), f'a list of strings, such as ["{example}"]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Setting:
     """
 
     key: str
-    kind: Kind
+    kind: SettingKind
     parse: Parser
     default: object
     help: str
@@ -185,7 +185,7 @@ SETTINGS: tuple[Setting, ...] = (
         "discovery", SWITCH, parse_switch, True, "Find other Macs, and be found, by Bonjour.", CLUSTER
     ),
     Setting(
-        "nodes", Kind((int, str), '"auto", "all", or a whole number'), parse_nodes, "auto",
+        "nodes", SettingKind((int, str), '"auto", "all", or a whole number'), parse_nodes, "auto",
         "With --model: how many Macs to spread it over.",
         CLUSTER, "auto|all|N", "auto, as many as are fastest",
     ),

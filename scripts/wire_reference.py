@@ -12,7 +12,7 @@ from mlxtp.wire.base import Message
 from mlxtp.wire.codecs import FieldCodec
 from mlxtp.wire.frames import MAX_DEPTH, MAX_FRAME, MAX_ITEMS, MAX_OBJECTS, MAX_OPENING_FRAME
 from mlxtp.wire.messages import PROTOCOL_VERSION
-from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, LinkState, RequestFailed, Side
 from mlxtp.wire.registry import MESSAGES, field_codecs
 
 _WIDTH = 118
@@ -49,21 +49,21 @@ def _orders() -> Iterator[str]:
         yield from ("", f"### {str(kind).capitalize()}: {upper} and {lower}", "")
         yield "| in state | says | | and then |"
         yield "|---|---|---|---|"
-        for state in State:
+        for state in LinkState:
             for side in Side:
                 for targets, names in _moves(kind, state, side):
                     end = "" if targets is state else f"{targets}"
                     yield f"| {state} | {kind.who(side)} | {', '.join(names)} | {end} |"
 
 
-def _moves(kind: LinkKind, state: State, side: Side) -> Iterator[tuple[State, list[str]]]:
+def _moves(kind: LinkKind, state: LinkState, side: Side) -> Iterator[tuple[LinkState, list[str]]]:
     """What may be said, by the state that follows; what changes nothing comes last."""
     if state in TERMINAL or state not in TABLES[kind]:
         return
-    found: dict[State, list[str]] = defaultdict(list)
+    found: dict[LinkState, list[str]] = defaultdict(list)
     for message, end in TABLES[kind][state][side].items():
         found[end].append("Error with a uid" if message is RequestFailed else message.__name__)
-    yield from sorted(found.items(), key=lambda item: (item[0] is state, list(State).index(item[0])))
+    yield from sorted(found.items(), key=lambda item: (item[0] is state, list(LinkState).index(item[0])))
 
 
 # --- the messages -------------------------------------------------------------------------------------

@@ -20,11 +20,11 @@ import httpx
 import psutil
 
 from mlxtp.agent import Agent, running_agent
-from mlxtp.api.backend import End, Event, Score, Tokens
 from mlxtp.api.backend import Request as Wanted
+from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.config import Limits, Settings
 from mlxtp.errors import MlxtpError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.local_rank import WORKER
 from mlxtp.models.names import open_model
@@ -208,7 +208,7 @@ class Cluster:
         """Raises the MlxtpError for which it never will be ready."""
         self.call(self.agent.wait_ready(), timeout_s)
 
-    def wait_state(self, *states: State, timeout_s: float = START_S) -> State:
+    def wait_state(self, *states: ServingState, timeout_s: float = START_S) -> ServingState:
         return self.call(self.supervisor.wait_until(*states), timeout_s)
 
     # --- what can be asked of it ---------------------------------------------------------------------
@@ -327,13 +327,15 @@ class Cluster:
         """A request straight to the gateway, greedy unless `fields` of it say something else."""
         return self.ask(Wanted(tuple(prompt), max_tokens, **fields))
 
-    def complete(self, prompt: Sequence[int], max_tokens: int, **fields: Any) -> tuple[tuple[int, ...], End]:
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int, **fields: Any
+    ) -> tuple[tuple[int, ...], StreamEnd]:
         """The tokens that a request emits, and its end."""
         return self.start(prompt, max_tokens, **fields).finish()
 
     def complete_all(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int
-    ) -> list[tuple[tuple[int, ...], End]]:
+    ) -> list[tuple[tuple[int, ...], StreamEnd]]:
         """Many greedy requests, never more than `at_once` open; answers in the order of the prompts."""
         outcomes = self.ask_all([Wanted(tuple(prompt), max_tokens) for prompt in prompts], at_once)
         return [(outcome.tokens, outcome.whole()) for outcome in outcomes]
@@ -358,11 +360,11 @@ class Outcome:
     """What came of a request: its tokens, their scores where it asked for them, and its end or its error."""
 
     tokens: tuple[int, ...]
-    scores: tuple[Score, ...]
-    end: End | None
+    scores: tuple[TokenScore, ...]
+    end: StreamEnd | None
     error: MlxtpError | None = None
 
-    def whole(self) -> End:
+    def whole(self) -> StreamEnd:
         """Its end; raises the error that ended it instead."""
         if self.error is not None:
             raise self.error
@@ -377,8 +379,8 @@ class Request:
         self._cluster = cluster
         self._answer = answer
         self.tokens: list[int] = []
-        self.scores: list[Score] = []
-        self.end: End | None = None
+        self.scores: list[TokenScore] = []
+        self.end: StreamEnd | None = None
 
     def accepted(self) -> None:
         """Wait until rank 0 has taken it. Raises the RequestError that it refuses it with."""
@@ -387,7 +389,7 @@ class Request:
     def take(self, count: int, timeout_s: float = WAIT_S) -> tuple[int, ...]:
         """Read until `count` tokens have come in all, or the end; returns the tokens so far."""
         while len(self.tokens) < count and self.end is None:
-            event: Event = self._cluster.call(anext(self._answer), timeout_s)
+            event: TokenEvent = self._cluster.call(anext(self._answer), timeout_s)
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
                 self.scores += event.scores
@@ -395,7 +397,7 @@ class Request:
                 self.end = event
         return tuple(self.tokens)
 
-    def finish(self, timeout_s: float = WAIT_S) -> tuple[tuple[int, ...], End]:
+    def finish(self, timeout_s: float = WAIT_S) -> tuple[tuple[int, ...], StreamEnd]:
         """Everything, and the end. Raises the MlxtpError that ended the request instead."""
         outcome = self._cluster.call(_collect(self._answer), timeout_s)
         self.tokens += outcome.tokens
@@ -410,10 +412,10 @@ class Request:
 
 async def _collect(answer: Any) -> Outcome:
     tokens: list[int] = []
-    scores: list[Score] = []
+    scores: list[TokenScore] = []
     try:
         async for event in answer:
-            if isinstance(event, End):
+            if isinstance(event, StreamEnd):
                 return Outcome(tuple(tokens), tuple(scores), event)
             tokens += event.tokens
             scores += event.scores

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from mlxtp.api.backend import PLAIN, Request, Score
+from mlxtp.api.backend import PLAIN, Request, TokenScore
 from mlxtp.config import embedded_model_path
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 TINY = embedded_model_path()
@@ -29,7 +29,7 @@ class Answer:
 
 @cache
 def text(folder: Path = TINY) -> Text:
-    return Text(LocalWriter.load(folder))
+    return Text(LocalRenderer.load(folder))
 
 
 def prompt_ids(message: str) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ def _answer(prompt: tuple[int, ...], max_tokens: int, folder: Path) -> Answer:
 class Expected(Answer):
     """`scores`: of each visible token, from the logits before anything was done to them."""
 
-    scores: tuple[Score, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
 
 
 @cache
@@ -88,7 +88,7 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
     sampler = Sampler((wanted.sampling,), tuple(sorted(eos)))
     shaper = Shaper(wanted.shaping, wanted.prompt, logits.shape[-1], tuple(sorted(ends)))
     tokens: list[int] = []
-    scores: list[Score] = []
+    scores: list[TokenScore] = []
     while True:
         shaped = logits
         if wanted.shaping != PLAIN:
@@ -106,13 +106,13 @@ def expected(wanted: Request, folder: Path = TINY) -> Expected:
         logits = model(mx.array([[token]]), cache=caches)[0]
 
 
-def _score(logits: Any, token: int, top: int) -> Score:
+def _score(logits: Any, token: int, top: int) -> TokenScore:
     import numpy as np
 
     row = np.array(logits.tolist(), dtype=np.float64)
     logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
     best = sorted(range(len(row)), key=lambda other: (-logprobs[other], other))[:top]
-    return Score(float(logprobs[token]), tuple((other, float(logprobs[other])) for other in best))
+    return TokenScore(float(logprobs[token]), tuple((other, float(logprobs[other])) for other in best))
 
 
 @cache

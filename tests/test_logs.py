@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.api.request_context import Account, answering
+from mlxtp.api.request_context import RequestContext, answering
 from mlxtp.cli.main import _log as begin_log
 from mlxtp.errors import ConfigError
 from mlxtp.logs import RotatingLog, log_formatter
@@ -62,7 +62,7 @@ def test_a_line_says_what_it_is_about(json_log: Log) -> None:
 
 
 def test_a_line_knows_the_request_that_is_answered(json_log: Log) -> None:
-    account = Account("abc", 0.0)
+    account = RequestContext("abc", 0.0)
     account.key = "laptop"
     with answering(account):
         json_log.log.info("one")
@@ -98,7 +98,7 @@ def test_what_is_no_json_is_written_as_text(json_log: Log) -> None:
 def test_people_see_the_requests_id_at_the_end_of_a_line() -> None:
     text = Log("text")
     text.log.warning("nobody answers")
-    with answering(Account("abc", 0.0)):
+    with answering(RequestContext("abc", 0.0)):
         text.log.warning("a request failed")
     first, second = text.stream.getvalue().splitlines()
     assert first.endswith("WARNING nobody answers")

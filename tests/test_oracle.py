@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from mlxtp.api.backend import End
+from mlxtp.api.backend import StreamEnd
 from mlxtp.errors import Code, MlxtpError
 
 from .cluster import Cluster, Snapshot
@@ -53,7 +53,7 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
     return found
 
 
-def how(end: End) -> tuple[str, int]:
+def how(end: StreamEnd) -> tuple[str, int]:
     """Why it ended and after how many tokens."""
     return end.reason, end.generated
 

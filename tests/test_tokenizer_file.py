@@ -19,8 +19,8 @@ from mlxtp.errors import ModelError, RequestError
 from mlxtp.groups.collective_bench import row_bytes
 from mlxtp.models import hub_client, inspect, self_test
 from mlxtp.models.completeness import lacks
-from mlxtp.text.conversation import Call, Conversation, Tool, Turn
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.template_modules import template_module
 from mlxtp.text.tokenizer import Text
 from mlxtp.tokenizer_file import (
@@ -157,7 +157,7 @@ def test_a_converted_tokenizer_has_the_ids_of_tiktoken_and_gives_the_text_back()
 
 
 def test_kimi_chats_without_running_the_code_of_its_repository(tmp_path: Path) -> None:
-    text = Text(LocalWriter.load(kimi(tmp_path)))
+    text = Text(LocalRenderer.load(kimi(tmp_path)))
     prompt = text.prompt_ids([{"role": "user", "content": "Hello 日本"}])
     assert prompt == tuple(reference("<|im_user|>Hello 日本<|im_end|><|im_assistant|>"))
     assert text.eos == (len(TOKENS) + 1,)
@@ -191,7 +191,7 @@ def test_a_tiktoken_model_that_cannot_be_converted_is_refused(
     tmp_path: Path, changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ModelError, match=why):
-        Text(LocalWriter.load(kimi(tmp_path, **changes)))
+        Text(LocalRenderer.load(kimi(tmp_path, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,9 @@ def test_other_ids_than_the_model_says_are_refused(tmp_path: Path) -> None:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": added}))
         if refused:
             with pytest.raises(ModelError, match="'</s>' as token 1 instead of 300"):
-                Text(LocalWriter.load(folder))
+                Text(LocalRenderer.load(folder))
         else:
-            Text(LocalWriter.load(folder))
+            Text(LocalRenderer.load(folder))
 
 
 def test_the_count_of_tokens_is_the_largest_id_plus_1(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_deepseek_chats_by_the_template_of_mlx_lm(
 ) -> None:
     folder = deepseek(tmp_path, **settings)
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
-    text = Text(LocalWriter.load(folder))
+    text = Text(LocalRenderer.load(folder))
     assert text.has_chat_template
     for thinking, end in ((True, "<think>"), (False, "</think>")):
         options = {"enable_thinking": thinking, "thinking": thinking}
@@ -309,11 +309,11 @@ def test_deepseek_chats_by_the_template_of_mlx_lm(
 
 
 def test_a_template_module_gets_tools_and_their_calls_as_text(tmp_path: Path) -> None:
-    text = Text(LocalWriter.load(deepseek(tmp_path, chat_template_type="deepseek_v32")))
+    text = Text(LocalRenderer.load(deepseek(tmp_path, chat_template_type="deepseek_v32")))
     turns = (
-        Turn("user", "Rain?"),
-        Turn("assistant", "", calls=(Call("7", "weather", '{"city": "Oslo"}'),)),
-        Turn("tool", "wet", call_id="7", name="weather"),
+        ChatMessage("user", "Rain?"),
+        ChatMessage("assistant", "", calls=(Call("7", "weather", '{"city": "Oslo"}'),)),
+        ChatMessage("tool", "wet", call_id="7", name="weather"),
     )
     prompt = text.rendered(Conversation(turns, tools=(Tool("weather", "Tells it.", {"type": "object"}),)))
     assert '"description": "Tells it."' in prompt
@@ -322,7 +322,7 @@ def test_a_template_module_gets_tools_and_their_calls_as_text(tmp_path: Path) ->
 
 
 def test_a_template_module_refuses_what_it_cannot_write(tmp_path: Path) -> None:
-    text = Text(LocalWriter.load(deepseek(tmp_path, chat_template_type="deepseek_v32")))
+    text = Text(LocalRenderer.load(deepseek(tmp_path, chat_template_type="deepseek_v32")))
     for messages in ([{"role": "pope", "content": "x"}], [{"role": "tool", "content": "x"}]):
         with pytest.raises(RequestError, match="refuses these messages"):
             text.prompt_ids(messages)

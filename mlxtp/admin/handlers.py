@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api.auth import KeyRing
-from ..cluster.node import Cluster
+from ..cluster.node import NodeLoop
 from ..cluster.own_build import versions_here
 from ..config import parse_nodes, parse_seconds
 from ..diagnostics.checkup import Checkup
@@ -42,7 +42,7 @@ COMING = "it is just being copied or downloaded; wait until that is over"
 Json = Mapping[str, Any]
 
 
-class Alone:
+class StandaloneAdmin:
     """The administration of an agent that keeps to itself."""
 
     def __init__(self, supervisor: Supervisor, name: str) -> None:
@@ -221,10 +221,10 @@ class Alone:
         )
 
 
-class Member(Alone):
+class ClusterAdmin(StandaloneAdmin):
     """The administration of an agent in a cluster."""
 
-    def __init__(self, cluster: Cluster, store: Store) -> None:
+    def __init__(self, cluster: NodeLoop, store: Store) -> None:
         super().__init__(cluster.supervisor, cluster.name)
         self.draining = Drain(cluster.supervisor, cluster)
         self.observer = Observer(cluster.supervisor, cluster.name, cluster)

@@ -20,10 +20,10 @@ from prometheus_client.utils import floatToGoString
 from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
-from ..api.access_log import Accounting, metrics_route
-from ..api.request_metrics import Histogram, ModelTally, Tally
+from ..api.access_log import AccessLog, metrics_route
+from ..api.request_metrics import Histogram, ModelMetrics, RequestMetrics
 from ..cluster.own_build import versions_here
-from ..groups.health import State
+from ..groups.health import ServingState
 from ..groups.lifecycle import Supervisor
 from ..wire.messages import Pong
 
@@ -33,16 +33,16 @@ Samples = Iterable[tuple[Labels, float]]
 
 def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
     """`app`, with `GET /metrics` and everything counted that goes through it and the supervisor's gateway."""
-    tally = Tally(time.perf_counter)
+    tally = RequestMetrics(time.perf_counter)
     supervisor.gateway.meter = tally
     app.router.routes.insert(0, metrics_route(Metrics(supervisor, tally).collect))
-    return Accounting(app, tally, lambda: supervisor.epoch)
+    return AccessLog(app, tally, lambda: supervisor.epoch)
 
 
 class Metrics:
     """All metrics of one agent. Nothing of it is shared with another one in the same process."""
 
-    def __init__(self, supervisor: Supervisor, tally: Tally) -> None:
+    def __init__(self, supervisor: Supervisor, tally: RequestMetrics) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Agent(supervisor, tally))
         if sys.platform == "linux":
@@ -56,7 +56,7 @@ class Metrics:
 
 
 class _Agent(Collector):
-    def __init__(self, supervisor: Supervisor, tally: Tally) -> None:
+    def __init__(self, supervisor: Supervisor, tally: RequestMetrics) -> None:
         self._supervisor = supervisor
         self._tally = tally
         self._versions = tuple(each.partition("=")[2] for each in versions_here())
@@ -142,7 +142,7 @@ class _Agent(Collector):
             "mlxtp_state",
             "1 for the state that this agent is in, 0 for all others.",
             ("state",),
-            [((str(state),), float(health.state == state)) for state in State],
+            [((str(state),), float(health.state == state)) for state in ServingState],
         )
         yield _gauge("mlxtp_ready", "Whether requests are answered now.", (), [((), float(health.ready))])
         yield _gauge(
@@ -216,7 +216,7 @@ _OF_A_RANK: tuple[tuple[str, str, Callable[[Pong], float]], ...] = (
 """Of each rank's newest heartbeat: name, what it says, where it stands."""
 
 
-def _models(models: Mapping[str, ModelTally]) -> Iterator[Metric]:
+def _models(models: Mapping[str, ModelMetrics]) -> Iterator[Metric]:
     for name, says, read in _HISTOGRAMS:
         yield _histogram(name, says, ("model_name",), [((model,), read(of)) for model, of in models.items()])
     for name, says, count in _COUNTERS:
@@ -229,7 +229,7 @@ def _models(models: Mapping[str, ModelTally]) -> Iterator[Metric]:
     )
 
 
-_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelTally], Histogram]], ...] = (
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelMetrics], Histogram]], ...] = (
     (
         "vllm:time_to_first_token_seconds",
         "From when all of a request was here to its first token.",
@@ -253,7 +253,7 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[ModelTally], Histogram]], ...] = (
         lambda of: of.accept_s,
     ),
 )
-_COUNTERS: tuple[tuple[str, str, Callable[[ModelTally], int]], ...] = (
+_COUNTERS: tuple[tuple[str, str, Callable[[ModelMetrics], int]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of answers that have begun.", lambda of: of.prompt_tokens),
     ("vllm:generation_tokens", "Tokens that were generated.", lambda of: of.generation_tokens),
     (

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 
 from ..api.dashboard import Json
-from ..cluster.node import Cluster
+from ..cluster.node import NodeLoop
 from ..cluster.own_build import versions_here
-from ..groups.health import State
-from ..groups.history import Meter, to_json
+from ..groups.health import ServingState
+from ..groups.history import RateMeter, to_json
 from ..groups.lifecycle import Supervisor
 from ..placement.cost_model import JACCL_MESH, RING_LOOPBACK
 from ..placement.topology import NETWORKS, Topology
@@ -32,14 +32,14 @@ ALONE = "here"
 
 
 class Observer:
-    """Implements `api.pages.Observed` for an agent in a `cluster`, or for one that keeps to itself."""
+    """Implements `api.dashboard.Observed` for an agent in a `cluster`, or for one that keeps to itself."""
 
-    def __init__(self, supervisor: Supervisor, name: str, cluster: Cluster | None = None) -> None:
+    def __init__(self, supervisor: Supervisor, name: str, cluster: NodeLoop | None = None) -> None:
         self.over = asyncio.Event()
         self._supervisor = supervisor
         self._name = name
         self._cluster = cluster
-        self._meter = Meter()
+        self._meter = RateMeter()
 
     def moment(self) -> Json:
         """Everything that is known now, as JSON; `docs/page.md` names the fields."""
@@ -75,7 +75,7 @@ class Observer:
         serving = self._serving(cluster)
         return serving.participants if serving is not None else ()
 
-    def _serving(self, cluster: Cluster) -> Serving | None:
+    def _serving(self, cluster: NodeLoop) -> Serving | None:
         """What is said of the group whose epoch this node shows."""
         mine = cluster.conductor.serving()
         told = [*([mine] if mine is not None else []), *cluster.knowledge.servings.values()]
@@ -124,7 +124,7 @@ class Observer:
     def _speed(self) -> Json:
         """Of all requests where rank 0 is, elsewhere only of those that were asked here."""
         supervisor = self._supervisor
-        if supervisor.state not in (State.READY, State.DRAINING):
+        if supervisor.state not in (ServingState.READY, ServingState.DRAINING):
             self._meter.forget()
             return {"value": None, "of": "group"}
         rate = self._meter.rate(supervisor.gateway.confirmed_tokens, time.monotonic())
@@ -152,7 +152,7 @@ class Observer:
         return {"cluster": None, "coordinator": None, "problem": None, "waiting": None,
                 "desired": desired, "coming": [], "links": [], "nodes": [node]}  # fmt: skip
 
-    def _of(self, cluster: Cluster) -> Json:
+    def _of(self, cluster: NodeLoop) -> Json:
         desired, claim = cluster.coordination.desired, cluster.coordination.claim
         return {
             "cluster": cluster.identity.cluster_id,
@@ -165,10 +165,10 @@ class Observer:
             "links": links(cluster.conductor.topology(), self._present(cluster), cluster.echoes.between),
         }
 
-    def _present(self, cluster: Cluster) -> list[str]:
+    def _present(self, cluster: NodeLoop) -> list[str]:
         return [member.node_id for member in cluster.conductor.members()]
 
-    def _node(self, cluster: Cluster, node_id: str) -> Json:
+    def _node(self, cluster: NodeLoop, node_id: str) -> Json:
         machine = cluster.knowledge.machines.get(node_id)
         here = node_id == cluster.node_id
         model = cluster.model.status if here else cluster.knowledge.models.get(node_id)

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Mount, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from .request_context import Account, answering
-from .request_metrics import OTHER, Tally
+from .request_context import RequestContext, answering
+from .request_metrics import OTHER, RequestMetrics
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ _POLLS = frozenset(("/admin/status", "/admin/progress", "/admin/pulling"))
 """Asked again and again by a command that waits. What went wrong there is for everybody."""
 
 
-class Accounting:
+class AccessLog:
     """ASGI middleware, outside of all others. `epoch` is what the log shall say about when it was."""
 
-    def __init__(self, app: Starlette, tally: Tally, epoch: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, app: Starlette, tally: RequestMetrics, epoch: Callable[[], int] = lambda: 0) -> None:
         self._app = app
         self._routes = app.router.routes
         self._tally = tally
@@ -46,7 +46,7 @@ class Accounting:
             return
         clock = self._tally.clock
         began = clock()
-        account = Account(request_id(scope["headers"]), began)
+        account = RequestContext(request_id(scope["headers"]), began)
         exchange = _Exchange(account, clock, receive, send)
         with answering(account):
             try:
@@ -54,7 +54,7 @@ class Accounting:
             finally:
                 self._close(scope, account, exchange, clock() - began)
 
-    def _close(self, scope: Scope, account: Account, exchange: _Exchange, took_s: float) -> None:
+    def _close(self, scope: Scope, account: RequestContext, exchange: _Exchange, took_s: float) -> None:
         status = exchange.status or _NO_READER
         probe = scope["path"] in _PROBES
         account.settle(delivered=exchange.complete and status < 400 and not account.code)
@@ -87,7 +87,9 @@ class Accounting:
 class _Exchange:
     """The app's way to its client and back."""
 
-    def __init__(self, account: Account, clock: Callable[[], float], receive: Receive, send: Send) -> None:
+    def __init__(
+        self, account: RequestContext, clock: Callable[[], float], receive: Receive, send: Send
+    ) -> None:
         self.status = 0
         """0 before headers went out."""
         self.complete = False
@@ -121,7 +123,7 @@ def request_id(headers: list[tuple[bytes, bytes]]) -> str:
     return uuid.uuid4().hex
 
 
-def described(account: Account) -> dict[str, object]:
+def described(account: RequestContext) -> dict[str, object]:
     """What a log says of a request besides HTTP: counts, times, why it ended. Nothing of what was said."""
     fields: dict[str, object] = {}
     if account.answers:

@@ -1,4 +1,5 @@
-"""What a dialect of HTTP has to bring: from its body to an `Ask`, and from events to its answers.
+"""What a dialect of HTTP has to bring: from its body to a `GenerationRequest`, and from events to its
+answers.
 
 Each has one object with these methods and its routes (`generation.Adapter`), named in
 `app.adapters`. What it may leave to `generation.py`: models, tokens, queues, clients that leave, keep-alive,
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import MlxtpError
-from ..text.conversation import Ask
-from ..text.events import Event, Whole
+from ..text.conversation import GenerationRequest
+from ..text.events import AnswerEvent, WholeAnswer
 from ..text.tokenizer import Name
 
 Json = dict[str, Any]
@@ -39,7 +40,7 @@ class About:
     prompt_tokens: tuple[int, ...]
     prompts: tuple[str, ...]
     names: Callable[[int], Name]
-    ask: Ask
+    ask: GenerationRequest
 
     @property
     def choices(self) -> int:
@@ -47,7 +48,7 @@ class About:
         return len(self.prompt_tokens) * self.ask.options.n
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """One answer as it is streamed. Each method returns what is sent, which may be nothing."""
 
     def open(self) -> bytes:
@@ -58,7 +59,7 @@ class Writer(Protocol):
         """Return what precedes the first event. `About` is complete from here on."""
         ...
 
-    def write(self, event: Event) -> bytes: ...
+    def write(self, event: AnswerEvent) -> bytes: ...
 
     def close(self) -> bytes:
         """After every choice has had its `Finish`."""
@@ -79,9 +80,9 @@ class Writer(Protocol):
 class Dialect(Protocol):
     """How one dialect reads and writes.
 
-    `names`: what it calls a field of `Ask`, `Options` or `Conversation` where it calls it otherwise; errors
-    speak the client's language. `too_long` is its sentence for a prompt of {tokens} tokens where {most} fit.
-    `media_type` is that of its streams.
+    `names`: what it calls a field of `GenerationRequest`, `GenerationOptions` or `Conversation` where it
+    calls it otherwise; errors speak the client's language. `too_long` is its sentence for a prompt of
+    {tokens} tokens where {most} fit. `media_type` is that of its streams.
     """
 
     @property
@@ -93,11 +94,11 @@ class Dialect(Protocol):
     @property
     def media_type(self) -> str: ...
 
-    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+    def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         """The body of an answer that is not streamed; there is one of `wholes` for each choice."""
         ...
 
-    def writer(self, about: About) -> Writer: ...
+    def writer(self, about: About) -> AnswerWriter: ...
 
     def error(self, error: MlxtpError, status: int) -> Json:
         """The body of a refusal with this HTTP status."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..errors import Code, ConfigError
 from .api_keys import PREFIX, ApiKey, KeyFile, digest_of
 from .guard import Refusal
-from .rate_limit import Bucket
+from .rate_limit import TokenBucket
 from .request_context import note_key
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class KeyRing:
         self._keys = file.load()
         self._problem = ""
         self._looked_at = clock()
-        self._buckets: dict[ApiKey, Bucket] = {}
+        self._buckets: dict[ApiKey, TokenBucket] = {}
         self._used: dict[str, int] = {}
 
     @property
@@ -112,7 +112,7 @@ class KeyRing:
         note_key(key.name)
         if not key.per_minute:
             return None
-        bucket = self._buckets.setdefault(key, Bucket(key.per_minute, now))
+        bucket = self._buckets.setdefault(key, TokenBucket(key.per_minute, now))
         if not (wait_s := bucket.take(now)):
             return None
         seconds = math.ceil(wait_s)

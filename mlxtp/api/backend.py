@@ -14,12 +14,32 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Text
 
 __all__ = [
-    "AT_ONCE", "COMING", "DRAINING", "GREEDY", "MAX_BIASES", "MAX_GRAMMAR", "PLAIN", "Answer", "AtOnce",
-    "Backend", "End", "Event", "Health", "ModelInfo", "Progress", "Reason", "Request", "Sampling", "Score",
-    "Shaping", "Stored", "Tokens", "Turn",
+    "AT_ONCE",
+    "COMING",
+    "DRAINING",
+    "GREEDY",
+    "MAX_BIASES",
+    "MAX_GRAMMAR",
+    "PLAIN",
+    "Backend",
+    "FinishReason",
+    "Health",
+    "ImmediateLease",
+    "ModelInfo",
+    "ModelLease",
+    "Progress",
+    "Request",
+    "Sampling",
+    "Shaping",
+    "StoredModelInfo",
+    "StreamEnd",
+    "TokenEvent",
+    "TokenScore",
+    "TokenStream",
+    "Tokens",
 ]  # fmt: skip
 
-Reason = Literal["stop", "length", "cancel"]
+FinishReason = Literal["stop", "length", "cancel"]
 GREEDY = Sampling()
 DRAINING = "draining"
 """The state of an agent that finishes what it has begun, and takes nothing new."""
@@ -48,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class TokenScore:
     """Log-probability (natural) of one chosen token, and the most probable (token, log-probability) pairs."""
 
     logprob: float
@@ -63,25 +83,25 @@ class Tokens:
     """
 
     tokens: tuple[int, ...]
-    scores: tuple[Score, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class StreamEnd:
     """The last event of a request. `generated` counts every token, the end token too.
 
     "cancel" means that the backend gave the request up: the client sees an error, never a short answer.
     `cached` prompt tokens came from the prefix cache. Of `drafted` tokens, `accepted` were right.
     """
 
-    reason: Reason
+    reason: FinishReason
     generated: int
     cached: int = 0
     drafted: int = 0
     accepted: int = 0
 
 
-Event = Tokens | End
+TokenEvent = Tokens | StreamEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +139,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredModelInfo:
     """A model that is not loaded, and is served when a request names it. The fields are `ModelInfo`'s."""
 
     id: str
@@ -147,8 +167,8 @@ class Health:
     starting: str = ""
 
 
-class Answer(Protocol):
-    """The events of one request: any number of `Tokens`, then one `End`.
+class TokenStream(Protocol):
+    """The events of one request: any number of `Tokens`, then one `StreamEnd`.
 
     Iterating raises MlxtpError when the epoch ends for good under the request.
     """
@@ -159,16 +179,16 @@ class Answer(Protocol):
 
     def progress(self) -> Progress: ...
 
-    def __aiter__(self) -> Answer: ...
+    def __aiter__(self) -> TokenStream: ...
 
-    async def __anext__(self) -> Event: ...
+    async def __anext__(self) -> TokenEvent: ...
 
     async def aclose(self) -> None:
         """Cancel the request on every rank, unless it has ended. May be repeated."""
         ...
 
 
-class Turn(Protocol):
+class ModelLease(Protocol):
     """A request's turn with the model that it names, from when it waits for it until it has ended.
 
     `model`: what the model is called once it is there, where the request called it otherwise; else empty.
@@ -198,7 +218,7 @@ class Turn(Protocol):
         ...
 
 
-class AtOnce:
+class ImmediateLease:
     """The turn of a request where nobody waits."""
 
     come = True
@@ -215,7 +235,7 @@ class AtOnce:
         pass
 
 
-AT_ONCE = AtOnce()
+AT_ONCE = ImmediateLease()
 
 
 class Backend(Protocol):
@@ -227,11 +247,11 @@ class Backend(Protocol):
         """What can be served now: the loaded model, or nothing."""
         ...
 
-    async def on_request(self) -> tuple[Stored, ...]:
+    async def on_request(self) -> tuple[StoredModelInfo, ...]:
         """What would be loaded for a request that names it: nothing where requests load nothing."""
         ...
 
-    async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
+    async def turn(self, name: str | None, within_s: float = 0.0) -> ModelLease:
         """The turn of a request for the model `name`, which waits `within_s`; 0 is the server's own limit.
 
         Raises RequestError: 404 when a pinned model is in its way, 400 when its configuration tells that it
@@ -251,13 +271,13 @@ class Backend(Protocol):
         """The tokenizer side of the loaded model, the same object as long as that model stays loaded."""
         ...
 
-    def generate(self, request: Request) -> Answer:
+    def generate(self, request: Request) -> TokenStream:
         """Start a request.
 
         A plain function, not a coroutine: what can be refused at once (nothing loaded: RequestError 503
         NOT_READY; full: 429 or 503 OVERLOADED) is raised by this call. What only rank 0 can judge (a grammar,
-        the KV cache) is raised by `Answer.accepted`, so that a streaming client still gets a real status.
-        The caller closes the answer or cancels the task that waits in it: either cancels the request on
-        every rank.
+        the KV cache) is raised by `TokenStream.accepted`, so that a streaming client still gets a real
+        status. The caller closes the answer or cancels the task that waits in it: either cancels the request
+        on every rank.
         """
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..errors import Code, RequestError
-from .backend import ModelInfo, Stored
+from .backend import ModelInfo, StoredModelInfo
 from .schema import shown
 
 QUICK_CHARACTERS = 1_000_000  # characters that are tokenized within a second
@@ -48,7 +48,12 @@ class TooLong(RequestError):
 
 
 def check_may_fit(
-    characters: int, longest_token: int, model: ModelInfo | Stored, prompts: int = 1, *, turns: int = 0
+    characters: int,
+    longest_token: int,
+    model: ModelInfo | StoredModelInfo,
+    prompts: int = 1,
+    *,
+    turns: int = 0,
 ) -> None:
     """Refuse what cannot fit and would take seconds to tokenize. Raises TooLong.
 

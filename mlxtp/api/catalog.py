@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import Code, ModelError, RequestError
 from ..text.tokenizer import Text
-from .backend import COMING, DRAINING, Backend, ModelInfo, Stored
+from .backend import COMING, DRAINING, Backend, ModelInfo, StoredModelInfo
 from .budget import UNNAMED, find_model, unknown_model
 
 KEPT = 2
@@ -24,7 +24,7 @@ class Catalog:
         """By folder, the one that was asked for last at the end."""
         self._reading = asyncio.Lock()
 
-    async def listed(self) -> tuple[ModelInfo | Stored, ...]:
+    async def listed(self) -> tuple[ModelInfo | StoredModelInfo, ...]:
         """What can be served now, and then what would be loaded for a request that names it."""
         return self._with_loaded(await self._backend.on_request())
 
@@ -37,7 +37,7 @@ class Catalog:
             raise self._missing(name, await self._backend.on_request())
         return here
 
-    async def find(self, name: str | None) -> ModelInfo | Stored:
+    async def find(self, name: str | None) -> ModelInfo | StoredModelInfo:
         """One that is loaded, or would be for a request. Raises RequestError as `loaded` does."""
         if (here := self._here(name)) is not None:
             return here[0]
@@ -47,7 +47,7 @@ class Catalog:
                 return each
         raise self._missing(name, stored)
 
-    async def opened(self, name: str | None) -> tuple[ModelInfo | Stored, Text]:
+    async def opened(self, name: str | None) -> tuple[ModelInfo | StoredModelInfo, Text]:
         """The same with its tokenizer, which is read from the disk where the model is not loaded.
 
         Raises RequestError as `find` does, and 400 for a folder that cannot be read.
@@ -77,12 +77,12 @@ class Catalog:
         model, text = find_model(name, self._backend.models()), self._backend.text()
         return None if model is None or text is None else (model, text)
 
-    def _with_loaded(self, stored: Sequence[Stored]) -> tuple[ModelInfo | Stored, ...]:
+    def _with_loaded(self, stored: Sequence[StoredModelInfo]) -> tuple[ModelInfo | StoredModelInfo, ...]:
         models = self._backend.models()
         loaded = {model.id for model in models}
         return (*models, *(each for each in stored if each.id not in loaded))
 
-    def _missing(self, name: str | None, stored: Sequence[Stored]) -> RequestError:
+    def _missing(self, name: str | None, stored: Sequence[StoredModelInfo]) -> RequestError:
         """Why nothing of this name is loaded, where `stored` could be."""
         known = [each.id for each in self._with_loaded(stored)]
         loads = not self._backend.models() and self._backend.health().state in COMING

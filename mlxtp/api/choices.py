@@ -7,22 +7,31 @@ from collections.abc import AsyncGenerator, Sequence
 
 from ..errors import Code, GroupError
 from ..text.conversation import Call
-from ..text.events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole, Why
+from ..text.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ChoiceFinishReason,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    WholeAnswer,
+)
 from ..text.transcript import Transcript
-from .backend import Answer, End, Progress
+from .backend import Progress, StreamEnd, TokenStream
 from .streaming import interleaved
 
 
-class Answers:
+class Choices:
     """The answers of one request, to be closed together."""
 
     def __init__(self) -> None:
-        self._answers: list[Answer] = []
+        self._answers: list[TokenStream] = []
 
     def __len__(self) -> int:
         return len(self._answers)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: TokenStream) -> None:
         self._answers.append(answer)
 
     async def accepted(self) -> None:
@@ -34,7 +43,7 @@ class Answers:
         """Return the progress of the first answer."""
         return self._answers[0].progress() if self._answers else Progress()
 
-    def events(self, transcripts: Sequence[Transcript]) -> AsyncGenerator[Event]:
+    def events(self, transcripts: Sequence[Transcript]) -> AsyncGenerator[AnswerEvent]:
         """The events of all answers, one transcript for each; the last event of each is its `Finish`.
 
         Raises what an answer raises: then none is complete.
@@ -51,7 +60,7 @@ class Answers:
             await answer.aclose()
 
 
-async def collect(events: AsyncGenerator[Event], count: int) -> list[Whole]:
+async def collect(events: AsyncGenerator[AnswerEvent], count: int) -> list[WholeAnswer]:
     """`count` whole answers."""
     collected = [_Collected() for _ in range(count)]
     async for event in events:
@@ -66,14 +75,14 @@ class _Collected:
         self._said: list[str] = []
         self._thought: list[str] = []
         self._calls: list[tuple[CallBegan, list[str]]] = []
-        self._rest = Whole()
+        self._rest = WholeAnswer()
 
-    def add(self, event: Event) -> None:
+    def add(self, event: AnswerEvent) -> None:
         match event:
-            case Said():
+            case ContentDelta():
                 self._said.append(event.text)
                 self._rest.scores.extend(event.scores)
-            case Thought():
+            case ReasoningDelta():
                 self._thought.append(event.text)
             case CallBegan():
                 self._calls.append((event, []))
@@ -82,18 +91,18 @@ class _Collected:
             case Finish():
                 self._rest.finish = event
 
-    def whole(self) -> Whole:
+    def whole(self) -> WholeAnswer:
         whole = self._rest
         whole.text, whole.reasoning = "".join(self._said), "".join(self._thought)
         whole.calls = [Call(began.id, began.name, "".join(parts)) for began, parts in self._calls]
         return whole
 
 
-async def _events(index: int, answer: Answer, transcript: Transcript) -> AsyncGenerator[Event]:
+async def _events(index: int, answer: TokenStream, transcript: Transcript) -> AsyncGenerator[AnswerEvent]:
     """A stop string ends the answer on every rank at once. Its end then counts the tokens that were used."""
     began_ns = 0
     async for event in answer:
-        if isinstance(event, End):
+        if isinstance(event, StreamEnd):
             if event.reason == "cancel":
                 raise GroupError("the request was cancelled on the server", Code.SHUTTING_DOWN)
             for said in transcript.finish(cut=event.reason == "length"):
@@ -108,16 +117,18 @@ async def _events(index: int, answer: Answer, transcript: Transcript) -> AsyncGe
             await answer.aclose()
             for said in transcript.finish():
                 yield said
-            yield _finish(index, transcript, End("stop", transcript.used), began_ns)
+            yield _finish(index, transcript, StreamEnd("stop", transcript.used), began_ns)
             return
     raise GroupError("the answer broke off", Code.INTERNAL)
 
 
-def _stopped(transcript: Transcript, end: End) -> End:
-    return End("stop", transcript.used, end.cached, end.drafted, end.accepted)
+def _stopped(transcript: Transcript, end: StreamEnd) -> StreamEnd:
+    return StreamEnd("stop", transcript.used, end.cached, end.drafted, end.accepted)
 
 
-def _finish(index: int, transcript: Transcript, end: End, began_ns: int) -> Finish:
+def _finish(index: int, transcript: Transcript, end: StreamEnd, began_ns: int) -> Finish:
     """An answer that the budget cut off says so, whatever it was about to call."""
-    why: Why = "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
+    why: ChoiceFinishReason = (
+        "length" if end.reason == "length" else "tool_calls" if transcript.called else "stop"
+    )
     return Finish(index, why, end, transcript.stopped_by, transcript.thought, began_ns)

@@ -1,4 +1,6 @@
-"""From an `Ask` to its answer, for all dialects: model, prompt, queue, stream or whole, failures."""
+"""From a `GenerationRequest` to its answer, for all dialects: model, prompt, queue, stream or whole,
+failures.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from starlette.routing import Route
 
 from ..errors import Code, MlxtpError, RequestError
 from ..text.chat_template import characters
-from ..text.conversation import Ask, Conversation, Prompt
-from ..text.events import Event, Whole
+from ..text.conversation import Conversation, GenerationRequest, Prompt
+from ..text.events import AnswerEvent, WholeAnswer
 from ..text.json_limits import check_extent
-from ..text.reasoning import Plan
+from ..text.reasoning import ReadingPlan
 from ..text.stop_strings import StopFinder
 from ..text.tokenizer import Name, Text
 from ..text.tool_calls import CallReader
@@ -32,14 +34,14 @@ from ..text.transcript import Transcript
 from . import budget
 from . import sampling as settings
 from .adapter import About, Dialect, Json
-from .backend import Backend, Health, ModelInfo, Progress, Shaping, Stored, Turn
+from .backend import Backend, Health, ModelInfo, ModelLease, Progress, Shaping, StoredModelInfo
 from .backend import Request as Wanted
 from .catalog import Catalog
-from .choices import Answers, collect
+from .choices import Choices, collect
 from .error_wording import in_words_of
 from .guidance import Guidance, guidance
 from .http_errors import error_status
-from .loading_stream import Waiting
+from .loading_stream import LoadingStream
 from .openapi import Operation
 from .request_body import BODY_S, MAX_BODY_BYTES, Bodies, Body
 from .request_context import current, note
@@ -56,7 +58,7 @@ MAX_CHOICES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _PreparedRequest:
     """A request that passed every check: one request to the backend for each choice."""
 
     text: Text
@@ -82,7 +84,7 @@ class _Job:
             for index in range(len(self.requests))
         ]
 
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> ReadingPlan | None:
         """How an answer is read; None when there is nothing in it but text."""
         prompt, markup = self.about.ask.prompt, self.text.markup
         if self.requests[0].shaping.grammar_kind:  # a grammar leaves no room for thoughts
@@ -93,9 +95,9 @@ class _Job:
         ):
             return None
         if format_ is None:
-            return Plan(markup, self.thinking)
+            return ReadingPlan(markup, self.thinking)
         calls = CallReader(format_, prompt.tools, forced, self._most_calls())
-        return Plan(markup.with_calls(format_), self.thinking, calls, forced, self.held.dropped)
+        return ReadingPlan(markup.with_calls(format_), self.thinking, calls, forced, self.held.dropped)
 
     def _most_calls(self) -> int:
         prompt = self.about.ask.prompt
@@ -105,19 +107,19 @@ class _Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _QueuedRequest:
     """A request whose model may have to be loaded, with its body.
 
     `arrived`: when it began to wait, by the clock; None where it need not.
     """
 
-    ask: Ask
+    ask: GenerationRequest
     body: Body
     client: str
-    turn: Turn
+    turn: ModelLease
     arrived: float | None
 
-    def now(self) -> Ask:
+    def now(self) -> GenerationRequest:
         """What is left of it once its turn has come: its time, and a name by which the model is known."""
         ask, options = self.ask, self.ask.options
         if options.deadline_s and self.arrived is not None:
@@ -156,7 +158,7 @@ class Generation:
         async with self._bodies.read(request) as body:
             return await body.parsed(parse)
 
-    async def count(self, request: Request, parse: Callable[[bytes], Ask]) -> int:
+    async def count(self, request: Request, parse: Callable[[bytes], GenerationRequest]) -> int:
         """The tokens of the prompt that this request would be answered with. Raises RequestError."""
         async with self._bodies.read(request) as body:
             ask = await body.parsed(parse, slow=True)
@@ -182,7 +184,12 @@ class Generation:
             turn.close()
 
     async def answer(
-        self, dialect: Dialect, request: Request, parse: Callable[[bytes], Ask], *, slow: bool = False
+        self,
+        dialect: Dialect,
+        request: Request,
+        parse: Callable[[bytes], GenerationRequest],
+        *,
+        slow: bool = False,
     ) -> Response:
         """The answer to one request, streamed or whole. Raises MlxtpError as long as nothing was sent.
 
@@ -194,8 +201,8 @@ class Generation:
             ask = await body.parsed(parse, slow=slow)
             turn = await self._backend.turn(ask.model, ask.options.deadline_s)
             open_.callback(turn.close)
-            wish = _Wish(ask, body, _client(address), turn, None if turn.come else time.monotonic())
-            about, answers = _about(ask), Answers()
+            wish = _QueuedRequest(ask, body, _client(address), turn, None if turn.come else time.monotonic())
+            about, answers = _about(ask), Choices()
             open_.push_async_callback(answers.aclose)
             asking = asyncio.create_task(self._asked(wish, about, answers))
             open_.push_async_callback(_end, asking)
@@ -205,7 +212,7 @@ class Generation:
                     asking.result()  # a refusal that still gets its status
                 # The model has one name in all events, from the first one on.
                 about.model = about.model or turn.model or ask.model or "default"
-                waiting = Waiting(dialect, about, asking, partial(_progress, turn, answers))
+                waiting = LoadingStream(dialect, about, asking, partial(_progress, turn, answers))
                 source = open_.pop_all()  # from here on the stream closes them
                 return AnswerStream(
                     waiting.parts(), source, self._keep_alive_s, waiting.idle, dialect.media_type
@@ -244,7 +251,9 @@ class Generation:
             headers["request-id"] = body["request_id"]
         return JSONResponse(body, status, headers=headers)
 
-    async def _asked(self, wish: _Wish, about: About, answers: Answers) -> AsyncGenerator[Event]:
+    async def _asked(
+        self, wish: _QueuedRequest, about: About, answers: Choices
+    ) -> AsyncGenerator[AnswerEvent]:
         """Return the events of `answers` once rank 0 has accepted the request.
 
         Completes `about`. The caller closes `answers`.
@@ -264,7 +273,7 @@ class Generation:
             raise
         return answers.events(job.transcripts())
 
-    async def _job(self, ask: Ask, about: About, body: Body, client: str) -> _Job:
+    async def _job(self, ask: GenerationRequest, about: About, body: Body, client: str) -> _PreparedRequest:
         model, text = await self.catalog.loaded(ask.model)
         options = ask.options
         if not 1 <= options.n <= MAX_CHOICES:
@@ -307,7 +316,7 @@ class Generation:
         about.ask, about.names, about.model = ask, name, about.model or model.id
         about.prompt_tokens, about.prompts = tuple(map(len, prompts)), _shown_prompts(ask, text)
         thinking = not guided and text.thinks_on(prompts[0])
-        return _Job(text, model, tuple(requests), stops, about, held, thinking)
+        return _PreparedRequest(text, model, tuple(requests), stops, about, held, thinking)
 
 
 class Adapter(Dialect, Protocol):
@@ -326,13 +335,15 @@ class Adapter(Dialect, Protocol):
         ...
 
 
-async def _come(turn: Turn) -> None:
+async def _come(turn: ModelLease) -> None:
     """Until the turn has come. Raises RequestError as its `wait` does."""
     async for _ in turn.wait():
         pass
 
 
-def _written(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> list[Prompt]:
+def _written(
+    ask: GenerationRequest, text: Text, model: ModelInfo | StoredModelInfo, guided: bool
+) -> list[Prompt]:
     """Return prompts as the template or the client writes them. Raises RequestError."""
     if not isinstance(ask.prompt, Conversation):
         budget.check_may_fit(sum(map(len, ask.prompt)), text.longest_token, model, len(ask.prompt))
@@ -354,7 +365,7 @@ def _written(ask: Ask, text: Text, model: ModelInfo | Stored, guided: bool) -> l
     return [text.rendered(conversation)]
 
 
-async def _tokens(ask: Ask, text: Text, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+async def _tokens(ask: GenerationRequest, text: Text, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
     """Return token ids of prompts. Raises RequestError.
 
     They wait in the line for their own size: a template may write a long text for a short body.
@@ -377,23 +388,23 @@ def _check_tokens(prompts: Sequence[Prompt], model: ModelInfo) -> None:
         raise wrong(where, f"a token id from 0 to {model.vocabulary - 1}", prompt[j])
 
 
-def _shown_prompts(ask: Ask, text: Text) -> tuple[str, ...]:
+def _shown_prompts(ask: GenerationRequest, text: Text) -> tuple[str, ...]:
     if isinstance(ask.prompt, Conversation):
         return ()
     return tuple(each if isinstance(each, str) else text.decoded(each) for each in ask.prompt)
 
 
-def _about(ask: Ask) -> About:
+def _about(ask: GenerationRequest) -> About:
     """Return what is known of an answer before its model is."""
     prompts = 1 if isinstance(ask.prompt, Conversation) else len(ask.prompt)
     return About(uuid.uuid4().hex, time.time(), "", (0,) * prompts, (), lambda _token: ("", None), ask)
 
 
-def _progress(turn: Turn, answers: Answers) -> Progress:
+def _progress(turn: ModelLease, answers: Choices) -> Progress:
     return answers.progress() if turn.come else Progress(turn.progress())
 
 
-async def _wholes(asking: asyncio.Task[AsyncGenerator[Event]], count: int) -> list[Whole]:
+async def _wholes(asking: asyncio.Task[AsyncGenerator[AnswerEvent]], count: int) -> list[WholeAnswer]:
     return await collect(await asking, count)
 
 
@@ -403,12 +414,12 @@ def _client(address: str) -> str:
     return f"key {account.key}" if account is not None and account.key else address
 
 
-async def _end(task: asyncio.Task[AsyncGenerator[Event]]) -> None:
+async def _end(task: asyncio.Task[AsyncGenerator[AnswerEvent]]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _size(ask: Ask, body: Body) -> int:
+def _size(ask: GenerationRequest, body: Body) -> int:
     """Return bytes of the body, or characters of its prompts: a short body may name a long conversation."""
     prompt = ask.prompt
     return max(body.size, characters(prompt) if isinstance(prompt, Conversation) else sum(map(len, prompt)))

@@ -42,7 +42,7 @@ _PROXIES = ("forwarded", "via", "x-real-ip")
 UNREAD_BYTES = 16 * 1024 * 1024
 """So much of a refused request's body is read and thrown away: who is still sending hears no answer."""
 
-Answer = Callable[[Scope, RequestError, Mapping[str, str]], Response]
+RefusalResponse = Callable[[Scope, RequestError, Mapping[str, str]], Response]
 """What is answered to a request to say an error, with these headers on top."""
 
 
@@ -81,7 +81,7 @@ class Access:
     keys: Keys | None = None
 
 
-def guards(access: Access, answer: Answer) -> list[Middleware]:
+def guards(access: Access, answer: RefusalResponse) -> list[Middleware]:
     """The middleware of an app, in its order: the first is asked first. `answer` says refusals."""
     found = [Middleware(HostGuard, access=access, answer=answer)]
     if access.origins:
@@ -104,7 +104,7 @@ def guards(access: Access, answer: Answer) -> list[Middleware]:
 class HostGuard:
     """Lets through what is meant for this Mac, and comes from no page or from one that may ask."""
 
-    def __init__(self, app: ASGIApp, access: Access, answer: Answer) -> None:
+    def __init__(self, app: ASGIApp, access: Access, answer: RefusalResponse) -> None:
         self._app = app
         self._access = access
         self._answer = answer
@@ -120,7 +120,7 @@ class HostGuard:
 class KeyGuard:
     """Lets through what shows a good API key, and what needs none."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, answer: Answer) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, answer: RefusalResponse) -> None:
         self._app = app
         self._keys = keys
         self._answer = answer
@@ -279,7 +279,9 @@ def _unknown_page(origin: str) -> str:
 # --- answers ----------------------------------------------------------------------------------------------
 
 
-async def _refuse(refusal: Refusal, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(
+    refusal: Refusal, answer: RefusalResponse, scope: Scope, receive: Receive, send: Send
+) -> None:
     note(refusal.code)
     error = RequestError(refusal.message, refusal.code, status=refusal.status)
     headers = dict(refusal.headers)

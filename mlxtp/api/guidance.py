@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..text.call_style import CallStyle, Separators
-from ..text.conversation import AUTO, NONE, REQUIRED, Ask, Conversation
+from ..text.conversation import AUTO, NONE, REQUIRED, Conversation, GenerationRequest
 from ..text.guided_json import guided_schema
 from ..text.tokenizer import Text
 from ..text.tool_calls import JSON_CALLS, ToolFormat, tool_json
@@ -35,7 +35,7 @@ class Guidance:
     dropped: bool = False
 
 
-def guidance(ask: Ask, text: Text, eos: tuple[int, ...]) -> Guidance:
+def guidance(ask: GenerationRequest, text: Text, eos: tuple[int, ...]) -> Guidance:
     """Return what the answer to a request is held to; one of `eos` ends it. Raises RequestError."""
     prompt, format_ = ask.prompt, ask.options.format
     if not isinstance(prompt, Conversation):

@@ -42,7 +42,7 @@ MOST_PER_ADDRESS = MAX_PER_ADDRESS + MAX_REFUSALS // 4
 _ENDED = (h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """`request_s`: the time to send one request. `stall_s`: the time to read what waits."""
 
     request_s = 90.0
@@ -146,9 +146,9 @@ class Connection(H11Protocol):
         self.transport.abort()
 
 
-def connection_class(stall_s: float, request_s: float) -> type[Connection]:
+def connection_class(stall_s: float, request_s: float) -> type[HttpConnection]:
     """With deadlines of its own; uvicorn makes the objects."""
-    return type("Connection", (Connection,), {"stall_s": stall_s, "request_s": request_s})
+    return type("Connection", (HttpConnection,), {"stall_s": stall_s, "request_s": request_s})
 
 
 class _Alarm:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from ..errors import Code, MlxtpError
-from ..text.events import Event, Finish
+from ..text.events import AnswerEvent, Finish
 from .adapter import About, Dialect, Json
 from .backend import Progress
 from .error_wording import in_words_of
@@ -18,7 +18,7 @@ from .request_context import note
 log = logging.getLogger(__name__)
 
 
-class Waiting:
+class LoadingStream:
     """Parts of a stream with `about.choices` answers. A failure is the last one.
 
     `asking` gives the events once rank 0 has accepted the request. `progress` tells what the request waits
@@ -29,7 +29,7 @@ class Waiting:
         self,
         dialect: Dialect,
         about: About,
-        asking: asyncio.Task[AsyncGenerator[Event]],
+        asking: asyncio.Task[AsyncGenerator[AnswerEvent]],
         progress: Callable[[], Progress],
     ) -> None:
         self._dialect = dialect

@@ -6,7 +6,7 @@ _ROUNDING = 1e-6
 """Tokens by which a sum of floats may be short."""
 
 
-class Bucket:
+class TokenBucket:
     """Lets `per_minute` requests a minute through on average, and as many at once after a minute of rest."""
 
     def __init__(self, per_minute: int, now: float) -> None:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from typing import Protocol
 
 
-class Answering(Protocol):
+class SequenceProgress(Protocol):
     """One sequence that was generated for it, as far as it has come. Counts of tokens; times in seconds.
 
     `cached` and `first_s` are None while nobody knows. `reason` is empty before its end.
@@ -28,7 +28,7 @@ class Answering(Protocol):
         ...
 
 
-class Account:
+class RequestContext:
     """One HTTP request. `arrived` is when all of it was here, by the clock of the metrics."""
 
     __slots__ = ("answers", "arrived", "code", "id", "key")
@@ -40,7 +40,7 @@ class Account:
         """The name of the client's key, for servers that ask for one."""
         self.code = ""
         """Of the error that it was answered with."""
-        self.answers: list[Answering] = []
+        self.answers: list[SequenceProgress] = []
 
     def settle(self, *, delivered: bool) -> None:
         """It is over."""
@@ -74,16 +74,16 @@ class Account:
         return ",".join(dict.fromkeys(answer.reason for answer in self.answers if answer.reason))
 
 
-_current: ContextVar[Account | None] = ContextVar("account", default=None)
+_current: ContextVar[RequestContext | None] = ContextVar("account", default=None)
 
 
-def current() -> Account | None:
+def current() -> RequestContext | None:
     """The request that is being answered here."""
     return _current.get()
 
 
 @contextmanager
-def answering(account: Account) -> Iterator[None]:
+def answering(account: RequestContext) -> Iterator[None]:
     """Meanwhile, in this task and those that it starts, that is the request."""
     token = _current.set(account)
     try:

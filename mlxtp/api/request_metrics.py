@@ -1,8 +1,8 @@
 """What is counted while requests are answered. Pure, but for a clock that is handed in.
 
-The gateway has a `Meter` and tells it of every request of its own clients. All of it runs on the agent's
-event loop, the reading too, so nothing is locked: a token costs a few additions, and a step of all requests
-together one look at the clock.
+The gateway has a `RequestMeter` and tells it of every request of its own clients. All of it runs on the
+agent's event loop, the reading too, so nothing is locked: a token costs a few additions, and a step of all
+requests together one look at the clock.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..errors import MlxtpError
-from .backend import End
-from .request_context import Account, current
+from .backend import StreamEnd
+from .request_context import RequestContext, current
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
 """From a cached prompt on a small model to 100,000 tokens that a Mac needs minutes for."""
@@ -61,7 +61,7 @@ class Histogram:
         return found
 
 
-class Watch(Protocol):
+class SequenceMeter(Protocol):
     """One sequence of one request, from the moment the gateway took it. The first of its ends counts."""
 
     def accepted(self) -> None:
@@ -70,7 +70,7 @@ class Watch(Protocol):
     def tokens(self, count: int, now: float) -> None:
         """So many more; those that come with one step come with one time."""
 
-    def end(self, end: End) -> None:
+    def end(self, end: StreamEnd) -> None:
         """The last word about it."""
 
     def fail(self, error: MlxtpError) -> None:
@@ -80,43 +80,43 @@ class Watch(Protocol):
         """Nobody wants more of it: its client went away, or a stop string came."""
 
 
-class Meter(Protocol):
+class RequestMeter(Protocol):
     """What the gateway tells of the requests of its own clients. `clock` is in seconds, from anywhere on."""
 
     @property
     def clock(self) -> Callable[[], float]: ...
 
-    def begin(self, model: str, prompt: Sequence[int]) -> Watch: ...
+    def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter: ...
 
 
-class Unwatched:
+class NoSequenceMeter:
     """Of a sequence of which nobody wants to know."""
 
     def accepted(self) -> None: ...
 
     def tokens(self, count: int, now: float) -> None: ...
 
-    def end(self, end: End) -> None: ...
+    def end(self, end: StreamEnd) -> None: ...
 
     def fail(self, error: MlxtpError) -> None: ...
 
     def leave(self) -> None: ...
 
 
-UNWATCHED = Unwatched()
+UNWATCHED = NoSequenceMeter()
 
 
-class NoMeter:
+class NoRequestMeter:
     """Counts nothing."""
 
     def clock(self) -> float:
         return 0.0
 
-    def begin(self, model: str, prompt: Sequence[int]) -> Watch:
+    def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter:
         return UNWATCHED
 
 
-class ModelTally:
+class ModelMetrics:
     """What was counted for one model."""
 
     def __init__(self) -> None:
@@ -137,12 +137,12 @@ class ModelTally:
         self.finished: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
 
 
-class Tally:
-    """Everything that is counted of one agent's requests. Implements `Meter`."""
+class RequestMetrics:
+    """Everything that is counted of one agent's requests. Implements `RequestMeter`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.models: dict[str, ModelTally] = {}
+        self.models: dict[str, ModelMetrics] = {}
         self.answered: Counter[tuple[str, str, int]] = Counter()
         """HTTP requests by method, path and status."""
         self.refused: Counter[tuple[str, str]] = Counter()
@@ -150,14 +150,16 @@ class Tally:
         self.failed: Counter[tuple[str, str]] = Counter()
         """Streams that broke off with an error, by path and code."""
 
-    def model(self, name: str) -> ModelTally:
+    def model(self, name: str) -> ModelMetrics:
         if name not in self.models and len(self.models) >= MAX_MODELS:
             name = OTHER
-        return self.models.setdefault(name, ModelTally())
+        return self.models.setdefault(name, ModelMetrics())
 
-    def begin(self, model: str, prompt: Sequence[int]) -> Watch:
+    def begin(self, model: str, prompt: Sequence[int]) -> SequenceMeter:
         now, account = self.clock(), current()
-        watch = Watched(self.model(model), prompt, now if account is None else account.arrived, self.clock)
+        watch = CountedSequence(
+            self.model(model), prompt, now if account is None else account.arrived, self.clock
+        )
         watch.begun, watch.account = now, account
         if account is not None:
             account.answers.append(watch)
@@ -170,7 +172,7 @@ class Tally:
             (self.refused if status >= 400 else self.failed)[path, code] += 1
 
 
-class Watched:
+class CountedSequence:
     """One sequence that is counted. `arrived` is when its request was here; times are the clock's."""
 
     __slots__ = (
@@ -179,13 +181,13 @@ class Watched:
     )  # fmt: skip
 
     def __init__(
-        self, totals: ModelTally, prompt: Sequence[int], arrived: float, clock: Callable[[], float]
+        self, totals: ModelMetrics, prompt: Sequence[int], arrived: float, clock: Callable[[], float]
     ) -> None:
         self._totals = totals
         self._clock = clock
         self._last_at = 0.0
         self._ended_at = 0.0
-        self.account: Account | None = None
+        self.account: RequestContext | None = None
         self.arrived = self.begun = arrived
         self.prompt = prompt
         self.cached: int | None = None
@@ -208,7 +210,7 @@ class Watched:
             totals.inter_token_s.observe(now - self._last_at)
         self._last_at = now
 
-    def end(self, end: End) -> None:
+    def end(self, end: StreamEnd) -> None:
         if self.reason or self._ended_at:
             return
         totals = self._totals

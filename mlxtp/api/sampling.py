@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import RequestError
-from ..text.conversation import Options
+from ..text.conversation import GenerationOptions
 from .backend import MAX_BIASES, MAX_GRAMMAR, Request, Sampling, Shaping
 from .schema import shown
 
@@ -48,7 +48,7 @@ def choices(first: Request, count: int) -> tuple[Request, ...]:
     return tuple(replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds)
 
 
-def sampling(wish: Options, defaults: Sampling, seed: int) -> Sampling:
+def sampling(wish: GenerationOptions, defaults: Sampling, seed: int) -> Sampling:
     """How tokens are chosen for choice 0. `seed` has 63 bits."""
     top_p = _given(wish.top_p, defaults.top_p)
     top_k = max(0, _given(wish.top_k, defaults.top_k))
@@ -66,7 +66,7 @@ def sampling(wish: Options, defaults: Sampling, seed: int) -> Sampling:
 
 
 def shaping(
-    wish: Options, vocabulary: int, grammar: tuple[str, str] = ("", ""), banned: Sequence[int] = ()
+    wish: GenerationOptions, vocabulary: int, grammar: tuple[str, str] = ("", ""), banned: Sequence[int] = ()
 ) -> Shaping:
     """Return what is done to the logits before: `grammar` (kind and text), and `banned` tokens.
 

@@ -17,8 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ConfigError
-from .http_connection import Connection, connection_class
-from .tls_handshake import HANDSHAKE_S, Secured
+from .http_connection import HttpConnection, connection_class
+from .tls_handshake import HANDSHAKE_S, TlsHandshake
 
 _BACKLOG = 1024
 _IDLE_CONNECTION_S = 75
@@ -54,8 +54,8 @@ async def serve(
     *,
     tls: ssl.SSLContext | None = None,
     grace_s: int = 5,
-    stall_s: float = Connection.stall_s,
-    request_s: float = Connection.request_s,
+    stall_s: float = HttpConnection.stall_s,
+    request_s: float = HttpConnection.request_s,
     handshake_s: float = HANDSHAKE_S,
 ) -> None:
     """Serves until `stop` is set or the task is cancelled, then takes at most about `grace_s` to finish.
@@ -78,7 +78,7 @@ async def serve(
         timeout_graceful_shutdown=grace_s,
     )
     config.load()
-    secured: set[Secured] = set()
+    secured: set[TlsHandshake] = set()
     if tls is not None:  # uvicorn's own way takes files only, and hears of a connection after its handshake
         make = partial(_secured, connection, tls, handshake_s, secured)
         config.http_protocol_class = make  # type: ignore[assignment]
@@ -96,13 +96,13 @@ async def serve(
 
 
 def _secured(
-    connection: type[Connection],
+    connection: type[HttpConnection],
     context: ssl.SSLContext,
     handshake_s: float,
-    all_: set[Secured],
+    all_: set[TlsHandshake],
     **of_uvicorn: Any,
-) -> Secured:
-    return Secured(connection(**of_uvicorn), context, handshake_s, all_)
+) -> TlsHandshake:
+    return TlsHandshake(connection(**of_uvicorn), context, handshake_s, all_)
 
 
 def _in_origin_form(app: ASGIApp) -> ASGIApp:

@@ -7,16 +7,16 @@ import ssl
 from asyncio.sslproto import SSLProtocol
 from typing import Any
 
-from .http_connection import MOST_CONNECTIONS, MOST_PER_ADDRESS, Connection
+from .http_connection import MOST_CONNECTIONS, MOST_PER_ADDRESS, HttpConnection
 
 HANDSHAKE_S = 10.0
 
 
-class Secured(SSLProtocol):
+class TlsHandshake(SSLProtocol):
     """TLS for one connection, which is one of `all_` from TCP's first word to its last."""
 
     def __init__(
-        self, connection: Connection, context: ssl.SSLContext, handshake_s: float, all_: set[Secured]
+        self, connection: HttpConnection, context: ssl.SSLContext, handshake_s: float, all_: set[TlsHandshake]
     ) -> None:
         nobody_waits: Any = None
         limit_s: Any = handshake_s
@@ -35,7 +35,7 @@ class Secured(SSLProtocol):
         self.address = (transport.get_extra_info("peername") or ("",))[0]
         own = sum(other.address == self.address for other in self._all)
         if len(self._all) > MOST_CONNECTIONS or own > MOST_PER_ADDRESS:
-            self._all.discard(self)  # at once, as in `Connection`
+            self._all.discard(self)  # at once, as in `HttpConnection`
             transport.abort()
         else:
             super().connection_made(transport)

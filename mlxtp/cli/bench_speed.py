@@ -26,7 +26,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BenchAnswer:
     """One answer. Times are those of one clock, in seconds; `drafted`: tokens that came as right drafts."""
 
     asked_at: float
@@ -39,7 +39,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """What was measured. `rate` is in tokens per second: of prompts where they were read, else of answers."""
 
     what: str
@@ -108,7 +108,7 @@ def _machine(member: Mapping[str, Any]) -> str:
     return " ".join(filter(None, parts)) or str(member["name"])
 
 
-def _rows(asker: _Asker, context: int, say: Callable[[str], None]) -> Iterator[Row]:
+def _rows(asker: _Asker, context: int, say: Callable[[str], None]) -> Iterator[BenchRow]:
     """The prompts differ from their first word on, so that no cache helps."""
     say("warming up")
     trial = asker.ask(_text(64), 8)
@@ -124,13 +124,13 @@ def _rows(asker: _Asker, context: int, say: Callable[[str], None]) -> Iterator[R
         yield wrote(asker.ask_at_once([_text(32) for _ in range(count)], room))
 
 
-def read(answer: Answer) -> Row:
+def read(answer: BenchAnswer) -> BenchRow:
     """How fast a prompt was read."""
     took_s = answer.first_at - answer.asked_at
-    return Row("read", answer.prompt, 1, took_s, (answer.prompt - answer.cached) / max(took_s, 1e-9))
+    return BenchRow("read", answer.prompt, 1, took_s, (answer.prompt - answer.cached) / max(took_s, 1e-9))
 
 
-def wrote(answers: Sequence[Answer]) -> Row:
+def wrote(answers: Sequence[BenchAnswer]) -> BenchRow:
     """How fast answers came, all together; of a single one, from its first token on."""
     tokens = sum(answer.tokens for answer in answers)
     firsts = sorted(answer.first_at - answer.asked_at for answer in answers)
@@ -141,7 +141,7 @@ def wrote(answers: Sequence[Answer]) -> Row:
         rate = tokens / max(ended_at - min(answer.asked_at for answer in answers), 1e-9)
     name = "write" if len(answers) == 1 else f"write, {len(answers)} at once"
     drafted = sum(answer.drafted for answer in answers)
-    return Row(name, answers[0].prompt, tokens, firsts[len(firsts) // 2], rate, drafted)
+    return BenchRow(name, answers[0].prompt, tokens, firsts[len(firsts) // 2], rate, drafted)
 
 
 def _text(words: int) -> str:
@@ -155,9 +155,9 @@ class _Asker:
         self._served = served
         self._certificate = certificate
 
-    def ask_at_once(self, texts: Sequence[str], tokens: int) -> list[Answer]:
+    def ask_at_once(self, texts: Sequence[str], tokens: int) -> list[BenchAnswer]:
         """An answer to each. Raises UserError for the first that failed."""
-        answers: list[Answer | UserError] = []
+        answers: list[BenchAnswer | UserError] = []
 
         def one(text: str) -> None:
             try:
@@ -173,9 +173,9 @@ class _Asker:
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
-        return [answer for answer in answers if isinstance(answer, Answer)]
+        return [answer for answer in answers if isinstance(answer, BenchAnswer)]
 
-    def ask(self, text: str, tokens: int) -> Answer:
+    def ask(self, text: str, tokens: int) -> BenchAnswer:
         """Exactly so many tokens, whatever they say. Raises UserError."""
         body = {
             "model": self._served.model,
@@ -202,7 +202,7 @@ class _Asker:
             raise UserError(f"the endpoint broke off: {error}") from None
 
 
-def _read(lines: http.client.HTTPResponse, asked_at: float) -> Answer:
+def _read(lines: http.client.HTTPResponse, asked_at: float) -> BenchAnswer:
     """An answer from its stream. Empty events before the first token only keep the connection."""
     first_at = ended_at = 0.0
     usage: Mapping[str, Any] | None = None
@@ -220,7 +220,7 @@ def _read(lines: http.client.HTTPResponse, asked_at: float) -> Answer:
         raise UserError("an answer ended before it was complete")
     prompt = usage.get("prompt_tokens_details") or {}
     details = usage.get("completion_tokens_details") or {}
-    return Answer(
+    return BenchAnswer(
         asked_at,
         first_at,
         ended_at,

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..client import AgentClient
 from ..config import expanded, home_folder
-from ..endpoint_client import Answer, Piece
+from ..endpoint_client import EndpointAnswer, Piece
 from ..errors import MlxtpError, UserError
 from . import shell_completion
 from .options import AsJson, Home
@@ -84,7 +84,7 @@ def chat(
     talk = Talk(home_folder(home).resolve(), {k: v for k, v in options.items() if v is not None}, system)
     alone = sys.stdin.isatty()
     if prompt is None and alone and sys.stdout.isatty() and not as_json:
-        Screen(talk).run()
+        ChatScreen(talk).run()
         return
     if as_json and prompt is None and alone:
         raise typer.BadParameter("--json goes with a prompt, or with one that comes through a pipe")
@@ -136,7 +136,7 @@ class Talk:
 def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
     """Print the answer alone, as it comes. Raises MlxtpError when there is none."""
     when_started(talk.home)
-    answer = Answer(time.monotonic())
+    answer = EndpointAnswer(time.monotonic())
     with closing(talk.ask(asked)) as pieces:
         for piece in pieces:
             answer.hear(piece, time.monotonic())
@@ -145,7 +145,7 @@ def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
     typer.echo(json.dumps(_as_json(answer), ensure_ascii=False) if as_json else "")
 
 
-def _as_json(answer: Answer) -> dict[str, Any]:
+def _as_json(answer: EndpointAnswer) -> dict[str, Any]:
     return {
         "text": answer.text,
         "thoughts": answer.thoughts,
@@ -158,7 +158,7 @@ def _as_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-class Screen:
+class ChatScreen:
     """A terminal with somebody before it."""
 
     def __init__(self, talk: Talk) -> None:
@@ -249,7 +249,7 @@ class Screen:
 
     def _answer(self, text: str) -> None:
         """Ask, and show what comes, until its end, Ctrl-C or an error."""
-        answer, note = Answer(time.monotonic()), ""
+        answer, note = EndpointAnswer(time.monotonic()), ""
         try:
             with closing(self._talk.ask(text)) as pieces:
                 (self._write if self._plain else self._draw)(pieces, answer)
@@ -263,7 +263,7 @@ class Screen:
         if answer.text:
             self._talk.said(text, answer.text)
 
-    def _write(self, pieces: Iterator[Piece], answer: Answer) -> None:
+    def _write(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
         """On a terminal that can only go on writing."""
         try:
             for piece in pieces:
@@ -272,7 +272,7 @@ class Screen:
         finally:
             self._console.print()
 
-    def _draw(self, pieces: Iterator[Piece], answer: Answer) -> None:
+    def _draw(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
         """On one that can draw again what has changed."""
         from rich.live import Live
 
@@ -297,7 +297,7 @@ class Screen:
             if answer.text[standing:].strip():
                 self._console.print(Drawn(answer.text[standing:]), end="")
 
-    def _await_text(self, pieces: Iterator[Piece], answer: Answer) -> None:
+    def _await_text(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
         """Show that something is on its way, until there is a first text, or no more of anything."""
         with self._console.status("", spinner="line") as shown:
             for piece in pieces:
@@ -313,13 +313,13 @@ class Screen:
         self._console.print(Text(text, "red"), soft_wrap=True)
 
 
-def _waiting(piece: Piece, answer: Answer) -> str:
+def _waiting(piece: Piece, answer: EndpointAnswer) -> str:
     if answer.thoughts:
         return " ".join(answer.thoughts.split())[-60:]
     return piece.waiting
 
 
-def _speed(answer: Answer) -> str:
+def _speed(answer: EndpointAnswer) -> str:
     parts = [f"{answer.tokens} tokens"] if answer.tokens else []
     if answer.tokens and answer.last_at - (answer.first_at or 0.0) >= MEASURED_S:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")

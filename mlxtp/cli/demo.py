@@ -40,7 +40,7 @@ _GROUP_STAGES = ("formed", "proven")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoAnswer:
     """One streamed answer. `tokens_per_second` counts the tokens after the first."""
 
     text: str
@@ -49,14 +49,14 @@ class Answer:
     tokens_per_second: float
 
 
-class Screen(Console):
+class DemoConsole(Console):
     """A console whose reader may leave; rich would end the process from whichever task printed last."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
-class View:
+class DemoView:
     """What a person sees."""
 
     def __init__(self, console: Console, settings: Settings) -> None:
@@ -84,7 +84,7 @@ class View:
     def text(self, piece: str) -> None:
         self._console.print(escape(piece), end="", style="bold", soft_wrap=True)
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: DemoAnswer) -> None:
         self._console.print(
             f"\n\n  first token after {answer.ttft_s * 1000:.0f} ms, "
             f"then {answer.tokens_per_second:.0f} tokens/s ({answer.tokens} tokens)"
@@ -104,7 +104,7 @@ class View:
         )
 
 
-async def run(settings: Settings, prompt: str | None, view: View, *, once: bool) -> dict[str, Any]:
+async def run(settings: Settings, prompt: str | None, view: DemoView, *, once: bool) -> dict[str, Any]:
     """Start, ask, and either return the outcome or serve until cancelled.
 
     Raises ConfigError, ModelError or GroupError when the cluster does not get ready.
@@ -140,10 +140,11 @@ async def run(settings: Settings, prompt: str | None, view: View, *, once: bool)
 
 def ask(
     url: str, prompt: str, on_text: Callable[[str], None], key: str = "", certificate: str = ""
-) -> Answer:
+) -> DemoAnswer:
     """Ask the endpoint at `url`, with an API key if it wants one, and stream the answer. Blocks.
 
-    `certificate` (PEM) is the one that an https:// endpoint has to show. Raises as `asking.ask` does.
+    `certificate` (PEM) is the one that an https:// endpoint has to show. Raises as `endpoint_client.ask`
+    does.
     """
     body = {
         "model": "default",
@@ -151,12 +152,12 @@ def ask(
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
     }
-    answer = endpoint_client.Answer(time.monotonic())
+    answer = endpoint_client.EndpointAnswer(time.monotonic())
     for piece in endpoint_client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
         answer.hear(piece, time.monotonic())
         if piece.text:
             on_text(piece.text)
-    return Answer(answer.text, answer.tokens, round(answer.ttft_s, 4), round(answer.tokens_per_second, 1))
+    return DemoAnswer(answer.text, answer.tokens, round(answer.ttft_s, 4), round(answer.tokens_per_second, 1))
 
 
 @contextlib.contextmanager

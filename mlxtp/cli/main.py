@@ -99,7 +99,7 @@ def demo_command(
         log = TerminalLog()
         log.setFormatter(PrintableLines("%(message)s"))
         logging.basicConfig(level=logging.WARNING, handlers=[log])
-        view = demo.View(demo.Screen(stderr=as_json, highlight=False), settings)
+        view = demo.DemoView(demo.DemoConsole(stderr=as_json, highlight=False), settings)
         outcome = _run(
             demo.run(settings, prompt, view, once=once), interrupted=Exit.INTERRUPTED if once else 0
         )
@@ -186,7 +186,7 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     """Until there is nothing more to do. Raises MlxtpError when there never was."""
     import asyncio
 
-    from ..groups.health import State
+    from ..groups.health import ServingState
     from ..identity.store import Store
 
     log = logging.getLogger("mlxtp")
@@ -202,7 +202,7 @@ async def _serve(agent: Agent, settings: Settings) -> None:
         if agent.cluster is None and not isinstance(error, GroupError):
             raise
         log.error("%s; %s/health tells more", error.detail, agent.url)
-    if agent.supervisor.state is State.READY and agent.cluster is None:
+    if agent.supervisor.state is ServingState.READY and agent.cluster is None:
         group, model = agent.supervisor.group, next(iter(agent.supervisor.gateway.models()), None)
         size = group.world_size if group is not None else 0
         log.info("ready: %s, world size %d, at %s/v1", model.id if model else "-", size, agent.url)

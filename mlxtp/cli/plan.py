@@ -17,7 +17,7 @@ from .options import AsJson, Home
 from .printing import home_of, typed
 
 if TYPE_CHECKING:
-    from ..placement.topology import Member
+    from ..placement.topology import MemberMachine
     from ..wire.fabric_result import FabricResult
     from ..wire.machine import Machine
 
@@ -83,7 +83,7 @@ def plan(
     """Show which Macs could serve a model, how fast, and why. Nothing is started."""
     from ..models.names import find_config, in_folders, is_hub_id
     from ..placement.measurements import measured
-    from ..placement.planner import Options
+    from ..placement.planner import PlacementOptions
     from ..placement.published_models import KNOWN
     from . import planning
 
@@ -98,7 +98,7 @@ def plan(
         found = planning.read_nodes_file(nodes)
     else:
         found, coordinator, results = _members_here(home_of(home))
-    options = Options(
+    options = PlacementOptions(
         backend=backend,
         nodes=wanted,
         max_context=max_context,
@@ -123,21 +123,21 @@ def _model_folders(home: Path | None) -> tuple[str, ...]:
         return resolve_settings({"home": home}).model_folders
 
 
-def _members_here(home: Path) -> tuple[tuple[Member, ...], str, tuple[FabricResult, ...]]:
+def _members_here(home: Path) -> tuple[tuple[MemberMachine, ...], str, tuple[FabricResult, ...]]:
     """The machines of the cluster, or this one alone when no agent runs; who leads; what was measured."""
     import asyncio
 
     from ..placement import hardware
     from ..placement.measurements import from_json
-    from ..placement.topology import Member
+    from ..placement.topology import MemberMachine
 
     try:
         told = AgentClient(home).get("plan")
     except UserError:
         machine = asyncio.run(hardware.probe())
-        return (Member("this", "this Mac", machine),), "this", ()
+        return (MemberMachine("this", "this Mac", machine),), "this", ()
     found = tuple(
-        Member(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
+        MemberMachine(node["node_id"], node["name"], _machine(node["machine"]), held_bytes=node["held_bytes"])
         for node in told["nodes"]
     )
     return found, str(told["coordinator"]), tuple(map(from_json, told["fabric"]))

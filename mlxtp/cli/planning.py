@@ -15,13 +15,13 @@ from rich.table import Table
 
 from ..config import EMBEDDED_MODEL, embedded_model_path, expanded
 from ..errors import Code, ConfigError, ModelError
-from ..placement.candidates import Alternative
-from ..placement.cost_model import Speed
+from ..placement.candidates import Candidate
+from ..placement.cost_model import SpeedEstimate
 from ..placement.machines_file import read_nodes
 from ..placement.model_shape import ModelShape, shape_of
-from ..placement.planner import Options, Plan, plan
+from ..placement.planner import Placement, PlacementOptions, plan
 from ..placement.published_models import KNOWN
-from ..placement.topology import Member
+from ..placement.topology import MemberMachine
 
 GB = 1e9
 _COLUMNS = ("way", "nodes", "tokens/s", "first token", "a rank needs", "verdict", "why")
@@ -34,21 +34,21 @@ _COLOURS = {"chosen": "bold green", "possible": "default", "refused": "dim"}
 
 def run(
     model: str | Path,
-    members: Sequence[Member],
+    members: Sequence[MemberMachine],
     *,
     coordinator: str = "",
-    options: Options | None = None,
+    options: PlacementOptions | None = None,
     kv_bits: int = 0,
     as_json: bool = False,
     console: Console | None = None,
-) -> Plan:
+) -> Placement:
     """Plan `model` on `members` and print it: a table, or one JSON object on one line.
 
     `model` is what `read_shape` takes. Returns the plan; `plan.chosen` is None where nothing works. Raises
     ModelError and ConfigError in the words of whoever made the mistake.
     """
     shape = read_shape(model, kv_bits)
-    made = _plan(str(model), members, shape, coordinator, options or Options())
+    made = _plan(str(model), members, shape, coordinator, options or PlacementOptions())
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if as_json:
         console.print(json.dumps(to_json(made, shape), ensure_ascii=False), soft_wrap=True, markup=False)
@@ -58,8 +58,12 @@ def run(
 
 
 def _plan(
-    model: str, members: Sequence[Member], shape: ModelShape, coordinator: str, options: Options
-) -> Plan:
+    model: str,
+    members: Sequence[MemberMachine],
+    shape: ModelShape,
+    coordinator: str,
+    options: PlacementOptions,
+) -> Placement:
     made = plan(members, shape, coordinator, as_served(model, options))
     if model != EMBEDDED_MODEL or options.nodes != "auto" or len(made.ranks) < 2:
         return made
@@ -70,13 +74,14 @@ def _plan(
     return replace(made, notes=(why, *made.notes))
 
 
-def as_served(model: str, options: Options) -> Options:
+def as_served(model: str, options: PlacementOptions) -> PlacementOptions:
     """What a cluster makes of these: it spreads the embedded model, unless a number was asked for."""
     return replace(options, nodes="all") if model == EMBEDDED_MODEL and options.nodes == "auto" else options
 
 
 def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
-    """The shape of a model folder, a config.json, the embedded model, or one of the names in `known.KNOWN`.
+    """The shape of a model folder, a config.json, the embedded model, or one of the names in
+    `published_models.KNOWN`.
 
     Raises ModelError (MODEL_NOT_FOUND or MODEL_INVALID).
     """
@@ -94,7 +99,7 @@ def read_shape(model: str | Path, kv_bits: int = 0) -> ModelShape:
     return shape_of(_read_object(config), name=path.name, weight_bytes=_weight_bytes(path), kv_bits=kv_bits)
 
 
-def read_nodes_file(path: Path) -> tuple[Member, ...]:
+def read_nodes_file(path: Path) -> tuple[MemberMachine, ...]:
     """The machines a file describes. Raises ConfigError with what is wrong and where."""
     try:
         return read_nodes(path.read_text(), str(path))
@@ -129,7 +134,7 @@ def _weight_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("model*.safetensors"))
 
 
-def to_json(made: Plan, shape: ModelShape) -> dict[str, Any]:
+def to_json(made: Placement, shape: ModelShape) -> dict[str, Any]:
     """The plan as JSON has it. Sizes are bytes, times seconds, speeds tokens a second."""
     alternatives = [{"title": one.title, **asdict(one)} for one in made.alternatives]
     return {
@@ -143,7 +148,7 @@ def to_json(made: Plan, shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def show(made: Plan, shape: ModelShape, console: Console) -> None:
+def show(made: Placement, shape: ModelShape, console: Console) -> None:
     """Print the plan for people. Reasons stand beside their rows, or once below where lines are short."""
     console.print(escape(_model_line(made, shape)))
     wide = console.width >= _WIDE
@@ -177,7 +182,7 @@ def show(made: Plan, shape: ModelShape, console: Console) -> None:
         console.print(escape(f"Note: {note}"))
 
 
-def _model_line(made: Plan, shape: ModelShape) -> str:
+def _model_line(made: Placement, shape: ModelShape) -> str:
     experts = f", {shape.experts_per_token} of {shape.experts} experts a token" if shape.experts else ""
     kv = shape.rank_kv(1, made.context)
     return (
@@ -186,7 +191,7 @@ def _model_line(made: Plan, shape: ModelShape) -> str:
     )
 
 
-def _time_line(speed: Speed, shape: ModelShape) -> str:
+def _time_line(speed: SpeedEstimate, shape: ModelShape) -> str:
     """What one token's time goes into."""
     parts = [
         f"{speed.reading_s * 1e3:.1f} reading memory",
@@ -204,7 +209,7 @@ def _time_line(speed: Speed, shape: ModelShape) -> str:
     return f"{1e3 / speed.tokens_per_second:.1f} ms a token: {', '.join(parts)}"
 
 
-def cells(one: Alternative) -> tuple[str, ...]:
+def cells(one: Candidate) -> tuple[str, ...]:
     """The row of one alternative."""
     tightest = min(one.memory, key=lambda rank: rank.available - rank.needed, default=None)
     return (

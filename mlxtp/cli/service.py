@@ -19,13 +19,13 @@ from ..errors import UserError
 from ..service import installed
 from ..service.description import (
     PASSED_ON,
-    Command,
     Manager,
     Owner,
     Remove,
     Service,
-    State,
-    Step,
+    ServiceCommand,
+    ServiceState,
+    ServiceStep,
     Write,
     describe,
     is_ours,
@@ -52,7 +52,9 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Only print what would be written and run; needs no sudo.")
 ]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written from now on.")]
-Lines = Annotated[int, typer.Option("--lines", "-n", min=0, metavar="N", help="How many of the last lines.")]
+LineCount = Annotated[
+    int, typer.Option("--lines", "-n", min=0, metavar="N", help="How many of the last lines.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -115,7 +117,9 @@ def install(
         with typed():
             manager = installed.manager_elsewhere(owner, system, login=user)
         service = _described(context, owner, folder, arguments, path=manager.search_path, login=user)
-        _print_steps(manager.install(service, State()), _doubts(manager, service, owner), as_json=as_json)
+        _print_steps(
+            manager.install(service, ServiceState()), _doubts(manager, service, owner), as_json=as_json
+        )
         return
     shell, other = (installed.shell_of(owner, login=login) for login in (user, not user))
     path = shell.manager.search_path
@@ -220,7 +224,7 @@ def status(as_json: AsJson = False) -> None:
     _print(answer, "\n".join(_status_lines(answer)), as_json=as_json)
 
 
-def logs(follow: Follow = False, lines: Lines = 50, home: Home = None, as_json: AsJson = False) -> None:
+def logs(follow: Follow = False, lines: LineCount = 50, home: Home = None, as_json: AsJson = False) -> None:
     """Show the log of the service; without one, or with --home, that of the agent with that home."""
     if follow and as_json:
         raise typer.BadParameter(
@@ -286,7 +290,7 @@ def restart(
     _wait(found, {"cut": cut}, as_json=as_json)
 
 
-def _installed(dry_run: bool) -> tuple[installed.Installed, State]:
+def _installed(dry_run: bool) -> tuple[installed.Installed, ServiceState]:
     if (found := installed.find()) is None:
         raise UserError(NONE)
     return found, installed.state_if_any(found.shell) if dry_run else found.shell.state()
@@ -353,7 +357,7 @@ def _print(answer: Mapping[str, Any], words: str, *, as_json: bool) -> None:
     print_answer(answer, as_json, lambda _: words)
 
 
-def _print_steps(steps: Sequence[Step], doubts: Sequence[str], *, as_json: bool) -> None:
+def _print_steps(steps: Sequence[ServiceStep], doubts: Sequence[str], *, as_json: bool) -> None:
     """What would be done, and what to mind."""
     if as_json:
         print_json({"steps": list(map(_step, steps)), "mind": list(doubts)})
@@ -364,20 +368,20 @@ def _print_steps(steps: Sequence[Step], doubts: Sequence[str], *, as_json: bool)
                 print(f"write {step.path}:\n\n{step.text}")
             case Remove():
                 print(f"remove {step.path}")
-            case Command():
+            case ServiceCommand():
                 whom = f" as {step.user}" if step.user else ""
                 until = f", again and again until it ends with {step.fine[0]}" if 0 in step.again else ""
                 print(f"run{whom}: {shlex.join(step.argv)}{until}")
     _mind(doubts)
 
 
-def _step(step: Step) -> Mapping[str, Any]:
+def _step(step: ServiceStep) -> Mapping[str, Any]:
     match step:
         case Write():
             return {"do": "write", "path": step.path, "text": step.text}
         case Remove():
             return {"do": "remove", "path": step.path}
-        case Command():
+        case ServiceCommand():
             statuses = {"fine": list(step.fine), "again": list(step.again)}
             return {"do": "run", "argv": list(step.argv), "user": step.user, **statuses}
 

@@ -17,17 +17,17 @@ MAX_ENTRIES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LeaderClaim:
     """`node_id` coordinates in `term`. Terms only grow; each new coordinator begins one."""
 
     term: int = 0
     node_id: str = ""
 
 
-NOBODY = Claim()
+NOBODY = LeaderClaim()
 
 
-def stronger(one: Claim, other: Claim) -> Claim:
+def stronger(one: LeaderClaim, other: LeaderClaim) -> LeaderClaim:
     """The later term's; of one term, the smaller node id's."""
     return min(one, other, key=lambda claim: (-claim.term, claim.node_id))
 
@@ -226,17 +226,17 @@ def _parts(entry: RosterEntry) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Beliefs:
+class ClusterState:
     """All of it. `epoch` is the highest number of an epoch that any member has reported."""
 
-    claim: Claim = NOBODY
+    claim: LeaderClaim = NOBODY
     desired: DesiredState = NOTHING
     roster: Roster = Roster()
     epoch: int = 0
 
-    def merged(self, other: Beliefs) -> Beliefs:
+    def merged(self, other: ClusterState) -> ClusterState:
         """Return the beliefs that both hold after they meet."""
-        return Beliefs(
+        return ClusterState(
             stronger(self.claim, other.claim),
             newer(self.desired, other.desired),
             self.roster.merged(other.roster.entries),

@@ -17,14 +17,14 @@ from ..errors import ConfigError, MlxtpError
 from ..gateway.remote_backend import serve_requests
 from ..identity.join_exchange import answer_joiner
 from ..identity.join_protocol import Host, redirect
-from ..identity.join_token import Desk
+from ..identity.join_token import TokenIssuer
 from ..identity.store import Identity, Store
 from ..wire.blocking import listen
 from ..wire.certificates import NodeIdentity, authority_hash
 from ..wire.join_messages import MAX_ADDRESS, MAX_ADDRESSES, MAX_PEERS, NONCE_BYTES, JoinOffer
 from ..wire.tls import ALPN_CONTROL, ALPN_REQUESTS, Peer, member_context_server
-from ..wire.tls_acceptor import Doorman
-from .node import Cluster
+from ..wire.tls_acceptor import TlsAcceptor
+from .node import NodeLoop
 
 log = logging.getLogger(__name__)
 
@@ -60,22 +60,22 @@ def bind_control(host: str, port: int) -> socket.socket:
         ) from None
 
 
-class Door:
+class ControlPort:
     """Accepts control and requests links from members, and lets joiners in where the authority's key is."""
 
-    def __init__(self, sock: socket.socket, store: Store, identity: Identity, cluster: Cluster) -> None:
+    def __init__(self, sock: socket.socket, store: Store, identity: Identity, cluster: NodeLoop) -> None:
         self._identity = identity
         self._cluster = cluster
         assert identity.membership is not None
         self._membership = identity.membership
-        self._desk: Desk | None = None
+        self._desk: TokenIssuer | None = None
         if identity.authority is not None:
-            self._desk = Desk(identity.cluster_id, authority_hash(identity.membership.authority))
+            self._desk = TokenIssuer(identity.cluster_id, authority_hash(identity.membership.authority))
             cluster.issuing.desk = self.token
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
         cluster.on_roster = self._cut_removed
         cluster.on_gone = self._cut_gone
-        self._doorman = Doorman(
+        self._doorman = TlsAcceptor(
             sock,
             member_context_server(store.credentials),
             self._welcome,
@@ -167,7 +167,7 @@ class Door:
         )
 
 
-def _sendable(cluster: Cluster, node_id: str) -> tuple[str, ...]:
+def _sendable(cluster: NodeLoop, node_id: str) -> tuple[str, ...]:
     """Return the addresses of a node that fit into an offer. An invalid one must not keep joiners out."""
     addresses = cluster.knowledge.addresses.get(node_id, ())
     return tuple(each for each in addresses if len(each) <= MAX_ADDRESS and host_and_port(each))

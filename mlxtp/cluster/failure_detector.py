@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class Timeouts:
     """How long things may take, in seconds.
 
     `suspect_s`, `dead_s`  silence after which a member is a suspect, and dead
@@ -23,7 +23,7 @@ class Pace:
     lag_s: float = 0.5
 
 
-class State(StrEnum):
+class MemberState(StrEnum):
     """Of one member, as this node sees it."""
 
     AWAY = "away"
@@ -34,7 +34,7 @@ class State(StrEnum):
     REMOVED = "removed"
 
 
-class Why(StrEnum):
+class ChangeCause(StrEnum):
     """What changed a member's state."""
 
     LINKED = "linked"
@@ -51,27 +51,31 @@ class Why(StrEnum):
     ADMITTED = "admitted to the cluster"
 
 
-MOVES: Mapping[tuple[State, Why], State] = {
-    (State.AWAY, Why.LINKED): State.ALIVE,
-    (State.SUSPECT, Why.LINKED): State.ALIVE,
-    (State.SUSPECT, Why.HEARD): State.ALIVE,
-    (State.DEAD, Why.RETURNED): State.ALIVE,
-    (State.DEAD, Why.RESTARTED): State.ALIVE,
-    (State.LEFT, Why.RESTARTED): State.ALIVE,
-    (State.ALIVE, Why.SILENT): State.SUSPECT,
-    (State.ALIVE, Why.BROKEN): State.SUSPECT,
-    (State.SUSPECT, Why.GIVEN_UP): State.DEAD,
+TRANSITIONS: Mapping[tuple[MemberState, ChangeCause], MemberState] = {
+    (MemberState.AWAY, ChangeCause.LINKED): MemberState.ALIVE,
+    (MemberState.SUSPECT, ChangeCause.LINKED): MemberState.ALIVE,
+    (MemberState.SUSPECT, ChangeCause.HEARD): MemberState.ALIVE,
+    (MemberState.DEAD, ChangeCause.RETURNED): MemberState.ALIVE,
+    (MemberState.DEAD, ChangeCause.RESTARTED): MemberState.ALIVE,
+    (MemberState.LEFT, ChangeCause.RESTARTED): MemberState.ALIVE,
+    (MemberState.ALIVE, ChangeCause.SILENT): MemberState.SUSPECT,
+    (MemberState.ALIVE, ChangeCause.BROKEN): MemberState.SUSPECT,
+    (MemberState.SUSPECT, ChangeCause.GIVEN_UP): MemberState.DEAD,
     **{
         (state, why): after
-        for state in (State.ALIVE, State.SUSPECT)
+        for state in (MemberState.ALIVE, MemberState.SUSPECT)
         for why, after in (
-            (Why.ENDED, State.DEAD),
-            (Why.TWINS, State.DEAD),
-            (Why.GOODBYE, State.LEFT),
+            (ChangeCause.ENDED, MemberState.DEAD),
+            (ChangeCause.TWINS, MemberState.DEAD),
+            (ChangeCause.GOODBYE, MemberState.LEFT),
         )
     },
-    **{(state, Why.REMOVED): State.REMOVED for state in State if state is not State.REMOVED},
-    (State.REMOVED, Why.ADMITTED): State.AWAY,
+    **{
+        (state, ChangeCause.REMOVED): MemberState.REMOVED
+        for state in MemberState
+        if state is not MemberState.REMOVED
+    },
+    (MemberState.REMOVED, ChangeCause.ADMITTED): MemberState.AWAY,
 }
 """(state, what happened) -> next state. What is not here does not happen."""
 
@@ -81,9 +85,9 @@ class Change:
     """A member went from one state to another. `boot_id` is the incarnation it is about, empty for none."""
 
     node_id: str
-    before: State
-    after: State
-    why: Why
+    before: MemberState
+    after: MemberState
+    why: ChangeCause
     boot_id: str
 
 
@@ -97,14 +101,14 @@ class Duplicate:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class MemberStatus:
     """A member at this moment. `linked`: its incarnation `boot_id` has a link."""
 
-    state: State
+    state: MemberState
     boot_id: str
     linked: bool
 
     @property
     def present(self) -> bool:
         """Whether it can be counted on: a suspect whose link broke cannot."""
-        return self.state is State.ALIVE or (self.state is State.SUSPECT and self.linked)
+        return self.state is MemberState.ALIVE or (self.state is MemberState.SUSPECT and self.linked)

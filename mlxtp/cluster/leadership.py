@@ -3,8 +3,8 @@
 The present coordinator stays as long as it lives. Each of its beats counts a pulse; every node passes on the
 highest pulse it has heard of, so that a node whose own link to the coordinator is cut still knows that it
 lives. When it is lost, the smallest node id among the living claims the next term. Of two claims the stronger
-holds everywhere sooner or later (`beliefs.stronger`), so that two sides of a partition that heals end with
-one coordinator.
+holds everywhere sooner or later (`cluster_state.stronger`), so that two sides of a partition that heals end
+with one coordinator.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 
 from ..errors import Code, RemoteProtocolError
 from ..wire.cluster_messages import Beat, DesiredState, RosterEntry
-from .cluster_state import NOBODY, Beliefs, Claim, Roster, Seal, newer, stronger
-from .failure_detector import Change, Duplicate, Standing, State, Why
+from .cluster_state import NOBODY, ClusterState, LeaderClaim, Roster, Seal, newer, stronger
+from .failure_detector import Change, ChangeCause, Duplicate, MemberState, MemberStatus
 from .membership import Membership
-from .reconcile import Action, Plan, Running, View, Wait, decide
+from .reconcile import Action, ClusterView, GroupPlan, RunningEpoch, Wait, decide
 
 LEAP = 1 << 32
 """Counters grow by ones. A node that is so far ahead is broken, and leaves no room to count on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Calm:
+class Debounce:
     """Seconds to wait before acting on what has just changed.
 
     settle_s       after the last change of membership, before an epoch is formed
@@ -44,11 +44,11 @@ class Calm:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Knowledge of the agent that this module lacks; the fields are those of `decisions.View`."""
+    """Knowledge of the agent that this module lacks; the fields are those of `reconcile.ClusterView`."""
 
-    running: Running | None = None
-    others: Sequence[Running] = ()
-    plan: Plan | None = None
+    running: RunningEpoch | None = None
+    others: Sequence[RunningEpoch] = ()
+    plan: GroupPlan | None = None
     refusal: str = ""
     hold_until: float = 0.0
     hold: str = ""
@@ -69,13 +69,13 @@ class _Following:
 
 
 @dataclass(slots=True)
-class _Unrest:
+class _Flapping:
     first: float
     last: float
     shaky: dict[str, float] = field(default_factory=dict)
 
 
-class Coordination:
+class Leadership:
     """Node `self_id`'s beliefs, from what it had `kept` before its start at `now`.
 
     Only the term of a kept claim counts: whether its coordinator still lives is for others to say. Who is no
@@ -83,11 +83,17 @@ class Coordination:
     """
 
     def __init__(
-        self, self_id: str, kept: Beliefs, now: float, calm: Calm | None = None, *, founder: bool = True
+        self,
+        self_id: str,
+        kept: ClusterState,
+        now: float,
+        calm: Debounce | None = None,
+        *,
+        founder: bool = True,
     ) -> None:
         self.self_id = self_id
         self._founder = founder
-        self.calm = calm or Calm()
+        self.calm = calm or Debounce()
         self.claim = NOBODY
         self.desired = kept.desired
         self.overfull = False
@@ -100,7 +106,7 @@ class Coordination:
         self._told: dict[str, str] = {}
         self._leaving: set[str] = set()
         """Nodes that are about to stop, and whose present start has not ended; perhaps this node."""
-        self._unrest = _Unrest(now, now)
+        self._unrest = _Flapping(now, now)
         self._waiting_since: float | None = None
 
     # --- what is believed
@@ -115,10 +121,10 @@ class Coordination:
         """Return the nodes that are about to stop."""
         return frozenset(self._leaving)
 
-    def kept(self) -> Beliefs:
+    def kept(self) -> ClusterState:
         """Return the beliefs that have to survive a restart of the agent."""
-        claim = self.claim if self.claim.term >= self._floor else Claim(self._floor)
-        return Beliefs(claim, self.desired, self.roster, self.epoch)
+        claim = self.claim if self.claim.term >= self._floor else LeaderClaim(self._floor)
+        return ClusterState(claim, self.desired, self.roster, self.epoch)
 
     def beat(self, *, healthy: bool, short: bool = False) -> Beat:
         """The next beat, for all links. Also due at once on a new link and after a claim has changed."""
@@ -155,7 +161,7 @@ class Coordination:
         else:
             self._leaving.discard(sender)
         self.epoch = max(self.epoch, beat.epoch)
-        claim, following = Claim(beat.term, beat.coordinator), self._following
+        claim, following = LeaderClaim(beat.term, beat.coordinator), self._following
         if not claim.node_id or stronger(claim, self.claim) != claim:
             return False
         anew = claim != self.claim
@@ -247,10 +253,10 @@ class Coordination:
         self._follow(self._next_claim(self.self_id), now)
         return True
 
-    def view(self, membership: Membership, situation: Situation, now: float) -> View:
+    def view(self, membership: Membership, situation: Situation, now: float) -> ClusterView:
         """Everything that a decision depends on."""
         standings = membership.standings()
-        return View(
+        return ClusterView(
             now=now,
             self_id=self.self_id,
             leading=self.leading,
@@ -274,7 +280,7 @@ class Coordination:
         )
 
     def decide(self, membership: Membership, situation: Situation, now: float) -> Action:
-        """Return the next action, see `decisions.decide`."""
+        """Return the next action, see `reconcile.decide`."""
         action = decide(self.view(membership, situation, now))
         if not (isinstance(action, Wait) and action.for_requests):
             self._waiting_since = None
@@ -288,24 +294,24 @@ class Coordination:
         self.roster, self._digest = roster, roster.digest()
         self._names = {node_id: entry.name for node_id, entry in roster.members().items()}
 
-    def _next_claim(self, node_id: str) -> Claim:
-        return Claim(max(self._floor, self.claim.term) + 1, node_id)
+    def _next_claim(self, node_id: str) -> LeaderClaim:
+        return LeaderClaim(max(self._floor, self.claim.term) + 1, node_id)
 
-    def _follow(self, claim: Claim, now: float) -> _Following:
+    def _follow(self, claim: LeaderClaim, now: float) -> _Following:
         self.claim, self._following = claim, _Following(at=now)
         self._changed(now)
         return self._following
 
     def _take_in(self, change: Change, now: float) -> None:
         self._changed(now)
-        if change.after in (State.DEAD, State.LEFT, State.REMOVED):
+        if change.after in (MemberState.DEAD, MemberState.LEFT, MemberState.REMOVED):
             if self._told.get(change.node_id) == change.boot_id:
                 del self._told[change.node_id]
             if change.node_id == self.claim.node_id and change.boot_id == self._following.boot_id:
-                self._following.over |= change.why is not Why.GIVEN_UP
-        if change.after is State.DEAD or change.why is Why.BROKEN:
+                self._following.over |= change.why is not ChangeCause.GIVEN_UP
+        if change.after is MemberState.DEAD or change.why is ChangeCause.BROKEN:
             self._unrest.shaky[change.node_id] = now + self.calm.shaky_s
-        if change.after is State.REMOVED:
+        if change.after is MemberState.REMOVED:
             self._unrest.shaky.pop(change.node_id, None)
 
     def _changed(self, now: float) -> None:
@@ -325,11 +331,11 @@ class Coordination:
         if claim.node_id in ("", self.self_id) or following.over:
             return True
         state = membership.standing(claim.node_id).state
-        if state in (State.LEFT, State.REMOVED):
+        if state in (MemberState.LEFT, MemberState.REMOVED):
             return True
         # Also who is here must pulse: else it does not know of its claim. What is passed on comes in jerks.
         passed_on = following.at - following.spoke > 2 * pace.beat_s
-        limit_s = pace.broken_s if state is State.DEAD and not passed_on else pace.dead_s
+        limit_s = pace.broken_s if state is MemberState.DEAD and not passed_on else pace.dead_s
         return now - following.at >= limit_s * membership.patience
 
     def _excuse(self, stood_still_s: float, now: float) -> None:
@@ -337,7 +343,7 @@ class Coordination:
         self._following.at = min(self._following.at + stood_still_s, now)
         self._following.spoke = min(self._following.spoke + stood_still_s, now)
 
-    def _untold(self, standings: Mapping[str, Standing]) -> list[str]:
+    def _untold(self, standings: Mapping[str, MemberStatus]) -> list[str]:
         """Members that are present and have not yet told what they believe: they may know better."""
         return [
             node_id
@@ -345,9 +351,9 @@ class Coordination:
             if standing.present and node_id != self.self_id and node_id not in self._told
         ]
 
-    def _has_waited(self, standings: Mapping[str, Standing], now: float) -> bool:
+    def _has_waited(self, standings: Mapping[str, MemberStatus], now: float) -> bool:
         """Tell whether nodes that were started together with this one had time to show up."""
-        missing = any(standing.state is State.AWAY for standing in standings.values())
+        missing = any(standing.state is MemberState.AWAY for standing in standings.values())
         missing |= not self._founder and len(standings) == 1  # a member let it in that it has yet to meet
         return not missing or now - self._started >= self.calm.start_s
 

@@ -16,8 +16,8 @@ from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import AgentHello
 from ..wire.messages import Error, SessionEnd
 from ..wire.protocol import TERMINAL
-from ..wire.session import LinkKind, Protocol, Side
-from ..wire.streams import Connection
+from ..wire.session import LinkKind, Session, Side
+from ..wire.streams import StreamLink
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Judge = Callable[[NodeIdentity, AgentHello], MlxtpError | None]
 """Why a peer that showed this identity and said this is refused; None when it is welcome."""
 
 
-class Unwelcome(ProtocolError):
+class Rejected(ProtocolError):
     """The other end does not want this node, and said why."""
 
 
@@ -61,7 +61,7 @@ class ControlLink:
         self._end.close(goodbye)
 
 
-class Events(Interface):
+class LinkEvents(Interface):
     """Who is told. Nothing here may raise."""
 
     def opened(self, link: ControlLink) -> bool:
@@ -78,8 +78,8 @@ class _End:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, dialled: bool) -> None:
         self.dialled = dialled
-        self.connection = Connection(
-            reader, writer, Protocol(LinkKind.CONTROL, Side.LOWER if dialled else Side.UPPER, 0)
+        self.connection = StreamLink(
+            reader, writer, Session(LinkKind.CONTROL, Side.LOWER if dialled else Side.UPPER, 0)
         )
         self.rest: list[Message] = []
         self._writer = writer
@@ -98,7 +98,7 @@ class _End:
             batch = await self.connection.receive()
         received, self.rest = batch[0].message, [each.message for each in batch[1:]]
         if isinstance(received, Error):
-            raise Unwelcome(received.detail, Code(received.code))
+            raise Rejected(received.detail, Code(received.code))
         if not isinstance(received, AgentHello):
             raise ProtocolError(f"{type(received).__name__} where a hello was expected", Code.OUT_OF_ORDER)
         return received
@@ -115,10 +115,12 @@ class _End:
         self.connection.close()
 
 
-class Neighbours:
+class PeerLinks:
     """All control links of this agent."""
 
-    def __init__(self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, events: Events) -> None:
+    def __init__(
+        self, node_id: str, hello: Callable[[], AgentHello], judge: Judge, events: LinkEvents
+    ) -> None:
         self._node_id = node_id
         self._hello = hello
         self._judge = judge

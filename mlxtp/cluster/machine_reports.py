@@ -20,7 +20,7 @@ PROBE_S = 60.0  #: Between readings of everything, cables included.
 LOOK_S = 5.0  #: For reading machines before a group is planned.
 
 
-class MachineHere:
+class MachineReports:
     """Reads this machine in the background, one reading at a time, and reports it to the others."""
 
     def __init__(self, cluster: Surroundings) -> None:

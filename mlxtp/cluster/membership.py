@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from ..errors import UserError
 from ..wire.cluster_messages import MAX_MEMBERS
-from .failure_detector import MOVES, Change, Duplicate, Pace, Standing, State, Why
+from .failure_detector import TRANSITIONS, Change, ChangeCause, Duplicate, MemberState, MemberStatus, Timeouts
 
 _RETIRED = 16
 """Boot ids that are remembered as over for each member; older ones have no link left that could speak."""
@@ -47,7 +47,7 @@ class _Link:
 
 @dataclass(slots=True)
 class _Member:
-    state: State = State.AWAY
+    state: MemberState = MemberState.AWAY
     boot_id: str = ""
     heard: float = 0.0
     broken: float | None = None
@@ -75,11 +75,11 @@ class Membership:
     """
 
     def __init__(
-        self, self_id: str, boot_id: str, known: Iterable[str], now: float, pace: Pace | None = None
+        self, self_id: str, boot_id: str, known: Iterable[str], now: float, pace: Timeouts | None = None
     ) -> None:
         self.self_id = self_id
         self.boot_id = boot_id
-        self.pace = pace or Pace()
+        self.pace = pace or Timeouts()
         self.stood_still_s = 0.0
         """How long our own loop had stood still at the last tick: time that counts against nobody."""
         self._members: dict[str, _Member] = {}
@@ -103,16 +103,16 @@ class Membership:
         """What all limits are multiplied by at the moment."""
         return 1.0 if self.healthy else 2.0
 
-    def standing(self, node_id: str) -> Standing:
+    def standing(self, node_id: str) -> MemberStatus:
         """Of one member, this node included; who is unknown counts as away."""
         if node_id == self.self_id:
-            return Standing(State.ALIVE, self.boot_id, True)
+            return MemberStatus(MemberState.ALIVE, self.boot_id, True)
         member = self._members.get(node_id)
         if member is None:
-            return Standing(State.AWAY, "", False)
-        return Standing(member.state, member.boot_id, member.linked(member.boot_id))
+            return MemberStatus(MemberState.AWAY, "", False)
+        return MemberStatus(member.state, member.boot_id, member.linked(member.boot_id))
 
-    def standings(self) -> dict[str, Standing]:
+    def standings(self) -> dict[str, MemberStatus]:
         """Of everybody, this node included."""
         return {node_id: self.standing(node_id) for node_id in (self.self_id, *self._members)}
 
@@ -128,10 +128,10 @@ class Membership:
             return
         member = self._members.get(node_id)
         if member is not None:
-            if member.state is State.REMOVED:
-                self._move(node_id, member, Why.ADMITTED)
+            if member.state is MemberState.REMOVED:
+                self._move(node_id, member, ChangeCause.ADMITTED)
             return
-        removed = [known for known, other in self._members.items() if other.state is State.REMOVED]
+        removed = [known for known, other in self._members.items() if other.state is MemberState.REMOVED]
         if len(self._members) - len(removed) >= MAX_MEMBERS - 1:
             raise UserError(
                 f"a cluster has at most {MAX_MEMBERS} members; remove one with `mlxtp cluster remove NODE`"
@@ -143,9 +143,9 @@ class Membership:
     def removed(self, node_id: str) -> None:
         """No member any more: its links stop counting at once."""
         member = self._members.get(node_id)
-        if member is not None and member.state is not State.REMOVED:
+        if member is not None and member.state is not MemberState.REMOVED:
             self._drop(member, member.links)
-            self._move(node_id, member, Why.REMOVED)
+            self._move(node_id, member, ChangeCause.REMOVED)
 
     def link_up(self, link: int, node_id: str, boot_id: str, address: str, now: float) -> bool:
         """A link on which the other end has shown who it is. False: close it, it does not count.
@@ -160,7 +160,7 @@ class Membership:
                 self._events.append(Duplicate(node_id, (self.boot_id, boot_id), ("", address)))
             return False
         member = self._members.get(node_id)
-        if member is None or member.state is State.REMOVED or len(member.links) >= _LINKS:
+        if member is None or member.state is MemberState.REMOVED or len(member.links) >= _LINKS:
             return False
         if boot_id in member.retired:
             self._refuse(node_id, member, boot_id, address)
@@ -183,8 +183,8 @@ class Membership:
         one.beats += 1
         if one.boot_id == member.boot_id:
             member.heard = now
-            if member.state is State.SUSPECT:
-                self._move(node_id, member, Why.HEARD)
+            if member.state is MemberState.SUSPECT:
+                self._move(node_id, member, ChangeCause.HEARD)
 
     def link_down(self, link: int, now: float) -> None:
         """This link is gone, whoever closed it."""
@@ -200,8 +200,8 @@ class Membership:
             member.retire(boot_id)
         elif not self._fall_back(node_id, member, now):
             member.broken = now
-            if member.state is State.ALIVE:
-                self._move(node_id, member, Why.BROKEN)
+            if member.state is MemberState.ALIVE:
+                self._move(node_id, member, ChangeCause.BROKEN)
 
     def goodbye(self, link: int, now: float) -> None:
         """The agent at the other end said that it stops: this incarnation is over."""
@@ -212,7 +212,7 @@ class Membership:
         boot_id = member.links[link].boot_id
         self._end(member, boot_id)
         if boot_id == member.boot_id and not self._fall_back(node_id, member, now):
-            self._move(node_id, member, Why.GOODBYE)
+            self._move(node_id, member, ChangeCause.GOODBYE)
 
     def tick(self, now: float) -> tuple[Change | Duplicate, ...]:
         """Judge silence, and hand out what changed since the last tick, in order."""
@@ -249,13 +249,13 @@ class Membership:
             if now - one.heard >= pace.dead_s * patience:
                 self.link_down(link, now)
         silent_s = now - member.heard
-        if member.state is State.ALIVE and silent_s >= pace.suspect_s * patience:
-            self._move(node_id, member, Why.SILENT)
-        if member.state is not State.SUSPECT:
+        if member.state is MemberState.ALIVE and silent_s >= pace.suspect_s * patience:
+            self._move(node_id, member, ChangeCause.SILENT)
+        if member.state is not MemberState.SUSPECT:
             return
         broken_s = 0.0 if member.broken is None else now - member.broken
         if silent_s >= pace.dead_s * patience or broken_s >= pace.broken_s * patience:
-            self._move(node_id, member, Why.GIVEN_UP)
+            self._move(node_id, member, ChangeCause.GIVEN_UP)
 
     def _fall_back(self, node_id: str, member: _Member, now: float) -> bool:
         """Whether another incarnation still has a link, and counts from now on.
@@ -279,23 +279,23 @@ class Membership:
         self._events.append(Duplicate(node_id, (one.boot_id, other.boot_id), (one.address, other.address)))
         for boot_id in {link.boot_id for link in member.links.values()}:
             self._end(member, boot_id)
-        self._move(node_id, member, Why.TWINS)
+        self._move(node_id, member, ChangeCause.TWINS)
 
     def _here(self, node_id: str, member: _Member, boot_id: str, now: float) -> None:
         """Incarnation `boot_id` has a link: it is the one that counts."""
         before = member.boot_id
         if before and before != boot_id:
-            if member.state in (State.ALIVE, State.SUSPECT):
-                self._move(node_id, member, Why.ENDED)
+            if member.state in (MemberState.ALIVE, MemberState.SUSPECT):
+                self._move(node_id, member, ChangeCause.ENDED)
             if not member.linked(before):
                 member.retire(before)
         member.boot_id, member.heard, member.broken = boot_id, now, None
-        if member.state is State.ALIVE:
+        if member.state is MemberState.ALIVE:
             return
-        if before and member.state in (State.DEAD, State.LEFT):
-            self._move(node_id, member, Why.RETURNED if before == boot_id else Why.RESTARTED)
+        if before and member.state in (MemberState.DEAD, MemberState.LEFT):
+            self._move(node_id, member, ChangeCause.RETURNED if before == boot_id else ChangeCause.RESTARTED)
         else:
-            self._move(node_id, member, Why.LINKED)
+            self._move(node_id, member, ChangeCause.LINKED)
 
     def _end(self, member: _Member, boot_id: str) -> None:
         member.retire(boot_id)
@@ -306,7 +306,7 @@ class Membership:
             del member.links[link]
             del self._of_link[link]
 
-    def _move(self, node_id: str, member: _Member, why: Why) -> None:
+    def _move(self, node_id: str, member: _Member, why: ChangeCause) -> None:
         before = member.state
-        member.state = MOVES[before, why]
+        member.state = TRANSITIONS[before, why]
         self._events.append(Change(node_id, before, member.state, why, member.boot_id))

@@ -1,7 +1,8 @@
 """This node among the others: links, beats, what it believes, and what follows from it.
 
-Everything is decided in `cluster/`; here it is heard, said and carried out. `Conductor` forms the epochs that
-this node coordinates, `Guest` runs a rank of somebody else's, `Follower` sends requests to where rank 0 is.
+Everything is decided in `cluster/`; here it is heard, said and carried out. `GroupController` forms the
+epochs that this node coordinates, `HostedRank` runs a rank of somebody else's, `ForwardingBackend` sends
+requests to where rank 0 is.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from dataclasses import replace
 from functools import partial
 
 from ..config import Settings
-from ..diagnostics.failure_files import Records
-from ..diagnostics.reachability import Reach
+from ..diagnostics.failure_files import FailureFiles
+from ..diagnostics.reachability import Reachability
 from ..errors import Code, GroupError, MlxtpError, ProtocolError, UserError
-from ..gateway.forwarding import Follower
-from ..groups.controller import Conductor
-from ..groups.fabric_bench import Fabric
-from ..groups.health import State as Serves
-from ..groups.hosted_rank import Guest
+from ..gateway.forwarding import ForwardingBackend
+from ..groups.controller import GroupController
+from ..groups.fabric_bench import FabricBench
+from ..groups.health import ServingState as Serves
+from ..groups.hosted_rank import HostedRank
 from ..groups.lifecycle import ABOUT_TO_STOP, Supervisor
 from ..groups.local_rank import WORKER, Worker
 from ..identity.store import Identity
-from ..models.local_model import ModelHere
-from ..models.model_queue import Switching
-from ..models.selection import Wishes
-from ..models.transfers import Getting
+from ..models.local_model import LocalModel
+from ..models.model_queue import ModelSwitcher
+from ..models.selection import ModelSelection
+from ..models.transfers import TransferCoordinator
 from ..placement.cost_model import Measured
 from ..wire.base import Message
 from ..wire.certificates import NodeIdentity
@@ -78,32 +79,32 @@ from ..wire.cluster_messages import (
 from ..wire.codecs import printable
 from ..wire.machine import Machine
 from ..wire.messages import PROTOCOL_VERSION, Error
-from .cluster_state import Beliefs
+from .cluster_state import ClusterState
 from .compatibility import Build, compare
-from .failure_detector import Change, Duplicate, State
-from .leadership import Coordination, Situation
-from .links import ControlLink, Neighbours
-from .machine_reports import MachineHere
+from .failure_detector import Change, Duplicate, MemberState
+from .leadership import Leadership, Situation
+from .links import ControlLink, PeerLinks
+from .machine_reports import MachineReports
 from .membership import Membership
 from .own_build import flags_of, versions_here
 from .persistence import Saving
 from .reconcile import (
     Action,
+    ClusterView,
     FormEpoch,
     HandOver,
     StopEpoch,
     TryGroup,
-    View,
     Wait,
     drained_by,
     may_leave,
     refusal,
 )
 from .roster_proofs import RosterProofs, remover_of
-from .rtt import ASK_S, Echoes
-from .saved_state import Kept, load
-from .surroundings import Knowledge
-from .token_issuing import Issuing
+from .rtt import ASK_S, RoundTripTimes
+from .saved_state import SavedState, load
+from .surroundings import PeerInfo
+from .token_issuing import TokenIssuing
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +114,8 @@ REPORT_S = 10.0
 """How often this machine's memory, addresses and power are read again."""
 
 
-class Cluster:
-    """Implements `neighbours.Events`. Everything runs in one event loop; `live` is its heart."""
+class NodeLoop:
+    """Implements `links.LinkEvents`. Everything runs in one event loop; `live` is its heart."""
 
     may_leave = False
     """Whether the others can do without this node, once it is about to stop."""
@@ -148,7 +149,7 @@ class Cluster:
         self.name = printable(settings.name)  # the system's name of a Mac is not ours to refuse
         self.boot_id = secrets.token_hex(8)
         self._versions, self._flags = versions_here(), flags_of(settings)
-        self.knowledge = Knowledge(machines={self.node_id: machine})
+        self.knowledge = PeerInfo(machines={self.node_id: machine})
         self.listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: ()
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
         """By node id: the boot ids of two machines that had it at once, and what was said about it."""
@@ -157,24 +158,24 @@ class Cluster:
         self.coordination = self._remembered(kept.beliefs, now)
         others = [node for node in self.coordination.roster.members() if node != self.node_id]
         self.membership = Membership(self.node_id, self.boot_id, others, now)
-        self.neighbours = Neighbours(self.node_id, self.hello, self._judge, self)
+        self.neighbours = PeerLinks(self.node_id, self.hello, self._judge, self)
         self._saving = Saving(settings.home, self.neighbours.tell_all)
-        self.getting = Getting(self)
-        self.model = ModelHere(
+        self.getting = TransferCoordinator(self)
+        self.model = LocalModel(
             settings.draft_model, self._model_changed, self.getting.get, settings.model_folders
         )
-        self.guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
+        self.guest = HostedRank(settings, self.model.folder, self.neighbours.send, worker)
         self.guest.last_epoch = kept.beliefs.epoch
-        self.trial_guest = Guest(settings, self.model.folder, self.neighbours.send, worker)
-        self.machine = MachineHere(self)
-        self.conductor = Conductor(self)
-        self.fabric = Fabric(self, self.conductor)
-        self.records = Records(self)
-        self.echoes, self.reach = Echoes(self.node_id, self.neighbours), Reach(self)
-        self.issuing = Issuing(self)
-        self.follower = Follower(self)
-        self.switching = Switching(self, lambda: self._unplanned, self.conductor.no_place)
-        self.wishes = Wishes(self, self.conductor.no_place)
+        self.trial_guest = HostedRank(settings, self.model.folder, self.neighbours.send, worker)
+        self.machine = MachineReports(self)
+        self.conductor = GroupController(self)
+        self.fabric = FabricBench(self, self.conductor)
+        self.records = FailureFiles(self)
+        self.echoes, self.reach = RoundTripTimes(self.node_id, self.neighbours), Reachability(self)
+        self.issuing = TokenIssuing(self)
+        self.follower = ForwardingBackend(self)
+        self.switching = ModelSwitcher(self, lambda: self._unplanned, self.conductor.no_place)
+        self.wishes = ModelSelection(self, self.conductor.no_place)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
         self.on_gone: Callable[[str], None] = lambda _node_id: None
@@ -188,10 +189,10 @@ class Cluster:
         self.over.add_done_callback(_retrieved)
         self.model.want(self.coordination.desired)
 
-    def _remembered(self, kept: Beliefs, now: float) -> Coordination:
+    def _remembered(self, kept: ClusterState, now: float) -> Leadership:
         """Begin with what was kept, signed where this node can, and with this node as a member."""
         identity, beliefs = self.identity, replace(kept, roster=self._proofs.completed(kept.roster))
-        found = Coordination(self.node_id, beliefs, now, founder=identity.authority is not None)
+        found = Leadership(self.node_id, beliefs, now, founder=identity.authority is not None)
         if self.node_id not in found.roster.members():
             found.admit(self.node_id, self.name, identity.fingerprint, self._proofs.own)
         return found
@@ -640,7 +641,7 @@ class Cluster:
 
     def _tell(self, event: Change | Duplicate) -> None:
         if isinstance(event, Change):
-            level = logging.INFO if event.after is not State.DEAD else logging.WARNING
+            level = logging.INFO if event.after is not MemberState.DEAD else logging.WARNING
             log.log(level, "%s is %s: %s", self.name_of(event.node_id), event.after, event.why)
             return
         self._twins(
@@ -709,7 +710,7 @@ class Cluster:
             self._told_why = said
             log.warning("%s is not served: %s", said[0], self._unplanned)
 
-    def _why_draining(self, view: View) -> str:
+    def _why_draining(self, view: ClusterView) -> str:
         """Why this node takes no new requests: it, or a rank of its group, is about to stop."""
         if self.node_id in view.draining:
             return ABOUT_TO_STOP
@@ -718,7 +719,7 @@ class Cluster:
         return ""
 
     async def _save(self) -> None:
-        await self._saving.save(Kept(self.coordination.kept(), self.peers()))
+        await self._saving.save(SavedState(self.coordination.kept(), self.peers()))
 
     def woke(self, slept_s: float) -> None:
         """This machine slept: the others have given it up meanwhile, and their links say so only later."""

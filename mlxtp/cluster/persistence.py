@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import UserError
 from ..wire.cluster_messages import RosterSaved
 from .cluster_state import Roster
-from .saved_state import Kept, save
+from .saved_state import SavedState, save
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ class Saving:
         self._home = home
         self._on_roster = on_roster
         self._disk = ThreadPoolExecutor(1, "saving")
-        self._latest: Kept | None = None  # that is written, or waits for the thread
+        self._latest: SavedState | None = None  # that is written, or waits for the thread
         self._roster: Roster | None = None  # of the file
         self._problem = ""
         self._rosters: dict[str, int] = {}
         """The digest of the roster on each other member's disk."""
         self._reported = asyncio.Event()
 
-    async def save(self, kept: Kept) -> None:
+    async def save(self, kept: SavedState) -> None:
         """Write what is kept, unless the file has it or is about to."""
         if kept == self._latest:
             return

@@ -1,6 +1,6 @@
 """What the coordinator does next, and what everybody else may refuse. Pure.
 
-`decide` looks at one `View` and names one action; the same view always gives the same action. Only the
+`decide` looks at one `ClusterView` and names one action; the same view always gives the same action. Only the
 coordinator forms epochs. Rank 0 of an epoch is its owner: whoever loses the coordination keeps the epoch that
 it owns running until the new coordinator has decided, so that a partition that heals interrupts nobody
 without need.
@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..wire.cluster_messages import DesiredState
-from .cluster_state import Claim
-from .failure_detector import Standing, State
+from .cluster_state import LeaderClaim
+from .failure_detector import MemberState, MemberStatus
 
 MUCH = 1.05
 """How many times better a plan must be to count as better: what is measured wavers by a few percent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GroupPlan:
     """Node ids in rank order, and what plans are compared by: the first number that differs much decides.
 
     `backend` is "none", "ring" or "jaccl". `proven`: this group has formed and proved itself before.
@@ -34,11 +34,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningEpoch:
     """An epoch that is there. `boots` are the boot ids its participants had, in rank order.
 
     `model` and `desired` (a version) are what it was formed for. Of an epoch that another node owns, `boots`
-    may be empty. `draining`: it takes no new requests, and ends with its last one. `backend` as in `Plan`.
+    may be empty. `draining`: it takes no new requests, and ends with its last one. `backend` as in
+    `GroupPlan`.
     """
 
     number: int
@@ -63,7 +64,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing:
+class NoAction:
     """All is as it should be, or somebody else's to decide."""
 
 
@@ -72,7 +73,7 @@ class FormEpoch:
     """Form epoch `number` of these nodes; `boots` are their boot ids, in rank order."""
 
     number: int
-    plan: Plan
+    plan: GroupPlan
     boots: tuple[str, ...]
 
 
@@ -81,7 +82,7 @@ class TryGroup:
     """Form this group as epoch `number` beside what serves, see it prove itself, and end it again."""
 
     number: int
-    plan: Plan
+    plan: GroupPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,11 @@ class Wait:
     for_requests: bool = False
 
 
-Action = Nothing | FormEpoch | TryGroup | StopEpoch | HandOver | Wait
+Action = NoAction | FormEpoch | TryGroup | StopEpoch | HandOver | Wait
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ClusterView:
     """Everything a decision depends on. Times are of the caller's clock, in seconds.
 
     running        the epoch this node owns or takes part in
@@ -131,12 +132,12 @@ class View:
     now: float
     self_id: str
     leading: bool
-    claim: Claim
-    standings: Mapping[str, Standing]
+    claim: LeaderClaim
+    standings: Mapping[str, MemberStatus]
     desired: DesiredState
-    running: Running | None = None
-    others: Sequence[Running] = ()
-    plan: Plan | None = None
+    running: RunningEpoch | None = None
+    others: Sequence[RunningEpoch] = ()
+    plan: GroupPlan | None = None
     refusal: str = ""
     epoch: int = 0
     untold: Sequence[str] = ()
@@ -175,7 +176,7 @@ def better(one: Sequence[float], other: Sequence[float]) -> bool:
     return False
 
 
-def decide(view: View) -> Action:
+def decide(view: ClusterView) -> Action:
     """What this node does next."""
     mine = view.running
     if mine is not None and (reason := _lost(view, mine)):
@@ -189,7 +190,7 @@ def decide(view: View) -> Action:
     return _form(view)
 
 
-def drained_by(view: View) -> tuple[str, ...]:
+def drained_by(view: ClusterView) -> tuple[str, ...]:
     """Who of the epoch that this node owns is about to stop: it takes no new requests then."""
     mine = view.running
     if mine is None or mine.owner != view.self_id:
@@ -197,7 +198,7 @@ def drained_by(view: View) -> tuple[str, ...]:
     return tuple(node_id for node_id in mine.ranks if node_id in view.draining)
 
 
-def may_leave(view: View) -> bool:
+def may_leave(view: ClusterView) -> bool:
     """Whether a node that is about to stop leaves nobody in the lurch, but for its own clients' requests.
 
     Where a group is possible without it, it waits until it coordinates none and has no rank in any. Else
@@ -212,7 +213,7 @@ def may_leave(view: View) -> bool:
     return all(other.draining and not other.open_requests for other in theirs) and bool(theirs)
 
 
-def refusal(sender: str, number: int, claim: Claim, joined: int) -> str | None:
+def refusal(sender: str, number: int, claim: LeaderClaim, joined: int) -> str | None:
     """Why a node does not take part in epoch `number` when `sender` asks it to; None when it does.
 
     `claim` is what it believes, `joined` the last epoch it took part in, which it ends for a newer one.
@@ -225,45 +226,45 @@ def refusal(sender: str, number: int, claim: Claim, joined: int) -> str | None:
     return None
 
 
-def _lost(view: View, mine: Running) -> str:
+def _lost(view: ClusterView, mine: RunningEpoch) -> str:
     """Who is gone from an epoch: its owner looks at all, the others at the owner."""
     watched = range(len(mine.ranks)) if mine.owner == view.self_id else range(1)
     for rank in watched:
         node_id = mine.ranks[rank]
         if not view.present(node_id):
             standing = view.standings.get(node_id)
-            state = standing.state if standing else State.AWAY
-            how = "its link broke" if state is State.SUSPECT else f"it is {state}"
+            state = standing.state if standing else MemberState.AWAY
+            how = "its link broke" if state is MemberState.SUSPECT else f"it is {state}"
             return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
         if view.boot_id(node_id) != mine.boots[rank]:
             return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): its agent was started anew"
     return ""
 
 
-def _unwanted(view: View, mine: Running) -> str:
+def _unwanted(view: ClusterView, mine: RunningEpoch) -> str:
     if mine.serves(view.desired):
         return ""
     return f"{view.desired.model} is wanted now" if view.desired.model else f"{mine.model} was unloaded"
 
 
-def _follow(view: View) -> Action:
+def _follow(view: ClusterView) -> Action:
     mine = view.running
     if mine is None or mine.owner != view.self_id:
-        return Nothing()
+        return NoAction()
     for other in _elsewhere(view):
         if other.ready and other.owner == view.claim.node_id and not better(mine.key, other.key):
             reason = f"{view.name(other.owner)} coordinates and serves the model"
             return _when_idle(view, [mine], StopEpoch(reason))
-    return Nothing()
+    return NoAction()
 
 
-def _improve(view: View, mine: Running) -> Action:
+def _improve(view: ClusterView, mine: RunningEpoch) -> Action:
     """The coordinator's own epoch goes on, unless something clearly better waits, or somebody of it stops."""
     if drained_by(view) and view.plan is not None:
         who = ", ".join(map(view.name, drained_by(view)))
         return StopEpoch(f"{who} is about to stop, and another group goes on")
     if not mine.ready:
-        return Nothing()
+        return NoAction()
     best = _best(other for other in _elsewhere(view) if other.ready)
     if best is not None and better(best.key, mine.key):
         return _unrest(view) or _when_idle(
@@ -271,14 +272,14 @@ def _improve(view: View, mine: Running) -> Action:
         )
     plan = view.plan
     if plan is None or plan.ranks[0] != view.self_id or not better(plan.key, mine.key):
-        return Nothing()  # a group whose rank 0 is elsewhere cannot be tried from here
+        return NoAction()  # a group whose rank 0 is elsewhere cannot be tried from here
     return _replace(view, mine, plan)
 
 
-def _replace(view: View, mine: Running, plan: Plan) -> Action:
+def _replace(view: ClusterView, mine: RunningEpoch, plan: GroupPlan) -> Action:
     """A better plan takes the place of the running group once it is known to form."""
     if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
-        return Nothing()
+        return NoAction()
     newcomers = [node_id for node_id in plan.ranks if node_id not in mine.ranks]
     relied_on = max((view.shaky.get(node_id, 0.0) for node_id in newcomers), default=0.0)
     if view.now < relied_on:
@@ -290,10 +291,10 @@ def _replace(view: View, mine: Running, plan: Plan) -> Action:
     return _unrest(view) or _when_idle(view, [mine], StopEpoch(f"a better group is there with {who}"))
 
 
-def _form(view: View) -> Action:
+def _form(view: ClusterView) -> Action:
     """The coordinator has no epoch of its own."""
     if not view.desired.model:
-        return Nothing()
+        return NoAction()
     if waiting := _unrest(view):
         return waiting
     best, plan = _best(_elsewhere(view)), view.plan
@@ -304,10 +305,10 @@ def _form(view: View) -> Action:
     return _form_plan(view, plan)
 
 
-def _form_plan(view: View, plan: Plan) -> Action:
+def _form_plan(view: ClusterView, plan: GroupPlan) -> Action:
     if plan.ranks[0] != view.self_id:
         return HandOver(plan.ranks[0])
-    silent = [node_id for node_id in plan.ranks if view.standings[node_id].state is not State.ALIVE]
+    silent = [node_id for node_id in plan.ranks if view.standings[node_id].state is not MemberState.ALIVE]
     if silent:
         return Wait(f"{view.name(silent[0])} is silent")
     if view.now < view.hold_until:
@@ -320,7 +321,7 @@ def _form_plan(view: View, plan: Plan) -> Action:
     return _when_idle(view, _elsewhere(view), action)
 
 
-def _elsewhere(view: View) -> list[Running]:
+def _elsewhere(view: ClusterView) -> list[RunningEpoch]:
     """The epochs of others that serve what is wanted, and whose owners are here and stay."""
     return [
         other
@@ -332,15 +333,15 @@ def _elsewhere(view: View) -> list[Running]:
     ]
 
 
-def _best(epochs: Iterable[Running]) -> Running | None:
-    best: Running | None = None
+def _best(epochs: Iterable[RunningEpoch]) -> RunningEpoch | None:
+    best: RunningEpoch | None = None
     for other in sorted(epochs, key=lambda running: running.owner):
         if best is None or better(other.key, best.key):
             best = other
     return best
 
 
-def _unrest(view: View) -> Wait | None:
+def _unrest(view: ClusterView) -> Wait | None:
     if view.untold:
         return Wait(f"{view.name(view.untold[0])} has not yet told what it knows")
     if view.now < view.settled_at:
@@ -348,7 +349,7 @@ def _unrest(view: View) -> Wait | None:
     return None
 
 
-def _when_idle(view: View, epochs: Iterable[Running], action: Action) -> Action:
+def _when_idle(view: ClusterView, epochs: Iterable[RunningEpoch], action: Action) -> Action:
     """Nobody's request is cut without need; but neither do requests that never end hold up the cluster."""
     requests = sum(epoch.open_requests for epoch in epochs)
     since = view.now if view.waiting_since is None else view.waiting_since

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 
 from ..errors import MlxtpError
 from ..wire.cluster_messages import MAX_TRIP_US, Echo, Trip
-from .links import ControlLink, Neighbours
+from .links import ControlLink, PeerLinks
 
 ASK_S = 2.0
 _KEPT = 15
 """Trips of half a minute: the best of them is what the link takes, the others were held up in an agent."""
 
 
-class Echoes:
+class RoundTripTimes:
     """Asked every ASK_S, answered at once. Times are in seconds of a clock that does not jump."""
 
-    def __init__(self, node_id: str, neighbours: Neighbours) -> None:
+    def __init__(self, node_id: str, neighbours: PeerLinks) -> None:
         self._node_id = node_id
         self._neighbours = neighbours
         self._asked: dict[str, int] = {}

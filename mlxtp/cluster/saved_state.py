@@ -18,7 +18,7 @@ from ..identity.private_files import write_private
 from ..wire.base import U63
 from ..wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
 from ..wire.codecs import FieldCodec, integer, record, records, text, texts
-from .cluster_state import MAX_ENTRIES, Beliefs, Claim, Roster
+from .cluster_state import MAX_ENTRIES, ClusterState, LeaderClaim, Roster
 
 FILE = "state.json"
 FORMAT = 3
@@ -43,14 +43,14 @@ _NO_SIGNATURE = {each.name: each.default for each in fields(RosterEntry) if each
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedState:
     """What is in the file. `peers` has the addresses ("ip:port") at which each node was last reached."""
 
-    beliefs: Beliefs = field(default_factory=Beliefs)
+    beliefs: ClusterState = field(default_factory=ClusterState)
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def to_text(kept: Kept) -> str:
+def to_text(kept: SavedState) -> str:
     """The file's text. Raises ValueError for what could not be read back."""
     beliefs = kept.beliefs
     values: dict[str, Any] = {
@@ -67,7 +67,7 @@ def to_text(kept: Kept) -> str:
     return text
 
 
-def from_text(text: str) -> Kept:
+def from_text(text: str) -> SavedState:
     """What such a text says. Raises ValueError with what is wrong with it."""
     table = json.loads(text)
     if type(table) is not dict or type(table.get("format")) is not int:
@@ -87,13 +87,13 @@ def from_text(text: str) -> Kept:
             values[name] = codec.from_wire(table[name])
         except ValueError as error:
             raise ValueError(f"{name}: expected {error}") from None
-    beliefs = Beliefs(
-        Claim(values["term"], values["coordinator"]),
+    beliefs = ClusterState(
+        LeaderClaim(values["term"], values["coordinator"]),
         values["desired"],
         Roster().merged(values["roster"]),
         values["epoch"],
     )
-    return Kept(beliefs, _peers(table["peers"]))
+    return SavedState(beliefs, _peers(table["peers"]))
 
 
 def _said(desired: Any) -> Any:
@@ -118,7 +118,7 @@ def _peers(value: Any) -> dict[str, tuple[str, ...]]:
         raise ValueError(f"peers: expected {error}") from None
 
 
-def load(home: Path) -> tuple[Kept, str]:
+def load(home: Path) -> tuple[SavedState, str]:
     """What the agent with this home remembers, and a sentence for its person when something was wrong.
 
     A missing file is a first start. Raises UserError when the file is there and cannot be opened.
@@ -128,9 +128,9 @@ def load(home: Path) -> tuple[Kept, str]:
         with path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        return Kept(), ""
+        return SavedState(), ""
     except IsADirectoryError:
-        return Kept(), _unusable(path, "it is a folder")
+        return SavedState(), _unusable(path, "it is a folder")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     try:
@@ -138,10 +138,10 @@ def load(home: Path) -> tuple[Kept, str]:
             raise ValueError(f"it is longer than {_MAX_BYTES} bytes")
         return from_text(data.decode()), ""
     except (ValueError, RecursionError) as error:
-        return Kept(), _unusable(path, error)
+        return SavedState(), _unusable(path, error)
 
 
-def save(home: Path, kept: Kept) -> None:
+def save(home: Path, kept: SavedState) -> None:
     """Replace the file. Raises UserError when that cannot be done; the file is then what it was."""
     try:
         write_private(home / FILE, to_text(kept).encode())

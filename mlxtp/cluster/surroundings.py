@@ -1,4 +1,4 @@
-"""What `Conductor` and `Follower` see of the node they belong to."""
+"""What `GroupController` and `ForwardingBackend` see of the node they belong to."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..config import Settings
-from ..groups.hosted_rank import Guest
+from ..groups.hosted_rank import HostedRank
 from ..groups.lifecycle import Supervisor
 from ..identity.store import Identity
-from ..models.local_model import ModelHere
+from ..models.local_model import LocalModel
 from ..placement.cost_model import Measured
 from ..wire.cluster_messages import DesiredState, ModelStatus, Serving
 from ..wire.machine import Machine
-from .leadership import Coordination
-from .links import Neighbours
+from .leadership import Leadership
+from .links import PeerLinks
 from .membership import Membership
 
 
 @dataclass(slots=True)
-class Knowledge:
+class PeerInfo:
     """What other nodes told of themselves, by node id."""
 
     machines: dict[str, Machine] = field(default_factory=dict)
@@ -53,13 +53,13 @@ class Surroundings(Protocol):
     boot_id: str
     name: str
     waiting: str
-    knowledge: Knowledge
-    coordination: Coordination
+    knowledge: PeerInfo
+    coordination: Leadership
     membership: Membership
-    neighbours: Neighbours
+    neighbours: PeerLinks
     supervisor: Supervisor
-    model: ModelHere
-    guest: Guest
+    model: LocalModel
+    guest: HostedRank
 
     def name_of(self, node_id: str) -> str:
         """What people call a node."""

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0
 
 
-class Issuing:
+class TokenIssuing:
     """`desk` makes a new token for the member that asks, on the Mac that can; None elsewhere."""
 
     def __init__(self, cluster: Surroundings) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from .facts import Facts
+from .facts import MachineFacts
 
 
 class Level(StrEnum):
@@ -36,7 +36,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckRow:
     """One line of the doctor's table.
 
     `looks_at`, `why` and `fix` are for people: what is looked at, why that matters, and what mends it.
@@ -48,7 +48,7 @@ class Row:
     looks_at: str
     why: str
     fix: str
-    check: Callable[[Facts], Iterable[Finding]]
+    check: Callable[[MachineFacts], Iterable[Finding]]
     systems: tuple[str, ...] = ("macos", "linux", "other")
 
 
@@ -56,7 +56,7 @@ class Row:
 class Examined:
     """A row and what was found there, at least one thing."""
 
-    row: Row
+    row: CheckRow
     findings: tuple[Finding, ...]
 
     @property
@@ -65,14 +65,14 @@ class Examined:
         return max((each.level for each in self.findings), key=ORDER.index)
 
 
-def examine(rows: Iterable[Row], facts: Facts) -> tuple[Examined, ...]:
+def examine(rows: Iterable[CheckRow], facts: MachineFacts) -> tuple[Examined, ...]:
     """What is found on this machine, in the order of the rows; those with nothing to say are left out."""
     here = (row for row in rows if facts.machine.system in row.systems)
     found = (Examined(row, tuple(row.check(facts))) for row in here)
     return tuple(each for each in found if each.findings)
 
 
-def to_json(examined: Sequence[Examined], facts: Facts) -> Mapping[str, Any]:
+def to_json(examined: Sequence[Examined], facts: MachineFacts) -> Mapping[str, Any]:
     """As `mlxtp doctor --json` prints it; `docs/doctor.md` names the fields."""
     rows = [
         {

@@ -21,8 +21,8 @@ from zeroconf import Error as ZeroconfError
 from ..api.endpoint import Endpoint
 from ..api.https_certificates import here_and_now
 from ..api.server import bind
-from ..cluster.node import Cluster
-from ..cluster.saved_state import Kept
+from ..cluster.node import NodeLoop
+from ..cluster.saved_state import SavedState
 from ..config import Settings, is_loopback
 from ..discovery.dialer import Dialer
 from ..discovery.multicast import Network
@@ -32,7 +32,7 @@ from ..groups import wired_memory
 from ..groups.lifecycle import Supervisor
 from ..placement import hardware
 from ..placement import probe_settings as probes
-from ..placement.hardware import Run, run_as_self, run_command
+from ..placement.hardware import RunProbe, run_as_self, run_command
 from ..placement.probe_output import Output
 from ..wire.blocking import listen
 from ..wire.machine import Machine
@@ -43,19 +43,19 @@ from .facts import (
     Attempt,
     ClockFacts,
     Disk,
-    Facts,
     FirewallFacts,
     IdentityFacts,
+    MachineFacts,
     MemberFacts,
+    MemoryRoom,
     ModelFacts,
     NetworkFacts,
-    Port,
+    PortFacts,
     PowerFacts,
-    Room,
     Software,
 )
 from .local_facts import in_time, problem_of, slow
-from .reachability import Answer, attempts
+from .reachability import ReachabilityReply, attempts
 from .rows import ROWS
 
 LISTEN_S = 1.5
@@ -74,8 +74,8 @@ class Checkup:
         settings: Settings,
         problem: str = "",
         *,
-        run: Run = run_command,
-        run_as_self: Run = run_as_self,
+        run: RunProbe = run_command,
+        run_as_self: RunProbe = run_as_self,
         system: str = sys.platform,
     ) -> None:
         self._settings = settings
@@ -90,7 +90,7 @@ class Checkup:
         facts = await self.facts()
         return to_json(examine(ROWS, facts), facts)
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> MachineFacts:
         """Everything, in some seconds: the slowest part of it is `system_profiler`."""
         settings = self._settings
         self._crashed = []
@@ -106,7 +106,7 @@ class Checkup:
         )
         members = await self._members(machine)
         sent = await asyncio.to_thread(local_facts.sent, [each for member in members for each in member.ours])
-        return Facts(
+        return MachineFacts(
             name=settings.name or socket.gethostname().partition(".")[0],
             now=here_and_now(),
             machine=machine,
@@ -137,7 +137,7 @@ class Checkup:
     async def _members(self, machine: Machine) -> tuple[MemberFacts, ...]:
         """Those that the home remembers, tried from here."""
         kept, identity = await asyncio.gather(
-            self._in_time(lambda: local_facts.kept_at(self._settings.home), Kept()),
+            self._in_time(lambda: local_facts.kept_at(self._settings.home), SavedState()),
             self._in_time(lambda: local_facts.stored(self._settings.home)[0], None),
         )
         if identity is None or identity.membership is None:
@@ -153,7 +153,7 @@ class Checkup:
             for (name, _), ours in zip(others, tried, strict=True)
         )
 
-    def _ports(self) -> tuple[Port, ...]:
+    def _ports(self) -> tuple[PortFacts, ...]:
         """Whether an agent that starts now gets its ports."""
         settings = self._settings
         if self._problem:
@@ -209,7 +209,7 @@ class Checkup:
     async def _wrong_settings(self) -> tuple[str, ...]:
         return await self._in_time(lambda: local_facts.wrong_settings(self._settings.home), ())
 
-    async def _room(self) -> Room:
+    async def _room(self) -> MemoryRoom:
         settings = self._settings
         memory = await asyncio.to_thread(look_at_memory)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -217,7 +217,7 @@ class Checkup:
         models = await self._in_time(local_facts.models_folder, settings.home)
         folders = {"mlxtp's own files": settings.home, "models": models}
         disks = [await self._disk(purpose, folder) for purpose, folder in folders.items()]
-        return Room(
+        return MemoryRoom(
             settings.limits.min_free_bytes,
             memory.critical,
             tuple(disks),
@@ -275,7 +275,7 @@ class AgentCheckup(Checkup):
         settings: Settings,
         supervisor: Supervisor,
         endpoint: Endpoint,
-        cluster: Cluster | None = None,
+        cluster: NodeLoop | None = None,
         dialer: Dialer | None = None,
     ) -> None:
         super().__init__(settings)
@@ -329,11 +329,11 @@ class AgentCheckup(Checkup):
             authority_linked=founder in cluster.neighbours.nodes(),
         )
 
-    def _ports(self) -> tuple[Port, ...]:
+    def _ports(self) -> tuple[PortFacts, ...]:
         cluster = self._cluster
         told = [("endpoint", "--http", self._endpoint.url.rpartition("/")[2])]
         told += [("control port", "--control", each) for each in (cluster.addresses if cluster else ())[:6]]
-        return tuple(Port(name, flag, address, ours=True) for name, flag, address in told)
+        return tuple(PortFacts(name, flag, address, ours=True) for name, flag, address in told)
 
     async def _heard(self) -> tuple[bool, str, tuple[str, ...]]:
         dialer = self._dialer
@@ -355,7 +355,7 @@ class AgentCheckup(Checkup):
             for node_id, ours in zip(others, tried, strict=True)
         )
 
-    async def _answers(self, cluster: Cluster) -> Mapping[str, Answer]:
+    async def _answers(self, cluster: NodeLoop) -> Mapping[str, ReachabilityReply]:
         """What members say of the way to this one: to its control port, and to one drawn for this."""
         own = cluster.addresses
         hosts = dict.fromkeys(each.rpartition(":")[0] for each in own)
@@ -370,15 +370,15 @@ class AgentCheckup(Checkup):
 
     def _member(
         self,
-        cluster: Cluster,
+        cluster: NodeLoop,
         node_id: str,
         machine: Machine,
         ours: Sequence[Attempt],
-        answer: Answer | None,
+        answer: ReachabilityReply | None,
         *,
         heard: bool,
     ) -> MemberFacts:
-        told = answer or Answer(unasked="there is no link to it")
+        told = answer or ReachabilityReply(unasked="there is no link to it")
         status, theirs = cluster.knowledge.models.get(node_id), cluster.knowledge.machines.get(node_id)
         return MemberFacts(
             name=cluster.name_of(node_id),
@@ -401,7 +401,7 @@ def _alone(settings: Settings) -> bool:
     return settings.alone or settings.ranks > 1
 
 
-def _with_drawn(answer: Answer, port: int) -> Answer:
+def _with_drawn(answer: ReachabilityReply, port: int) -> ReachabilityReply:
     if answer.tries is None:
         return answer
     marked = (replace(each, drawn=each.address.endswith(f":{port}")) for each in answer.tries)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from .check_result import Finding, error, info, ok, warning
-from .facts import Certificate, Facts
+from .facts import Certificate, MachineFacts
 
 SOON = timedelta(days=14)
 """A certificate that ends within this time, and that nobody renews, is worth a word."""
@@ -16,7 +16,7 @@ SHOWN = 8
 """Digits of a hash: enough to tell two apart."""
 
 
-def of_agent(facts: Facts) -> Iterator[Finding]:
+def of_agent(facts: MachineFacts) -> Iterator[Finding]:
     """Whether an agent runs, and so from where all this was seen."""
     agent = facts.agent
     if agent.runs_here:
@@ -33,7 +33,7 @@ def of_agent(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def of_serving(facts: Facts) -> Iterator[Finding]:
+def of_serving(facts: MachineFacts) -> Iterator[Finding]:
     """Whether there is a model that answers."""
     agent = facts.agent
     if not agent.runs_here:
@@ -65,7 +65,7 @@ def of_serving(facts: Facts) -> Iterator[Finding]:
         yield info(f"failed groups of which something is kept: {agent.failures}", "mlxtp doctor --postmortem")
 
 
-def of_identity(facts: Facts) -> Iterator[Finding]:
+def of_identity(facts: MachineFacts) -> Iterator[Finding]:
     """Whether this machine can show who it is, and the cluster let others in."""
     identity = facts.identity
     if identity.problem:
@@ -100,7 +100,7 @@ def of_identity(facts: Facts) -> Iterator[Finding]:
         yield info(f"nobody new can join now: only {who} issues join tokens, and it cannot be asked")
 
 
-def _of_certificate(certificate: Certificate, facts: Facts) -> Finding:
+def _of_certificate(certificate: Certificate, facts: MachineFacts) -> Finding:
     until = f"{certificate.ends:%Y-%m-%d}"
     renew = "renew it, and restart mlxtp" if not certificate.renews else "restart mlxtp: it makes another one"
     if facts.now > certificate.ends:
@@ -126,7 +126,7 @@ def _of_lacking(problem: str) -> tuple[str, str, str]:
     return problem, "as it says", "a Mac that has not got the model takes no part in its group"
 
 
-def of_models(facts: Facts) -> Iterator[Finding]:
+def of_models(facts: MachineFacts) -> Iterator[Finding]:
     """Whether all members have the same files of the model."""
     model = facts.model
     if not facts.identity.cluster_id:

@@ -70,7 +70,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryRoom:
     """`min_free_bytes` is the memory below which nothing new is taken; `critical` the kernel's word on it."""
 
     min_free_bytes: int
@@ -81,7 +81,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class PortFacts:
     """A TCP port that an agent listens on. `problem`: why it cannot be had, empty if it can, or is ours."""
 
     name: str
@@ -141,7 +141,7 @@ class NetworkFacts:
     unicast: tuple[Attempt, ...] = ()
     listened: bool = False
     heard: tuple[str, ...] = ()
-    ports: tuple[Port, ...] = ()
+    ports: tuple[PortFacts, ...] = ()
     beyond_loopback: bool = False
     """Whether the endpoint is for other machines too."""
 
@@ -217,7 +217,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class MachineFacts:
     """Everything. `members` are the others of the cluster; `now` has a time zone.
 
     `wrong_settings` keep an agent from starting with this home; `crashed`: the errors of looks that failed.
@@ -228,7 +228,7 @@ class Facts:
     machine: Machine
     agent: AgentFacts
     software: Software
-    room: Room
+    room: MemoryRoom
     network: NetworkFacts
     firewall: FirewallFacts
     power: PowerFacts

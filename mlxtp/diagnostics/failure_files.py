@@ -25,12 +25,12 @@ _FILES_OF_A_MEMBER = 2
 """At least: what the agent knew, and its rank."""
 
 
-class Records:
+class FailureFiles:
     """Asks all members that have a link, and answers them."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
-        self._asked: dict[bytes, _Asked] = {}
+        self._asked: dict[bytes, _PendingReply] = {}
         self._answers: dict[str, asyncio.Task[None]] = {}
         """By who asked."""
 
@@ -38,7 +38,7 @@ class Records:
         """The fields of the files that others keep of this epoch, and as `told_by` whose each is; who does
         not answer in time is left out."""
         nonce = secrets.token_bytes(16)
-        asked = self._asked[nonce] = _Asked()
+        asked = self._asked[nonce] = _PendingReply()
         try:
             for node_id in sorted(self._cluster.neighbours.nodes()):
                 with contextlib.suppress(MlxtpError):  # it has just gone
@@ -94,7 +94,7 @@ class Records:
         await asyncio.gather(*answers, return_exceptions=True)
 
 
-class _Asked:
+class _PendingReply:
     """Who has still to answer, and what came."""
 
     def __init__(self) -> None:

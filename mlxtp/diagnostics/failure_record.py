@@ -11,7 +11,7 @@ _YEAR_9999 = 253_370_764_800
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """One forward of one rank, as in `wire/recording.py`; digests are keyed, and empty until it finished."""
 
     seq: int
@@ -50,10 +50,10 @@ class RankRecord:
     phase: str = ""
     phase_since_us: int = 0
     crash: str = ""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[RecordedStep, ...] = ()
 
     @property
-    def unfinished(self) -> Step | None:
+    def unfinished(self) -> RecordedStep | None:
         """The oldest of its steps that has no end."""
         return next((step for step in self.steps[-4:] if not step.finished_us), None)
 
@@ -123,11 +123,11 @@ _TEXTS = ("kind", "digest", "fed")
 """Fields of a step; the others are whole numbers."""
 
 
-def _step(fields: Mapping[str, Any]) -> Step:
+def _step(fields: Mapping[str, Any]) -> RecordedStep:
     values: dict[str, Any] = {
         name: (text if name in _TEXTS else whole)(value) for name, value in fields.items()
     }
-    return Step(**values)
+    return RecordedStep(**values)
 
 
 def whole(value: object) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, MlxtpError, code_of_exit, why_not_written
-from ..groups.health import Report
+from ..groups.health import FailureReport
 from ..identity.private_files import FILE_MODE, make_private_folder, write_private
 from ..wire.messages import Error, Pong
 from ..wire.recording import MAX_CRASH_BYTES, RECORDING_BYTES, Recording, Step, decode
@@ -73,7 +73,7 @@ class RankEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedEpoch:
     """What the agent knows of a failed epoch. `hosts` names the Macs of the ranks, in rank order, as far as
     this one knows."""
 
@@ -81,7 +81,7 @@ class Failed:
     node: str
     cause: MlxtpError
     hosts: tuple[str, ...] = ()
-    reports: tuple[Report, ...] = ()
+    reports: tuple[FailureReport, ...] = ()
     pongs: Mapping[int, Pong] | None = None
 
 
@@ -143,7 +143,7 @@ def read_recording(descriptor: int) -> bytes:
     return os.pread(descriptor, RECORDING_BYTES + MAX_CRASH_BYTES, 0)
 
 
-def keep(home: Path, failed: Failed, ends: Iterable[RankEnd]) -> Path:
+def keep(home: Path, failed: FailedEpoch, ends: Iterable[RankEnd]) -> Path:
     """Write the files of one failure and remove the oldest; returns its folder.
 
     Raises ConfigError when they cannot be written. It becomes the newest, also after the clock went back.
@@ -186,7 +186,7 @@ def epoch_id(key: bytes) -> str:
     return hashlib.blake2b(b"mlxtp epoch id", key=key, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def about_epoch(failed: Failed, now: float) -> dict[str, Any]:
+def about_epoch(failed: FailedEpoch, now: float) -> dict[str, Any]:
     """The fields of `epoch.json`. `now` is time.time()."""
     return {
         "kind": "epoch",

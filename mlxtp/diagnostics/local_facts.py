@@ -23,7 +23,7 @@ from cryptography import x509
 from ..api.api_keys import KeyFile
 from ..api.endpoint import NEVER
 from ..api.https_certificates import OWN_CERTIFICATE
-from ..cluster.saved_state import FILE, Kept, from_text
+from ..cluster.saved_state import FILE, SavedState, from_text
 from ..config import Settings, is_loopback, resolve_settings
 from ..discovery.multicast import addresses_up, send_something
 from ..errors import ConfigError, MlxtpError
@@ -31,9 +31,9 @@ from ..identity.store import Identity, Store
 from ..placement import probe_settings as probes
 from ..placement.probe_addresses import ipv4, self_assigned
 from ..placement.probe_output import NOT_INSTALLED, Output, Reading
-from ..wire.certificates import Membership
+from ..wire.certificates import MemberCertificates
 from ..wire.machine import Machine
-from .facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, Port, Software
+from .facts import Attempt, Certificate, Disk, FirewallFacts, IdentityFacts, Package, PortFacts, Software
 from .reachability import attempt
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ def stored(home: Path) -> tuple[Identity | None, str]:
         return None, error.detail
 
 
-def _of_membership(membership: Membership) -> list[Certificate]:
+def _of_membership(membership: MemberCertificates) -> list[Certificate]:
     named = (("this member", membership.certificate), ("the cluster", membership.authority))
     return [_certificate(name, x509.load_der_x509_certificate(der)) for name, der in named]
 
@@ -209,12 +209,12 @@ def _certificate(name: str, found: x509.Certificate, *, renews: bool = False) ->
     return Certificate(name, found.not_valid_before_utc, found.not_valid_after_utc, renews)
 
 
-def kept_at(home: Path) -> Kept:
+def kept_at(home: Path) -> SavedState:
     """What the home remembers; nothing where that cannot be read, which is for the agent to say."""
     try:
         return from_text((home / FILE).read_text())
     except (OSError, ValueError, RecursionError):
-        return Kept()
+        return SavedState()
 
 
 def text_of(path: Path) -> str:
@@ -318,7 +318,7 @@ async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 def free(
     name: str, flag: str, host: str, port: int, take: Callable[[str, int], socket.socket]
-) -> Port | None:
+) -> PortFacts | None:
     """Whether the port can be had now; None where any will do."""
     if not port:
         return None
@@ -326,10 +326,10 @@ def free(
     try:
         take(host, port).close()
     except OSError as error:
-        return Port(name, flag, address, ours=False, problem=error.strerror or str(error))
+        return PortFacts(name, flag, address, ours=False, problem=error.strerror or str(error))
     except ConfigError as error:
-        return Port(name, flag, address, ours=False, problem=error.detail)
-    return Port(name, flag, address, ours=False)
+        return PortFacts(name, flag, address, ours=False, problem=error.detail)
+    return PortFacts(name, flag, address, ours=False)
 
 
 def shared(tries: Iterable[Attempt], machine: Machine) -> tuple[Attempt, ...]:

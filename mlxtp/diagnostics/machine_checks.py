@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from ..placement.advice import ADDRESS, BRIDGE, CABLE, POWER, RDMA, RDMA_SINCE, THUNDERBOLT_5_GBPS, notes
 from ..wire.machine import Machine, Port
 from .check_result import Finding, error, info, ok, warning
-from .facts import Facts
+from .facts import MachineFacts
 
 GB = 10**9
 GIB = 2**30
@@ -23,7 +23,7 @@ FILES = 1024
 _RESTART = "restart this machine"
 
 
-def of_settings(facts: Facts) -> Iterator[Finding]:
+def of_settings(facts: MachineFacts) -> Iterator[Finding]:
     """Whether an agent would start with them."""
     for problem in facts.wrong_settings:
         yield error(problem, "mend it there; `mlxtp config show --origin` shows where each setting is from")
@@ -31,7 +31,7 @@ def of_settings(facts: Facts) -> Iterator[Finding]:
         yield ok("nothing is wrong in config.toml or in variables")
 
 
-def of_checks(facts: Facts) -> Iterator[Finding]:
+def of_checks(facts: MachineFacts) -> Iterator[Finding]:
     """Whether what is not said below is well, or only not known."""
     for problem in facts.crashed:
         yield warning(
@@ -42,7 +42,7 @@ def of_checks(facts: Facts) -> Iterator[Finding]:
         yield ok("all looks could be made")
 
 
-def of_python(facts: Facts) -> Iterator[Finding]:
+def of_python(facts: MachineFacts) -> Iterator[Finding]:
     """Whether this is a Python that MLX runs in."""
     software, machine = facts.software, facts.machine
     if version(software.python) < version(software.python_floor):
@@ -60,7 +60,7 @@ def of_python(facts: Facts) -> Iterator[Finding]:
     yield ok(f"{software.python} for {software.architecture}")
 
 
-def of_packages(facts: Facts) -> Iterator[Finding]:
+def of_packages(facts: MachineFacts) -> Iterator[Finding]:
     """Whether what mlxtp needs is installed, and new enough."""
     for package in facts.software.packages:
         needs = f"mlxtp needs {package.floor} or newer"
@@ -75,7 +75,7 @@ def of_packages(facts: Facts) -> Iterator[Finding]:
         yield ok(", ".join(f"{each.name} {each.installed}" for each in shown))
 
 
-def of_system(facts: Facts) -> Iterator[Finding]:
+def of_system(facts: MachineFacts) -> Iterator[Finding]:
     """Whether the system is new enough for MLX, and for RDMA."""
     machine = facts.machine
     if machine.system != "macos":
@@ -95,7 +95,7 @@ def of_system(facts: Facts) -> Iterator[Finding]:
 # --- Thunderbolt -----------------------------------------------------------------------------------------
 
 
-def of_rdma(facts: Facts) -> Iterator[Finding]:
+def of_rdma(facts: MachineFacts) -> Iterator[Finding]:
     """Whether ranks could exchange by RDMA."""
     machine = facts.machine
     found = list(_noted(machine, RDMA))
@@ -117,7 +117,7 @@ def _rdma_as_it_should_be(machine: Machine) -> Finding:
     return info(f"this Mac has none{'' if fast else f': {why}'}")
 
 
-def of_cables(facts: Facts) -> Iterator[Finding]:
+def of_cables(facts: MachineFacts) -> Iterator[Finding]:
     """Whether cables lead from Mac to Mac, in ports that carry RDMA."""
     machine = facts.machine
     yield from _noted(machine, CABLE)
@@ -131,7 +131,7 @@ def of_cables(facts: Facts) -> Iterator[Finding]:
         yield ok(f"{place(port)} leads to another Mac, {port.gbps or '?'} Gb/s")
 
 
-def of_bridge(facts: Facts) -> Iterator[Finding]:
+def of_bridge(facts: MachineFacts) -> Iterator[Finding]:
     """Whether the Thunderbolt bridge stands in the way of RDMA."""
     machine = facts.machine
     found = list(_noted(machine, BRIDGE))
@@ -144,7 +144,7 @@ def of_bridge(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def of_addresses(facts: Facts) -> Iterator[Finding]:
+def of_addresses(facts: MachineFacts) -> Iterator[Finding]:
     """Whether each cable has addresses that stay."""
     machine = facts.machine
     yield from _noted(machine, ADDRESS)
@@ -178,7 +178,7 @@ def _unread(machine: Machine, commands: tuple[str, ...]) -> str:
 # --- memory, disk, files ---------------------------------------------------------------------------------
 
 
-def of_gpu_memory(facts: Facts) -> Iterator[Finding]:
+def of_gpu_memory(facts: MachineFacts) -> Iterator[Finding]:
     """How much the GPU may wire, and whether somebody who is gone still holds some."""
     machine = facts.machine
     total, limit = machine.memory_bytes, machine.gpu_bytes
@@ -203,7 +203,7 @@ def of_gpu_memory(facts: Facts) -> Iterator[Finding]:
     yield ok(f"the GPU may wire {gb(limit)} of {gb(total)}; wired now: {gb(machine.wired_bytes)}")
 
 
-def of_memory(facts: Facts) -> Iterator[Finding]:
+def of_memory(facts: MachineFacts) -> Iterator[Finding]:
     """Whether there is memory for requests."""
     machine, room = facts.machine, facts.room
     free = machine.free_bytes
@@ -221,7 +221,7 @@ def of_memory(facts: Facts) -> Iterator[Finding]:
         yield ok(f"{gb(free)} of {gb(machine.memory_bytes)} are free")
 
 
-def of_disk(facts: Facts) -> Iterator[Finding]:
+def of_disk(facts: MachineFacts) -> Iterator[Finding]:
     """Whether there is room for models, and for what the agent keeps."""
     for disk in facts.room.disks:
         if disk.free_bytes is None:
@@ -240,7 +240,7 @@ def of_disk(facts: Facts) -> Iterator[Finding]:
             yield ok(what)
 
 
-def of_files(facts: Facts) -> Iterator[Finding]:
+def of_files(facts: MachineFacts) -> Iterator[Finding]:
     """Whether connections will not run out of descriptors."""
     number = facts.room.open_files
     if number < FILES:
@@ -254,7 +254,7 @@ def of_files(facts: Facts) -> Iterator[Finding]:
 # --- power -----------------------------------------------------------------------------------------------
 
 
-def of_power(facts: Facts) -> Iterator[Finding]:
+def of_power(facts: MachineFacts) -> Iterator[Finding]:
     """Whether this machine stays awake, fast, and comes back after a power cut."""
     machine, power = facts.machine, facts.power
     yield from _noted(machine, POWER)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..discovery.peer_cache import explain
 from .check_result import Finding, error, info, ok, warning
-from .facts import Attempt, Facts, MemberFacts
+from .facts import Attempt, MachineFacts, MemberFacts
 
 PRIVACY = 65
 """EHOSTUNREACH as macOS numbers it: with multicast, which needs no host, it is Local Network Privacy."""
@@ -20,7 +20,7 @@ _ALLOW = (
 )
 
 
-def of_local_network(facts: Facts) -> Iterator[Finding]:
+def of_local_network(facts: MachineFacts) -> Iterator[Finding]:
     """Whether macOS lets this process into the local network."""
     network = facts.network
     denied = [each for each in network.unicast if each.errno == PRIVACY]
@@ -46,7 +46,7 @@ def of_local_network(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def of_firewall(facts: Facts) -> Iterator[Finding]:
+def of_firewall(facts: MachineFacts) -> Iterator[Finding]:
     """Whether a firewall of this machine keeps others out."""
     wall = facts.firewall
     if wall.problem:
@@ -59,7 +59,7 @@ def of_firewall(facts: Facts) -> Iterator[Finding]:
         yield Finding(each.level, each.what) if not each.fix else info(each.what)
 
 
-def _of_macos(facts: Facts) -> Iterator[Finding]:
+def _of_macos(facts: MachineFacts) -> Iterator[Finding]:
     wall, program = facts.firewall, facts.software.program
     if wall.enabled is False:
         yield ok("off")
@@ -76,7 +76,7 @@ def _of_macos(facts: Facts) -> Iterator[Finding]:
         yield ok(f"on, and lets others in to {program}")
 
 
-def _of_linux(facts: Facts) -> Iterator[Finding]:
+def _of_linux(facts: MachineFacts) -> Iterator[Finding]:
     if facts.firewall.drops:
         yield info(
             "what no rule lets in is dropped; whether other members get in is said under Other members"
@@ -85,7 +85,7 @@ def _of_linux(facts: Facts) -> Iterator[Finding]:
         yield ok("no rule keeps connections out")
 
 
-def of_ports(facts: Facts) -> Iterator[Finding]:
+def of_ports(facts: MachineFacts) -> Iterator[Finding]:
     """Whether the agent has its ports, or could have them."""
     for port in facts.network.ports:
         if port.problem:
@@ -98,7 +98,7 @@ def of_ports(facts: Facts) -> Iterator[Finding]:
             yield ok(f"{port.name} {port.address} {'is ours' if port.ours else 'is free'}")
 
 
-def of_mdns(facts: Facts) -> Iterator[Finding]:
+def of_mdns(facts: MachineFacts) -> Iterator[Finding]:
     """Whether this machine hears others by multicast DNS (Bonjour)."""
     network = facts.network
     linked = [each for each in facts.members if each.linked]
@@ -124,7 +124,7 @@ def of_mdns(facts: Facts) -> Iterator[Finding]:
             yield info(f"not heard, and reached by address: {names(missed)}")
 
 
-def _multicast_problem(facts: Facts, said: str = "") -> Finding:
+def _multicast_problem(facts: MachineFacts, said: str = "") -> Finding:
     words = said or facts.network.multicast_problem
     fix = _ALLOW if "errno 65" in words else "see that a network is up, or name addresses: --peer HOST:PORT"
     return warning(words, fix) if facts.among_others else info(words, fix)
@@ -133,7 +133,7 @@ def _multicast_problem(facts: Facts, said: str = "") -> Finding:
 # --- members ---------------------------------------------------------------------------------------------
 
 
-def of_peers(facts: Facts) -> Iterator[Finding]:
+def of_peers(facts: MachineFacts) -> Iterator[Finding]:
     """Whether each member reaches this machine, and this machine each member."""
     if not facts.members:
         yield info("there are none" if facts.identity.cluster_id else "this machine belongs to no cluster")
@@ -220,7 +220,7 @@ def _tried(tries: tuple[Attempt, ...] | list[Attempt]) -> str:
 # --- time ------------------------------------------------------------------------------------------------
 
 
-def of_clock(facts: Facts) -> Iterator[Finding]:
+def of_clock(facts: MachineFacts) -> Iterator[Finding]:
     """Whether this clock is right, and the same as those of other members."""
     clock = facts.clock
     fix = (

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from ..errors import WEDGED_STATUS, UserError
 from .examination import Postmortem, examine
-from .failure_record import EpochRecord, RankRecord, Step, epoch_record, rank_record, text, whole
+from .failure_record import EpochRecord, RankRecord, RecordedStep, epoch_record, rank_record, text, whole
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[int, str], Iterable[Mapping[str, Any]]]
+FetchRecords = Callable[[int, str], Iterable[Mapping[str, Any]]]
 """The files that other members keep of an epoch, given its number and id."""
 
 FAILURES = "failures"
@@ -48,7 +48,7 @@ def _age(folder: Path) -> tuple[int, str]:
         return 0, folder.name
 
 
-def postmortems(folders: Sequence[Path], ask: Ask | None = None) -> list[Postmortem]:
+def postmortems(folders: Sequence[Path], ask: FetchRecords | None = None) -> list[Postmortem]:
     """One for each epoch that the folders have files of, oldest first.
 
     Other members are asked with `ask` for what is missing; what cannot be read of theirs is left out with a
@@ -193,7 +193,9 @@ def _ended(rank: RankRecord) -> str:
 
 def _steps_table(found: Postmortem) -> Table:
     """The last steps, or those around the first at which ranks differ."""
-    tables: Mapping[int, Mapping[int, Step]] = {r.rank: {s.seq: s for s in r.steps} for r in found.ranks}
+    tables: Mapping[int, Mapping[int, RecordedStep]] = {
+        r.rank: {s.seq: s for s in r.steps} for r in found.ranks
+    }
     seqs = sorted({seq for table in tables.values() for seq in table})
     seq = found.difference.seq if found.difference is not None else seqs[-1]
     at = seqs.index(seq)
@@ -209,7 +211,7 @@ def _steps_table(found: Postmortem) -> Table:
     return shown
 
 
-def _cell(step: Step | None) -> str:
+def _cell(step: RecordedStep | None) -> str:
     if step is None:
         return "–"
     what = f"{step.kind} ×{step.rows}"

@@ -24,7 +24,7 @@ ANSWER_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReachabilityReply:
     """What a member said of the way back to this one; or `unasked`: why it said nothing.
 
     Its clock is `clock_s` ahead of ours, give or take `clock_error_s`.
@@ -58,40 +58,40 @@ async def attempts(addresses: Iterable[str]) -> tuple[Attempt, ...]:
     return tuple(await asyncio.gather(*map(attempt, addresses)))
 
 
-class Reach:
+class Reachability:
     """Asks members, and answers them."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
-        self._asked: dict[tuple[str, bytes], asyncio.Future[Answer]] = {}
+        self._asked: dict[tuple[str, bytes], asyncio.Future[ReachabilityReply]] = {}
         self._sent_at: dict[bytes, float] = {}
         self._answers: dict[str, asyncio.Task[None]] = {}
         """By who asked."""
 
-    async def ask(self, addresses: Sequence[str]) -> Mapping[str, Answer]:
+    async def ask(self, addresses: Sequence[str]) -> Mapping[str, ReachabilityReply]:
         """Which of these addresses of ours each member with a link reaches, by node id."""
         nodes = sorted(self._cluster.neighbours.nodes())
         answers = await asyncio.gather(*(self._ask(node_id, addresses[:MAX_TRIES]) for node_id in nodes))
         return dict(zip(nodes, answers, strict=True))
 
-    async def _ask(self, node_id: str, addresses: Sequence[str]) -> Answer:
+    async def _ask(self, node_id: str, addresses: Sequence[str]) -> ReachabilityReply:
         link = self._cluster.neighbours.to(node_id)
         if link is None:
-            return Answer(unasked="it has just gone")
+            return ReachabilityReply(unasked="it has just gone")
         if link.hello.versions != versions_here():  # an older one would end the link over a new question
-            return Answer(unasked="it runs another version of mlxtp")
+            return ReachabilityReply(unasked="it runs another version of mlxtp")
         key = node_id, secrets.token_bytes(16)
         answer = self._asked[key] = asyncio.get_running_loop().create_future()
         try:
             self._sent_at[key[1]] = time.time()
             link.send(ReachWanted(key[1], tuple(addresses)))
             async with asyncio.timeout(ANSWER_S):
-                found: Answer = await answer
+                found: ReachabilityReply = await answer
                 return found
         except TimeoutError:
-            return Answer(unasked=f"it did not answer within {ANSWER_S:g} s")
+            return ReachabilityReply(unasked=f"it did not answer within {ANSWER_S:g} s")
         except MlxtpError:
-            return Answer(unasked="it has just gone")
+            return ReachabilityReply(unasked="it has just gone")
         finally:
             del self._asked[key], self._sent_at[key[1]]
 
@@ -110,7 +110,7 @@ class Reach:
         """The last link to an agent has ended."""
         for (asked, _), answer in self._asked.items():
             if asked == node_id and not answer.done():
-                answer.set_result(Answer(unasked="its link ended"))
+                answer.set_result(ReachabilityReply(unasked="its link ended"))
 
     async def _answer(self, node_id: str, wanted: ReachWanted) -> None:
         heard_us = _now_us()
@@ -136,11 +136,11 @@ class Reach:
         await asyncio.gather(*answers, return_exceptions=True)
 
 
-def _told(message: ReachTold, sent_at: float, now: float) -> Answer:
+def _told(message: ReachTold, sent_at: float, now: float) -> ReachabilityReply:
     """Times as NTP has them: what the other end took for its answer does not count."""
     heard, told = message.heard_us / 1e6, message.told_us / 1e6
     way_s = max((now - sent_at) - (told - heard), 0.0)
-    return Answer(
+    return ReachabilityReply(
         tuple(Attempt(each.address, each.problem, each.errno) for each in message.tries),
         clock_s=((heard - sent_at) + (told - now)) / 2,
         clock_error_s=way_s / 2,

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from . import cluster_checks as cluster
 from . import machine_checks as machine
 from . import network_checks as network
-from .check_result import Row
+from .check_result import CheckRow
 
 MAC = ("macos",)
 
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[CheckRow, ...] = (
+    CheckRow(
         "agent", "Agent",
         "whether `mlxtp node` runs with this home and answers",
         "only the agent sees the network as a service does: macOS lets a shell through where it "
@@ -20,77 +20,77 @@ ROWS: tuple[Row, ...] = (
         "`mlxtp node`; an agent that stands still is ended and started anew",
         cluster.of_agent,
     ),
-    Row(
+    CheckRow(
         "serving", "Serving",
         "the state of the group, why there is none, what a person has to mend, failures that are kept",
         "requests wait, or get a 503, until a group is ready",
         "what the sentence says; `mlxtp doctor --postmortem` for a group that failed",
         cluster.of_serving,
     ),
-    Row(
+    CheckRow(
         "settings", "Settings",
         "config.toml, and variables that begin with `MLXTP_`, as they are now",
         "an agent does not start with a setting that is wrong",
         "the file and line that the finding names; `mlxtp config show --origin`",
         machine.of_settings,
     ),
-    Row(
+    CheckRow(
         "checks", "Checks",
         "whether the doctor itself could look at everything",
         "what a look that failed would have found is not known",
         "what the error names; else report it, with `mlxtp version --verbose`",
         machine.of_checks,
     ),
-    Row(
+    CheckRow(
         "python", "Python",
         "its version, and on a Mac whether it is made for Apple silicon",
         "mlxtp and MLX run in no other",
         "another Python, then `make setup`",
         machine.of_python,
     ),
-    Row(
+    CheckRow(
         "packages", "Packages",
         "MLX, mlx-lm and everything else that mlxtp needs, against the oldest versions that will do",
         "an older one lacks what is called, or computes otherwise than the other Macs",
         "`make setup`",
         machine.of_packages,
     ),
-    Row(
+    CheckRow(
         "system", "System",
         "the version of macOS, or of Linux",
         "MLX needs macOS 14, RDMA over Thunderbolt 26.2",
         "`softwareupdate --list`",
         machine.of_system,
     ),
-    Row(
+    CheckRow(
         "rdma", "RDMA",
         "`rdma_ctl status`, `ibv_devices`",
         "without it Macs exchange over TCP, and many models are slower on two Macs than on one",
         "in Recovery: `rdma_ctl enable`",
         machine.of_rdma, MAC,
     ),
-    Row(
+    CheckRow(
         "cables", "Cables",
         "each Thunderbolt port with a Mac at the other end: its speed, its RDMA port, hubs in between",
         "a cable in a port without RDMA, a slow one, or a hub costs more than any setting",
         "the port or cable that the finding names",
         machine.of_cables, MAC,
     ),
-    Row(
+    CheckRow(
         "bridge", "Bridge",
         "whether `bridge0`, the Thunderbolt bridge, holds the ports while RDMA is enabled",
         "RDMA connections fail with errno 22 as long as it does, so a TCP ring is used",
         "`sudo ifconfig bridge0 down`; for good, switch its service off",
         machine.of_bridge, MAC,
     ),
-    Row(
+    CheckRow(
         "addresses", "Addresses",
         "whether each cabled port has an IPv4 address that stays; the other networks",
         "neither RDMA nor TCP uses a port without one, and a self-assigned one changes with the next cable",
         "`sudo ifconfig en3 inet ADDRESS netmask 255.255.255.252`, with the pair that the finding proposes",
         machine.of_addresses,
     ),
-    Row(
+    CheckRow(
         "local-network", "Local network",
         "whether a packet may leave for the group of multicast DNS and for other members, while "
         "loopback works",
@@ -99,7 +99,7 @@ ROWS: tuple[Row, ...] = (
         "System Settings > Privacy & Security > Local Network, or a LaunchDaemon, which is exempt",
         network.of_local_network, MAC,
     ),
-    Row(
+    CheckRow(
         "firewall", "Firewall",
         "macOS: whether it is on, blocks everything, or blocks this Python. Linux: chains of "
         "netfilter for what comes in, if they may be read",
@@ -107,21 +107,21 @@ ROWS: tuple[Row, ...] = (
         "`sudo /usr/libexec/ApplicationFirewall/socketfilterfw --unblockapp PYTHON`",
         network.of_firewall,
     ),
-    Row(
+    CheckRow(
         "ports", "Ports",
         "the TCP ports of the agent: its own, or whether it could have them",
         "an agent that does not get its ports does not start",
         "end who has it, or `--control` and `--http`",
         network.of_ports,
     ),
-    Row(
+    CheckRow(
         "mdns", "Bonjour",
         "whether multicast DNS can be sent, and who is heard",
         "members find each other by it; without it, each has to be named by address",
         "a network without guest isolation or VPN; `--peer HOST:PORT`",
         network.of_mdns,
     ),
-    Row(
+    CheckRow(
         "peers", "Other members",
         "each member: whether this machine gets a TCP connection to each of its addresses, and it "
         "one to each of ours, to a port drawn for this too",
@@ -129,7 +129,7 @@ ROWS: tuple[Row, ...] = (
         "the firewall or the cable at the end that is not reached",
         network.of_peers,
     ),
-    Row(
+    CheckRow(
         "clock", "Clock",
         "against the time server that this Mac asks anyway (Linux: whether the system follows one), "
         "and against each member's",
@@ -138,7 +138,7 @@ ROWS: tuple[Row, ...] = (
         "`sudo sntp -sS time.apple.com`; Linux: `sudo timedatectl set-ntp true`",
         network.of_clock,
     ),
-    Row(
+    CheckRow(
         "identity", "Identity",
         "the files of the identity and who may read them, how long certificates hold, API keys, who "
         "issues join tokens",
@@ -146,7 +146,7 @@ ROWS: tuple[Row, ...] = (
         "the command that the finding names",
         cluster.of_identity,
     ),
-    Row(
+    CheckRow(
         "models", "Model files",
         "the fingerprint of the wanted model on each member: a hash of `config.json` and, of each file of "
         "weights, of its name, its size and 1 MiB at its beginning, middle and end. Not of all bytes, nor of "
@@ -155,7 +155,7 @@ ROWS: tuple[Row, ...] = (
         "`mlxtp verify MODEL --repair` on each for a model of the Hub; for a folder, the same files on all",
         cluster.of_models,
     ),
-    Row(
+    CheckRow(
         "gpu-memory", "GPU memory",
         "how much the GPU may wire, and whether memory is wired though no model is loaded, or stayed so "
         "after ranks ended",
@@ -164,28 +164,28 @@ ROWS: tuple[Row, ...] = (
         "`sudo sysctl iogpu.wired_limit_mb=MB` (until the next restart); a restart for memory that is stuck",
         machine.of_gpu_memory, MAC,
     ),
-    Row(
+    CheckRow(
         "memory", "Memory",
         "free memory, and on a Mac what the kernel says of the pressure",
         "below 256 MiB no request is taken, on this machine and on those that compute with it",
         "end other programs, or a smaller model",
         machine.of_memory,
     ),
-    Row(
+    CheckRow(
         "disk", "Disk",
         "free room where models and where the agent's own files are",
         "a model takes tens of GB; without room for its own files an agent forgets what it should remember",
         "make room",
         machine.of_disk,
     ),
-    Row(
+    CheckRow(
         "files", "Open files",
         "how many descriptors the agent may have",
         "each connection takes one; where there are none left, clients are turned away",
         "`ulimit -Hn 4096` before the start",
         machine.of_files,
     ),
-    Row(
+    CheckRow(
         "power", "Power",
         "mains or battery; on a Mac Low Power Mode, sleep, and what happens after a power cut",
         "a Mac that slows down or sleeps holds up all others",

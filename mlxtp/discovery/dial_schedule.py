@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from .peer_cache import Sighting
+from .peer_cache import DiscoveredPeer
 
 V = TypeVar("V")
 
@@ -106,7 +106,7 @@ class Dialing:
             entry.found = "" if entry.found == node_id else entry.found
             self._drop_if_idle(address)
 
-    def sighted(self, sightings: Sequence[Sighting], now: float) -> None:
+    def sighted(self, sightings: Sequence[DiscoveredPeer], now: float) -> None:
         """All that is now believed of the network. What is new in it is dialled without waiting.
 
         Sightings of other clusters, and of our own id, are nobody to dial.

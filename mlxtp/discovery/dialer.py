@@ -7,8 +7,8 @@ import contextlib
 import logging
 import time
 
-from ..cluster.links import Unwelcome
-from ..cluster.node import Cluster
+from ..cluster.links import Rejected
+from ..cluster.node import NodeLoop
 from ..config import Settings
 from ..errors import Code, MlxtpError
 from ..identity.store import Identity
@@ -18,7 +18,7 @@ from ..wire.tls_acceptor import open_tls
 from .dial_schedule import MAX_ADDRESSES, Dialing
 from .mdns import Discovery
 from .multicast import Addresses, addresses_up
-from .peer_cache import Advert, Sighting, explain
+from .peer_cache import Advert, DiscoveredPeer, explain
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Dialer:
     """Keeps a link to every member that can be reached."""
 
     def __init__(
-        self, settings: Settings, identity: Identity, credentials: Credentials, cluster: Cluster, port: int
+        self, settings: Settings, identity: Identity, credentials: Credentials, cluster: NodeLoop, port: int
     ) -> None:
         self._settings = settings
         self._identity = identity
@@ -54,7 +54,7 @@ class Dialer:
         """The last word of a Mac that does not want this one, until a Mac that said it does."""
         self._addresses: Addresses | None = None
         self._look_at = 0.0
-        self.sightings: tuple[Sighting, ...] = ()
+        self.sightings: tuple[DiscoveredPeer, ...] = ()
 
     async def run(self) -> None:
         """Until cancelled; then says goodbye on the network."""
@@ -117,7 +117,7 @@ class Dialer:
             PROTOCOL_VERSION,
         )
 
-    def _sighted(self, sightings: tuple[Sighting, ...]) -> None:
+    def _sighted(self, sightings: tuple[DiscoveredPeer, ...]) -> None:
         self.sightings = sightings
         self._dialing.sighted(sightings, time.monotonic())
 
@@ -164,5 +164,5 @@ class Dialer:
             log.warning("%s: %s", address, explain(65, error.detail))
             return
         log.log(logging.DEBUG if quiet else logging.WARNING, "%s: %s", address, error.detail)
-        if isinstance(error, Unwelcome) and error.code in _OURS_TO_MEND:
+        if isinstance(error, Rejected) and error.code in _OURS_TO_MEND:
             self._cluster.problem = self._refusal = error.detail

@@ -15,7 +15,7 @@ from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncServiceInfo
 
 from .multicast import Addresses, Network, addresses_up, info_of, send_something
-from .peer_cache import SERVICE, Advert, Refused, Sighting, Sightings, explain, is_copy, judge
+from .peer_cache import SERVICE, Advert, DiscoveredPeer, PeerCache, Refused, explain, is_copy, validate
 
 REFRESH_S = 2.0
 """How often this machine's interfaces are looked at."""
@@ -43,7 +43,7 @@ class Discovery:
 
     def __init__(
         self,
-        on_change: Callable[[tuple[Sighting, ...]], None],
+        on_change: Callable[[tuple[DiscoveredPeer, ...]], None],
         say: Callable[[str], None],
         read_addresses: Callable[[], Addresses] = addresses_up,
     ) -> None:
@@ -51,7 +51,7 @@ class Discovery:
         self._on_change = on_change
         self._say = say
         self._read_addresses = read_addresses
-        self._sightings = Sightings()
+        self._sightings = PeerCache()
         self._advert: Advert
         self._only: tuple[str, ...] = ()
         self._tasks: list[asyncio.Task[None]] = []
@@ -67,7 +67,7 @@ class Discovery:
         self._copies_told: dict[str, None] = {}
 
     @property
-    def sightings(self) -> tuple[Sighting, ...]:
+    def sightings(self) -> tuple[DiscoveredPeer, ...]:
         """What is believed now."""
         return self._sightings.believed
 
@@ -235,7 +235,7 @@ class Discovery:
         """Believes in it or not."""
         own = self._network.addresses if self._network else {}
         loopback = bool(own) and all(ipaddress.ip_address(address).is_loopback for address in own)
-        verdict = judge(service, info.properties, info.addresses, info.port, loopback=loopback)
+        verdict = validate(service, info.properties, info.addresses, info.port, loopback=loopback)
         if isinstance(verdict, Refused) or verdict.node_id != self._advert.node_id:
             self._changed |= self._sightings.resolved(service, verdict, _now())
         elif self._network is None or not self._network.service:  # which name is our own is not known yet
@@ -245,7 +245,7 @@ class Discovery:
                 self._tell_of_copy(verdict)
             self._changed |= self._sightings.resolved(service, Refused("our own"), _now())
 
-    def _tell_of_copy(self, sighting: Sighting) -> None:
+    def _tell_of_copy(self, sighting: DiscoveredPeer) -> None:
         where = ", ".join(sighting.addresses)
         if where not in self._copies_told and len(self._copies_told) < _MAX_COPIES_TOLD:
             self._copies_told[where] = None

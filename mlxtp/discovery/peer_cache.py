@@ -76,7 +76,7 @@ class Advert:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class DiscoveredPeer:
     """What a node seems to tell of itself. `addresses` are "ip:port", sorted, 1 to 16 of them."""
 
     node_id: str
@@ -94,14 +94,14 @@ class Refused:
     reason: str
 
 
-def judge(
+def validate(
     service: str,
     properties: Mapping[bytes, bytes | None],
     addresses: Sequence[bytes],
     port: int | None,
     *,
     loopback: bool = False,
-) -> Sighting | Refused:
+) -> DiscoveredPeer | Refused:
     """What records amount to. `addresses` are packed; those that cannot be dialled are left out.
 
     With `loopback` only addresses of this machine's loopback count, otherwise only others.
@@ -139,7 +139,7 @@ def _label(service: str) -> str | Refused:
     return label
 
 
-def _read_txt(properties: Mapping[bytes, bytes | None]) -> Sighting | Refused:
+def _read_txt(properties: Mapping[bytes, bytes | None]) -> DiscoveredPeer | Refused:
     """What the TXT record says. Keys that are not known are for later versions."""
     size = sum(len(key) + len(value or b"") for key, value in properties.items())
     if len(properties) > _MAX_TXT_KEYS or size > _MAX_TXT_BYTES:
@@ -150,7 +150,7 @@ def _read_txt(properties: Mapping[bytes, bytes | None]) -> Sighting | Refused:
             return Refused(f"{key.decode()} is not {what}")
     if values[b"ca"] and not values[b"cl"]:
         return Refused("the key of a cluster that has no id")
-    return Sighting(
+    return DiscoveredPeer(
         node_id=values[b"id"].decode(),
         cluster_id=values[b"cl"].decode(),
         name="",
@@ -172,7 +172,7 @@ def _host(packed: bytes) -> ipaddress.IPv4Address | None:
 _THIS_NETWORK = ipaddress.IPv4Network("0.0.0.0/8")
 
 
-def is_copy(service: str, sighting: Sighting, own_service: str, own_addresses: Collection[str]) -> bool:
+def is_copy(service: str, sighting: DiscoveredPeer, own_service: str, own_addresses: Collection[str]) -> bool:
     """Whether a sighting that carries our node id comes from elsewhere: somebody copied our home folder.
 
     `own_service` is the name we are announced by, `own_addresses` are this machine's.
@@ -207,10 +207,10 @@ class _Entry:
     due: float
     tries: int = 0
     seen: float = 0.0
-    sighting: Sighting | None = None
+    sighting: DiscoveredPeer | None = None
 
 
-class Sightings:
+class PeerCache:
     """The names that were announced, and what is believed of them.
 
     Each name waits for its records or is believed; one whose records are refused is forgotten until it has
@@ -251,7 +251,7 @@ class Sightings:
         """When `due` will have something, as far as is known."""
         return min((e.due for group in (self._waiting, self._believed) for e in group.values()), default=None)
 
-    def resolved(self, service: str, verdict: Sighting | Refused, now: float) -> bool:
+    def resolved(self, service: str, verdict: DiscoveredPeer | Refused, now: float) -> bool:
         """Its records are there, and this is what they amount to. Whether beliefs changed."""
         waiting = self._waiting.pop(service, None)
         before = self._believed.pop(service, None)
@@ -279,7 +279,7 @@ class Sightings:
         return True
 
     @property
-    def believed(self) -> tuple[Sighting, ...]:
+    def believed(self) -> tuple[DiscoveredPeer, ...]:
         """What is believed now, in the order of the names."""
         return tuple(entry.sighting for _, entry in sorted(self._believed.items()) if entry.sighting)
 

@@ -2,7 +2,7 @@
 
 `verify`: every rank samples alike; the digests in the Acks are compared before the token leaves. `broadcast`:
 rank 0 samples, and one small sum in the graph carries its choice to all. What only rank 0 knows about a
-request (penalties, grammars) is in its `Desk`; the other ranks have none.
+request (penalties, grammars) is in its `LogitShaping`; the other ranks have none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .sampler import Sampler, scores
 Scores = Mapping[int, tuple[mx.array, mx.array, mx.array]]
 
 
-class Desk(Protocol):
+class LogitShaping(Protocol):
     """What rank 0 alone does with the logits of its rows."""
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
@@ -35,7 +35,7 @@ class Desk(Protocol):
         ...
 
 
-class NoDesk:
+class NoLogitShaping:
     """Every rank above 0, and a rank 0 whose rows ask for nothing."""
 
     def shape(self, uid: int, logits: mx.array) -> mx.array:
@@ -51,7 +51,7 @@ class NoDesk:
 class Chooser:
     """Chooses tokens from gathered logits on one rank."""
 
-    def __init__(self, group: Group, desk: Desk, special: tuple[int, ...] = ()) -> None:
+    def __init__(self, group: Group, desk: LogitShaping, special: tuple[int, ...] = ()) -> None:
         self._group = group
         self._desk = desk
         self._special = special

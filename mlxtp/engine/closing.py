@@ -1,7 +1,8 @@
 """Complete answers under a grammar: JSON closes before its budget ends. On rank 0 alone, without MLX.
 
 A string or an array without a bound goes on for as long as the model likes, and so does text up to a suffix.
-Near the end of the budget, `Room` allows only tokens after which the shortest known ending still fits.
+Near the end of the budget, `AnswerBudget` allows only tokens after which the shortest known ending still
+fits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SAME = 4  # times in a row that an ending may repeat a token
 GROWTH = 8  # tokens by which the ending grows at most for each token of the answer, beyond the margin
 
 
-class Room:
+class AnswerBudget:
     """The room that one answer has left. `left` counts tokens."""
 
     def __init__(self, matcher: Matcher, left: int) -> None:

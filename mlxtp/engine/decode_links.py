@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import Code, LinkError, MlxtpError, ProtocolError
-from ..wire.blocking import Link, connect
+from ..wire.blocking import BlockingLink, connect
 from ..wire.epoch_proof import hello_proof, verify, welcome_proof
 from ..wire.messages import PROTOCOL_VERSION, Bootstrap, Hello, Welcome
-from ..wire.session import LinkKind, Protocol, Side
+from ..wire.session import LinkKind, Session, Side
 from ..wire.tls import (
     ALPN_DECODE,
     Credentials,
@@ -70,7 +70,7 @@ class Epoch:
 
 def open_links(
     number: int, bootstrap: Bootstrap, listener: socket.socket | None, identity: Path | None
-) -> dict[int, Link]:
+) -> dict[int, BlockingLink]:
     """The decode links of this rank by the rank at their other end; none in a group of one.
 
     `identity` is the folder of this node's key and certificate. Raises LinkError (LINK_TIMEOUT) when they do
@@ -95,14 +95,14 @@ class _Reception:
         self._context = None
         if epoch.credentials is not None:
             self._context = member_context_server(epoch.credentials, (ALPN_DECODE,))
-        self._welcome: queue.SimpleQueue[tuple[int, Link]] = queue.SimpleQueue()
+        self._welcome: queue.SimpleQueue[tuple[int, BlockingLink]] = queue.SimpleQueue()
         self._taking = threading.Lock()
         self._strangers: Counter[str] = Counter()
         self._taken: set[int] = set()
 
-    def accept_all(self, listener: socket.socket) -> dict[int, Link]:
+    def accept_all(self, listener: socket.socket) -> dict[int, BlockingLink]:
         bootstrap = self._epoch.bootstrap
-        links: dict[int, Link] = {}
+        links: dict[int, BlockingLink] = {}
         ends_at = time.monotonic() + bootstrap.deadline_s
         listener.settimeout(_ACCEPT_TICK_S)
         with contextlib.closing(listener):
@@ -143,7 +143,7 @@ class _Reception:
         secured: Socket = sock
         if self._context is not None:
             secured = wrap_blocking(sock, self._context, server_side=True, handshake_s=HANDSHAKE_S)
-        link = Link(secured, Protocol(LinkKind.DECODE, Side.UPPER, self._epoch.number), SEND_TIMEOUT_S)
+        link = BlockingLink(secured, Session(LinkKind.DECODE, Side.UPPER, self._epoch.number), SEND_TIMEOUT_S)
         hello = self._checked(_first(link, HANDSHAKE_S), secured)
         with self._taking:
             if hello.rank in self._taken:
@@ -168,7 +168,7 @@ def _is_here(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _connect(epoch: Epoch) -> Link:
+def _connect(epoch: Epoch) -> BlockingLink:
     """Connect to the first of rank 0's addresses that answers."""
     *faster, last = epoch.bootstrap.decode_address.split(",")
     for address in faster:
@@ -177,7 +177,7 @@ def _connect(epoch: Epoch) -> Link:
     return _connect_to(last, epoch.bootstrap.deadline_s, epoch)
 
 
-def _connect_to(address: str, deadline_s: float, epoch: Epoch) -> Link:
+def _connect_to(address: str, deadline_s: float, epoch: Epoch) -> BlockingLink:
     sock: Socket = connect(address, deadline_s)
     try:
         if epoch.credentials is not None:
@@ -190,10 +190,10 @@ def _connect_to(address: str, deadline_s: float, epoch: Epoch) -> Link:
         raise
 
 
-def _greeted(sock: Socket, epoch: Epoch) -> Link:
+def _greeted(sock: Socket, epoch: Epoch) -> BlockingLink:
     bootstrap = epoch.bootstrap
     epoch.check_pin(sock, 0)
-    link = Link(sock, Protocol(LinkKind.DECODE, Side.LOWER, epoch.number), SEND_TIMEOUT_S)
+    link = BlockingLink(sock, Session(LinkKind.DECODE, Side.LOWER, epoch.number), SEND_TIMEOUT_S)
     hello = epoch.hello()
     link.send(hello)
     welcome = _first(link, bootstrap.deadline_s)
@@ -205,7 +205,7 @@ def _greeted(sock: Socket, epoch: Epoch) -> Link:
     return link
 
 
-def _first(link: Link, timeout_s: float) -> object:
+def _first(link: BlockingLink, timeout_s: float) -> object:
     """The one greeting that opens a link."""
     batch = link.receive(timeout_s)
     if len(batch) != 1:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import Code, GroupError, ModelError
-from ..wire.blocking import Link
+from ..wire.blocking import BlockingLink
 from ..wire.messages import (
     Cancel,
     CollectivesTimed,
@@ -36,12 +36,12 @@ from ..wire.messages import (
 )
 from .draft_model import CACHES_SHARE, DraftModel
 from .emitter import Emitter
-from .executor import Forward, Rank, Result
+from .executor import Forward, RankExecutor, Result
 from .followers import Followers
-from .logit_shaping import RequestDesk
+from .logit_shaping import RequestShaping
 from .mailbox import AGENT, COMPILER, Mailbox
 from .requests import Requests
-from .steps import Decode, Drop, Move, Outcome, Prefill, PrefillTogether, Stop
+from .steps import Decode, EvictKept, Move, Prefill, PrefillTogether, StepResult, StopSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Unconfirmed:
     """A settled step that waits for the other ranks' Acks, and what it will emit then."""
 
     result: Result
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[StepResult, ...]
     settled_at: float
 
 
@@ -57,7 +57,12 @@ class DecodeLoop:
     """Rank 0's loop. `run_ahead` is how many forwards are queued before an earlier one's tokens are known."""
 
     def __init__(
-        self, rank: Rank, mail: Mailbox, pipe: Link, followers: Followers, desk: RequestDesk
+        self,
+        rank: RankExecutor,
+        mail: Mailbox,
+        pipe: BlockingLink,
+        followers: Followers,
+        desk: RequestShaping,
     ) -> None:
         self._rank = rank
         self._mail = mail
@@ -290,9 +295,9 @@ def _frame(move: Move) -> PromptTokens | PromptBatch | StepToken | SessionStop |
             return StepToken(
                 move.rows, move.positions, move.widths, move.tokens, move.exchange, move.agreement
             )
-        case Stop():
+        case StopSequence():
             return SessionStop(move.uid, move.reason, move.forwards, move.keep)
-        case Drop():
+        case EvictKept():
             return Evict(move.uids)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from itertools import groupby
 
 from ..errors import Code
-from ..wire.blocking import Link
+from ..wire.blocking import BlockingLink
 from ..wire.messages import Accepted, Delta, Error, Finished, Prefilled, ScoredDelta
-from .steps import End, Failed, Outcome, Token
-from .telemetry import Status
+from .steps import SampledToken, SequenceEnd, SequenceFailed, StepResult
+from .telemetry import RankTelemetry
 
 LEAST_LOGPROB = -1e9
 """What stands for the logarithm of nothing: frames carry no infinities."""
@@ -21,7 +21,9 @@ PROGRESS_S = 0.3  # least time between two Prefilled of one request
 class Emitter:
     """The only voice of the group: tokens and ends, to the agent. Other ranks have no such object."""
 
-    def __init__(self, pipe: Link, status: Status, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pipe: BlockingLink, status: RankTelemetry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pipe = pipe
         self._status = status
         self._clock = clock
@@ -30,9 +32,9 @@ class Emitter:
     def begin(self, uid: int) -> None:
         self._open[uid] = 0.0
 
-    def emit(self, outcomes: tuple[Outcome, ...]) -> None:
+    def emit(self, outcomes: tuple[StepResult, ...]) -> None:
         """Send a step's tokens in one frame, then the ends. What belongs to ended requests is dropped."""
-        tokens = [o for o in outcomes if isinstance(o, Token) and o.uid in self._open]
+        tokens = [o for o in outcomes if isinstance(o, SampledToken) and o.uid in self._open]
         self._status.emitted += len(tokens)
         if scored := [token for token in tokens if token.score is not None]:
             self._emit_scored(scored)
@@ -46,7 +48,7 @@ class Emitter:
                 )
             )
         for outcome in outcomes:
-            if isinstance(outcome, End) and outcome.uid in self._open:
+            if isinstance(outcome, SequenceEnd) and outcome.uid in self._open:
                 del self._open[outcome.uid]
                 self._pipe.send(
                     Finished(
@@ -59,10 +61,10 @@ class Emitter:
                         outcome.accepted,
                     )
                 )
-            elif isinstance(outcome, Failed) and outcome.uid in self._open:
+            elif isinstance(outcome, SequenceFailed) and outcome.uid in self._open:
                 self.fail(outcome.uid, outcome.code, outcome.detail)
 
-    def _emit_scored(self, tokens: list[Token]) -> None:
+    def _emit_scored(self, tokens: list[SampledToken]) -> None:
         for uid, group in groupby(tokens, key=lambda token: token.uid):
             run = list(group)
             scores = [token.score for token in run if token.score is not None]

@@ -35,16 +35,16 @@ from ..wire.messages import (
     TimeCollectives,
     Unload,
 )
-from .agreement import Chooser, Desk
+from .agreement import Chooser, LogitShaping
 from .batch import CacheKind
 from .group import CollectiveCounter, Group, LoneGroup, Timed, check_proof, form
-from .jaccl import Exchange, Fabric
-from .loader import LoadedModel, load, run_alone
+from .jaccl import JacclFabric, SideChannelExchange
+from .loader import ModelShare, load, run_alone
 from .mlx_errors import code_of
 from .recorder import PROMPT, PROMPTS, STEP
 from .runner import Chosen, Runner
 from .steps import Score
-from .telemetry import Phase, Status
+from .telemetry import Phase, RankTelemetry
 
 KV_TYPE_BITS = 16
 """Bits of a key's or value's number that is not quantized."""
@@ -84,7 +84,7 @@ class Result:
     took_s: float
 
 
-class Rank:
+class RankExecutor:
     """Group, model and runner of this process, for one epoch."""
 
     def __init__(
@@ -92,15 +92,15 @@ class Rank:
         bootstrap: Bootstrap,
         epoch: int,
         folder: Path,
-        status: Status,
+        status: RankTelemetry,
         counter: CollectiveCounter,
         *,
-        desk: Desk,
-        exchange: Exchange,
+        desk: LogitShaping,
+        exchange: SideChannelExchange,
     ) -> None:
         self.bootstrap = bootstrap
         self.status = status
-        self.loaded: LoadedModel | None = None
+        self.loaded: ModelShare | None = None
         self.eos: frozenset[int] = frozenset()
         self._epoch = epoch
         self._folder = folder
@@ -215,7 +215,7 @@ class Rank:
         self.status.enter("forming")
         fabric = None
         if b.backend == "jaccl":
-            fabric = Fabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self._exchange.factory)
+            fabric = JacclFabric.of(b.rdma, b.world_size, ring=b.jaccl_ring, factory=self._exchange.factory)
         self._group = form(
             b.backend,
             b.rank,

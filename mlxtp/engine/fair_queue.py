@@ -13,7 +13,7 @@ MAX_CLIENTS = 1024
 """Clients whose last turn is remembered."""
 
 
-class Turns:
+class FairQueue:
     """Numbers that order waiting requests: lower ones first, equal ones as they came."""
 
     def __init__(self) -> None:

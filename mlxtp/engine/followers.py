@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from ..errors import Code, GroupError, LinkError
-from ..wire.blocking import Link
+from ..wire.blocking import BlockingLink
 from ..wire.messages import Ack, Message
 from .executor import Result
 from .mailbox import Mailbox
@@ -16,7 +16,7 @@ from .mailbox import Mailbox
 class Followers:
     """The decode links to ranks 1..N-1. What is sent goes to all of them; what is read is read from all."""
 
-    def __init__(self, links: Mapping[int, Link], mail: Mailbox) -> None:
+    def __init__(self, links: Mapping[int, BlockingLink], mail: Mailbox) -> None:
         self._links = dict(sorted(links.items()))
         self._mail = mail
         self._step = 0

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import Code, MlxtpError, RequestError, is_library_error
-from .grammar_sandbox import Trial, build, read_tokenizer, readable, refused
+from .grammar_sandbox import GrammarSandbox, build, read_tokenizer, readable, refused
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -44,7 +44,7 @@ INSIDE_STRINGS = r'[^"]+'
 _SUFFIX = re.compile(r'\[suffix=("(?:[^"\\]|\\.)+")\]|\btext <\[(\d+)\]>')
 CLOSING = '}],:"@-./0123456789tfn{['  # in this order: an object or a list ends before it goes on
 
-Outcome = Callable[["Grammar | RequestError"], None]
+GrammarCallback = Callable[["Grammar | RequestError"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Grammars:
         self._eos = eos
         self._max_kept = max_kept
         self._max_kept_bytes = max_kept_bytes
-        self._trial = Trial(folder, vocabulary, eos, deadline_s)
+        self._trial = GrammarSandbox(folder, vocabulary, eos, deadline_s)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._known: tuple[LLTokenizer, Hints] | None = None
         self._kept: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
@@ -209,7 +209,7 @@ class Grammars:
         with self._compiling:
             return self.kept(kind, text) or self._keep(self._compile(kind, text))
 
-    def submit(self, kind: str, text: str, done: Outcome) -> Future[None]:
+    def submit(self, kind: str, text: str, done: GrammarCallback) -> Future[None]:
         """Compile in the background; `done` is called from there with what came of it.
 
         Grammars are compiled in the order in which they were submitted. What has not begun can be cancelled.
@@ -223,7 +223,7 @@ class Grammars:
         with self._compiling:
             self._trial.close()
 
-    def _run(self, kind: str, text: str, done: Outcome) -> None:
+    def _run(self, kind: str, text: str, done: GrammarCallback) -> None:
         try:
             outcome: Grammar | RequestError = self.compile(kind, text)
         except RequestError as error:

@@ -130,7 +130,7 @@ def readable(message: str) -> str:
     return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS]}…"
 
 
-class Trial:
+class GrammarSandbox:
     """The process in which grammars are tried, one at a time. For one thread."""
 
     def __init__(self, folder: Path, vocabulary: int, eos: frozenset[int], deadline_s: float) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 
 from ..errors import Code, ConfigError, GroupError, why_not_written
-from .jaccl import Fabric, Factory
+from .jaccl import Factory, JacclFabric
 
 PAD = 64
 """Elements of the smallest collective. Shorter ones stall: a single int32 took 8 ms where 64 took 0.7 ms."""
@@ -256,7 +256,7 @@ def form(
     *,
     folder: Path,
     deadline_s: float,
-    fabric: Fabric | None = None,
+    fabric: JacclFabric | None = None,
     available: Callable[[str], bool] = is_available,
     init: Callable[[str, Factory | None], Any] = init,
 ) -> Group:

@@ -24,7 +24,7 @@ _READ_BY_JACCL = ("JACCL_", "MLX_JACCL_")
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class JacclFabric:
     """What a JACCL group is formed over. With `ring` it joins neighbours only."""
 
     matrix: Matrix
@@ -32,7 +32,7 @@ class Fabric:
     factory: Factory
 
     @classmethod
-    def of(cls, entries: tuple[str, ...], size: int, *, ring: bool, factory: Factory) -> Fabric:
+    def of(cls, entries: tuple[str, ...], size: int, *, ring: bool, factory: Factory) -> JacclFabric:
         """From the entries of a Bootstrap. Raises ConfigError for a matrix that JACCL would misunderstand."""
         try:
             matrix = square(entries, size)
@@ -60,7 +60,7 @@ class Fabric:
         return variables
 
 
-class Exchange:
+class SideChannelExchange:
     """One rank's end of the side channel, for one `init`. What is said in it is opaque here.
 
     `send` hands a message to the agent; `receive` waits so many seconds for its next one and raises LinkError

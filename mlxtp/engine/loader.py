@@ -28,7 +28,7 @@ from .sharding import (
     text_config,
 )
 from .tensor_headers import read_header
-from .tensor_rows import Folder, Stored, is_plain, read_share, share_of
+from .tensor_rows import Folder, StoredTensor, is_plain, read_share, share_of
 from .vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, shard
 
 _BRIEF = 200
@@ -61,7 +61,7 @@ _NAN_SCALE = 255
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
+class ModelShare:
     """A model whose weights are this rank's share, all of them in memory."""
 
     model: Any
@@ -79,7 +79,7 @@ class LoadedModel:
     counts like one that keeps them all; one that does not grow counts nothing."""
 
 
-def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedModel:
+def load(folder: Path, group: Group, progress: Callable[[], None]) -> ModelShare:
     """Load this rank's share. Calls `progress` after the vocabulary and after each layer.
 
     Nothing is left half-loaded: it returns a whole model or raises ModelError, in the words of whoever chose
@@ -110,7 +110,7 @@ def load(folder: Path, group: Group, progress: Callable[[], None]) -> LoadedMode
     if not vocabulary.size:
         raise ModelError("config.json names no vocab_size", Code.MODEL_INVALID)
     vocabulary.limit(max(token_count(folder), *(end + 1 for end in _eos(config)), 0))
-    return LoadedModel(
+    return ModelShare(
         model=model,
         name=folder.name,
         context=context_length(config),
@@ -138,7 +138,7 @@ def _weights(model: Any) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
-def _own_bytes(stored: Mapping[str, Stored], group: Group, name: str, weight: mx.array) -> mx.array:
+def _own_bytes(stored: Mapping[str, StoredTensor], group: Group, name: str, weight: mx.array) -> mx.array:
     """Return a weight as it is, or, where it is some rows of a file's tensor, read from these rows alone."""
     whole = stored.get(name)
     if whole is None or not share_of(whole, weight, group.size):
@@ -266,7 +266,7 @@ def _cache_bytes(model: Any, tokens: int) -> int:
     return sum(array.nbytes for _, array in states if isinstance(array, mx.array))
 
 
-def run_alone(loaded: LoadedModel, ranks: int, forwards: Callable[[], None]) -> None:
+def run_alone(loaded: ModelShare, ranks: int, forwards: Callable[[], None]) -> None:
     """Call `forwards`, which runs and evaluates some, without the other ranks.
 
     Metal loads and compiles kernels at a first forward. In a joint one, the other ranks' command buffers

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..wire.messages import PLAIN, Generate
-from .agreement import Desk
-from .closing import Room
+from .agreement import LogitShaping
+from .closing import AnswerBudget
 from .grammar import Matcher, unpack
 from .sampler import Shaper
 
@@ -38,7 +38,7 @@ class Guided:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._left = left
-        self._room = Room(matcher, left)
+        self._room = AnswerBudget(matcher, left)
         for number, token in enumerate(answered, RECENT - len(answered)):
             # It may have been cut just before it was interrupted. To look further back would hold rows up.
             if number >= 0 and self._room.watched(self._left):
@@ -77,7 +77,7 @@ class Guided:
         return tokens
 
 
-class RequestDesk(Desk):
+class RequestShaping(LogitShaping):
     """Requests by their own uid; sequences by the uid that frames name them with."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import Code, GroupError, LinkError, MlxtpError
-from ..wire.blocking import Link
+from ..wire.blocking import BlockingLink
 from ..wire.session import Received
 
 AGENT = -1
@@ -79,7 +79,7 @@ def name_of(sender: int) -> str:
 
 
 def read_in_background(
-    link: Link,
+    link: BlockingLink,
     sender: int,
     deliver: Callable[[Received], None],
     fail: Failure,

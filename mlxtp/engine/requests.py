@@ -16,14 +16,24 @@ from ..wire.messages import Generate, Loaded, LoadShard
 from . import chunks, kv_budget
 from .draft_model import DraftModel
 from .emitter import Emitter
-from .executor import Rank
-from .fair_queue import Turns
+from .executor import RankExecutor
+from .fair_queue import FairQueue
 from .grammar import Grammar, Grammars
-from .logit_shaping import Guided, RequestDesk
+from .logit_shaping import Guided, RequestShaping
 from .mailbox import COMPILER, Mailbox
 from .prefix_cache import PrefixCache
 from .scheduler import Scheduler
-from .steps import Decode, End, Move, Outcome, Policy, Prefill, PrefillTogether, Token, Wants
+from .steps import (
+    Decode,
+    Move,
+    Policy,
+    Prefill,
+    PrefillTogether,
+    SampledToken,
+    SequenceEnd,
+    SequenceParams,
+    StepResult,
+)
 
 MAX_ROWS = 64
 """Sequences decoded at once. More wait their turn."""
@@ -47,7 +57,7 @@ UNLIMITED = 1 << 40
 class Requests:
     """Those of the loaded model. `scheduler` is None while none is loaded."""
 
-    def __init__(self, rank: Rank, mail: Mailbox, desk: RequestDesk, emitter: Emitter) -> None:
+    def __init__(self, rank: RankExecutor, mail: Mailbox, desk: RequestShaping, emitter: Emitter) -> None:
         self.scheduler: Scheduler | None = None
         self._rank = rank
         self._mail = mail
@@ -59,7 +69,7 @@ class Requests:
         self._compiling: dict[int, Generate] = {}
         self._lined_up: dict[tuple[str, str], tuple[int, int]] = {}
         """Grammars that wait to be compiled, by kind and text: the turn and its client."""
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._compiles: tuple[str, str] | None = None
         """The grammar that is being compiled."""
         self._waiting_since: dict[int, float] = {}
@@ -218,9 +228,9 @@ class Requests:
                 self._emitter.fail(request.uid, error.code, error.detail)
                 return
             if guide.finished:  # all was said but that it is the end
-                self.emit((End(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
+                self.emit((SequenceEnd(request.uid, "length" if guide.cut else "stop", request.answered, 0),))
                 return
-        wants = Wants(
+        wants = SequenceParams(
             request.max_tokens,
             request.sampling,
             request.shaping,
@@ -244,7 +254,7 @@ class Requests:
             wanted = request.shaping.grammar_kind, request.shaping.grammar
             if not self._who_waits_for(*wanted):
                 self._lined_up.pop(wanted, None)
-            self.emit((End(uid, "cancel", 0, 0),))
+            self.emit((SequenceEnd(uid, "cancel", 0, 0),))
         elif self.scheduler is not None and (end := self.scheduler.cancel(uid)):
             self.emit((end,))
 
@@ -264,9 +274,9 @@ class Requests:
         self._desk.leave(uid)
         self._waiting_since.pop(uid, None)
 
-    def emit(self, outcomes: tuple[Outcome, ...]) -> None:
+    def emit(self, outcomes: tuple[StepResult, ...]) -> None:
         for outcome in outcomes:
-            if not isinstance(outcome, Token):
+            if not isinstance(outcome, SampledToken):
                 self._forget(outcome.uid)
         self._emitter.emit(outcomes)
 

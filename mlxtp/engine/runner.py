@@ -22,7 +22,7 @@ from . import kv_budget
 from .agreement import Chooser, Scores
 from .batch import Batch, CacheKind, Caches, ForwardShape, LayerView, MergedBatch, SlotBatch, cut, share
 from .group import CollectiveCounter
-from .loader import LoadedModel
+from .loader import ModelShare
 
 CLEAR_EVERY = 256
 """Forwards after which buffers that MLX keeps for reuse go back to the system, as mlx-lm does it."""
@@ -51,7 +51,7 @@ class Runner:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: ModelShare,
         caches: CacheKind,
         counter: CollectiveCounter,
         chooser: Chooser,

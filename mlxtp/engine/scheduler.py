@@ -20,28 +20,28 @@ from ..errors import Code, MlxtpError
 from ..wire.messages import MAX_PROMPTS, MAX_WIDTH
 from . import kv_budget
 from .chunks import Chunks
-from .fair_queue import MAX_CLIENTS, Turns
+from .fair_queue import MAX_CLIENTS, FairQueue
 from .prefix_cache import PrefixCache
 from .speculation import Adaptive, Lookup, Payoff
 from .steps import (
     Agreement,
     Decode,
     Drafter,
-    Drop,
-    End,
-    Exchange,
-    Failed,
+    EndReason,
+    EvictKept,
+    ExchangeKind,
     Move,
-    Outcome,
     Policy,
     Prefill,
     PrefillTogether,
-    Reason,
+    SampledToken,
     Score,
-    Stop,
+    SequenceEnd,
+    SequenceFailed,
+    SequenceParams,
+    StepResult,
     StopReason,
-    Token,
-    Wants,
+    StopSequence,
 )
 
 MAX_PREFILLING = 4
@@ -57,7 +57,7 @@ DRAFT_TOKENS = 16
 @dataclass(slots=True, eq=False)
 class _Sequence:
     request: int
-    wants: Wants
+    wants: SequenceParams
     tokens: list[int]
     """Prompt and answer, as far as the host knows it."""
     prompt: int
@@ -128,15 +128,15 @@ class Scheduler:
         self._queued: deque[tuple[tuple[_Row, ...], int]] = deque()
         """Rows of each forward under way, and the tokens of a prompt's chunk; 0 for a decode step."""
         self._payoff = Payoff()
-        self._moves: deque[Stop | Drop] = deque()
-        self._late: list[Outcome] = []
+        self._moves: deque[StopSequence | EvictKept] = deque()
+        self._late: list[StepResult] = []
         """What clients get with the next results."""
         self._fits: tuple[int, int, int] = (0, 0, 0)
         """Rows, those with the prompts under way, and capacity that were last found to fit."""
         self._budget = policy.prefill_chunk
         self._chunks = Chunks(policy)
-        self._turns = Turns()
-        self._user_turns: dict[int, Turns] = {}
+        self._turns = FairQueue()
+        self._user_turns: dict[int, FairQueue] = {}
         """By client, while it has something waiting."""
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class Scheduler:
         self,
         request: int,
         tokens: tuple[int, ...],
-        wants: Wants,
+        wants: SequenceParams,
         answered: int = 0,
         *,
         client: int = 0,
@@ -183,7 +183,7 @@ class Scheduler:
         self._requests[request] = sequence
         self._line_up(sequence)
 
-    def cancel(self, request: int) -> End | None:
+    def cancel(self, request: int) -> SequenceEnd | None:
         """End a request now; None when it has ended already."""
         sequence = self._requests.get(request)
         if sequence is None:
@@ -199,7 +199,7 @@ class Scheduler:
             self._user_turns.pop(sequence.client, None)
             while len(self._user_turns) >= MAX_CLIENTS:
                 del self._user_turns[next(iter(self._user_turns))]
-        users = self._user_turns.setdefault(sequence.client, Turns())
+        users = self._user_turns.setdefault(sequence.client, FairQueue())
         same = (other.user_turn for other in own if other.user == sequence.user)
         sequence.user_turn = users.following(sequence.user, same)
         later = next((other for other in waiting if other.turn > sequence.turn), None)
@@ -445,7 +445,7 @@ class Scheduler:
         sequence.known_at = sequence.generated + 1
         return True
 
-    def _may_ever_draft(self, wants: Wants) -> bool:
+    def _may_ever_draft(self, wants: SequenceParams) -> bool:
         return self._policy.wide and self._policy.drafts and not wants.shaped
 
     def _may_draft(self, sequence: _Sequence) -> bool:
@@ -508,7 +508,7 @@ class Scheduler:
         tokens: tuple[int, ...],
         scores: Mapping[int, Sequence[Score]] | None = None,
         took_s: float = 0.0,
-    ) -> list[Outcome]:
+    ) -> list[StepResult]:
         """Take what the oldest recorded forward chose; returns what the clients get of it.
 
         `tokens`: every row's in row order, as many as it was fed. `scores`: of each uid that wanted them.
@@ -538,7 +538,7 @@ class Scheduler:
             self._payoff.step(live, given_tokens, took_s, drafted=drafted)
         return outcomes
 
-    def late(self) -> list[Outcome]:
+    def late(self) -> list[StepResult]:
         """What has become of requests between two results."""
         outcomes, self._late = self._late, []
         return outcomes
@@ -563,7 +563,7 @@ class Scheduler:
         new: tuple[int, ...],
         drafted: int,
         scores: Sequence[Score] | None,
-        outcomes: list[Outcome],
+        outcomes: list[StepResult],
     ) -> None:
         """The answer goes on with `new`, the first `drafted` of which were drafts."""
         wants = sequence.wants
@@ -580,7 +580,7 @@ class Scheduler:
                 if wants.guide is not None:
                     wants.guide.accept(token)  # a token that it refuses never leaves
                 score = scores[i] if scores is not None else None
-                outcomes.append(Token(sequence.request, sequence.generated - 1, token, score))
+                outcomes.append(SampledToken(sequence.request, sequence.generated - 1, token, score))
                 if wants.guide is not None and wants.guide.finished:
                     outcomes.append(self._finish(sequence, _ended(wants)))
                     return
@@ -601,14 +601,14 @@ class Scheduler:
 
     # --- ends ----------------------------------------------------------------------------------------
 
-    def _finish(self, sequence: _Sequence, reason: Reason) -> End:
+    def _finish(self, sequence: _Sequence, reason: EndReason) -> SequenceEnd:
         self._stop(sequence, reason)
         return self._end(sequence, reason)
 
-    def _fail(self, sequence: _Sequence, error: MlxtpError) -> Failed:
+    def _fail(self, sequence: _Sequence, error: MlxtpError) -> SequenceFailed:
         self._stop(sequence, "error")
         self._forget(sequence)
-        return Failed(sequence.request, error.code, error.detail)
+        return SequenceFailed(sequence.request, error.code, error.detail)
 
     def _stop(self, sequence: _Sequence, reason: StopReason) -> None:
         """No further forward for this sequence; results that are on their way still count."""
@@ -642,14 +642,14 @@ class Scheduler:
                 if (beyond := self._occupied() - self._policy.kv_tokens) > 0:
                     evicted += self._prefixes.evict(beyond)
                 keep = 0 if sequence.uid in evicted else held
-        self._moves.append(Stop(sequence.uid, reason, sequence.forwards, keep))
+        self._moves.append(StopSequence(sequence.uid, reason, sequence.forwards, keep))
         if others := tuple([uid for uid in evicted if uid != sequence.uid]):
-            self._moves.append(Drop(others))
+            self._moves.append(EvictKept(others))
         sequence.all_forwards += sequence.forwards
 
-    def _end(self, sequence: _Sequence, reason: Reason) -> End:
+    def _end(self, sequence: _Sequence, reason: EndReason) -> SequenceEnd:
         self._forget(sequence)
-        return End(
+        return SequenceEnd(
             sequence.request,
             reason,
             sequence.generated,
@@ -684,7 +684,7 @@ class Scheduler:
             return True
         beyond = self._occupied(joining) - self._policy.kv_tokens
         if beyond > 0 and self._prefixes is not None and (evicted := self._prefixes.evict(beyond)):
-            self._moves.append(Drop(evicted))
+            self._moves.append(EvictKept(evicted))
             beyond = self._occupied(joining) - self._policy.kv_tokens
         if beyond > 0 and live + len(joining) > 1:
             return False  # a sequence alone fits: that was asked when it came
@@ -722,10 +722,10 @@ class Scheduler:
         return True
 
 
-def _ended(wants: Wants) -> Reason:
+def _ended(wants: SequenceParams) -> EndReason:
     """Return the reason of an answer that came to its end by itself, or under a guide that cut it."""
     return "length" if wants.guide is not None and wants.guide.cut else "stop"
 
 
-def _exchange(rows: Sequence[_Sequence]) -> Exchange:
+def _exchange(rows: Sequence[_Sequence]) -> ExchangeKind:
     return "logits" if any(sequence.wants.exchange == "logits" for sequence in rows) else "winners"

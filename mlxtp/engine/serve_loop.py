@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..wire.blocking import Link
+from ..wire.blocking import BlockingLink
 from ..wire.messages import (
     Ack,
     Done,
@@ -19,7 +19,7 @@ from ..wire.messages import (
     Shutdown,
     StepToken,
 )
-from .executor import Forward, Rank
+from .executor import Forward, RankExecutor
 from .mailbox import LEADER, Mailbox
 
 NEXT_FRAME_WAIT_S = 0.002
@@ -33,7 +33,7 @@ the running forward. When none comes, the request is at its end and nothing is l
 class ServeLoop:
     """Reads frames in order; at most one forward runs while the next is queued."""
 
-    def __init__(self, rank: Rank, mail: Mailbox, leader: Link) -> None:
+    def __init__(self, rank: RankExecutor, mail: Mailbox, leader: BlockingLink) -> None:
         self._rank = rank
         self._mail = mail
         self._leader = leader

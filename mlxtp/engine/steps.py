@@ -9,10 +9,10 @@ from typing import Literal, Protocol
 from ..errors import Code
 from ..wire.messages import GREEDY, PLAIN, Sampling, Shaping
 
-Reason = Literal["stop", "length", "cancel"]
+EndReason = Literal["stop", "length", "cancel"]
 StopReason = Literal["stop", "length", "cancel", "preempt", "error"]
 Agreement = Literal["verify", "broadcast"]
-Exchange = Literal["winners", "logits"]
+ExchangeKind = Literal["winners", "logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Prefill:
     source: int = 0
     take: bool = False
     sampling: Sampling = GREEDY
-    exchange: Exchange = "winners"
+    exchange: ExchangeKind = "winners"
     agreement: Agreement = "verify"
     request: int = 0
     cached: int = 0
@@ -45,7 +45,7 @@ class PrefillTogether:
     """One forward over what is left of several short prompts. Each of `prompts` is a last chunk."""
 
     prompts: tuple[Prefill, ...]
-    exchange: Exchange = "winners"
+    exchange: ExchangeKind = "winners"
     agreement: Agreement = "verify"
 
 
@@ -60,13 +60,13 @@ class Decode:
     positions: tuple[int, ...]
     widths: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
-    exchange: Exchange = "winners"
+    exchange: ExchangeKind = "winners"
     agreement: Agreement = "verify"
     late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopSequence:
     """A sequence leaves after `forwards` forwards; the first `keep` tokens of its KV cache stay."""
 
     uid: int
@@ -76,20 +76,20 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class EvictKept:
     """KV caches that were kept are given up."""
 
     uids: tuple[int, ...]
 
 
-Move = Prefill | PrefillTogether | Decode | Stop | Drop
+Move = Prefill | PrefillTogether | Decode | StopSequence | EvictKept
 
 Score = tuple[float, tuple[tuple[int, float], ...]]
 """Log-probability of a chosen token, and its most probable alternatives with theirs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class SampledToken:
     """A token for the client: the `index`-th (from 0) of request `uid`."""
 
     uid: int
@@ -99,11 +99,11 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class SequenceEnd:
     """The last word about a request. `generated` counts the end token too."""
 
     uid: int
-    reason: Reason
+    reason: EndReason
     generated: int
     forwards: int
     cached: int = 0
@@ -112,7 +112,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class SequenceFailed:
     """A request ends with an error of its own; the group goes on."""
 
     uid: int
@@ -120,7 +120,7 @@ class Failed:
     detail: str
 
 
-Outcome = Token | End | Failed
+StepResult = SampledToken | SequenceEnd | SequenceFailed
 
 
 class Guide(Protocol):
@@ -161,7 +161,7 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class SequenceParams:
     """How one request's tokens are to be chosen."""
 
     max_tokens: int
@@ -177,7 +177,7 @@ class Wants:
         return self.guide is not None or self.shaping != PLAIN
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> ExchangeKind:
         greedy = self.sampling.temperature == 0
         return "winners" if greedy and not self.shaped and not self.scored else "logits"
 

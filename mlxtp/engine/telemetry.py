@@ -27,7 +27,7 @@ _ROWS = 0.2
 is expected: on a GPU more rows take hardly longer, on a CPU as many times as long."""
 
 
-class Status:
+class RankTelemetry:
     """Plain attributes: each is written by one thread and read whole by another.
 
     What shall be known when this process is gone goes to the `recorder`.

@@ -30,7 +30,7 @@ TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a safetensors file. `offset` is where its bytes begin in the file."""
 
     name: str
@@ -56,7 +56,7 @@ class Folder:
         stored = None if whole else self._find(array, name)
         return _read_rows(stored, first, rows) if stored else cut_rows(array, name, first, rows)
 
-    def _find(self, array: mx.array, name: str) -> Stored | None:
+    def _find(self, array: mx.array, name: str) -> StoredTensor | None:
         """Where `array` is stored, if that is beyond doubt."""
         if not _is_untouched(array):
             return None
@@ -65,9 +65,9 @@ class Folder:
             alike = [s for s in alike if f".{s.name}".endswith(f".{name}")]
         return alike[0] if len(alike) == 1 else None
 
-    def untouched(self, parameters: Mapping[str, mx.array]) -> dict[str, Stored]:
+    def untouched(self, parameters: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
         """Return where parameters are stored, by name, of those that are just what a file holds."""
-        by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[Stored]] = {}
+        by_shape: dict[tuple[tuple[int, ...], mx.Dtype | None], list[StoredTensor]] = {}
         for stored in self._stored:
             by_shape.setdefault((stored.shape, TYPES.get(stored.type)), []).append(stored)
         found = {}
@@ -79,15 +79,15 @@ class Folder:
         return found
 
     @cached_property
-    def _stored(self) -> list[Stored]:
+    def _stored(self) -> list[StoredTensor]:
         return [
-            Stored(tensor.name, path, tensor.type, tensor.shape, tensor.begin)
+            StoredTensor(tensor.name, path, tensor.type, tensor.shape, tensor.begin)
             for path in sorted(self._folder.glob("model*.safetensors"))
             for tensor in read_header(path)
         ]
 
 
-def share_of(stored: Stored, array: mx.array, ranks: int) -> bool:
+def share_of(stored: StoredTensor, array: mx.array, ranks: int) -> bool:
     """Return True for one of `ranks` equal parts of a stored tensor, cut between its rows.
 
     Rows are the last axis but one. mlx-lm's `shard` splits and takes the part of its own rank.
@@ -96,7 +96,7 @@ def share_of(stored: Stored, array: mx.array, ranks: int) -> bool:
     return whole == stored.shape and _steps(array) == ["Load", "Split", "Contiguous"]
 
 
-def read_share(stored: Stored, rank: int, ranks: int) -> mx.array:
+def read_share(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
     """Read that part of rank `rank`, and nothing else of the tensor."""
     rows = stored.shape[-2] // ranks
     return _read_rows(stored, rank * rows, rows, axis=len(stored.shape) - 2)
@@ -124,7 +124,7 @@ def _steps(array: mx.array) -> list[str]:
     return [line.split('"')[1] for line in graph.getvalue().splitlines() if "shape=rectangle" in line]
 
 
-def _read_rows(stored: Stored, first: int, rows: int, axis: int = 0) -> mx.array:
+def _read_rows(stored: StoredTensor, first: int, rows: int, axis: int = 0) -> mx.array:
     with _Window(stored, first, rows, axis) as window:
         loaded = mx.load(cast("BinaryIO", window), format="safetensors")
     return cast("dict[str, mx.array]", loaded)["rows"]
@@ -138,7 +138,7 @@ class _Window(io.RawIOBase):
     MLX reads such a file at once, straight into the array's memory.
     """
 
-    def __init__(self, stored: Stored, first: int, rows: int, axis: int) -> None:
+    def __init__(self, stored: StoredTensor, first: int, rows: int, axis: int) -> None:
         before, after = stored.shape[:axis], stored.shape[axis + 1 :]
         row_bytes = TYPES[stored.type].size * prod(after)
         here = max(min(stored.shape[axis] - first, rows), 0)

@@ -22,7 +22,7 @@ from typing import NoReturn
 from typing import Protocol as Interface
 
 from ..errors import TERMINATED_STATUS, WEDGED_STATUS, Code, GroupError, LinkError, MlxtpError, exit_status
-from ..wire.blocking import Link
+from ..wire.blocking import BlockingLink
 from ..wire.exit_timeouts import FREE_S
 from ..wire.messages import (
     PROTOCOL_VERSION,
@@ -35,13 +35,13 @@ from ..wire.messages import (
     SessionEnd,
     Shutdown,
 )
-from ..wire.session import LinkKind, Protocol, Received, Side, State
+from ..wire.session import LinkKind, LinkState, Received, Session, Side
 from .decode_links import open_links
-from .jaccl import Exchange
+from .jaccl import SideChannelExchange
 from .mailbox import AGENT, LEADER, Mailbox, Terminated, read_in_background
 from .mlx_errors import code_of
 from .recorder import Recorder
-from .telemetry import LEAST_PATIENCE_S, Status
+from .telemetry import LEAST_PATIENCE_S, RankTelemetry
 from .warm_rank import import_all, wait_for_arguments
 
 PIPE_STALL_S = 60.0
@@ -52,7 +52,7 @@ REPORT_S = 5.0
 the end."""
 
 
-class Memory(Interface):
+class MemoryHolder(Interface):
     """The holder of a rank's memory."""
 
     def finish(self) -> None: ...
@@ -60,23 +60,23 @@ class Memory(Interface):
     def give_back(self) -> None: ...
 
 
-class Process:
+class RankProcessLinks:
     """The links of this process and its one way out: `leave`, on the main thread, which gives memory back.
 
     A failure that another thread finds ends the main thread as SIGTERM does. Where the main thread does not
     come back, the process ends without it.
     """
 
-    def __init__(self, rank: int, epoch: int, folder: Path, pipe: Link, recorder: Recorder) -> None:
+    def __init__(self, rank: int, epoch: int, folder: Path, pipe: BlockingLink, recorder: Recorder) -> None:
         self.rank = rank
         self.epoch = epoch
         self.folder = folder
         self.pipe = pipe
         self.mail = Mailbox()
-        self.status = Status(recorder)
-        self.memory: Memory | None = None
+        self.status = RankTelemetry(recorder)
+        self.memory: MemoryHolder | None = None
         """The rank, once there is one."""
-        self._decode: list[Link] = []
+        self._decode: list[BlockingLink] = []
         self._reporting = threading.Lock()
         self._exit_status = 0
         """That of the failure that was reported; 0 for none."""
@@ -179,12 +179,12 @@ class Process:
 
         read_in_background(self.pipe, AGENT, deliver, self.fail)
 
-    def listen_to_rank(self, link: Link, rank: int) -> None:
+    def listen_to_rank(self, link: BlockingLink, rank: int) -> None:
         """Start reading a decode link. A rank that reports its own end ends this process too."""
         self._decode.append(link)
 
         def deliver(received: Received) -> None:
-            if isinstance(received.message, Error) and link.protocol.state is State.FAILED:
+            if isinstance(received.message, Error) and link.protocol.state is LinkState.FAILED:
                 detail = received.message.detail
                 detail = detail if detail.startswith("rank ") else f"rank {rank}: {detail}"
                 code = Code(received.message.code)
@@ -208,7 +208,7 @@ def _at_most(seconds: float, status: int) -> Iterator[None]:
         timer.cancel()
 
 
-def run(process: Process, listener: socket.socket | None, identity: Path | None) -> None:
+def run(process: RankProcessLinks, listener: socket.socket | None, identity: Path | None) -> None:
     """From the first Hello to the last SessionEnd."""
     pipe, mail = process.pipe, process.mail
     pipe.send(Hello(PROTOCOL_VERSION, process.rank, os.getpid(), os.urandom(16), b""))
@@ -223,19 +223,19 @@ def run(process: Process, listener: socket.socket | None, identity: Path | None)
         process.listen_to_rank(link, other)
     counter = CollectiveCounter()
     counter.install()
-    from .agreement import NoDesk
-    from .executor import Rank
-    from .logit_shaping import RequestDesk
+    from .agreement import NoLogitShaping
+    from .executor import RankExecutor
+    from .logit_shaping import RequestShaping
     from .mlx_lm_shim import import_mlx_lm
 
-    desk = RequestDesk()
-    rank = Rank(
+    desk = RequestShaping()
+    rank = RankExecutor(
         bootstrap,
         process.epoch,
         process.folder,
         process.status,
         counter,
-        desk=NoDesk() if process.rank else desk,
+        desk=NoLogitShaping() if process.rank else desk,
         exchange=_exchange(process, bootstrap),
     )
     process.memory = rank
@@ -259,7 +259,7 @@ def run(process: Process, listener: socket.socket | None, identity: Path | None)
     pipe.send(SessionEnd())
 
 
-def _bootstrap(process: Process) -> Bootstrap:
+def _bootstrap(process: RankProcessLinks) -> Bootstrap:
     while True:
         if received := process.mail.take(AGENT):
             if isinstance(received.message, Bootstrap):
@@ -272,12 +272,14 @@ def _bootstrap(process: Process) -> Bootstrap:
             process.mail.wait()
 
 
-def _exchange(process: Process, bootstrap: Bootstrap) -> Exchange:
+def _exchange(process: RankProcessLinks, bootstrap: Bootstrap) -> SideChannelExchange:
     def receive(timeout_s: float) -> Message:
         message: Message = process.mail.receive(AGENT, timeout_s).message
         return message
 
-    return Exchange(bootstrap.rank, bootstrap.world_size, process.pipe.send, receive, bootstrap.round_s)
+    return SideChannelExchange(
+        bootstrap.rank, bootstrap.world_size, process.pipe.send, receive, bootstrap.round_s
+    )
 
 
 def _await_shutdown(mail: Mailbox) -> None:
@@ -317,8 +319,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorder.catch_crashes()
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
     sock = socket.socket(fileno=args.pipe_fd)
-    pipe = Link(sock, Protocol(kind, Side.LOWER, args.epoch), PIPE_STALL_S)
-    process = Process(args.rank, args.epoch, args.folder, pipe, recorder)
+    pipe = BlockingLink(sock, Session(kind, Side.LOWER, args.epoch), PIPE_STALL_S)
+    process = RankProcessLinks(args.rank, args.epoch, args.folder, pipe, recorder)
     signal.signal(signal.SIGTERM, process.terminate)
     process.end_when_wedged()
     listener = socket.socket(fileno=args.listen_fd) if args.listen_fd is not None else None
@@ -329,7 +331,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     process.leave(status, wait=wait)
 
 
-def _run_or_fail(process: Process, listener: socket.socket | None, identity: Path | None) -> tuple[int, bool]:
+def _run_or_fail(
+    process: RankProcessLinks, listener: socket.socket | None, identity: Path | None
+) -> tuple[int, bool]:
     """Run; returns the exit status, and whether forwards that are in flight may still end."""
     try:
         run(process, listener, identity)

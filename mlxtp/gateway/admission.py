@@ -16,7 +16,7 @@ RESERVED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class AdmissionLimits:
     """Bounds of one gateway: tokens of open requests' prompts and of the answers so far.
 
     Each request counts as `request_tokens` at least, since its connection and its place in the queue cost
@@ -31,7 +31,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SystemMemory:
     """`critical`: the system itself says that it is about to end processes."""
 
     available: int
@@ -39,7 +39,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OpenLoad:
     """Open requests and their tokens: of everybody, and of the client who asks."""
 
     requests: int
@@ -48,7 +48,7 @@ class Load:
     own_tokens: int
 
 
-def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> Load:
+def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> OpenLoad:
     """`open_`: client and tokens of each open request, which counts `least` tokens at least."""
     requests = tokens = own_requests = own_tokens = 0
     for other, length in open_:
@@ -58,16 +58,16 @@ def load_of(client: int, open_: Iterable[tuple[int, int]], least: int = 0) -> Lo
         if other == client:
             own_requests += 1
             own_tokens += count
-    return Load(requests, tokens, own_requests, own_tokens)
+    return OpenLoad(requests, tokens, own_requests, own_tokens)
 
 
-def is_short(bounds: Bounds, memory: Memory) -> bool:
+def is_short(bounds: AdmissionLimits, memory: SystemMemory) -> bool:
     """Whether a machine has too little memory left for anything new."""
     return memory.critical or memory.available < bounds.free_bytes
 
 
 def refusal(
-    bounds: Bounds, load: Load, prompt: int, memory: Memory, elsewhere: str = ""
+    bounds: AdmissionLimits, load: OpenLoad, prompt: int, memory: SystemMemory, elsewhere: str = ""
 ) -> RequestError | None:
     """Why a request with `prompt` tokens is not taken now: 429 or 503, with the numbers. None: it is.
 
@@ -108,7 +108,7 @@ def client_number(client: str, salt: bytes) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def short_of_memory(bounds: Bounds, memory: Memory, elsewhere: str) -> RequestError | None:
+def short_of_memory(bounds: AdmissionLimits, memory: SystemMemory, elsewhere: str) -> RequestError | None:
     """Return a 503 where this machine, or the one called `elsewhere`, has too little memory."""
     if elsewhere:
         return RequestError(

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..api.backend import Answer, End, Event, Progress, Tokens
-from ..api.request_metrics import UNWATCHED, Watch
+from ..api.backend import Progress, StreamEnd, TokenEvent, Tokens, TokenStream
+from ..api.request_metrics import UNWATCHED, SequenceMeter
 from ..errors import Code, MlxtpError
 from ..wire.messages import Accepted, Generate, Prefilled
-from .forwarded_request import Desk, Item
-from .retry_policy import Footing
+from .forwarded_request import ForwardedItem, RequestBackend
+from .retry_policy import RequestRecord
 
 MAX_UNREAD = 16_384
 """Tokens, more or less, that may wait for a client. One that is further behind gets no more."""
@@ -21,17 +21,18 @@ MAX_UNREAD = 16_384
 _QUEUED = Progress("queued")
 
 
-class Asked:
-    """Implements `api.backend.Answer`. Closing it before its end cancels the request, even if never iterated.
+class ClientRequest:
+    """Implements `api.backend.TokenStream`. Closing it before its end cancels the request, even if never
+    iterated.
 
     It outlives the group that works on it: `again` is what the next group is asked.
     """
 
-    def __init__(self, generate: Generate, abandon: Callable[[Asked], None]) -> None:
+    def __init__(self, generate: Generate, abandon: Callable[[ClientRequest], None]) -> None:
         self.generate = generate
         self.uid = 0
         """Under which the desk knows it; 0 while none does."""
-        self.desk: Desk | None = None
+        self.desk: RequestBackend | None = None
         self.elsewhere = False
         """Whether that desk is on another Mac."""
         self.strikes = 0
@@ -41,13 +42,13 @@ class Asked:
         """Ends it, unless a group takes it before."""
         self.deadline: asyncio.TimerHandle | None = None
         """Ends it, unless it ends before."""
-        self.watch: Watch = UNWATCHED
+        self.watch: SequenceMeter = UNWATCHED
         """Counts what comes of it."""
         self._got: list[int] = []
         self._got_before = 0
         self._prefill = _QUEUED
         self._prefill_began = 0.0
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
+        self._items: asyncio.Queue[ForwardedItem] = asyncio.Queue()
         self._abandon = abandon
         self._judged = asyncio.Event()
         self._refusal: MlxtpError | None = None
@@ -69,9 +70,11 @@ class Asked:
         return len(self._got)
 
     @property
-    def footing(self) -> Footing:
+    def footing(self) -> RequestRecord:
         """How it stands should the group fail now."""
-        return Footing(self.strikes, len(self._got) - self._got_before, self.length, running=self.uid != 0)
+        return RequestRecord(
+            self.strikes, len(self._got) - self._got_before, self.length, running=self.uid != 0
+        )
 
     @property
     def length(self) -> int:
@@ -102,7 +105,7 @@ class Asked:
             self.pending.cancel()
             self.pending = None
 
-    def put(self, item: Item) -> None:
+    def put(self, item: ForwardedItem) -> None:
         behind = False
         if isinstance(item, Tokens):
             self._got += item.tokens
@@ -138,10 +141,10 @@ class Asked:
             return Progress("restarting")
         return Progress() if len(self._got) > self._got_before else self._prefill
 
-    def __aiter__(self) -> Answer:
+    def __aiter__(self) -> TokenStream:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> TokenEvent:
         if self._ended:
             raise StopAsyncIteration
         try:
@@ -160,8 +163,8 @@ class Asked:
         self.watch.leave()
         self._abandon(self)
 
-    def _end_watch(self, item: End | MlxtpError) -> None:
-        if isinstance(item, End):
+    def _end_watch(self, item: StreamEnd | MlxtpError) -> None:
+        if isinstance(item, StreamEnd):
             self.watch.end(item)
         else:
             self.watch.fail(item)

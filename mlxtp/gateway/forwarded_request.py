@@ -6,24 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from ..api.backend import End, Event, Score, Tokens
+from ..api.backend import StreamEnd, TokenEvent, Tokens, TokenScore
 from ..api.request_metrics import UNWATCHED
 from ..errors import Code, MlxtpError
 from ..wire.base import Message
 from ..wire.messages import Accepted, Delta, Error, Finished, Generate, Prefilled, ScoredDelta
-from .retry_policy import Footing
+from .retry_policy import RequestRecord
 
-Item = Event | MlxtpError
+ForwardedItem = TokenEvent | MlxtpError
 
 
-class Desk(Protocol):
+class RequestBackend(Protocol):
     """Where requests go: rank 0, or the agent that has it."""
 
     def send(self, message: Message) -> None:
         """Generate or Cancel. Raises MlxtpError when nobody takes them any more."""
 
 
-class Relayed:
+class ForwardedRequest:
     """A request of another agent: its events go back there as messages, numbered by the uid it has there."""
 
     watch = UNWATCHED
@@ -33,7 +33,7 @@ class Relayed:
         self.generate = generate
         self.uid = 0
         """Under which rank 0 knows it; 0 while it does not."""
-        self.desk: Desk | None = None
+        self.desk: RequestBackend | None = None
         self.elsewhere = False
         self.strikes = generate.strikes
         self._tell = tell
@@ -44,10 +44,10 @@ class Relayed:
         return replace(self.generate, uid=uid)
 
     @property
-    def footing(self) -> Footing:
+    def footing(self) -> RequestRecord:
         """How it stands should the group fail now."""
         progress = self._index - self.generate.answered
-        return Footing(self.strikes, progress, self.length, running=self.uid != 0)
+        return RequestRecord(self.strikes, progress, self.length, running=self.uid != 0)
 
     @property
     def length(self) -> int:
@@ -65,7 +65,7 @@ class Relayed:
         """The group has ended; its own gateway asks again. `struck`: the failure may have been its doing."""
         self._tell(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
 
-    def put(self, item: Item) -> None:
+    def put(self, item: ForwardedItem) -> None:
         uid = self.generate.uid
         match item:
             case Tokens(tokens, ()):
@@ -76,7 +76,7 @@ class Relayed:
             case Tokens(tokens, scores):
                 self._tell(_scored(uid, self._index, tokens, scores))
                 self._index += len(tokens)
-            case End():
+            case StreamEnd():
                 self._tell(
                     Finished(uid, item.reason, item.generated, 0, item.cached, item.drafted, item.accepted)
                 )
@@ -84,7 +84,7 @@ class Relayed:
                 self._tell(Error(item.code, item.detail, uid))
 
 
-def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[Score, ...]) -> ScoredDelta:
+def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[TokenScore, ...]) -> ScoredDelta:
     """The way back of `_scores`."""
     pairs = [pair for score in scores for pair in score.top]
     return ScoredDelta(

@@ -12,12 +12,12 @@ from ..api.sampling_defaults import load_defaults
 from ..cluster.surroundings import Surroundings
 from ..discovery.dial_schedule import host_and_port
 from ..errors import Code, GroupError, MlxtpError
-from ..groups.health import State
-from ..groups.process_group import Group
+from ..groups.health import ServingState
+from ..groups.process_group import EpochGroup
 from ..wire.cluster_messages import Serving
 from ..wire.tls import ALPN_REQUESTS, Credentials, member_context_client
 from ..wire.tls_acceptor import open_tls
-from .remote_backend import RemoteDesk
+from .remote_backend import RemoteBackend
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ CONNECT_S = 3.0
 RETRY_S = 0.5
 
 
-class Follower:
+class ForwardingBackend:
     """`look` is called whenever something may have changed."""
 
     def __init__(self, cluster: Surroundings) -> None:
@@ -35,7 +35,7 @@ class Follower:
         """Node, epoch and version of the model that is served, or about to be."""
         self._ready = False
         """Whether it is."""
-        self._desk: RemoteDesk | None = None
+        self._desk: RemoteBackend | None = None
         self._desk_at = ""
         """The node that the requests link leads to. It outlives that node's epochs."""
         self._opening: asyncio.Task[None] | None = None
@@ -51,21 +51,23 @@ class Follower:
         if found is None:
             self._drop("the group is being formed")
             if not cluster.supervisor.resting:
-                self._show(State.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
+                self._show(ServingState.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
             return
         node_id, serving = found
         if self._desk is not None and self._desk_at != node_id:
             self._drop(f"{cluster.name_of(node_id)} serves now")
-        if serving.state != State.READY or cluster.model.version != serving.desired:
+        if serving.state != ServingState.READY or cluster.model.version != serving.desired:
             self._rest()
-            state = State.LOADING if serving.state == State.READY else State(serving.state)
-            nothing = "nobody serves a model yet" if state is State.IDLE else ""
+            state = (
+                ServingState.LOADING if serving.state == ServingState.READY else ServingState(serving.state)
+            )
+            nothing = "nobody serves a model yet" if state is ServingState.IDLE else ""
             self._show(state, serving.epoch, serving.reason or nothing, serving)
             return
         if cluster.model.source is None:
             self._rest()
             missing = cluster.model.problem
-            state = State.IDLE if missing else State.LOADING
+            state = ServingState.IDLE if missing else ServingState.LOADING
             self._show(state, serving.epoch, missing or "the model is looked for", serving)
             return
         wanted = (node_id, serving.epoch, serving.desired)
@@ -75,9 +77,9 @@ class Follower:
             self._opening = asyncio.ensure_future(self._open(node_id, serving))
             self._opening.add_done_callback(self._opened)
         if not self._ready:
-            self._show(State.LOADING, serving.epoch, "connecting to rank 0", serving)
+            self._show(ServingState.LOADING, serving.epoch, "connecting to rank 0", serving)
         else:
-            self._show(State.READY, serving.epoch, serving.reason, serving)
+            self._show(ServingState.READY, serving.epoch, serving.reason, serving)
 
     def _whom(self) -> tuple[str, Serving] | None:
         """The node whose group counts: the coordinator's, else one that is ready, else who says why not."""
@@ -91,17 +93,17 @@ class Follower:
         leading = servings.get(coordinator)
         if leading is not None and leading.participants:
             return coordinator, leading
-        ready = [node for node, serving in servings.items() if serving.state == State.READY]
+        ready = [node for node, serving in servings.items() if serving.state == ServingState.READY]
         if ready:
             return min(ready), servings[min(ready)]
         return (coordinator, leading) if leading is not None else None
 
-    def _show(self, state: State, epoch: int, reason: str, serving: Serving | None) -> None:
+    def _show(self, state: ServingState, epoch: int, reason: str, serving: Serving | None) -> None:
         size = len(serving.participants) if serving is not None else 0
         backend, kind = (serving.backend, serving.kind) if serving is not None else ("none", "")
-        if state in (State.STARTING, State.STOPPED):
-            state = State.FORMING
-        self._cluster.supervisor.follow(state, epoch, reason, Group(0, size, backend, kind=kind))
+        if state in (ServingState.STARTING, ServingState.STOPPED):
+            state = ServingState.FORMING
+        self._cluster.supervisor.follow(state, epoch, reason, EpochGroup(0, size, backend, kind=kind))
 
     async def _open(self, node_id: str, serving: Serving) -> None:
         cluster, source = self._cluster, self._cluster.model.source
@@ -152,7 +154,7 @@ class Follower:
         reader, writer = await self._connect(node_id)
         try:
             async with asyncio.timeout(CONNECT_S):
-                self._desk = await RemoteDesk.open(reader, writer, gateway.on_event, self._lost)
+                self._desk = await RemoteBackend.open(reader, writer, gateway.on_event, self._lost)
                 self._desk_at = node_id
         except BaseException:
             writer.transport.abort()

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from .admission import Memory
+from .admission import SystemMemory
 
 FRESH_S = 0.5
 """For how long an answer counts: a crowd of requests asks once."""
@@ -19,25 +19,25 @@ class FreeMemory:
     """Call it for the memory of now. `look` and `clock` are what tests replace."""
 
     def __init__(
-        self, look: Callable[[], Memory] | None = None, clock: Callable[[], float] = time.monotonic
+        self, look: Callable[[], SystemMemory] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._look = look or look_at_memory
         self._clock = clock
-        self._seen = Memory(0)
+        self._seen = SystemMemory(0)
         self._until = float("-inf")
 
-    def __call__(self) -> Memory:
+    def __call__(self) -> SystemMemory:
         if (now := self._clock()) >= self._until:
             self._seen, self._until = self._look(), now + FRESH_S
         return self._seen
 
 
-def look_at_memory(system: str = sys.platform, level: Callable[[], int] | None = None) -> Memory:
+def look_at_memory(system: str = sys.platform, level: Callable[[], int] | None = None) -> SystemMemory:
     """What psutil says is available, and on a Mac whether the kernel calls the pressure critical."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    return Memory(available, system == "darwin" and (level or _pressure_level)() >= CRITICAL)
+    return SystemMemory(available, system == "darwin" and (level or _pressure_level)() >= CRITICAL)
 
 
 def _pressure_level() -> int:

@@ -1,8 +1,8 @@
 """Between HTTP and rank 0: requests in, confirmed tokens out. What `api/` sees of the cluster.
 
 A group may end under open requests. Those whose clients are here then wait for the next group, which is asked
-for what is missing (`Asked.again`). Those of other agents are given back to them: each agent looks after its
-own clients, so that no answer depends on a Mac that died.
+for what is missing (`ClientRequest.again`). Those of other agents are given back to them: each agent looks
+after its own clients, so that no answer depends on a Mac that died.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..api.backend import AT_ONCE, Answer, End, Health, ModelInfo, Request, Score, Stored, Tokens, Turn
-from ..api.request_metrics import UNWATCHED, Meter, NoMeter
+from ..api.backend import (
+    AT_ONCE,
+    Health,
+    ModelInfo,
+    ModelLease,
+    Request,
+    StoredModelInfo,
+    StreamEnd,
+    Tokens,
+    TokenScore,
+    TokenStream,
+)
+from ..api.request_metrics import UNWATCHED, NoRequestMeter, RequestMeter
 from ..errors import Code, GroupError, MlxtpError, RequestError
 from ..groups.local_rank import RequestEvent
 from ..models import self_test
@@ -36,9 +47,17 @@ from ..wire.messages import (
     Sampling,
     ScoredDelta,
 )
-from .admission import Bounds, Memory, client_number, is_short, load_of, refusal, short_of_memory
-from .client_request import Asked
-from .forwarded_request import Desk, Relayed
+from .admission import (
+    AdmissionLimits,
+    SystemMemory,
+    client_number,
+    is_short,
+    load_of,
+    refusal,
+    short_of_memory,
+)
+from .client_request import ClientRequest
+from .forwarded_request import ForwardedRequest, RequestBackend
 from .free_memory import FreeMemory
 from .retry_policy import PROVEN_TOKENS, SUSPECT, ended, strikes_after, struck
 
@@ -52,26 +71,26 @@ ASK_AGAIN_S = 0.5
 """When the agent with rank 0 is asked again, if it was not ready after all."""
 
 
-class Switch(Protocol):
+class ModelSwitch(Protocol):
     """Who has a model loaded because a request names it."""
 
-    async def on_request(self) -> tuple[Stored, ...]: ...
+    async def on_request(self) -> tuple[StoredModelInfo, ...]: ...
 
-    async def turn(self, name: str | None, within_s: float) -> Turn: ...
+    async def turn(self, name: str | None, within_s: float) -> ModelLease: ...
 
 
-class NeverSwitches:
+class NoModelSwitch:
     """There is one model, and requests change nothing about it."""
 
-    async def on_request(self) -> tuple[Stored, ...]:
+    async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return ()
 
-    async def turn(self, _name: str | None, _within_s: float) -> Turn:
+    async def turn(self, _name: str | None, _within_s: float) -> ModelLease:
         return AT_ONCE
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class OpenRequests:
     """Open requests of clients here, for `model`: those that have a first token, and those that wait for one,
     in a queue, in prefill, or for another group. Nothing that the agent asks for itself. `held` counts the
     tokens of prompts and answers of all that run at a rank 0 here, other agents' included.
@@ -94,10 +113,10 @@ class Gateway:
     def __init__(
         self,
         health: Callable[[int], Health],
-        bounds: Bounds,
+        bounds: AdmissionLimits,
         recovery_s: float = 60.0,
         deadline_s: float = 3600.0,
-        memory: Callable[[], Memory] | None = None,
+        memory: Callable[[], SystemMemory] | None = None,
     ) -> None:
         self._health = health
         self._bounds = bounds
@@ -108,14 +127,14 @@ class Gateway:
         self._memory = memory or FreeMemory()
         self._salt = secrets.token_bytes(16)
         self._uids = itertools.count(1)
-        self._open: dict[int, Asked | Relayed] = {}
+        self._open: dict[int, ClientRequest | ForwardedRequest] = {}
         """By uid: what a desk works on."""
-        self._paused: dict[Asked, None] = {}
+        self._paused: dict[ClientRequest, None] = {}
         """In order: what waits for a group."""
-        self._suspects: deque[Asked | Relayed] = deque()
+        self._suspects: deque[ClientRequest | ForwardedRequest] = deque()
         """What waits until the suspect before it has proven harmless."""
-        self._suspect: Asked | Relayed | None = None
-        self._desk: Desk | None = None
+        self._suspect: ClientRequest | ForwardedRequest | None = None
+        self._desk: RequestBackend | None = None
         self._here = False
         self._model: ModelInfo | None = None
         self._served: ModelInfo | None = None
@@ -128,18 +147,18 @@ class Gateway:
         """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
         self.elsewhere: Callable[[], str] = lambda: ""
         """The name of another Mac of the group that is short of memory; empty for none."""
-        self.switch: Switch = NeverSwitches()
+        self.switch: ModelSwitch = NoModelSwitch()
         self.on_serving: Callable[[], None] = lambda: None
         """Called when a model is there for requests."""
         self.closing = ""
         """Why nothing new is taken; what is open goes on, from group to group if need be."""
-        self.meter: Meter = NoMeter()
+        self.meter: RequestMeter = NoRequestMeter()
         """Is told of the requests whose clients are here."""
 
     # --- what the agent tells ------------------------------------------------------------------------
 
     def serve(
-        self, desk: Desk, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
+        self, desk: RequestBackend, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
     ) -> None:
         """From now on requests go to `desk`. `here`: that is rank 0, and requests of others may go there.
 
@@ -175,7 +194,7 @@ class Gateway:
             if count is None:
                 log.error("a request is not asked again: %s", error.detail)
                 request.put(ended(error.code, error.detail))
-            elif isinstance(request, Relayed):
+            elif isinstance(request, ForwardedRequest):
                 request.give_back(error, struck=count != request.strikes)
             else:
                 request.strikes = count
@@ -189,10 +208,12 @@ class Gateway:
     def close(self, error: MlxtpError) -> None:
         """This Mac serves no more; requests of other agents may go on elsewhere."""
         for request in [*self._open.values(), *self._suspects]:
-            if isinstance(request, Relayed):
+            if isinstance(request, ForwardedRequest):
                 request.give_back(error, struck=False)
-        self._open = {uid: request for uid, request in self._open.items() if isinstance(request, Asked)}
-        self._suspects = deque(request for request in self._suspects if isinstance(request, Asked))
+        self._open = {
+            uid: request for uid, request in self._open.items() if isinstance(request, ClientRequest)
+        }
+        self._suspects = deque(request for request in self._suspects if isinstance(request, ClientRequest))
         self.suspend(error)
 
     def on_event(self, event: RequestEvent) -> None:
@@ -216,7 +237,7 @@ class Gateway:
             case Finished():
                 if request := self._open.pop(event.uid, None):
                     request.put(
-                        End(
+                        StreamEnd(
                             event.reason,  # type: ignore[arg-type]
                             event.generated,
                             event.cached,
@@ -247,20 +268,20 @@ class Gateway:
     @property
     def relayed(self) -> int:
         """Requests of other agents' clients that go on here."""
-        return sum(isinstance(request, Relayed) for request in self._requests)
+        return sum(isinstance(request, ForwardedRequest) for request in self._requests)
 
-    def census(self) -> Census:
+    def census(self) -> OpenRequests:
         """What is open right now."""
         own = [
             request
             for request in self._requests
-            if isinstance(request, Asked) and request.watch is not UNWATCHED
+            if isinstance(request, ClientRequest) and request.watch is not UNWATCHED
         ]
         running = sum(request.uid != 0 and request.got > 0 for request in own)
         there = self._open.values() if self._here else ()
         held = sum(request.length for request in there if request.footing.progress)
         name = self._served.id if self._served is not None else ""
-        return Census(name, running, len(own) - running, held)
+        return OpenRequests(name, running, len(own) - running, held)
 
     @property
     def queue(self) -> Mapping[str, int]:
@@ -279,7 +300,7 @@ class Gateway:
         }
 
     @property
-    def _requests(self) -> list[Asked | Relayed]:
+    def _requests(self) -> list[ClientRequest | ForwardedRequest]:
         return [*self._open.values(), *self._paused, *self._suspects]
 
     # --- what HTTP asks ------------------------------------------------------------------------------
@@ -296,13 +317,13 @@ class Gateway:
     def shortage(self) -> RequestError | None:
         return short_of_memory(self._bounds, self._memory(), self.elsewhere())
 
-    async def on_request(self) -> tuple[Stored, ...]:
+    async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return await self.switch.on_request()
 
-    async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
+    async def turn(self, name: str | None, within_s: float = 0.0) -> ModelLease:
         return await self.switch.turn(name, within_s)
 
-    def generate(self, request: Request) -> Answer:
+    def generate(self, request: Request) -> TokenStream:
         """Start a request; see `Backend.generate`."""
         self._refuse_if_closing()
         client = client_number(request.client, self._salt)
@@ -322,7 +343,7 @@ class Gateway:
         # Two agents that each take the other for rank 0's would pass it on for ever.
         if desk is None or not self._here:
             raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
-        relayed = Relayed(generate, tell)
+        relayed = ForwardedRequest(generate, tell)
         self._admit(relayed, desk)
 
         def cancel() -> None:
@@ -335,7 +356,7 @@ class Gateway:
         if self.closing:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
 
-    def _free_desk(self, client: int, prompt: int) -> Desk | None:
+    def _free_desk(self, client: int, prompt: int) -> RequestBackend | None:
         if self._desk is None and self._handover is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
         if self._held:
@@ -352,7 +373,9 @@ class Gateway:
         """Whether this machine has less memory left than requests are taken with."""
         return is_short(self._bounds, self._memory())
 
-    async def warm_up(self, ranks: Desk, prompts: Sequence[tuple[int, ...]]) -> self_test.Answers:
+    async def warm_up(
+        self, ranks: RequestBackend, prompts: Sequence[tuple[int, ...]]
+    ) -> self_test.SelfTestTokens:
         """Run short sequences before anybody waits: a first forward compiles kernels for seconds.
 
         Returns the answers to the golden prompts, which go first. Raises what a request would raise.
@@ -367,19 +390,25 @@ class Gateway:
         )
         return answers
 
-    async def golden_answers(self, ranks: Desk, prompts: Sequence[tuple[int, ...]]) -> self_test.Answers:
+    async def golden_answers(
+        self, ranks: RequestBackend, prompts: Sequence[tuple[int, ...]]
+    ) -> self_test.SelfTestTokens:
         """Return what a group without requests says to each prompt, one by one."""
         requests = [Request(prompt, self_test.ANSWER_TOKENS, ignore_eos=True) for prompt in prompts]
         return tuple([(await self._run(ranks, request))[0] for request in requests])
 
-    async def most_probable(self, ranks: Desk, prompt: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    async def most_probable(
+        self, ranks: RequestBackend, prompt: tuple[int, ...]
+    ) -> tuple[tuple[int, float], ...]:
         """Return the two most probable tokens after a prompt, with their log-probabilities."""
         _, scores = await self._run(ranks, Request(prompt, 1, logprobs=2, ignore_eos=True))
         return scores[0].top
 
-    async def _run(self, ranks: Desk, request: Request) -> tuple[tuple[int, ...], tuple[Score, ...]]:
+    async def _run(
+        self, ranks: RequestBackend, request: Request
+    ) -> tuple[tuple[int, ...], tuple[TokenScore, ...]]:
         tokens: list[int] = []
-        scores: list[Score] = []
+        scores: list[TokenScore] = []
         async for event in self._start(ranks, request):
             if isinstance(event, Tokens):
                 tokens += event.tokens
@@ -388,7 +417,9 @@ class Gateway:
 
     # --- one request ---------------------------------------------------------------------------------
 
-    def _start(self, desk: Desk | None, request: Request, client: int = 0, user: int = 0) -> Asked:
+    def _start(
+        self, desk: RequestBackend | None, request: Request, client: int = 0, user: int = 0
+    ) -> ClientRequest:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens; this server takes {MAX_FRAME_TOKENS}",
@@ -405,7 +436,7 @@ class Gateway:
             client=client,
             user=user,
         )
-        asked = Asked(generate, self._abandon)
+        asked = ClientRequest(generate, self._abandon)
         if desk is None:
             assert self._handover is not None
             self._park(asked, self._handover)
@@ -416,16 +447,16 @@ class Gateway:
         asked.deadline = loop.call_later(deadline_s, self._too_late, asked, deadline_s)
         return asked
 
-    def _too_late(self, asked: Asked, deadline_s: float) -> None:
+    def _too_late(self, asked: ClientRequest, deadline_s: float) -> None:
         self._abandon(asked)
         asked.put(MlxtpError(f"the answer was not complete within {deadline_s:g} s", Code.DEADLINE))
 
-    def _admit(self, request: Asked | Relayed, desk: Desk) -> None:
+    def _admit(self, request: ClientRequest | ForwardedRequest, desk: RequestBackend) -> None:
         """To the desk, or behind the suspects that wait. Raises RequestError when nobody takes it."""
         if self._here and request.strikes >= SUSPECT:
             if self._suspect is not None:
                 self._suspects.append(request)
-                if isinstance(request, Asked):
+                if isinstance(request, ClientRequest):
                     request.wait_no_more()  # there is a group, and it will get its turn
                 return
             self._suspect = request
@@ -439,9 +470,9 @@ class Gateway:
         request.uid, request.desk, request.elsewhere = uid, desk, desk is self._desk and not self._here
         self._open[uid] = request
 
-    def _abandon(self, request: Asked | Relayed) -> None:
+    def _abandon(self, request: ClientRequest | ForwardedRequest) -> None:
         """Nobody waits for this answer any more; unless it is complete, every rank stops working on it."""
-        if isinstance(request, Asked):
+        if isinstance(request, ClientRequest):
             self._paused.pop(request, None)
             request.wait_no_more()
         if request in self._suspects:
@@ -456,7 +487,7 @@ class Gateway:
 
     # --- from one group to the next ------------------------------------------------------------------
 
-    def _park(self, asked: Asked, error: MlxtpError) -> None:
+    def _park(self, asked: ClientRequest, error: MlxtpError) -> None:
         asked.uid = 0
         self._paused[asked] = None
         if asked.pending is None:
@@ -464,7 +495,7 @@ class Gateway:
             recovery_s = max(self._recovery_s, LOADS * self.load_s)
             asked.pending = loop.call_later(recovery_s, self._give_up, asked, error, recovery_s)
 
-    def _give_up(self, asked: Asked, error: MlxtpError, waited_s: float) -> None:
+    def _give_up(self, asked: ClientRequest, error: MlxtpError, waited_s: float) -> None:
         self._abandon(asked)
         detail = f"no group took this request up again within {waited_s:.3g} s: {error.detail}"
         asked.put(GroupError(detail, error.code))
@@ -475,16 +506,20 @@ class Gateway:
         assert desk is not None
         for asked in paused:
             if asked.got >= asked.generate.max_tokens:  # only the word that this was the last is missing
-                asked.put(End("length", asked.got))
+                asked.put(StreamEnd("length", asked.got))
                 continue
             try:
                 self._admit(asked, desk)
             except RequestError as error:
                 self._park(asked, error)
 
-    def _refused(self, request: Asked | Relayed, error: MlxtpError) -> None:
+    def _refused(self, request: ClientRequest | ForwardedRequest, error: MlxtpError) -> None:
         """An Error came for it: from rank 0 itself it is the last word, from another agent perhaps not."""
-        if isinstance(request, Relayed) or not request.elsewhere or not _another_group_may(request, error):
+        if (
+            isinstance(request, ForwardedRequest)
+            or not request.elsewhere
+            or not _another_group_may(request, error)
+        ):
             request.put(error)
             return
         if error.code is Code.RANK_LOST:
@@ -507,7 +542,7 @@ class Gateway:
             try:
                 self._admit(waiting, self._desk)
             except RequestError as error:
-                if isinstance(waiting, Asked):
+                if isinstance(waiting, ClientRequest):
                     self._park(waiting, error)
                 else:
                     waiting.put(error)
@@ -522,7 +557,7 @@ class Gateway:
             request.put(error)
 
 
-def _another_group_may(asked: Asked, error: MlxtpError) -> bool:
+def _another_group_may(asked: ClientRequest, error: MlxtpError) -> bool:
     """Whether a request that another agent has given back can go on in the next group."""
     if isinstance(error, RequestError) or error.code is Code.SHUTTING_DOWN:
         come_back = (Code.NOT_READY, Code.OVERLOADED, Code.SHUTTING_DOWN)
@@ -530,10 +565,12 @@ def _another_group_may(asked: Asked, error: MlxtpError) -> bool:
     return error.code not in (Code.OUT_OF_MEMORY, Code.REQUEST_FATAL)
 
 
-def _scores(event: ScoredDelta) -> tuple[Score, ...]:
+def _scores(event: ScoredDelta) -> tuple[TokenScore, ...]:
     top = event.top
     pairs = tuple(zip(event.top_tokens, event.top_logprobs, strict=True))
-    return tuple(Score(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs))
+    return tuple(
+        TokenScore(logprob, pairs[i * top : (i + 1) * top]) for i, logprob in enumerate(event.logprobs)
+    )
 
 
 def _refusal(code: Code, detail: str) -> MlxtpError:

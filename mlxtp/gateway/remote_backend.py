@@ -24,8 +24,8 @@ from ..wire.messages import (
     ScoredDelta,
     Welcome,
 )
-from ..wire.session import LinkKind, Protocol, Side
-from ..wire.streams import Connection
+from ..wire.session import LinkKind, Session, Side
+from ..wire.streams import StreamLink
 from .gateway import Gateway
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ MAX_UNSENT_BYTES = 8 * 1024 * 1024
 """What may wait for an agent that does not read before its link is cut."""
 
 
-class RemoteDesk:
-    """A `Desk` whose rank 0 is on another Mac. `lost` is called once, when its link ends."""
+class RemoteBackend:
+    """A `RequestBackend` whose rank 0 is on another Mac. `lost` is called once, when its link ends."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: StreamLink,
         on_event: Callable[[RequestEvent], None],
         lost: Callable[[MlxtpError], None],
     ) -> None:
@@ -55,9 +55,9 @@ class RemoteDesk:
         writer: asyncio.StreamWriter,
         on_event: Callable[[RequestEvent], None],
         lost: Callable[[MlxtpError], None],
-    ) -> RemoteDesk:
+    ) -> RemoteBackend:
         """Greet the other end. Raises LinkError or ProtocolError."""
-        connection = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        connection = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
         await connection.receive()  # its Hello; anything else is out of order
         connection.send(Welcome(PROTOCOL_VERSION, b""))
         return cls(connection, on_event, lost)
@@ -97,7 +97,7 @@ async def serve_requests(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gateway: Gateway
 ) -> None:
     """The other end: what comes is the gateway's until the link ends; then all of it is cancelled."""
-    connection = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.LOWER, 0))
+    connection = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.LOWER, 0))
     cancels: dict[int, Callable[[], None]] = {}
 
     def tell(message: Message) -> None:

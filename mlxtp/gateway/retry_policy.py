@@ -23,7 +23,7 @@ _NOBODYS = frozenset((Code.REPLANNED, Code.SHUTTING_DOWN, Code.LINK_LOST, Code.N
 
 
 @dataclass(frozen=True, slots=True)
-class Footing:
+class RequestRecord:
     """One open request when its group failed.
 
     `strikes`: failures before this one. `progress`: tokens that this group gave it. `length`: tokens of its
@@ -36,7 +36,7 @@ class Footing:
     running: bool = True
 
 
-def strikes_after(requests: Sequence[Footing], code: Code) -> list[int | None]:
+def strikes_after(requests: Sequence[RequestRecord], code: Code) -> list[int | None]:
     """The strikes of each request once its group has ended with `code`; None for one that is ended."""
     if code in _NOBODYS:
         return [each.strikes for each in requests]
@@ -51,14 +51,14 @@ def strikes_after(requests: Sequence[Footing], code: Code) -> list[int | None]:
     return strikes
 
 
-def struck(request: Footing) -> int:
+def struck(request: RequestRecord) -> int:
     """The strikes of a request after a failure that may have been its doing."""
     if not request.running:
         return request.strikes
     return 0 if request.progress >= PROVEN_TOKENS else request.strikes + 1
 
 
-def _without_the_largest(requests: Sequence[Footing]) -> list[int | None]:
+def _without_the_largest(requests: Sequence[RequestRecord]) -> list[int | None]:
     """Memory ran out: by the longest of those that had just begun, else by the longest of all."""
     strikes: list[int | None] = [each.strikes for each in requests]
     running = [i for i, each in enumerate(requests) if each.running]

@@ -11,26 +11,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..cluster import reconcile
-from ..cluster.failure_detector import State as Standing
+from ..cluster.failure_detector import MemberState as Standing
 from ..cluster.leadership import Situation
-from ..cluster.reconcile import FormEpoch, Running, TryGroup
+from ..cluster.reconcile import FormEpoch, RunningEpoch, TryGroup
 from ..cluster.surroundings import Surroundings
 from ..config import EMBEDDED_MODEL, Settings
 from ..errors import Code, GroupError, MlxtpError
 from ..models.inspect import read_config, shape_in
 from ..models.names import ModelSource, is_hub_id
-from ..placement.candidates import Alternative
+from ..placement.candidates import Candidate
 from ..placement.failed_groups import FailedGroup, FailedGroups, links_of
 from ..placement.jaccl_preflight import preflight
 from ..placement.model_shape import ModelShape
-from ..placement.planner import Options, plan
-from ..placement.planner import Plan as Placement
-from ..placement.topology import Member, Topology
+from ..placement.planner import Placement, PlacementOptions, plan
+from ..placement.topology import MemberMachine, Topology
 from ..wire.cluster_messages import DesiredState, Prepare, Serving
 from ..wire.rdma import Matrix, flat
-from .health import State, of_the_model
-from .lifecycle import Plan as EpochPlan
-from .process_group import Group, Ranks, Seat
+from .health import ServingState, of_the_model
+from .lifecycle import EpochPlan
+from .process_group import EpochGroup, ProcessGroup, RankEndpoint
 from .remote_rank import RankWord, RemoteRank
 from .trials import Trials
 
@@ -50,7 +49,7 @@ _PASSING_TCP = _PASSING_JACCL | {Code.FORM_FAILED, Code.LINK_TIMEOUT}
 
 
 @dataclass(frozen=True, slots=True)
-class _Mine:
+class _OwnedEpoch:
     """An epoch that this node forms or runs."""
 
     form: FormEpoch
@@ -59,13 +58,13 @@ class _Mine:
     desired: int
 
 
-class Conductor:
-    """Implements `supervisor.Plans`."""
+class GroupController:
+    """Implements `lifecycle.PlanSource`."""
 
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self._ready_for: asyncio.Future[EpochPlan] | None = None
-        self._mine: _Mine | None = None
+        self._mine: _OwnedEpoch | None = None
         self._seats: dict[tuple[str, int], RemoteRank] = {}
         """By node id and epoch."""
         self._failed = FailedGroups()
@@ -117,7 +116,7 @@ class Conductor:
         self._trials.failed(chosen)
         return self.leave_out(chosen, error, formed=formed, strikes=strikes)
 
-    def leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
+    def leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed; log and return whether another one takes its place."""
         links, now = links_of(chosen.ranks, chosen.rdma), time.monotonic()
         what = "formed, and failed then" if formed else "did not form"
@@ -179,7 +178,7 @@ class Conductor:
     # --- what is decided -----------------------------------------------------------------------------
 
     def situation(self) -> Situation:
-        """Return the part of the situation that `Coordination.decide` cannot know by itself."""
+        """Return the part of the situation that `Leadership.decide` cannot know by itself."""
         self._notice_changes()
         placement, why = self.placement()
         best = None
@@ -187,9 +186,11 @@ class Conductor:
         self._trials.look(chosen)
         if placement is not None and chosen is not None:
             proven = self._trials.is_over(chosen)
-            best = reconcile.Plan(placement.ranks, self._key(placement), placement.backend, proven)
+            best = reconcile.GroupPlan(placement.ranks, self._key(placement), placement.backend, proven)
         elif self._cluster.model.problem and (others := self._others_with_model()):
-            best = reconcile.Plan((min(others),), (0.0, 0.0))  # it is to coordinate, and will plan for itself
+            best = reconcile.GroupPlan(
+                (min(others),), (0.0, 0.0)
+            )  # it is to coordinate, and will plan for itself
         hold_until, hold = self._hold()
         return Situation(
             hold_until=hold_until,
@@ -243,7 +244,7 @@ class Conductor:
         ahead = self._trials.take(chosen)
         if ahead is not None:
             form = replace(form, number=ahead.epoch)
-        self._mine = _Mine(form, placement, cluster.coordination.desired.model, cluster.model.version)
+        self._mine = _OwnedEpoch(form, placement, cluster.coordination.desired.model, cluster.model.version)
         cluster.coordination.saw_epoch(form.number)
         names = " + ".join(map(cluster.name_of, placement.ranks))
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
@@ -265,16 +266,16 @@ class Conductor:
         if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
             self._mine = replace(mine, desired=desired.version)
 
-    def group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+    def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`. `trial`: they are beside those that serve."""
         cluster = self._cluster
         world = len(chosen.ranks)
         if world == 1:
-            return Group(1, 1, "none", kind=chosen.kind, machines=(self._machine(cluster.node_id),))
+            return EpochGroup(1, 1, "none", kind=chosen.kind, machines=(self._machine(cluster.node_id),))
         fabric = chosen.ring_addresses or ("",) * world
         members = cluster.coordination.roster.members()
 
-        def seats(ranks: Ranks) -> tuple[Seat, ...]:
+        def seats(ranks: ProcessGroup) -> tuple[RankEndpoint, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
                 order = Prepare(number, rank, fabric[rank], cluster.model.version, trial)
@@ -287,7 +288,7 @@ class Conductor:
             self._seats |= made
             return tuple(made.values())
 
-        return Group(
+        return EpochGroup(
             1,
             world,
             chosen.backend,
@@ -312,25 +313,25 @@ class Conductor:
         machine = self._cluster.knowledge.machines[node_id]
         return f"{machine.chip} {machine.build}"
 
-    def _running(self) -> Running | None:
+    def _running(self) -> RunningEpoch | None:
         """The epoch that this node owns, or the one whose guest it is."""
         cluster = self._cluster
         if self._mine is not None and cluster.supervisor.in_epoch:
             form = self._mine.form
             chosen = self._mine.placement.chosen
-            if cluster.supervisor.state is State.READY and chosen is not None:
+            if cluster.supervisor.state is ServingState.READY and chosen is not None:
                 self._trials.served(chosen)
                 self._failed.formed(chosen.kind, links_of(chosen.ranks, chosen.rdma))
-            return Running(
+            return RunningEpoch(
                 form.number,
                 form.plan.ranks,
                 form.boots,
                 form.plan.key,
                 self._mine.model,
                 self._mine.desired,
-                cluster.supervisor.state in (State.READY, State.DRAINING),
+                cluster.supervisor.state in (ServingState.READY, ServingState.DRAINING),
                 cluster.supervisor.gateway.open_requests,
-                cluster.supervisor.state is State.DRAINING,
+                cluster.supervisor.state is ServingState.DRAINING,
                 form.plan.backend,
             )
         guest = cluster.guest
@@ -339,32 +340,32 @@ class Conductor:
             return None
         if self._guest_of[0] != guest.epoch:
             self._guest_of = (guest.epoch, cluster.membership.standing(guest.host).boot_id)
-        return Running(
+        return RunningEpoch(
             guest.epoch, (guest.host, cluster.node_id), (self._guest_of[1], cluster.boot_id), (), "", 0, False
         )
 
-    def _as_running(self, told: tuple[str, Serving]) -> Running | None:
+    def _as_running(self, told: tuple[str, Serving]) -> RunningEpoch | None:
         teller, serving = told
         if serving.participants[:1] != (teller,) or len(serving.key) != KEY_NUMBERS:
             return None  # only who has rank 0 speaks of a group
-        if serving.state not in (State.READY, State.LOADING, State.DRAINING):
+        if serving.state not in (ServingState.READY, ServingState.LOADING, ServingState.DRAINING):
             return None
-        return Running(
+        return RunningEpoch(
             serving.epoch,
             serving.participants,
             (),
             serving.key,
             serving.model,
             serving.desired,
-            serving.state == State.READY,
+            serving.state == ServingState.READY,
             serving.open_requests,
-            serving.state == State.DRAINING,
+            serving.state == ServingState.DRAINING,
             serving.backend,
         )
 
     # --- which group ---------------------------------------------------------------------------------
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[MemberMachine]:
         """Return the members that are present and may take part, in the form that placement needs."""
         cluster = self._cluster
         found = []
@@ -374,7 +375,7 @@ class Conductor:
                 continue
             link = cluster.neighbours.to(node_id)
             found.append(
-                Member(
+                MemberMachine(
                     node_id,
                     cluster.name_of(node_id),
                     replace(machine, free_bytes=_steps(machine.free_bytes), wired_bytes=0, notes=()),
@@ -467,7 +468,7 @@ class Conductor:
                 self._known = (asked, None, error.detail)
         return self._known[1], self._known[2]
 
-    def _way_out(self, refused: Placement, members: list[Member], options: Options) -> str:
+    def _way_out(self, refused: Placement, members: list[MemberMachine], options: PlacementOptions) -> str:
         """Return the notes on having no group: an earlier `--nodes` may be the only reason."""
         words = ["", *refused.notes]
         if isinstance(options.nodes, int):
@@ -501,7 +502,9 @@ class Conductor:
             return error.detail
         return placement.reason if placement.chosen is None else ""
 
-    def _checked(self, placement: Placement, members: list[Member], options: Options) -> Placement:
+    def _checked(
+        self, placement: Placement, members: list[MemberMachine], options: PlacementOptions
+    ) -> Placement:
         """The plan, if JACCL would form on every Mac of it; else the ring, and a line that says so."""
         chosen = placement.chosen
         if chosen is None or chosen.backend != "jaccl":
@@ -527,12 +530,12 @@ class Conductor:
             return plan(members, self._shape_now(), self._cluster.node_id, replace(options, backend="ring"))
         return placement
 
-    def _options(self, nodes: str, model: str) -> Options:
+    def _options(self, nodes: str, model: str) -> PlacementOptions:
         settings = self._cluster.settings
         wanted: str | int = int(nodes) if nodes.isdecimal() else nodes
         if wanted == "auto" and model == EMBEDDED_MODEL:
             wanted = "all"  # it is there to show that the cluster works, not to be fast
-        return Options(
+        return PlacementOptions(
             backend=settings.fabric,
             nodes=wanted,
             max_context=settings.max_context,
@@ -637,12 +640,12 @@ class Conductor:
             state, requests = supervisor.state, supervisor.gateway.open_requests
             info = next(iter(supervisor.gateway.models()), None)
         else:  # it is about to begin, or is over; what the supervisor shows is of whom this node follows
-            state, requests, info = State.RESTARTING, 0, None
+            state, requests, info = ServingState.RESTARTING, 0, None
         group = supervisor.group
         reason = supervisor.reason.detail if supervisor.reason is not None else ""
-        if state is State.LOADING:
+        if state is ServingState.LOADING:
             reason = supervisor.progress
-        loaded = state in (State.READY, State.DRAINING)
+        loaded = state in (ServingState.READY, ServingState.DRAINING)
         return Serving(
             mine.form.number,
             str(state),
@@ -664,9 +667,12 @@ class Conductor:
     def _nothing(self) -> Serving:
         """The word of a coordinator without a group: why there is none."""
         supervisor, why = self._cluster.supervisor, self._cluster.waiting
-        state = State.IDLE
-        if supervisor.resting and supervisor.state is State.FAILED:
-            state, why = State.FAILED, supervisor.reason.detail if supervisor.reason is not None else ""
+        state = ServingState.IDLE
+        if supervisor.resting and supervisor.state is ServingState.FAILED:
+            state, why = (
+                ServingState.FAILED,
+                supervisor.reason.detail if supervisor.reason is not None else "",
+            )
         version = self._cluster.model.version
         return Serving(supervisor.epoch, str(state), why, "none", "", (), (), 0, "", version, 0, 0, ())
 
@@ -676,5 +682,5 @@ def _steps(size: int) -> int:
     return size // MEMORY_STEP_BYTES * MEMORY_STEP_BYTES
 
 
-def _matrix(chosen: Alternative) -> Matrix:
+def _matrix(chosen: Candidate) -> Matrix:
     return tuple(tuple(device or "" for device in row) for row in chosen.rdma)

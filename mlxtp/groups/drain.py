@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from ..api.admin import Json
-from ..cluster.node import Cluster
+from ..cluster.node import NodeLoop
 from .lifecycle import ABOUT_TO_STOP, Supervisor
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Drain:
     def __init__(
         self,
         supervisor: Supervisor,
-        cluster: Cluster | None = None,
+        cluster: NodeLoop | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.over = asyncio.Event()

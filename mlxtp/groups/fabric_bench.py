@@ -16,8 +16,8 @@ from ..placement import measurements
 from ..placement.cost_model import Measured
 from ..wire.cluster_messages import FabricAnswer, FabricReport, FabricWanted
 from ..wire.fabric_result import FabricResult
-from .controller import Conductor
-from .health import State
+from .controller import GroupController
+from .health import ServingState
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ ANSWER_S = 50.0
 """How long another agent may take to measure its group."""
 
 
-class Fabric:
+class FabricBench:
     """What is known of the fabrics of this cluster. The file is this node's own; others are told."""
 
-    def __init__(self, cluster: Surroundings, conductor: Conductor) -> None:
+    def __init__(self, cluster: Surroundings, conductor: GroupController) -> None:
         self._cluster = cluster
         self._conductor = conductor
         self._path = cluster.settings.home / FILE
@@ -59,7 +59,7 @@ class Fabric:
         if cluster.supervisor.in_epoch:
             return await self._bench_here()
         servings = cluster.knowledge.servings.items()
-        owners = [node for node, serving in servings if serving.state == State.READY]
+        owners = [node for node, serving in servings if serving.state == ServingState.READY]
         if not owners:
             raise UserError("no group serves right now; `mlxtp status` says why", Code.NOT_READY)
         coordinator = cluster.coordination.claim.node_id

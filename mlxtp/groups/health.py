@@ -1,6 +1,6 @@
 """What an agent decides about epochs. Pure: time comes in as an argument.
 
-An epoch is one group of rank processes, from spawn to the last of them gone. `Watch` judges ranks by
+An epoch is one group of rank processes, from spawn to the last of them gone. `RankHealth` judges ranks by
 what they report, `pick_cause` finds what broke an epoch among what everybody reported, `RestartPolicy`
 says when to try again.
 """
@@ -22,7 +22,7 @@ FAILURE_WINDOW_S = 120.0
 RING_BACKOFF_S = 30.0  #: The longest wait after epochs that a stranger at a ring port may have ended.
 
 
-class State(StrEnum):
+class ServingState(StrEnum):
     """What the cluster is doing, as `/health` shows it."""
 
     STARTING = "starting"
@@ -36,26 +36,44 @@ class State(StrEnum):
     STOPPED = "stopped"
 
 
-MOVES: Mapping[State, frozenset[State]] = {
+TRANSITIONS: Mapping[ServingState, frozenset[ServingState]] = {
     state: frozenset(following)
     for state, following in (
-        (State.STARTING, (State.LOADING, State.IDLE, State.RESTARTING, State.STOPPED)),
-        (State.LOADING, (State.READY, State.IDLE, State.DRAINING, State.RESTARTING, State.STOPPED)),
-        (State.IDLE, (State.LOADING, State.DRAINING, State.RESTARTING, State.STOPPED)),
-        (State.READY, (State.LOADING, State.DRAINING, State.RESTARTING, State.STOPPED)),
-        (State.DRAINING, (State.LOADING, State.RESTARTING, State.STOPPED)),
-        (State.RESTARTING, (State.STARTING, State.FAILED, State.STOPPED)),
-        (State.FAILED, (State.STARTING, State.STOPPED)),
-        (State.STOPPED, ()),
+        (
+            ServingState.STARTING,
+            (ServingState.LOADING, ServingState.IDLE, ServingState.RESTARTING, ServingState.STOPPED),
+        ),
+        (
+            ServingState.LOADING,
+            (
+                ServingState.READY,
+                ServingState.IDLE,
+                ServingState.DRAINING,
+                ServingState.RESTARTING,
+                ServingState.STOPPED,
+            ),
+        ),
+        (
+            ServingState.IDLE,
+            (ServingState.LOADING, ServingState.DRAINING, ServingState.RESTARTING, ServingState.STOPPED),
+        ),
+        (
+            ServingState.READY,
+            (ServingState.LOADING, ServingState.DRAINING, ServingState.RESTARTING, ServingState.STOPPED),
+        ),
+        (ServingState.DRAINING, (ServingState.LOADING, ServingState.RESTARTING, ServingState.STOPPED)),
+        (ServingState.RESTARTING, (ServingState.STARTING, ServingState.FAILED, ServingState.STOPPED)),
+        (ServingState.FAILED, (ServingState.STARTING, ServingState.STOPPED)),
+        (ServingState.STOPPED, ()),
     )
 }
 """What may follow each state of an agent's own epochs; to stay is always legal. FORMING is only shown, of a
 group on other Macs that is STARTING. A model that was taken away, or does not load, leaves IDLE."""
 
 
-def is_legal(before: State, after: State) -> bool:
+def is_legal(before: ServingState, after: ServingState) -> bool:
     """Whether an agent's own epochs may go from one state to the other."""
-    return after is before or after in MOVES[before]
+    return after is before or after in TRANSITIONS[before]
 
 
 @dataclass(slots=True)
@@ -100,7 +118,7 @@ def of_the_model(error: MlxtpError) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FailureReport:
     """Somebody's word about what happened: a rank's own Error, or what the agent saw of it."""
 
     rank: int
@@ -108,7 +126,7 @@ class Report:
     seen_from_outside: bool = False
 
 
-def pick_cause(reports: Iterable[Report]) -> MlxtpError:
+def pick_cause(reports: Iterable[FailureReport]) -> MlxtpError:
     """The cause among the consequences, with who it came from.
 
     A rank's word about itself counts most, then how its process ended, then that others lost it. Among
@@ -127,7 +145,7 @@ def with_name(detail: str, names: Mapping[int, str]) -> str:
     return f"{name}: {detail}" if name not in detail else detail
 
 
-def _distance_from_cause(report: Report) -> int:
+def _distance_from_cause(report: FailureReport) -> int:
     if not is_consequence(report.error):
         return 0
     return 1 if report.seen_from_outside else 2
@@ -152,24 +170,28 @@ _CRASHES = (10, 11)
 """SIGBUS on macOS, and SIGSEGV."""
 
 
-def exit_report(rank: int, status: int, code: Code | None, words: str = "", phase: str = "") -> Report:
+def exit_report(rank: int, status: int, code: Code | None, words: str = "", phase: str = "") -> FailureReport:
     """What a rank's exit status tells. Negative is the signal that ended it, as `subprocess` has it. `words`
     are what it wrote down itself before it ended with `code`, `phase` is that of its last heartbeat."""
     if status == -_ALARM:
-        return Report(rank, GroupError(f"rank {rank} did not form the group in time", Code.FORM_FAILED))
+        return FailureReport(
+            rank, GroupError(f"rank {rank} did not form the group in time", Code.FORM_FAILED)
+        )
     if status < 0:
         hint = " (the system may do this when memory runs out)" if status == -9 else ""
         if -status in _CRASHES and phase:
             hint = f" in phase {phase}"
-        return Report(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
+        return FailureReport(rank, GroupError(f"rank {rank} was ended by signal {-status}{hint}"), True)
     if code is not None:
-        return Report(rank, GroupError(words or f"rank {rank} ended with {code}", code))
+        return FailureReport(rank, GroupError(words or f"rank {rank} ended with {code}", code))
     if status in (TERMINATED_STATUS, WEDGED_STATUS):
-        return Report(rank, GroupError(f"rank {rank} was ended by SIGTERM, and not by its agent"), True)
-    return Report(rank, GroupError(f"rank {rank} exited with status {status}"), True)
+        return FailureReport(
+            rank, GroupError(f"rank {rank} was ended by SIGTERM, and not by its agent"), True
+        )
+    return FailureReport(rank, GroupError(f"rank {rank} exited with status {status}"), True)
 
 
-class Watch:
+class RankHealth:
     """Judges the ranks of one epoch by their Pongs. Silence and being stuck are two things."""
 
     def __init__(self, ranks: int, limits: Limits, now: float) -> None:

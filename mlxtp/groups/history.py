@@ -15,7 +15,7 @@ MOST = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Now:
+class Instant:
     """One moment: the time of day in seconds since 1970, and a clock that nobody sets."""
 
     at: float
@@ -23,7 +23,7 @@ class Now:
 
 
 @dataclass(slots=True)
-class Story:
+class EpochStory:
     """One epoch. `began` in seconds since 1970, `ready_s` and `lasted_s` in seconds since then.
 
     `stages` are those that were reached, with the seconds until then. `here`: this agent formed it. What is
@@ -48,14 +48,14 @@ class History:
     """The last `MOST` epochs. An epoch that begins ends the one before, should nobody have said why."""
 
     def __init__(self) -> None:
-        self._stories: deque[Story] = deque(maxlen=MOST)
+        self._stories: deque[EpochStory] = deque(maxlen=MOST)
         self._since = 0.0
         """When the newest began, by the clock that nobody sets."""
 
     def began(
         self,
         epoch: int,
-        now: Now,
+        now: Instant,
         *,
         world_size: int,
         backend: str,
@@ -65,7 +65,7 @@ class History:
     ) -> None:
         """An epoch begins."""
         self.ended(now, None, None)
-        self._stories.append(Story(epoch, now.at, here, world_size, backend, kind, model))
+        self._stories.append(EpochStory(epoch, now.at, here, world_size, backend, kind, model))
         self._since = now.clock
 
     def reached(self, stage: str, seconds: float) -> None:
@@ -73,19 +73,19 @@ class History:
         if (story := self._running) is not None:
             story.stages.append((stage, round(seconds, 3)))
 
-    def ready(self, now: Now) -> None:
+    def ready(self, now: Instant) -> None:
         """It answers. Only the first time counts."""
         if (story := self._running) is not None and story.ready_s is None:
             story.ready_s = round(now.clock - self._since, 3)
 
-    def ended(self, now: Now, code: str | None, reason: str | None) -> None:
+    def ended(self, now: Instant, code: str | None, reason: str | None) -> None:
         """It is over. What was said first holds."""
         if (story := self._running) is not None:
             story.lasted_s = round(now.clock - self._since, 3)
             story.code, story.reason = code, reason
 
     def told(
-        self, epoch: int, now: Now, *, state: str, reason: str, world_size: int, backend: str, kind: str
+        self, epoch: int, now: Instant, *, state: str, reason: str, world_size: int, backend: str, kind: str
     ) -> None:
         """What another Mac says of its group, again and again. Epoch 0 is none.
 
@@ -105,12 +105,12 @@ class History:
             self.ready(now)
 
     @property
-    def stories(self) -> tuple[Story, ...]:
+    def stories(self) -> tuple[EpochStory, ...]:
         """The newest first."""
         return tuple(reversed(self._stories))
 
     @property
-    def _running(self) -> Story | None:
+    def _running(self) -> EpochStory | None:
         newest = self._stories[-1] if self._stories else None
         return newest if newest is not None and newest.lasted_s is None else None
 
@@ -121,12 +121,12 @@ _BEFORE = ("starting", "forming")
 """Those in which it says why there is no group yet; later, its reasons are about other things."""
 
 
-def to_json(stories: Iterable[Story]) -> list[Mapping[str, Any]]:
+def to_json(stories: Iterable[EpochStory]) -> list[Mapping[str, Any]]:
     """As JSON has it."""
     return [asdict(story) for story in stories]
 
 
-class Meter:
+class RateMeter:
     """Tokens per second over the last seconds, from a count that only grows."""
 
     def __init__(self, window_s: float = 4.0, least_s: float = 0.4) -> None:

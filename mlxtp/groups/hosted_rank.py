@@ -28,7 +28,7 @@ from ..wire.cluster_messages import (
     StartRank,
 )
 from ..wire.messages import Pong, SideChannel
-from .health import Report
+from .health import FailureReport
 from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ ModelFolder = Callable[[int], Path]
 
 
 @dataclass(slots=True, eq=False)
-class _Stay:
+class _HostedProcess:
     """One epoch's rank here, from the order to have one. There is no process yet while others end."""
 
     order: Prepare
@@ -54,10 +54,10 @@ class _Stay:
     silenced: bool = False
     failure: str = ""
     """Why it ended, unless it was in order."""
-    reports: list[Report] = field(default_factory=list)
+    reports: list[FailureReport] = field(default_factory=list)
 
 
-class Guest:
+class HostedRank:
     """At most one rank at a time. Lives and dies by the control link to the coordinator that asked for it."""
 
     def __init__(
@@ -73,8 +73,8 @@ class Guest:
         self._send = send
         self._model = model
         self._worker = worker
-        self._stay: _Stay | None = None
-        self._alive: set[_Stay] = set()
+        self._stay: _HostedProcess | None = None
+        self._alive: set[_HostedProcess] = set()
         """Those that may have a process."""
         self._closed = False
         self._turn = asyncio.Lock()
@@ -107,7 +107,7 @@ class Guest:
                     with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
                         stay.process.send(message.gathered)
             case Prepare():
-                before, self._stay = self._stay, _Stay(message, host)
+                before, self._stay = self._stay, _HostedProcess(message, host)
                 self.last_epoch = message.epoch
                 self._background(self._prepare(self._stay, before))
             case StartRank():
@@ -125,7 +125,7 @@ class Guest:
         if (stay := self._stay) is not None:
             stay.failure = why
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
-            self._report(stay, Report(stay.order.rank, error, seen_from_outside=True))
+            self._report(stay, FailureReport(stay.order.rank, error, seen_from_outside=True))
             self._background(self._leave(stay, why))
 
     async def close(self) -> None:
@@ -141,7 +141,7 @@ class Guest:
 
     # --- orders --------------------------------------------------------------------------------------
 
-    async def _prepare(self, stay: _Stay, before: _Stay | None) -> None:
+    async def _prepare(self, stay: _HostedProcess, before: _HostedProcess | None) -> None:
         order = stay.order
         if before is not None:
             await self._leave(before, f"epoch {order.epoch} comes")
@@ -154,7 +154,7 @@ class Guest:
                     await self._spawn(stay)
                 ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
             except (MlxtpError, OSError, TimeoutError) as error:
-                self._report(stay, Report(order.rank, _named(error)))
+                self._report(stay, FailureReport(order.rank, _named(error)))
                 return
             finally:
                 if self._stay is not stay:  # it was ended before there was a process to end
@@ -162,7 +162,7 @@ class Guest:
             if self._stay is stay:
                 self._tell(stay.host, Prepared(order.epoch, ring, str(path)))
 
-    async def _spawn(self, stay: _Stay) -> None:
+    async def _spawn(self, stay: _HostedProcess) -> None:
         order, home = stay.order, self._settings.home
         self._alive.add(stay)
         stay.folder = epoch_folder(home, order.epoch)
@@ -187,7 +187,7 @@ class Guest:
                 async with asyncio.timeout(self._settings.limits.form_s):
                     jaccl = await stay.process.join(order.bootstrap)
             except (MlxtpError, TimeoutError) as error:
-                self._report(stay, Report(stay.order.rank, _named(error)))
+                self._report(stay, FailureReport(stay.order.rank, _named(error)))
                 return
             if self._stay is stay and stay.heart is None:
                 stay.heart = asyncio.ensure_future(self._beat(stay.process))
@@ -206,7 +206,7 @@ class Guest:
             await self._leave(stay, "its epoch ended")
         self._tell(host, EpochEnded(order.epoch))
 
-    async def _leave(self, stay: _Stay, why: str) -> None:
+    async def _leave(self, stay: _HostedProcess, why: str) -> None:
         """Have this one ended; who came after it stays."""
         if self._stay is stay:
             self._stay = None
@@ -214,7 +214,7 @@ class Guest:
         log.info("rank %d of epoch %d ends: %s", stay.order.rank, stay.order.epoch, why, extra=about)
         await self._remove(stay)
 
-    async def _remove(self, stay: _Stay) -> None:
+    async def _remove(self, stay: _HostedProcess) -> None:
         stay.silenced = True
         if stay.heart is not None:
             stay.heart.cancel()
@@ -224,12 +224,12 @@ class Guest:
             shutil.rmtree(stay.folder, ignore_errors=True)
         self._alive.discard(stay)
 
-    async def _keep(self, stay: _Stay, end: failure_store.RankEnd) -> None:
+    async def _keep(self, stay: _HostedProcess, end: failure_store.RankEnd) -> None:
         """What is known of a rank that failed, or whose epoch did, stays; not of one that never started."""
         if not stay.failure or (stay.heart is None and end.by_agent):
             return
         cause = GroupError(stay.failure, Code.RANK_LOST)
-        failed = failure_store.Failed(
+        failed = failure_store.FailedEpoch(
             stay.order.epoch, self._settings.name, cause, reports=tuple(stay.reports)
         )
         stay.failure = ""
@@ -248,11 +248,11 @@ class Guest:
         if (stay := self._of(epoch)) is not None:
             self._tell(stay.host, RankPong(epoch, stay.order.rank, pong))
 
-    def reported(self, epoch: int, report: Report) -> None:
+    def reported(self, epoch: int, report: FailureReport) -> None:
         if (stay := self._of(epoch)) is not None:
             self._report(stay, report)
 
-    def _report(self, stay: _Stay, report: Report) -> None:
+    def _report(self, stay: _HostedProcess, report: FailureReport) -> None:
         if not stay.silenced:
             stay.reports.append(report)
             error, outside = report.error, report.seen_from_outside
@@ -263,7 +263,7 @@ class Guest:
         if (stay := self._of(epoch)) is not None:
             self._tell(stay.host, RankSide(epoch, stay.order.rank, message))
 
-    def _of(self, epoch: int) -> _Stay | None:
+    def _of(self, epoch: int) -> _HostedProcess | None:
         stay = self._stay
         return stay if stay is not None and stay.order.epoch == epoch and not stay.silenced else None
 
@@ -290,14 +290,14 @@ class Guest:
 class _Watcher:
     """Tells the guest which epoch's rank spoke."""
 
-    def __init__(self, guest: Guest, epoch: int) -> None:
+    def __init__(self, guest: HostedRank, epoch: int) -> None:
         self._guest = guest
         self._epoch = epoch
 
     def heard(self, rank: int, pong: Pong) -> None:
         self._guest.heard(self._epoch, pong)
 
-    def report(self, report: Report) -> None:
+    def report(self, report: FailureReport) -> None:
         self._guest.reported(self._epoch, report)
 
     def emitted(self, event: RequestEvent) -> None:

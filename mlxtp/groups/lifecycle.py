@@ -14,17 +14,17 @@ from ..api.backend import Health, ModelInfo
 from ..api.sampling_defaults import load_defaults
 from ..config import Settings
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError, UserError
-from ..gateway.admission import Bounds
+from ..gateway.admission import AdmissionLimits
 from ..gateway.gateway import Gateway
 from ..models import self_test
 from ..models.names import ModelSource
 from ..wire.messages import Loaded, Unload
 from . import collective_bench
-from .health import BACKOFF_S, RestartPolicy, State, is_legal
-from .history import History, Now
+from .health import BACKOFF_S, RestartPolicy, ServingState, is_legal
+from .history import History, Instant
 from .load_errors import refusal
 from .local_rank import WORKER, Worker
-from .process_group import Group, Ranks, Stage
+from .process_group import EpochGroup, ProcessGroup, Stage
 from .recoveries import Recoveries
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,19 @@ _SHOWN = (
 """What /health shows of each rank's heartbeat."""
 
 ABOUT_TO_STOP = "this Mac is about to stop"
-_DRAINABLE = frozenset((State.READY, State.IDLE))
+_DRAINABLE = frozenset((ServingState.READY, ServingState.IDLE))
 """States in which an agent takes requests or would, and which are called otherwise when it does not."""
 
 #: States before a model is ready.
-_BEFORE_READY = frozenset((State.STARTING, State.FORMING, State.LOADING, State.IDLE, State.RESTARTING))
+_BEFORE_READY = frozenset(
+    (
+        ServingState.STARTING,
+        ServingState.FORMING,
+        ServingState.LOADING,
+        ServingState.IDLE,
+        ServingState.RESTARTING,
+    )
+)
 
 StageListener = Callable[[str, float], None]
 """Called with the name of a stage that was just reached and the seconds since its epoch began."""
@@ -56,7 +64,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EpochPlan:
     """The next epoch: its number, its model (None: only the group), and its ranks.
 
     `ranks` and `loaded` are there where it was formed and loaded beside the epoch before.
@@ -64,15 +72,15 @@ class Plan:
 
     epoch: int
     model: ModelSource | None
-    group: Group
-    ranks: Ranks | None = None
+    group: EpochGroup
+    ranks: ProcessGroup | None = None
     loaded: LoadedModel | None = None
 
 
-class Plans(Protocol):
+class PlanSource(Protocol):
     """Who decides about epochs where there are several Macs."""
 
-    async def next(self) -> Plan:
+    async def next(self) -> EpochPlan:
         """Wait until there should be an epoch."""
 
     async def changed(self) -> None:
@@ -95,10 +103,10 @@ class Supervisor:
         worker: Worker = WORKER,
     ) -> None:
         limits = settings.limits
-        bounds = Bounds(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
+        bounds = AdmissionLimits(limits.max_open_requests, limits.max_open_tokens, limits.min_free_bytes)
         self.gateway = Gateway(self._health, bounds, limits.recovery_s, limits.deadline_s)
-        self.state = State.STARTING
-        self._own = State.STARTING
+        self.state = ServingState.STARTING
+        self._own = ServingState.STARTING
         """The state of this agent's own epochs; `state` may be that of a group elsewhere."""
         self.epoch = 0
         self.reason: MlxtpError | None = None
@@ -107,15 +115,15 @@ class Supervisor:
         self.wanted = ""
         self.resting = False
         """Whether an epoch failed and the next one has to wait: then the state is about that one."""
-        self.ranks: Ranks | None = None
-        self._current: Ranks | None = None
+        self.ranks: ProcessGroup | None = None
+        self._current: ProcessGroup | None = None
         #: Those that are formed, and perhaps loaded, beside the present epoch.
-        self.beside: Ranks | None = None
+        self.beside: ProcessGroup | None = None
         self._formed = self._served = False
         """True once the present epoch, or the last one, had formed and proven itself, and became ready."""
         self._at_ring = False
         """True if the last epoch ended while MLX's ring formed."""
-        self.group: Group | None = None
+        self.group: EpochGroup | None = None
         """The ranks of the present epoch, or of the last one."""
         self._weight_bytes = 0
         """Of the model that is loaded, or being loaded, in files; 0 where that is not known."""
@@ -140,7 +148,7 @@ class Supervisor:
         """The model that is served here, or is to be."""
         return self._desired
 
-    async def run(self, model: ModelSource | None, plans: Plans | None = None) -> None:
+    async def run(self, model: ModelSource | None, plans: PlanSource | None = None) -> None:
         """Keep the group up until cancelled, or until it cannot be: then `state` is FAILED and this returns.
 
         Where there are `plans`, they say what comes next, and after a failure it waits for them to change.
@@ -151,12 +159,12 @@ class Supervisor:
         try:
             await self._keep_up(plans)
         except asyncio.CancelledError:
-            if self.state is not State.STOPPED:
-                self._enter(State.STOPPED)
+            if self.state is not ServingState.STOPPED:
+                self._enter(ServingState.STOPPED)
                 self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             raise
 
-    async def _keep_up(self, plans: Plans | None) -> None:
+    async def _keep_up(self, plans: PlanSource | None) -> None:
         while True:
             error = await self._one_epoch(plans)
             if error.code is Code.REPLANNED:
@@ -170,11 +178,11 @@ class Supervisor:
             if delay_s is not None:
                 words = "epoch %d ended: %s; next one in %g s"
                 log.warning(words, self.epoch, error.detail, delay_s, extra=self._where)
-                self._enter(State.RESTARTING)
+                self._enter(ServingState.RESTARTING)
                 await asyncio.sleep(delay_s)
             else:
                 log.error("epoch %d: %s; giving up", self.epoch, error.detail, extra=self._where)
-                self._enter(State.FAILED)
+                self._enter(ServingState.FAILED)
                 self.gateway.suspend(error)
                 if plans is None:
                     return
@@ -182,7 +190,7 @@ class Supervisor:
                 self._policy = RestartPolicy()
             self.resting = False
 
-    async def wait_until(self, *states: State) -> State:
+    async def wait_until(self, *states: ServingState) -> ServingState:
         """Wait until the state is one of `states`; returns it."""
         while self.state not in states:
             self._changed.clear()
@@ -239,19 +247,19 @@ class Supervisor:
                 except MlxtpError as error:
                     raise UserError(f"the group ended while it was measured: {error.detail}") from error
 
-    async def _load(self, ranks: Ranks, model: ModelSource) -> None:
+    async def _load(self, ranks: ProcessGroup, model: ModelSource) -> None:
         self._weight_bytes = await asyncio.to_thread(_weight_bytes, model.path)
-        self._enter(State.LOADING)
+        self._enter(ServingState.LOADING)
         try:
             loaded = await self._bring_up(ranks, model, self._reached)
         except ModelError as error:
             self.reason = error
-            self._enter(State.IDLE)
+            self._enter(ServingState.IDLE)
             raise
         self._serve(ranks, model, loaded)
 
     async def _bring_up(
-        self, ranks: Ranks, model: ModelSource, reached: Callable[[str], None]
+        self, ranks: ProcessGroup, model: ModelSource, reached: Callable[[str], None]
     ) -> LoadedModel:
         began = time.monotonic()
         loaded = await self._loaded(ranks, model)
@@ -273,29 +281,29 @@ class Supervisor:
         kv_room = loaded.kv_bytes // loaded.kv_token_bytes if loaded.kv_token_bytes else 0
         return LoadedModel(info, kv_room, time.monotonic() - began)
 
-    def _serve(self, ranks: Ranks, model: ModelSource, loaded: LoadedModel) -> None:
+    def _serve(self, ranks: ProcessGroup, model: ModelSource, loaded: LoadedModel) -> None:
         self._desired, self.reason, self.kv_room = model, None, loaded.kv_room
         self.gateway.serve(ranks, loaded.info, model.text, load_s=loaded.load_s)
-        self._enter(State.READY)
+        self._enter(ServingState.READY)
         self._served = True
         self.recoveries.serving(time.monotonic())
         self.history.ready(_now())
 
     @staticmethod
-    async def _loaded(ranks: Ranks, model: ModelSource) -> Loaded:
+    async def _loaded(ranks: ProcessGroup, model: ModelSource) -> Loaded:
         try:
             return await ranks.load(str(model.path), model.text.eos, str(model.draft_path or ""))
         except ModelError as error:
             raise refusal(model.id, model.path.name, ranks.group.world_size, error) from error
 
-    async def _warmed_up(self, ranks: Ranks, warm_up: Coroutine[Any, Any, None]) -> None:
+    async def _warmed_up(self, ranks: ProcessGroup, warm_up: Coroutine[Any, Any, None]) -> None:
         try:
             await ranks.unless_failed(warm_up, self._settings.limits.warm_up_s, "run a first forward")
         except RequestError as error:
             await ranks.do(Unload())
             raise ModelError(f"a first forward was refused: {error.detail}", error.code) from error
 
-    async def _warm_up(self, ranks: Ranks, folder: Path, vocabulary: int) -> None:
+    async def _warm_up(self, ranks: ProcessGroup, folder: Path, vocabulary: int) -> None:
         """Run the first forwards, the golden proof among them. Raises GroupError where that fails."""
         row_bytes = await asyncio.to_thread(collective_bench.row_bytes, folder)
         prompts = self_test.prompts(vocabulary, self_test.prompt_tokens(row_bytes, mesh=ranks.group.varies))
@@ -309,7 +317,9 @@ class Supervisor:
         if kept != answers:
             await self._judge(ranks, prompts, kept, answers)
 
-    def _kept(self, group: Group, folder: Path, answers: self_test.Answers) -> self_test.Answers:
+    def _kept(
+        self, group: EpochGroup, folder: Path, answers: self_test.SelfTestTokens
+    ) -> self_test.SelfTestTokens:
         settings = self._settings
         numbers = ("compiled", "kv_bits", "draft_model", "speculation", "prefill_chunk", "agreement")
         about = {"fabric": group.fabric_kind, "machines": group.machines, "world_size": group.world_size}
@@ -318,10 +328,10 @@ class Supervisor:
 
     async def _judge(
         self,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         prompts: Sequence[tuple[int, ...]],
-        kept: self_test.Answers,
-        answers: self_test.Answers,
+        kept: self_test.SelfTestTokens,
+        answers: self_test.SelfTestTokens,
     ) -> None:
         """Decide what other answers than before mean. Raises GroupError for wrong ones that come twice."""
         if await self._only_near_ties(ranks, prompts, kept, answers):
@@ -339,10 +349,10 @@ class Supervisor:
 
     async def _only_near_ties(
         self,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         prompts: Sequence[tuple[int, ...]],
-        kept: self_test.Answers,
-        answers: self_test.Answers,
+        kept: self_test.SelfTestTokens,
+        answers: self_test.SelfTestTokens,
     ) -> bool:
         """Return True if every answer that differs does so where two tokens are about as probable."""
         for prompt, before, now in zip(prompts, kept, answers, strict=True):
@@ -353,27 +363,27 @@ class Supervisor:
                     return False
         return True
 
-    async def _unload(self, ranks: Ranks) -> None:
-        self._enter(State.LOADING)
+    async def _unload(self, ranks: ProcessGroup) -> None:
+        self._enter(ServingState.LOADING)
         self.gateway.suspend(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
         self.recoveries.rested()
         self.kv_room = 0
         await ranks.do(Unload())
-        self._enter(State.IDLE)
+        self._enter(ServingState.IDLE)
 
-    def _require_ranks(self) -> Ranks:
+    def _require_ranks(self) -> ProcessGroup:
         if self.ranks is None:
             raise GroupError("there is no group right now", Code.NOT_READY)
         return self.ranks
 
     # --- epochs --------------------------------------------------------------------------------------
 
-    async def _one_epoch(self, plans: Plans | None) -> MlxtpError:
+    async def _one_epoch(self, plans: PlanSource | None) -> MlxtpError:
         """Run one epoch to its end; returns why it ended."""
         if plans is None:
             ranks_here = self._settings.ranks
-            group = Group(ranks_here, ranks_here, self._settings.local_backend)
-            plan = Plan(self.epoch + 1, self._desired, group)
+            group = EpochGroup(ranks_here, ranks_here, self._settings.local_backend)
+            plan = EpochPlan(self.epoch + 1, self._desired, group)
         else:
             plan = await plans.next()
             # Whoever was answered by another Mac until now will be by this one.
@@ -388,12 +398,12 @@ class Supervisor:
             kind=plan.group.kind,
             model=plan.model.id if plan.model is not None else None,
         )
-        self._enter(State.STARTING)
+        self._enter(ServingState.STARTING)
         self._began = time.monotonic()
         try:
             ranks = plan.ranks or self._ranks_of(plan, self._reached)
         except OSError as error:  # a disk that is full
-            self._enter(State.RESTARTING)
+            self._enter(ServingState.RESTARTING)
             self.reason = GroupError(f"there is no folder for the epoch: {error}", Code.FORM_FAILED)
             self.recoveries.over(self.reason.code, time.monotonic())
             self.history.ended(_now(), self.reason.code, self.reason.detail)
@@ -406,11 +416,13 @@ class Supervisor:
         finally:
             self._current = None
 
-    def _ranks_of(self, plan: Plan, on_stage: Stage) -> Ranks:
+    def _ranks_of(self, plan: EpochPlan, on_stage: Stage) -> ProcessGroup:
         events = self.gateway.on_event
-        return Ranks(self._settings, plan.epoch, events, on_stage, worker=self._worker, group=plan.group)
+        return ProcessGroup(
+            self._settings, plan.epoch, events, on_stage, worker=self._worker, group=plan.group
+        )
 
-    async def try_out(self, plan: Plan, on_stage: Stage) -> Plan:
+    async def try_out(self, plan: EpochPlan, on_stage: Stage) -> EpochPlan:
         """Form and prove the group of `plan` beside the present epoch, and load its model, if it has one.
 
         `on_stage` is called with the name of each stage.
@@ -437,16 +449,16 @@ class Supervisor:
             finally:
                 self.beside = None
 
-    async def _through(self, ranks: Ranks, loaded: LoadedModel | None) -> MlxtpError:
+    async def _through(self, ranks: ProcessGroup, loaded: LoadedModel | None) -> MlxtpError:
         try:
             if loaded is None:
                 await ranks.start()
             self.ranks, self._formed = ranks, True
             if self._desired is None:
-                self._enter(State.IDLE)
+                self._enter(ServingState.IDLE)
                 self._served = True
             elif loaded is not None:
-                self._enter(State.LOADING)
+                self._enter(ServingState.LOADING)
                 self._serve(ranks, self._desired, loaded)
             else:
                 async with self._busy:
@@ -459,7 +471,7 @@ class Supervisor:
             error = GroupError(f"{type(bug).__name__}: {bug}", Code.INTERNAL)
         except asyncio.CancelledError:
             self.ranks = None
-            self._enter(State.STOPPED)
+            self._enter(ServingState.STOPPED)
             self.gateway.close(GroupError("the server is shutting down", Code.SHUTTING_DOWN))
             await _to_its_end(ranks.stop())
             raise
@@ -467,7 +479,7 @@ class Supervisor:
         self.ranks, self.reason, self.kv_room = None, error, 0
         self.recoveries.over(error.code, time.monotonic())
         self.history.ended(_now(), error.code, error.detail)
-        self._enter(State.RESTARTING)
+        self._enter(ServingState.RESTARTING)
         self.gateway.pause(error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill(error))
         return error
@@ -492,7 +504,7 @@ class Supervisor:
         if self.group is not None and self.group.world_size > self.group.local:
             self.end_epoch(GroupError(f"this Mac slept for {slept_s:.0f} s", Code.REPLANNED))
 
-    def follow(self, state: State, epoch: int, reason: str, group: Group) -> None:
+    def follow(self, state: ServingState, epoch: int, reason: str, group: EpochGroup) -> None:
         """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
         self.epoch, self.group = epoch, group
         self.history.told(
@@ -511,9 +523,9 @@ class Supervisor:
         """Take nothing new, because of `why`; what is open goes on. Empty: take requests again."""
         self.gateway.closing = why
         if why and self.in_epoch and self._own in _DRAINABLE:
-            self._enter(State.DRAINING)
+            self._enter(ServingState.DRAINING)
         elif why and not self.in_epoch and self.state in _DRAINABLE:
-            self._show(State.DRAINING)
+            self._show(ServingState.DRAINING)
 
     @property
     def progress(self) -> str:
@@ -529,11 +541,11 @@ class Supervisor:
         """The model that is on its way and how far, as `Health` has it."""
         if not self.wanted or self.gateway.models() or self.state not in _BEFORE_READY:
             return ""
-        if self.state is State.LOADING:
+        if self.state is ServingState.LOADING:
             percent = self._loaded_percent
             return f"{self.wanted} is loading" + (f" ({percent})" if percent else "")
         reason = self.reason.detail if self.reason is not None else ""
-        if self.state is State.RESTARTING and reason:
+        if self.state is ServingState.RESTARTING and reason:
             return f"{reason}; {self.wanted} is about to load again"
         return reason if self.wanted in reason else f"{self.wanted} is about to load"
 
@@ -541,7 +553,10 @@ class Supervisor:
     def _loaded_percent(self) -> str:
         """Of the weights, such as "40 %"; empty while none are read on this Mac's watch."""
         if not (
-            self.in_epoch and self.ranks is not None and self._own is State.LOADING and self._weight_bytes
+            self.in_epoch
+            and self.ranks is not None
+            and self._own is ServingState.LOADING
+            and self._weight_bytes
         ):
             return ""
         held = sum(pong.memory_bytes for pong in self.ranks.pongs.values())
@@ -560,14 +575,14 @@ class Supervisor:
         except Exception:  # whoever only watches must not end the epoch
             log.debug("the listener failed at %r", stage, exc_info=True)
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: ServingState) -> None:
         before, self._own = self._own, self._show(state)
         if not is_legal(before, self._own):
             words = "epoch %d went from %s to %s, which is a bug"
             log.error(words, self.epoch, before, self._own, extra=self._where)
 
-    def _show(self, state: State) -> State:
-        self.state = State.DRAINING if self.gateway.closing and state in _DRAINABLE else state
+    def _show(self, state: ServingState) -> ServingState:
+        self.state = ServingState.DRAINING if self.gateway.closing and state in _DRAINABLE else state
         self._changed.set()
         return self.state
 
@@ -581,13 +596,13 @@ class Supervisor:
         closing = self.gateway.closing
         reason = closing or (self.reason.detail if self.reason is not None else None)
         return Health(
-            state=str(State.DRAINING if closing else self.state),
+            state=str(ServingState.DRAINING if closing else self.state),
             epoch=self.epoch,
             world_size=self.group.world_size if self.group is not None else self._settings.ranks,
             backend=self.group.backend if self.group is not None else self._settings.local_backend,
             model=model.id if model is not None else None,
             reason=reason,
-            ready=self.state is State.READY and not closing,
+            ready=self.state is ServingState.READY and not closing,
             open_requests=open_requests,
             ranks=tuple(rows),
             starting="" if closing else self.starting,
@@ -601,8 +616,8 @@ def _weight_bytes(folder: Path) -> int:
         return 0
 
 
-def _now() -> Now:
-    return Now(time.time(), time.monotonic())
+def _now() -> Instant:
+    return Instant(time.time(), time.monotonic())
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

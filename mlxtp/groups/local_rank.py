@@ -47,11 +47,11 @@ from ..wire.messages import (
     Welcome,
 )
 from ..wire.recording import Recording, decode
-from ..wire.session import LinkKind, Side, State
-from ..wire.session import Protocol as LinkProtocol
-from ..wire.streams import Connection
-from .health import Report, exit_report
-from .warm_pool import Spares
+from ..wire.session import LinkKind, LinkState, Side
+from ..wire.session import Session as LinkProtocol
+from ..wire.streams import StreamLink
+from .health import FailureReport, exit_report
+from .warm_pool import WarmPool
 from .wired_memory import HERE
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ WORKER = (sys.executable, "-m", "mlxtp.engine.worker")
 EXIT_S = 1.0  #: from the end of a pipe to that of its process
 _CLOSED = -1
 
-Worker = Sequence[str] | Spares
+Worker = Sequence[str] | WarmPool
 """How rank processes are started: by a command, or from spares."""
 
 RequestEvent = Accepted | Prefilled | Delta | ScoredDelta | Finished | Error
@@ -72,7 +72,7 @@ class Watcher(Protocol):
 
     def heard(self, rank: int, pong: Pong) -> None: ...
 
-    def report(self, report: Report) -> None: ...
+    def report(self, report: FailureReport) -> None: ...
 
     def emitted(self, event: RequestEvent) -> None:
         """What rank 0 emits."""
@@ -99,9 +99,9 @@ class RankProcess:
         self._folder = folder
         self._watcher = watcher
         self._limits = limits
-        self._spares = worker if isinstance(worker, Spares) else Spares(worker)
+        self._spares = worker if isinstance(worker, WarmPool) else WarmPool(worker)
         self._process: asyncio.subprocess.Process | None = None
-        self._connection: Connection | None = None
+        self._connection: StreamLink | None = None
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
@@ -134,7 +134,7 @@ class RankProcess:
             started.lines.about = {"epoch": self._epoch, "rank": self.rank}
         kind = LinkKind.PIPE_LEADER if self.rank == 0 else LinkKind.PIPE
         protocol = LinkProtocol(kind, Side.UPPER, self._epoch)
-        self._connection = await Connection.from_socket(started.pipe, protocol)
+        self._connection = await StreamLink.from_socket(started.pipe, protocol)
         self._start(self._read(self._connection))
         self._start(self._await_exit(self._process))
 
@@ -234,7 +234,7 @@ class RankProcess:
 
     # --- what it says --------------------------------------------------------------------------------
 
-    async def _read(self, connection: Connection) -> None:
+    async def _read(self, connection: StreamLink) -> None:
         try:
             while batch := await connection.receive():
                 for received in batch:
@@ -245,9 +245,9 @@ class RankProcess:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(EXIT_S):
                         await self._leaves.wait()
-            self._report(Report(self.rank, GroupError(f"rank {self.rank}: {error.detail}", code)))
+            self._report(FailureReport(self.rank, GroupError(f"rank {self.rank}: {error.detail}", code)))
 
-    def _dispatch(self, connection: Connection, message: Message) -> None:
+    def _dispatch(self, connection: StreamLink, message: Message) -> None:
         match message:
             case Pong():
                 self._spares.heard(message)
@@ -260,10 +260,10 @@ class RankProcess:
                 self._watcher.emitted(message)
             case Error() if message.uid:
                 self._watcher.emitted(message)
-            case Error() if connection.protocol.state is State.FAILED:
+            case Error() if connection.protocol.state is LinkState.FAILED:
                 self._end.error = message
                 self._leaves.set()
-                self._report(Report(self.rank, GroupError(message.detail, Code(message.code))))
+                self._report(FailureReport(self.rank, GroupError(message.detail, Code(message.code))))
             case SideChannel():
                 self._watcher.side(self.rank, message)
             case SessionEnd():
@@ -287,7 +287,7 @@ class RankProcess:
         recording = self.recording()
         return recording.detail if recording is not None else ""
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: FailureReport) -> None:
         if not self._ending:
             self._watcher.report(report)
 
@@ -302,7 +302,7 @@ class RankProcess:
             about = {"epoch": self._epoch, "rank": self.rank}
             log.error("rank %d of epoch %d", self.rank, self._epoch, exc_info=error, extra=about)
             bug = GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)
-            self._watcher.report(Report(self.rank, bug))
+            self._watcher.report(FailureReport(self.rank, bug))
 
 
 def free_port(host: str) -> int:

@@ -34,9 +34,9 @@ from ..wire.messages import (
     SideChannel,
     TimeCollectives,
 )
-from .health import Report, Watch, is_consequence, pick_cause, with_name
+from .health import FailureReport, RankHealth, is_consequence, pick_cause, with_name
 from .local_rank import WORKER, RankProcess, RequestEvent, Worker, epoch_folder, free_port, make_epoch_folder
-from .side_channel import Answers, Hub
+from .side_channel import RoundReplies, SideChannelHub
 
 log = logging.getLogger(__name__)
 
@@ -59,21 +59,23 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class RankReady:
     """A rank process that said hello: its address on MLX's ring ("ip:port") and the model's folder there."""
 
     ring: str = ""
     path: str = ""
 
 
-class Seat(Protocol):
-    """A rank on another Mac, as the coordinator's agent sees it. What happens to it is told to `Ranks`."""
+class RankEndpoint(Protocol):
+    """A rank on another Mac, as the coordinator's agent sees it. What happens to it is told to
+    `ProcessGroup`.
+    """
 
     rank: int
     name: str
     """Of its Mac."""
 
-    async def prepare(self) -> Ready:
+    async def prepare(self) -> RankReady:
         """Have its process started there."""
 
     async def join(self, bootstrap: Bootstrap) -> bool:
@@ -90,7 +92,7 @@ class Seat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class EpochGroup:
     """Which ranks an epoch has. `local` counts those of this machine; rank 0 is one of them.
 
     `kind` says in words how they are joined. `fabric` is this machine's address for MLX's sockets. `seats`
@@ -104,7 +106,7 @@ class Group:
     world_size: int
     backend: str
     fabric: str = "127.0.0.1"
-    seats: Callable[[Ranks], tuple[Seat, ...]] = lambda _ranks: ()
+    seats: Callable[[ProcessGroup], tuple[RankEndpoint, ...]] = lambda _ranks: ()
     decode_hosts: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     kind: str = ""
@@ -131,7 +133,7 @@ def agreement(setting: str, machines: Sequence[str]) -> str:
     return "broadcast-draws" if setting == "auto" and len(set(machines)) > 1 else setting
 
 
-class Ranks:
+class ProcessGroup:
     """One epoch. `failed` resolves to why it ended by itself; `on_event` gets what rank 0 emits."""
 
     def __init__(
@@ -142,11 +144,11 @@ class Ranks:
         on_stage: Stage = lambda _: None,
         *,
         worker: Worker = WORKER,
-        group: Group | None = None,
+        group: EpochGroup | None = None,
     ) -> None:
         self.epoch = epoch
         self.failed: asyncio.Future[MlxtpError] = asyncio.get_running_loop().create_future()
-        self.group = group or Group(settings.ranks, settings.ranks, settings.local_backend)
+        self.group = group or EpochGroup(settings.ranks, settings.ranks, settings.local_backend)
         self._settings = settings
         self._limits = settings.limits
         self.emitted = on_event
@@ -157,18 +159,18 @@ class Ranks:
             for rank in range(self.group.local)
         ]
         self.seats = self.group.seats(self)
-        self._ready: tuple[Ready, ...] = ()
-        self._hub = Hub(self.group.world_size)
+        self._ready: tuple[RankReady, ...] = ()
+        self._hub = SideChannelHub(self.group.world_size)
         self._hub_clock: asyncio.TimerHandle | None = None
         self._in_rounds = self.group.backend == "jaccl"
         """Whether ranks may still wait for each other's bytes."""
         self.at_ring = False
         """True while MLX's ring forms or proves itself, so that a stranger may be in it."""
         self._heart: asyncio.Task[None] | None = None
-        self._reports: list[Report] = []
+        self._reports: list[FailureReport] = []
         self._over = False
         self._ending = False
-        self._watch: Watch | None = None
+        self._watch: RankHealth | None = None
 
     # --- from spawn to a proven group ----------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class Ranks:
         await self._ask(SanityCheck(), SanityDone, self._limits.proof_s)
         self.at_ring = False
         self._on_stage("proven")
-        self._watch = Watch(self.group.world_size, self._limits, time.monotonic())
+        self._watch = RankHealth(self.group.world_size, self._limits, time.monotonic())
         self._heart = asyncio.ensure_future(self._heartbeat())
         self._heart.add_done_callback(self._check_ended)
 
@@ -209,11 +211,11 @@ class Ranks:
             if listener is not None:
                 listener.close()
 
-        async def greeted(process: RankProcess) -> Ready:
+        async def greeted(process: RankProcess) -> RankReady:
             await process.greet()
             if self.group.world_size == 1:
-                return Ready()
-            return Ready(f"{self.group.fabric}:{free_port(self.group.fabric)}")
+                return RankReady()
+            return RankReady(f"{self.group.fabric}:{free_port(self.group.fabric)}")
 
         self._ready = tuple(
             await self.unless_failed(
@@ -314,7 +316,7 @@ class Ranks:
             error = task.exception()
             if not (isinstance(error, MlxtpError) and is_consequence(error)):
                 return task.result()
-            self.report(Report(0, error))
+            self.report(FailureReport(0, error))
             await asyncio.wait({self.failed}, timeout=2 * CAUSE_GRACE_S)
             raise self.failed.result() if self.failed.done() else error
         if self.failed.done():
@@ -323,7 +325,7 @@ class Ranks:
 
     def give_up(self, error: MlxtpError) -> None:
         """End the epoch: these ranks are not to be trusted with another request, or wanted otherwise."""
-        self.report(Report(0, error))
+        self.report(FailureReport(0, error))
 
     # --- watching ------------------------------------------------------------------------------------
 
@@ -349,7 +351,7 @@ class Ranks:
         if self._watch is not None:
             self._watch.heard(rank, pong, time.monotonic())
 
-    def report(self, report: Report) -> None:
+    def report(self, report: FailureReport) -> None:
         """Something happened to a rank: the epoch ends, as soon as everybody had time to say why."""
         theirs = sum(each.rank == report.rank for each in self._reports)
         if self._ending or self.failed.done() or theirs >= MAX_REPORTS:
@@ -373,7 +375,7 @@ class Ranks:
         if not self._ending and self._in_rounds:
             self._hub_clock = asyncio.get_running_loop().call_later(HUB_TICK_S, self._tick_hub)
 
-    def _answer(self, answers: Answers) -> None:
+    def _answer(self, answers: RoundReplies) -> None:
         for rank, gathered in answers:
             if rank < len(self.processes):
                 with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
@@ -402,13 +404,13 @@ class Ranks:
             await asyncio.sleep(self._limits.heartbeat_s)
             assert self._watch is not None
             if error := self._watch.tick(time.monotonic()):
-                self.report(Report(0, error))
+                self.report(FailureReport(0, error))
 
     def _check_ended(self, task: asyncio.Task[None]) -> None:
         """A bug in a task of ours must not leave an epoch that nobody watches."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("epoch %d", self.epoch, exc_info=error, extra={"epoch": self.epoch})
-            self.report(Report(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
+            self.report(FailureReport(0, GroupError(f"{type(error).__name__}: {error}", Code.INTERNAL)))
 
     # --- ending --------------------------------------------------------------------------------------
 
@@ -457,7 +459,7 @@ class Ranks:
 
     async def _keep(self, ends: list[failure_store.RankEnd], cause: MlxtpError) -> None:
         here = self._settings.name or "here"
-        failed = failure_store.Failed(
+        failed = failure_store.FailedEpoch(
             self.epoch,
             here,
             cause,

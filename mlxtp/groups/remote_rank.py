@@ -22,9 +22,9 @@ from ..wire.cluster_messages import (
     StartRank,
 )
 from ..wire.messages import Bootstrap, Gathered
-from .health import Report
+from .health import FailureReport
 from .local_rank import Watcher
-from .process_group import Ready
+from .process_group import RankReady
 
 END_GRACE_S = 4.0
 """How long another agent may take to end its rank before it is no longer waited for."""
@@ -35,7 +35,7 @@ RankWord = Prepared | RankStarted | RankPong | RankTrouble | EpochEnded | RankSi
 
 
 class RemoteRank:
-    """A seat of `Ranks`. Whoever reads the control link calls `received` and `lost`.
+    """A seat of `ProcessGroup`. Whoever reads the control link calls `received` and `lost`.
 
     `send` brings a message to the other agent, and raises LinkError when it is gone. `name` is for people.
     """
@@ -52,11 +52,11 @@ class RemoteRank:
         self._ended = asyncio.Event()
         self._asked = False
 
-    async def prepare(self) -> Ready:
+    async def prepare(self) -> RankReady:
         """What goes wrong is reported and ends the epoch; nobody waits for this any more then."""
         self._asked = True
         prepared = await self._ask(self._order, Prepared)
-        return Ready(prepared.ring, prepared.path)
+        return RankReady(prepared.ring, prepared.path)
 
     async def join(self, bootstrap: Bootstrap) -> bool:
         return (await self._ask(StartRank(self.epoch, bootstrap), RankStarted)).jaccl
@@ -104,12 +104,12 @@ class RemoteRank:
                 code = Code(message.code)
                 kind = ModelError if code.startswith("model_") else GroupError
                 error = kind(f"{self.name}: {message.detail}", code)
-                self._watcher.report(Report(self.rank, error, message.outside))
+                self._watcher.report(FailureReport(self.rank, error, message.outside))
             case EpochEnded():
                 self._ended.set()
             case _ if self._answer is None or self._answer.done() or type(message) is not self._awaited:
                 what = f"{self.name} said {type(message).__name__}, which nobody asked for now"
-                self._watcher.report(Report(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
+                self._watcher.report(FailureReport(self.rank, GroupError(what, Code.OUT_OF_ORDER)))
             case _:
                 self._answer.set_result(message)
 
@@ -117,4 +117,4 @@ class RemoteRank:
         """The control link to its agent is gone."""
         self._ended.set()
         error = GroupError(f"rank {self.rank}: {self.name} is gone: {why}", Code.RANK_LOST)
-        self._watcher.report(Report(self.rank, error, seen_from_outside=True))
+        self._watcher.report(FailureReport(self.rank, error, seen_from_outside=True))

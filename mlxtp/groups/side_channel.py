@@ -1,7 +1,7 @@
 """The middle of JACCL's side channel: collects one round's bytes from every rank, answers all of them.
 
-One `Hub` serves one epoch, on the coordinator's agent; whatever it returns is to be sent to the rank that
-stands beside it. Pure: time comes in as an argument, in seconds on a clock that does not jump.
+One `SideChannelHub` serves one epoch, on the coordinator's agent; whatever it returns is to be sent to the
+rank that stands beside it. Pure: time comes in as an argument, in seconds on a clock that does not jump.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ ROUND_S = 10.0
 """From a round's first bytes to its last. Shorter than what a rank waits (Bootstrap.round_s), so that what
 ranks report names who was missing."""
 
-Answers = list[tuple[int, Gathered]]
+RoundReplies = list[tuple[int, Gathered]]
 """For each rank that is told something, its answer."""
 
 
-class Hub:
+class SideChannelHub:
     """Rounds are numbered from 1, and every rank takes part in each with equally many bytes.
 
     How many rounds there will be, nobody knows: the hub is done when nothing more comes. The first thing that
@@ -34,7 +34,7 @@ class Hub:
         self.error = ""
         """Why there will be no more rounds; empty as long as there may be."""
 
-    def receive(self, rank: int, message: SideChannel, now: float) -> Answers:
+    def receive(self, rank: int, message: SideChannel, now: float) -> RoundReplies:
         """A rank's part of a round. Raises ValueError for a rank that is not of this group."""
         if not 0 <= rank < self._size:
             raise ValueError(f"rank {rank} of a group of {self._size}")
@@ -53,20 +53,20 @@ class Hub:
         self._parts.clear()
         return [(each, gathered) for each in range(self._size)]
 
-    def tick(self, now: float) -> Answers:
+    def tick(self, now: float) -> RoundReplies:
         """Call now and then: ends a round that has waited too long for somebody."""
         if not self._parts or self.error or now - self._began_at <= self._round_s:
             return []
         missing = " and ".join(f"rank {rank}" for rank in range(self._size) if rank not in self._parts)
         return self.abort(f"{missing} did not come to {self._place} within {self._round_s:g} s")
 
-    def abort(self, reason: str) -> Answers:
+    def abort(self, reason: str) -> RoundReplies:
         """No more rounds, because of `reason`, which is what all ranks are told; the first reason counts."""
         self.error = self.error or reason or "forming the group was given up"
         self._parts.clear()
         return self._tell()
 
-    def _tell(self) -> Answers:
+    def _tell(self) -> RoundReplies:
         ranks = sorted(self._seen - self._told)
         self._told |= self._seen
         return [(rank, Gathered(min(self._round, MAX_ROUNDS), b"", self.error)) for rank in ranks]

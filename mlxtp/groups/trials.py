@@ -10,22 +10,22 @@ from typing import Protocol
 from ..cluster.surroundings import Surroundings
 from ..errors import Code, GroupError, MlxtpError
 from ..models.names import ModelSource
-from ..placement.candidates import Alternative
+from ..placement.candidates import Candidate
 from ..placement.cost_model import JACCL_RING
 from ..placement.rank_memory import fits_beside
 from ..placement.topology import Topology
 from ..placement.trial_parts import Device, devices_of, parts
 from ..wire.cluster_messages import Serving
-from .lifecycle import Plan
-from .process_group import Group
+from .lifecycle import EpochPlan
+from .process_group import EpochGroup
 
 log = logging.getLogger(__name__)
 
 
-class Groups(Protocol):
+class TrialHost(Protocol):
     """The conductor, as a trial needs it."""
 
-    def group(self, number: int, chosen: Alternative, *, trial: bool = False) -> Group:
+    def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`."""
 
     def forget(self, number: int) -> None:
@@ -40,17 +40,17 @@ class Groups(Protocol):
     def topology(self) -> Topology:
         """Return what joins those who are present."""
 
-    def leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
+    def leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool, strikes: int = 1) -> bool:
         """Note that a group failed. Return whether another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class _TrialGroup:
     """A group with its model loaded, before its turn."""
 
     identity: object
-    chosen: Alternative
-    plan: Plan
+    chosen: Candidate
+    plan: EpochPlan
 
 
 class Trials:
@@ -58,13 +58,13 @@ class Trials:
     permits both. A loaded one stays until the next epoch takes it over.
     """
 
-    def __init__(self, cluster: Surroundings, groups: Groups) -> None:
+    def __init__(self, cluster: Surroundings, groups: TrialHost) -> None:
         self.ranks: tuple[str, ...] = ()
         """Node ids of the group beside, in rank order."""
         self._cluster = cluster
         self._groups = groups
         self._task: asyncio.Task[None] | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: _TrialGroup | None = None
         self._proven: set[object] = set()
         """Groups that formed and proved themselves, see `_identity`."""
         self._loaded: set[object] = set()
@@ -77,16 +77,16 @@ class Trials:
         """True while a group is formed, loaded or ended beside the present epoch."""
         return self._task is not None
 
-    def served(self, chosen: Alternative) -> None:
+    def served(self, chosen: Candidate) -> None:
         """Note that a group became ready."""
         self._proven.add(self._identity(chosen))
 
-    def failed(self, chosen: Alternative) -> None:
+    def failed(self, chosen: Candidate) -> None:
         """Note that a group failed: it, and what was tried of it, have to prove themselves again."""
         self._proven.clear()  # others, too, which costs little
         self._loaded.discard(self._identity(chosen))
 
-    def is_over(self, chosen: Alternative) -> bool:
+    def is_over(self, chosen: Candidate) -> bool:
         """Return whether the group that serves may end for this one: nothing is left to try beside it."""
         if chosen.nodes == 1:
             return True
@@ -94,7 +94,7 @@ class Trials:
             return self._ahead.identity == self._identity(chosen)
         return not self.busy and self._untried(chosen) == [] and not self._may_load(chosen)
 
-    def begin(self, number: int, chosen: Alternative) -> None:
+    def begin(self, number: int, chosen: Candidate) -> None:
         """Try a group, or its next part, as epoch `number`, in the background, unless one is there."""
         if self._task is not None or self._ahead is not None:
             return
@@ -108,7 +108,7 @@ class Trials:
             words = "%s would be better, but no free cable of %s joins it: what serves goes on"
             log.info(words, chosen.title, self._cluster.name_of(chosen.ranks[0]))
 
-    def take(self, chosen: Alternative) -> Plan | None:
+    def take(self, chosen: Candidate) -> EpochPlan | None:
         """Return the epoch of the group that is formed next, if its model is loaded already."""
         ahead = self._ahead
         self._loaded.clear()
@@ -117,7 +117,7 @@ class Trials:
         self._ahead, self.ranks = None, ()
         return ahead.plan
 
-    def look(self, chosen: Alternative | None) -> None:
+    def look(self, chosen: Candidate | None) -> None:
         """End the loaded group, in the background, if it failed or is no longer the one that is planned."""
         ahead = self._ahead
         if ahead is None or ahead.plan.ranks is None:
@@ -141,7 +141,7 @@ class Trials:
         self._ahead = None
         await self._cluster.supervisor.end_beside()
 
-    async def _try(self, number: int, tried: Alternative, model: ModelSource | None) -> None:
+    async def _try(self, number: int, tried: Candidate, model: ModelSource | None) -> None:
         cluster, identity = self._cluster, self._identity(tried)
         error: MlxtpError | None = None
         stages: list[str] = []
@@ -152,9 +152,9 @@ class Trials:
         self.ranks = tried.ranks
         try:
             group = self._groups.group(number, tried, trial=True)
-            plan = await cluster.supervisor.try_out(Plan(number, model, group), stages.append)
+            plan = await cluster.supervisor.try_out(EpochPlan(number, model, group), stages.append)
             if plan.ranks is not None:
-                self._ahead = _Ahead(identity, tried, plan)
+                self._ahead = _TrialGroup(identity, tried, plan)
                 plan.ranks.failed.add_done_callback(lambda _: cluster.changed())
         except MlxtpError as failure:
             error = failure
@@ -175,7 +175,7 @@ class Trials:
             self._loaded.add(identity)
         cluster.changed()
 
-    async def _end(self, ahead: _Ahead, error: MlxtpError | None) -> None:
+    async def _end(self, ahead: _TrialGroup, error: MlxtpError | None) -> None:
         try:
             await self._cluster.supervisor.end_beside(error)
         finally:
@@ -185,14 +185,14 @@ class Trials:
             self._leave_out(ahead.chosen, error, formed=True)
         self._cluster.changed()
 
-    def _leave_out(self, chosen: Alternative, error: MlxtpError, *, formed: bool) -> bool:
+    def _leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
         """Return whether the plan goes on without that group."""
         self.failed(chosen)
         if not all(self._cluster.membership.standing(node).present for node in chosen.ranks):
             return True
         return self._groups.leave_out(chosen, error, formed=formed)
 
-    def _may_load(self, chosen: Alternative) -> bool:
+    def _may_load(self, chosen: Candidate) -> bool:
         """Return whether a group can load the model while the present one serves, and has not yet."""
         if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
             return False
@@ -201,7 +201,7 @@ class Trials:
             return False  # no word here of how much their ranks hold
         return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
 
-    def _untried(self, chosen: Alternative) -> list[Alternative] | None:
+    def _untried(self, chosen: Candidate) -> list[Candidate] | None:
         """Return the parts of a group that have yet to prove themselves; None where they cannot."""
         if self._identity(chosen) in self._proven:
             return []
@@ -222,7 +222,7 @@ class Trials:
             for device in devices_of(each.participants, topology, circle=each.kind == JACCL_RING)
         }
 
-    def _identity(self, chosen: Alternative) -> object:
+    def _identity(self, chosen: Candidate) -> object:
         """Return the properties that a group shares with one that was proven before."""
         boots = tuple(self._cluster.membership.standing(node).boot_id for node in chosen.ranks)
         return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses

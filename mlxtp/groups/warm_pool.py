@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from ..wire.messages import Pong
 from ..wire.warm_start import READY, TAKEN, hand_over, without_secrets
-from .worker_output import Heard, Lines
+from .worker_output import Heard, WorkerOutput
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ PIPE_BYTES = 1 << 20
 _STDERR_FD = 2
 
 
-class Books:
+class WarmPoolPolicy:
     """When a spare is wanted. Pure."""
 
     def __init__(self, wanted: int) -> None:
@@ -79,24 +79,24 @@ class Started:
 
     process: asyncio.subprocess.Process
     pipe: socket.socket
-    lines: Lines | None = None
+    lines: WorkerOutput | None = None
     """What it writes, where that is not the agent's own standard error."""
 
 
 @dataclass(slots=True, eq=False)
-class _Spare:
+class _WarmRank:
     """`fd` is its end of its pipe, as the process numbers it."""
 
     process: asyncio.subprocess.Process
     pipe: socket.socket
     fd: int
     born_at: float
-    lines: Lines | None = None
+    lines: WorkerOutput | None = None
     ready: bool = False
     watch: asyncio.Task[None] | None = None
 
 
-class Spares:
+class WarmPool:
     """Keeps `wanted` spares and hands them out. `command` starts a worker, `folder` is that of all epochs.
 
     `heard` gets what rank processes write, line by line; without it they write to the agent's standard error.
@@ -112,9 +112,9 @@ class Spares:
         self._command = tuple(command)
         self._folder = folder
         self._heard = heard
-        self._lines: list[Lines] = []
-        self._books = Books(wanted)
-        self._spares: list[_Spare] = []
+        self._lines: list[WorkerOutput] = []
+        self._books = WarmPoolPolicy(wanted)
+        self._spares: list[_WarmRank] = []
         self._starting = False
         self._closed = False
         self._unused: asyncio.TimerHandle | None = None
@@ -156,7 +156,7 @@ class Spares:
             return await self._spawn(arguments, fds, ours)
 
     async def _hand_over(
-        self, spare: _Spare, arguments: Sequence[str], listener: socket.socket | None
+        self, spare: _WarmRank, arguments: Sequence[str], listener: socket.socket | None
     ) -> Started | None:
         """None when it does not answer; then it is ended."""
         self._spares.remove(spare)
@@ -209,7 +209,7 @@ class Spares:
             return
         finally:
             self._starting = False
-        spare = _Spare(started.process, ours, fd, time.monotonic(), started.lines)
+        spare = _WarmRank(started.process, ours, fd, time.monotonic(), started.lines)
         if self._closed:
             await _end(spare)
             return
@@ -218,9 +218,9 @@ class Spares:
 
     async def _spawn(self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket) -> Started:
         """Start a process that inherits `fds`. Closes `ours` when it cannot. Raises OSError."""
-        lines: Lines | None = None
+        lines: WorkerOutput | None = None
         try:
-            lines = Lines(self._heard) if self._heard is not None else None
+            lines = WorkerOutput(self._heard) if self._heard is not None else None
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 *arguments,
@@ -243,7 +243,7 @@ class Spares:
             self._lines = [each for each in self._lines if each.open] + [lines]
         return Started(process, ours, lines)
 
-    async def _watch(self, spare: _Spare) -> None:
+    async def _watch(self, spare: _WarmRank) -> None:
         """Until it ends, or somebody takes it."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(IMPORT_S):
@@ -255,7 +255,7 @@ class Spares:
         await _end(spare)
         log.warning("spare %d ended with %s", spare.process.pid, spare.process.returncode)
 
-    def _drop(self, spares: Sequence[_Spare]) -> None:
+    def _drop(self, spares: Sequence[_WarmRank]) -> None:
         for spare in list(spares):
             self._spares.remove(spare)
             assert spare.watch is not None
@@ -284,7 +284,7 @@ def new_pipe() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-async def _end(spare: _Spare) -> None:
+async def _end(spare: _WarmRank) -> None:
     """It holds nothing that wants an orderly end."""
     spare.pipe.close()  # which ends it, if it runs at all
     waiting = asyncio.ensure_future(spare.process.wait())

@@ -28,7 +28,7 @@ def left_bytes(before: int, after: int, held: int) -> int:
     return left if left > max(LITTLE_BYTES, held // 10) else 0
 
 
-class Wired:
+class WiredMemory:
     """Compares for this machine. `look` is what tests replace."""
 
     def __init__(self, look: Callable[[], int | None] = wired_bytes) -> None:
@@ -69,5 +69,5 @@ class Wired:
         )
 
 
-HERE = Wired()
+HERE = WiredMemory()
 """This machine's."""

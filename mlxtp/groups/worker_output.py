@@ -27,7 +27,7 @@ def log_lines(line: str, about: Mapping[str, int]) -> None:
     log.warning("%s", line, extra=dict(about))
 
 
-class Lines:
+class WorkerOutput:
     """A pipe for one process, which writes to `descriptor`. Used within a running loop.
 
     The system's buffer holds what comes while the agent is busy; a rank that writes more than that waits.

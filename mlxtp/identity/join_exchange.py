@@ -8,8 +8,8 @@ from collections.abc import Callable
 from ..errors import Code, LinkError, ProtocolError, RemoteProtocolError
 from ..wire.join_messages import JoinGrant, JoinOffer, JoinRefusal, JoinRequest
 from ..wire.messages import Error, Message
-from ..wire.session import LinkKind, Protocol, Side
-from ..wire.streams import Connection
+from ..wire.session import LinkKind, Session, Side
+from ..wire.streams import StreamLink
 from ..wire.tls import ALPN_JOIN, join_context
 from ..wire.tls_acceptor import open_tls
 from .join_protocol import Admitted, Granted, Host, Joiner, spoken
@@ -30,7 +30,7 @@ async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = 
     try:
         async with asyncio.timeout(deadline_s):
             reader, writer = await open_tls(host, port, join_context(), ALPN_JOIN, deadline_s)
-            connection = Connection(reader, writer, Protocol(LinkKind.JOIN, Side.LOWER, _EPOCH))
+            connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.LOWER, _EPOCH))
             certificate = writer.get_extra_info("ssl_object").getpeercert(True)
             try:
                 return await _join(connection, joiner, certificate)
@@ -40,7 +40,7 @@ async def ask_to_join(host: str, port: int, joiner: Joiner, deadline_s: float = 
         raise LinkError(f"{host}:{port} did not answer within {deadline_s:g} s", Code.LINK_TIMEOUT) from None
 
 
-async def _join(connection: Connection, joiner: Joiner, certificate: bytes) -> Granted:
+async def _join(connection: StreamLink, joiner: Joiner, certificate: bytes) -> Granted:
     offer = await _next(connection)
     assert isinstance(offer, JoinOffer)  # nothing else is legal
     connection.send(joiner.on_offer(offer, certificate))
@@ -62,11 +62,11 @@ async def answer_joiner(
 ) -> Admitted | None:
     """Speaks with one joiner, and returns whom it let in, if anybody.
 
-    A `host` on the Mac that has the authority's key; elsewhere the offer by which `joining.redirect` names
-    that Mac. `clock` is the desk's. Raises RemoteProtocolError for a joiner that breaks the rules, LinkError
-    for one that is gone or takes longer than `deadline_s` seconds.
+    A `host` on the Mac that has the authority's key; elsewhere the offer by which `join_protocol.redirect`
+    names that Mac. `clock` is the desk's. Raises RemoteProtocolError for a joiner that breaks the rules,
+    LinkError for one that is gone or takes longer than `deadline_s` seconds.
     """
-    connection = Connection(reader, writer, Protocol(LinkKind.JOIN, Side.UPPER, _EPOCH))
+    connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.UPPER, _EPOCH))
     try:
         async with asyncio.timeout(deadline_s):
             connection.send(host if isinstance(host, JoinOffer) else host.offer)
@@ -83,7 +83,7 @@ async def answer_joiner(
         connection.close()
 
 
-async def _next(connection: Connection) -> Message:
+async def _next(connection: StreamLink) -> Message:
     """The one message that is due. Raises LinkError when the link ends without it."""
     received = await connection.receive()
     if not received:

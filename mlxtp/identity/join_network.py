@@ -13,14 +13,14 @@ from ..cluster.saved_state import forget
 from ..config import Settings
 from ..discovery.dial_schedule import host_and_port
 from ..discovery.mdns import Discovery
-from ..discovery.peer_cache import Advert, Sighting
+from ..discovery.peer_cache import Advert, DiscoveredPeer
 from ..errors import ConfigError, LinkError, ProtocolError, UserError
 from ..wire.join_messages import NONCE_BYTES
 from ..wire.messages import PROTOCOL_VERSION
 from .join_exchange import ask_to_join
 from .join_protocol import AskElsewhere, Denied, Granted, Joiner
 from .join_queue import JoinQueue
-from .join_token import Token, read_token
+from .join_token import JoinToken, read_token
 from .store import Identity, Store
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ MAX_ASKED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class JoinResult:
     """Who this Mac is now, whether it founded or joined its cluster just now, and where others may be."""
 
     identity: Identity
@@ -42,24 +42,24 @@ class Entered:
     peers: tuple[str, ...] = ()
 
 
-async def enter(settings: Settings, store: Store) -> Entered:
+async def enter(settings: Settings, store: Store) -> JoinResult:
     """Raises UserError in the words of whoever typed `mlxtp node`."""
     identity = store.load_or_create()
     if not settings.join:
         if identity.membership is not None:
-            return Entered(identity)
+            return JoinResult(identity)
         if settings.join is not None:
             raise ConfigError(
                 "--join without a token is for a Mac that is a member already, and this one is not. Run "
                 "`mlxtp token` on a Mac of the cluster, then here `mlxtp node --join TOKEN`"
             )
         forget(settings.home)
-        return Entered(store.found_cluster(), founded=True)
+        return JoinResult(store.found_cluster(), founded=True)
     token = read_token(settings.join)
     if identity.membership is not None:
         if identity.cluster_id == token.cluster_id:
             log.info("this Mac is a member of cluster %s already", identity.cluster_id)
-            return Entered(identity)
+            return JoinResult(identity)
         raise ConfigError(
             f"this Mac is a member of cluster {identity.cluster_id}, the token is for {token.cluster_id}; "
             "`mlxtp cluster leave` ends the one membership, then the token begins the other"
@@ -67,7 +67,7 @@ async def enter(settings: Settings, store: Store) -> Entered:
     return await _join(settings, store, identity, token)
 
 
-async def _join(settings: Settings, store: Store, identity: Identity, token: Token) -> Entered:
+async def _join(settings: Settings, store: Store, identity: Identity, token: JoinToken) -> JoinResult:
     queue = JoinQueue()
     for peer in settings.peers:
         queue.add(peer, (peer,))
@@ -76,23 +76,23 @@ async def _join(settings: Settings, store: Store, identity: Identity, token: Tok
         only = (settings.interface,) if settings.interface else ()
         await discovery.start(_advert(settings, identity), only)
     try:
-        granted = await _Search(settings, identity, token, queue).run()
+        granted = await _JoinSearch(settings, identity, token, queue).run()
     finally:
         if settings.discovery:
             await discovery.close()
     forget(settings.home)
     joined = store.save_membership(granted.membership)
-    return Entered(joined, joined=True, peers=tuple(filter(host_and_port, granted.peers)))
+    return JoinResult(joined, joined=True, peers=tuple(filter(host_and_port, granted.peers)))
 
 
-class _Search:
+class _JoinSearch:
     """Asks at every address that is known, many at once and again and again, until a Mac lets this one in.
 
     Any address may be that of a Mac which only pretends to be of the token's cluster: `JoinQueue` gives each
     announcer its turn.
     """
 
-    def __init__(self, settings: Settings, identity: Identity, token: Token, queue: JoinQueue) -> None:
+    def __init__(self, settings: Settings, identity: Identity, token: JoinToken, queue: JoinQueue) -> None:
         self._settings = settings
         self._identity = identity
         self._token = token
@@ -169,7 +169,7 @@ class _Search:
             self._outcome.set_result(outcome)
 
 
-def _note(sightings: tuple[Sighting, ...], token: Token, queue: JoinQueue) -> None:
+def _note(sightings: tuple[DiscoveredPeer, ...], token: JoinToken, queue: JoinQueue) -> None:
     # Those that can let others in come first.
     for sighting in sorted(sightings, key=lambda sighting: not sighting.has_ca):
         if sighting.cluster_id == token.cluster_id:

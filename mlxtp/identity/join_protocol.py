@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from ..errors import Code, ProtocolError, UserError
 from ..wire.certificates import (
     Authority,
-    Membership,
+    MemberCertificates,
     PrivateKey,
     PublicKey,
     authority_hash,
@@ -42,7 +42,7 @@ from ..wire.certificates import (
     sign,
 )
 from ..wire.join_messages import MAX_NAME, PROOF_BYTES, JoinGrant, JoinOffer, JoinRefusal, JoinRequest
-from .join_token import Desk, Token
+from .join_token import JoinToken, TokenIssuer
 
 _REQUEST = b"mlxtp join request\0"
 _GRANT = b"mlxtp join grant\0"
@@ -79,7 +79,7 @@ class Denied(UserError):
 class Granted:
     """A grant to the joiner. `cluster` is the cluster's name for people, `peers` addresses to dial first."""
 
-    membership: Membership
+    membership: MemberCertificates
     cluster: str
     peers: tuple[str, ...]
 
@@ -87,7 +87,7 @@ class Granted:
 class Joiner:
     """The Mac that wants in. `nonce` is 32 fresh random bytes."""
 
-    def __init__(self, token: Token, node_id: str, key: PrivateKey, name: str, nonce: bytes) -> None:
+    def __init__(self, token: JoinToken, node_id: str, key: PrivateKey, name: str, nonce: bytes) -> None:
         self._token = token
         self._node_id = node_id
         self._key = key
@@ -139,7 +139,7 @@ class Joiner:
         node = check_node(grant.certificate, self._authority)
         if (node.node_id, node.fingerprint) != (self._node_id, fingerprint(self._key.public_key())):
             raise ProtocolError("the certificate is for another node or key than ours", Code.NOT_AUTHENTIC)
-        membership = Membership(grant.certificate, self._authority)
+        membership = MemberCertificates(grant.certificate, self._authority)
         return Granted(membership, spoken(grant.cluster), tuple(map(spoken, grant.peers)))
 
     def on_refusal(self, refusal: JoinRefusal) -> Denied:
@@ -166,7 +166,7 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JoinReply:
     """A message to a joiner, and the Mac that it lets in, if it lets one in."""
 
     message: JoinGrant | JoinRefusal
@@ -184,7 +184,7 @@ class Host:
         self,
         authority: Authority,
         certificate: bytes,
-        desk: Desk,
+        desk: TokenIssuer,
         nonce: bytes,
         *,
         members: Mapping[str, str],
@@ -201,7 +201,7 @@ class Host:
         self._peers = peers
         self.offer = JoinOffer(authority.certificate, nonce)
 
-    def on_request(self, request: JoinRequest, now: float) -> Answer:
+    def on_request(self, request: JoinRequest, now: float) -> JoinReply:
         """The answer to a request, at `now` (seconds, the desk's clock). A grant uses the token up."""
         transcript = _transcript(self.offer, request, self._certificate)
         token_key = self._desk.key(request.token_id)
@@ -228,14 +228,14 @@ class Host:
         self._desk.use(request.token_id, holder, now)
         certificate = self._authority.certify(node_id, key)
         proof = _proof(_GRANT, token_key, transcript, certificate)
-        return Answer(
+        return JoinReply(
             JoinGrant(certificate, proof, spoken(self._cluster), self._peers),
             Admitted(node_id, spoken(request.name), holder, asked_by),
         )
 
-    def _refusal(self, transcript: bytes, reason: str) -> Answer:
+    def _refusal(self, transcript: bytes, reason: str) -> JoinReply:
         signature = sign(self._authority.key, _REFUSAL, transcript, reason.encode())
-        return Answer(JoinRefusal(reason, signature))
+        return JoinReply(JoinRefusal(reason, signature))
 
 
 def redirect(authority: bytes, nonce: bytes, ask: str, at: tuple[str, ...]) -> JoinOffer:

@@ -47,7 +47,7 @@ _AGAIN = "copy it again, or make a new one with `mlxtp token`"
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class JoinToken:
     """A join token. `cluster_id` is 16 hex digits, `authority_hash` as in `wire/certificates.py`."""
 
     cluster_id: str
@@ -74,7 +74,7 @@ class Token:
         return hmac.digest(self.secret, context, hashlib.sha256)
 
 
-def read_token(text: str) -> Token:
+def read_token(text: str) -> JoinToken:
     """The token in a text as a person gives it: in any case, with spaces, line breaks or dashes in between.
 
     Raises ConfigError that says what is wrong with it, without a part of it.
@@ -103,7 +103,7 @@ def read_token(text: str) -> Token:
         )
     cluster_end = 1 + _CLUSTER_ID_BYTES
     hash_end = cluster_end + AUTHORITY_HASH_BYTES
-    return Token(body[1:cluster_end].hex(), body[cluster_end:hash_end], body[hash_end:])
+    return JoinToken(body[1:cluster_end].hex(), body[cluster_end:hash_end], body[hash_end:])
 
 
 def _checksum(body: bytes) -> bytes:
@@ -132,7 +132,7 @@ class _Slip:
         return not self.used_by and not self.void and now < self.expires_at
 
 
-class Desk:
+class TokenIssuer:
     """The tokens of one cluster, on the Mac that has its authority's key. `now` is in seconds, of one clock.
 
     It lives in memory only: an agent that starts again knows none of the tokens issued before, and refuses
@@ -144,7 +144,7 @@ class Desk:
         self._authority_hash = authority_hash
         self._slips: dict[bytes, _Slip] = {}
 
-    def issue(self, secret: bytes, now: float, asked_by: str = "") -> Token:
+    def issue(self, secret: bytes, now: float, asked_by: str = "") -> JoinToken:
         """A token of a fresh random `secret` (16 bytes), good for one Mac within 15 minutes.
 
         Raises UserError (OVERLOADED) when 16 are open already.
@@ -157,7 +157,7 @@ class Desk:
                 f"{min(open_until) - now:.0f} s until the oldest expires",
                 Code.OVERLOADED,
             )
-        token = Token(self._cluster_id, self._authority_hash, secret)
+        token = JoinToken(self._cluster_id, self._authority_hash, secret)
         self._slips[token.id] = _Slip(token.key, now + LIFE_S, asked_by)
         return token
 

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 from ..errors import ConfigError, MlxtpError, UserError
 from ..wire.certificates import (
     Authority,
-    Membership,
+    MemberCertificates,
     PrivateKey,
     certificates_from_pem,
     certificates_to_pem,
@@ -55,7 +55,7 @@ class Identity:
 
     node_id: str
     key: PrivateKey = field(repr=False)
-    membership: Membership | None = None
+    membership: MemberCertificates | None = None
     authority: Authority | None = None
 
     @property
@@ -118,10 +118,10 @@ class Store:
             pem = certificates_to_pem(authority.certificate) + key_to_pem(authority.key)
             write_private(self.folder / AUTHORITY, pem)
         certificate = authority.certify(identity.node_id, identity.key.public_key())
-        self._write_membership(Membership(certificate, authority.certificate))
+        self._write_membership(MemberCertificates(certificate, authority.certificate))
         return self.load()
 
-    def save_membership(self, membership: Membership) -> Identity:
+    def save_membership(self, membership: MemberCertificates) -> Identity:
         """Makes this Mac a member of the cluster that certified it.
 
         Raises UserError when it is in another one, or the certificate is for another node or key.
@@ -177,7 +177,7 @@ class Store:
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be made: {error.strerror}") from None
 
-    def _write_membership(self, membership: Membership) -> None:
+    def _write_membership(self, membership: MemberCertificates) -> None:
         write_private(self.folder / MEMBER, certificates_to_pem(membership.certificate, membership.authority))
 
     def _node_id(self) -> str:
@@ -192,13 +192,13 @@ class Store:
             self._refuse(f"{NODE_ID} does not hold {2 * NODE_ID_BYTES} hex digits")
         return node_id
 
-    def _membership(self) -> Membership | None:
+    def _membership(self) -> MemberCertificates | None:
         certificates = self._read(MEMBER, certificates_from_pem)
         if certificates is None:
             return None
         if len(certificates) != 2:
             self._refuse(f"{MEMBER} holds {len(certificates)} certificates instead of 2")
-        return Membership(*certificates)
+        return MemberCertificates(*certificates)
 
     def _authority(self) -> Authority | None:
         certificates = self._read(AUTHORITY, certificates_from_pem)
@@ -237,7 +237,7 @@ class Store:
         )
 
 
-def _why_not(node_id: str, key: PrivateKey, membership: Membership) -> str:
+def _why_not(node_id: str, key: PrivateKey, membership: MemberCertificates) -> str:
     """Why a membership is not that of this node and key; empty when it is."""
     try:
         node = check_node(membership.certificate, membership.authority)

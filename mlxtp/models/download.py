@@ -14,7 +14,7 @@ from . import hub_client, peer_copy
 from .daemon_thread import begin
 from .hub_cache import (
     Damaged,
-    Part,
+    PartialFile,
     Repo,
     Stopped,
 )
@@ -29,8 +29,8 @@ END_S = 1.0
 writes nothing any more."""
 
 T = TypeVar("T")
-Stop = Callable[[], bool]
-Connect = Callable[[], peer_copy.Channel]
+ShouldStop = Callable[[], bool]
+Connect = Callable[[], peer_copy.PeerConnection]
 Work = Callable[[], None]
 
 
@@ -49,7 +49,7 @@ class Fetch:
         self.refs = frozenset(each for each in (ref, *refs) if not is_commit(each))
         self.by_hub: frozenset[str] = frozenset()
         """Those of `refs` that the Hub itself calls the commit, not a member alone."""
-        self._parts: Sequence[Part] | None = None
+        self._parts: Sequence[PartialFile] | None = None
         """Of the files that are to come, once it is known that there is room."""
         self._stop = threading.Event()
 
@@ -81,7 +81,8 @@ class Fetch:
         return found
 
     def from_member(self, model: str, connect: Connect) -> Path:
-        """The same, from the lender behind `connect`. Its manifest is a hint: see `needed`, `hub.compare`.
+        """The same, from the lender behind `connect`. Its manifest is a hint: see `needed`,
+        `hub_client.compare`.
 
         Raises LinkError, ProtocolError and Damaged when that one is of no use, ModelError when this Mac is
         not.
@@ -96,8 +97,8 @@ class Fetch:
             hub_client.compare(manifest)
             self.by_hub = hub_client.named(manifest.name, manifest.revision, self.refs)
 
-        def work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
-            board = peer_copy.Board(offered, parts)
+        def work(manifest: Manifest, parts: Sequence[PartialFile], stopped: ShouldStop) -> list[Work]:
+            board = peer_copy.PieceQueue(offered, parts)
             copies: list[Work] = [lambda: _copy(model, offered, connect, board, stopped)]
             return [lambda: compare(manifest), *(copies * peer_copy.CONNECTIONS if parts else ())]
 
@@ -106,7 +107,7 @@ class Fetch:
         return self._bring(mine or needed(offered), work)
 
     def _bring(
-        self, manifest: Manifest, work: Callable[[Manifest, Sequence[Part], Stop], list[Work]]
+        self, manifest: Manifest, work: Callable[[Manifest, Sequence[PartialFile], ShouldStop], list[Work]]
     ) -> Path:
         repo = self.repo
         try:
@@ -128,7 +129,7 @@ class Fetch:
                 def stopped() -> bool:
                     return self._stop.is_set() or ended.is_set()
 
-                parts = [Part(repo, file, stopped) for file in manifest.blobs if not repo.has(file)]
+                parts = [PartialFile(repo, file, stopped) for file in manifest.blobs if not repo.has(file)]
                 self._parts = parts
                 try:
                     self._run([lambda: _finish(parts), *work(manifest, parts, stopped)], ended)
@@ -168,7 +169,7 @@ def needed(offered: Manifest) -> Manifest:
     return manifest
 
 
-def _hub_work(manifest: Manifest, parts: Sequence[Part], stopped: Stop) -> list[Work]:
+def _hub_work(manifest: Manifest, parts: Sequence[PartialFile], stopped: ShouldStop) -> list[Work]:
     left, lock = list(reversed(parts)), threading.Lock()
 
     def work() -> None:
@@ -191,7 +192,9 @@ def _asked(connect: Connect, model: str) -> Manifest:
         channel.close()
 
 
-def _copy(model: str, manifest: Manifest, connect: Connect, board: peer_copy.Board, stopped: Stop) -> None:
+def _copy(
+    model: str, manifest: Manifest, connect: Connect, board: peer_copy.PieceQueue, stopped: ShouldStop
+) -> None:
     channel = connect()
     try:
         peer_copy.bring(channel, manifest, model, board, stopped)
@@ -199,7 +202,7 @@ def _copy(model: str, manifest: Manifest, connect: Connect, board: peer_copy.Boa
         channel.close()
 
 
-def _finish(parts: Sequence[Part]) -> None:
+def _finish(parts: Sequence[PartialFile]) -> None:
     for part in parts:
         part.finish()
         part.close()

@@ -402,7 +402,7 @@ class Repo:
         return frozenset(filter(is_commit, found))
 
 
-class Part:
+class PartialFile:
     """A file that comes in pieces, in any order, from any thread. `close` ends what `open` began.
 
     A piece that is here is not written again, unless all of it is forgotten: then it is hashed anew, too.

@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 
 from ..errors import Code, ModelError, ProtocolError, is_disk_full
 from ..tokenizer_file import TIKTOKEN_FILE, refusal, table
-from .hub_cache import Damaged, Part, Repo, Stopped
+from .hub_cache import Damaged, PartialFile, Repo, Stopped
 from .manifest import (
     CHUNK_BYTES,
     DEFAULT_REVISION,
@@ -124,7 +124,7 @@ def _check_tokenizer(manifest: Manifest) -> None:
         raise ModelError(f"cannot get {manifest.name}: {why}", Code.MODEL_UNSUPPORTED)
 
 
-def fetch(manifest: Manifest, part: Part, stopped: Callable[[], bool]) -> None:
+def fetch(manifest: Manifest, part: PartialFile, stopped: Callable[[], bool]) -> None:
     """Have the Hub send the rest of a file. Raises ModelError, and Stopped."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -183,7 +183,7 @@ def _check_hash(repo: Repo, file: ModelFile, path: Path) -> None:
 class _Into(io.RawIOBase):
     """The file as the Hub's client writes it: in order. Pieces count as soon as they are whole."""
 
-    def __init__(self, part: Part, at: int, stopped: Callable[[], bool]) -> None:
+    def __init__(self, part: PartialFile, at: int, stopped: Callable[[], bool]) -> None:
         self._part = part
         self._at = at
         self._stopped = stopped

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..api.backend import Stored
+from ..api.backend import StoredModelInfo
 from ..config import EMBEDDED_MODEL, embedded_model_path
 from ..errors import ModelError
 from .completeness import is_complete
@@ -60,7 +60,7 @@ def models_here() -> tuple[OnDisk, ...]:
     )
 
 
-def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[Stored, ...]:
+def stored_models(folders: Iterable[tuple[str, Path]] = ()) -> tuple[StoredModelInfo, ...]:
     """The embedded model, those of the Hub cache by name, and `folders`, each with its name: what is complete
     but for what `check_servable` refuses. Reads the disk: call it in a thread.
     """
@@ -120,7 +120,7 @@ def _size(folder: Path) -> int:
         return 0
 
 
-def _described(name: str, folder: Path) -> Stored | None:
+def _described(name: str, folder: Path) -> StoredModelInfo | None:
     """Nothing, if its configuration tells that it cannot be served."""
     try:
         config = read_config(folder)
@@ -131,4 +131,4 @@ def _described(name: str, folder: Path) -> Stored | None:
     inner = config.get("text_config")
     length = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
     context = length if isinstance(length, int) and length > 0 else _DEFAULT_CONTEXT
-    return Stored(name, folder, context, created)
+    return StoredModelInfo(name, folder, context, created)

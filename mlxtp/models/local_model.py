@@ -17,7 +17,7 @@ from .names import ModelSource, find_model, in_folders, is_hub_id, open_model
 log = logging.getLogger(__name__)
 
 
-class ModelHere:
+class LocalModel:
     """`on_change` is called when the search for the desired model has ended, well or not.
 
     `get` has what is on the Hub come here, if it is not here yet; raises ModelError. `folders` are searched

@@ -12,20 +12,20 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from ..api.backend import AT_ONCE, Stored, Turn
+from ..api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from ..api.budget import UNNAMED
-from ..cluster.cluster_state import NOBODY, NOTHING, Claim
-from ..cluster.failure_detector import State as Standing
+from ..cluster.cluster_state import NOBODY, NOTHING, LeaderClaim
+from ..cluster.failure_detector import MemberState as Standing
 from ..cluster.surroundings import Surroundings
 from ..config import EMBEDDED_MODEL
 from ..errors import Code, GroupError, MlxtpError, ModelError, RequestError
-from ..groups.health import State, of_the_model
+from ..groups.health import ServingState, of_the_model
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import MAX_WAITING, DesiredState, ModelQueue, ModelTurn
 from .inventory import stored_models
 from .names import stored_name
-from .preflight import Foresight
-from .queue_policy import Load, Tell, Turns
+from .preflight import ModelPreflight
+from .queue_policy import AnnounceModel, LoadModel, ModelQueues
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ UNPLANNED_S = 12.0
 """How long a model may have no place: longer than the others take to tell that their memory is free again."""
 
 
-class Waiter:
-    """Implements `api.backend.Turn`. `named` is what `DesiredState` calls the model; empty for any."""
+class QueuedLease:
+    """Implements `api.backend.ModelLease`. `named` is what `DesiredState` calls the model; empty for any."""
 
     model = ""
 
-    def __init__(self, named: str, within_s: float, late: RequestError, switching: Switching) -> None:
+    def __init__(self, named: str, within_s: float, late: RequestError, switching: ModelSwitcher) -> None:
         self._named = named
         self.come = False
         self.refusal: RequestError | None = None
@@ -82,9 +82,9 @@ class Waiter:
         self._switching.leave(self)
 
 
-class Switching:
-    """Implements `gateway.Switch`. `unplanned` says why there is no group for what is wanted, or nothing;
-    `no_place` why there could be none for a model of this shape."""
+class ModelSwitcher:
+    """Implements `gateway.ModelSwitch`. `unplanned` says why there is no group for what is wanted, or
+    nothing; `no_place` why there could be none for a model of this shape."""
 
     def __init__(
         self, cluster: Surroundings, unplanned: Callable[[], str], no_place: Callable[[ModelShape], str]
@@ -93,13 +93,13 @@ class Switching:
         gateway = cluster.supervisor.gateway
         gateway.switch, gateway.on_serving = self, cluster.changed
         self._unplanned = unplanned
-        self._foresight = Foresight(cluster.settings.kv_bits, no_place, cluster.changed)
-        self._turns = Turns()
+        self._foresight = ModelPreflight(cluster.settings.kv_bits, no_place, cluster.changed)
+        self._turns = ModelQueues()
         self._turn = UNHEARD
         """The last that was heard, of the coordinator in `_by`."""
         self._by = NOBODY
-        self._waiting: dict[Waiter, None] = {}
-        self._running: set[Waiter] = set()
+        self._waiting: dict[QueuedLease, None] = {}
+        self._running: set[QueuedLease] = set()
         self._told: object = None
         self._refused: dict[str, tuple[RequestError, float]] = {}
         """By model: why it could not be served, and until when it is not tried again."""
@@ -114,14 +114,14 @@ class Switching:
 
     # --- for requests --------------------------------------------------------------------------------
 
-    async def on_request(self) -> tuple[Stored, ...]:
+    async def on_request(self) -> tuple[StoredModelInfo, ...]:
         """What a request may have loaded."""
         if not self._on or self._desired.pinned:
             return ()
         folders = [(name, Path(path)) for name, path in self._folders.items()]
         return await asyncio.to_thread(stored_models, folders)
 
-    async def turn(self, name: str | None, within_s: float) -> Turn:
+    async def turn(self, name: str | None, within_s: float) -> ModelLease:
         """See `Backend.turn`."""
         target = self._known(name)
         if target is None and self._on:
@@ -156,7 +156,7 @@ class Switching:
                 raise RequestError(detail, error.code, status=404, param="model") from None
             raise RequestError(detail, Code.MODEL_INVALID, param="model") from None
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, waiter: QueuedLease) -> None:
         """A request has ended, or waits no more."""
         known = waiter in self._waiting or waiter in self._running
         self._waiting.pop(waiter, None)
@@ -179,16 +179,16 @@ class Switching:
             return desired
         return desired if models and (name == models[0].id or name in models[0].aliases) else None
 
-    def _waiter(self, target: str, within_s: float, *, named: bool) -> Waiter:
+    def _waiter(self, target: str, within_s: float, *, named: bool) -> QueuedLease:
         queue_s = self._cluster.settings.limits.queue_s
         if within_s and within_s < queue_s:
             late = RequestError(
                 f"{target} was not there within {within_s:g} s", Code.DEADLINE, status=504, param="deadline_s"
             )
-            return Waiter(target if named else "", within_s, late, self)
+            return QueuedLease(target if named else "", within_s, late, self)
         detail = f"{target} was not there within {queue_s:g} s, as others are asked for; try again"
         late = RequestError(detail, Code.OVERLOADED, status=503)
-        return Waiter(target if named else "", queue_s, late, self)
+        return QueuedLease(target if named else "", queue_s, late, self)
 
     @property
     def wanted(self) -> str:
@@ -204,7 +204,7 @@ class Switching:
             if self._behind(message):
                 with contextlib.suppress(MlxtpError):  # it hears of it over the next link
                     self._cluster.neighbours.send(node_id, self._turn)
-        elif Claim(message.term, node_id) == self._cluster.coordination.claim:
+        elif LeaderClaim(message.term, node_id) == self._cluster.coordination.claim:
             self._hear(message, now)
             self._told = None  # it asks, by saying it, whether this node has heard
         self._cluster.changed()
@@ -273,7 +273,7 @@ class Switching:
     def _ready(self) -> bool:
         """Whether what is wanted is served. The state alone may still be that of what was wanted before."""
         supervisor = self._cluster.supervisor
-        return supervisor.state is State.READY and bool(supervisor.gateway.models())
+        return supervisor.state is ServingState.READY and bool(supervisor.gateway.models())
 
     @property
     def _given(self) -> bool:
@@ -302,7 +302,7 @@ class Switching:
                 param="model",
             )
         supervisor = self._cluster.supervisor
-        if desired.pinned and supervisor.state is State.FAILED and supervisor.reason is not None:
+        if desired.pinned and supervisor.state is ServingState.FAILED and supervisor.reason is not None:
             return RequestError(
                 f"{target} cannot be served: {supervisor.reason.detail}", Code.NOT_READY, status=503
             )
@@ -340,7 +340,7 @@ class Switching:
                 waiter.model = gateway.models()[0].id
                 self._begin(waiter)
 
-    def _begin(self, waiter: Waiter) -> None:
+    def _begin(self, waiter: QueuedLease) -> None:
         del self._waiting[waiter]
         self._running.add(waiter)
         waiter.come = True
@@ -376,7 +376,7 @@ class Switching:
             action = self._turns.decide(
                 cluster.coordination.claim.term, self._desired, present, served=self._ready, now=now
             )
-            if isinstance(action, Tell):
+            if isinstance(action, AnnounceModel):
                 self._give(action.turn, now)
                 continue
             if not self._turn.model or not self._pending:
@@ -385,7 +385,7 @@ class Switching:
             if error is not None:
                 log.warning("%s is not loaded for a request: %s", self._turn.model, error.detail)
                 self._give_up(self._turn.model, error, self._desired.model, now)
-            elif looked and isinstance(action, Load):
+            elif looked and isinstance(action, LoadModel):
                 log.info("%s is loaded for a request", action.model)
                 cluster.want(action.model, by_person=False)
             else:
@@ -401,7 +401,7 @@ class Switching:
     def _why_not(self, now: float) -> MlxtpError | None:
         """Why what is wanted cannot be served, once that is certain."""
         supervisor, desired = self._cluster.supervisor, self._desired
-        if supervisor.resting and supervisor.state is State.FAILED:
+        if supervisor.resting and supervisor.state is ServingState.FAILED:
             if self._failed is None:
                 self._failed = desired
             return supervisor.reason if self._failed == desired else None  # it is still that of another one
@@ -455,6 +455,6 @@ def _cannot(turn: ModelTurn) -> RequestError:
     return RequestError(f"{detail}; try again later", Code.NOT_READY, status=503)
 
 
-def _refuse(waiter: Waiter, refusal: RequestError) -> None:
+def _refuse(waiter: QueuedLease, refusal: RequestError) -> None:
     waiter.refusal = refusal
     waiter.news.set()

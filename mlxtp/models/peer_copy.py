@@ -1,8 +1,8 @@
 """Models from one member to another: TLS connections of their own, in threads.
 
-Whoever has a model, or is getting it from the Hub, lends it: `Lender` listens on a port of its own as long as
-somebody copies. Whoever copies opens a few connections and asks for pieces of files, of which each connection
-brings one at a time. Both ends show certificates of the cluster.
+Whoever has a model, or is getting it from the Hub, lends it: `PeerServer` listens on a port of its own as
+long as somebody copies. Whoever copies opens a few connections and asks for pieces of files, of which each
+connection brings one at a time. Both ends show certificates of the cluster.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..wire.tls import (
     ALPN_MODELS,
     HANDSHAKE_S,
     Credentials,
-    Secured,
+    PeerTls,
     member_context_client,
     member_context_server,
     peer_identity,
 )
-from .hub_cache import Part, Repo, Stopped
+from .hub_cache import PartialFile, Repo, Stopped
 from .manifest import Manifest, from_bytes, to_bytes
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ Lent = Callable[[str], tuple[Repo, Manifest] | None]
 """What may be copied under a name, if anything. Called from threads."""
 
 
-class Channel:
+class PeerConnection:
     """One end of a connection that copies. Raises LinkError when the other one is gone or silent."""
 
     def __init__(self, tls: ssl.SSLSocket, limit: int) -> None:
@@ -135,7 +135,7 @@ class Channel:
         self._tls.close()
 
 
-def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) -> Channel:
+def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) -> PeerConnection:
     """A connection to the lender of this node at the first of its addresses ("ip:port") that answers.
 
     Raises LinkError when none does, ProtocolError (NOT_AUTHENTIC) when it is not that node.
@@ -154,11 +154,11 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
         if tls.selected_alpn_protocol() != ALPN_MODELS or _identity(tls).node_id != node_id:
             tls.close()
             raise ProtocolError(f"{address} is another node than {node_id[:8]}", Code.NOT_AUTHENTIC)
-        return Channel(tls, MAX_FRAME)
+        return PeerConnection(tls, MAX_FRAME)
     raise LinkError(f"nothing can be copied from there: {why}")
 
 
-def ask(channel: Channel, model: str) -> tuple[Manifest, list[bytes]]:
+def ask(channel: PeerConnection, model: str) -> tuple[Manifest, list[bytes]]:
     """What is there of a model, and of each of its blobs which pieces.
 
     Raises LinkError when there is nothing, RemoteProtocolError for what makes no sense.
@@ -180,15 +180,15 @@ def ask(channel: Channel, model: str) -> tuple[Manifest, list[bytes]]:
     return manifest, here
 
 
-class Board:
+class PieceQueue:
     """Which pieces are still to be asked for. Connections take them in turns."""
 
-    def __init__(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+    def __init__(self, manifest: Manifest, parts: Sequence[PartialFile]) -> None:
         places = {file.hash: place for place, file in enumerate(manifest.blobs)}
         self._left = [(part, places[part.file.hash], chunk) for part in parts for chunk in part.missing]
         self._lock = threading.Lock()
 
-    def take(self, here: Sequence[bytes]) -> tuple[Part, int, int] | None:
+    def take(self, here: Sequence[bytes]) -> tuple[PartialFile, int, int] | None:
         """The next piece that is there: the file, its place, the piece's number. None while none is."""
         with self._lock:
             for i, (_, place, chunk) in enumerate(self._left):
@@ -202,13 +202,13 @@ class Board:
 
 
 def bring(
-    channel: Channel, manifest: Manifest, model: str, board: Board, stopped: Callable[[], bool]
+    channel: PeerConnection, manifest: Manifest, model: str, board: PieceQueue, stopped: Callable[[], bool]
 ) -> None:
     """Copy pieces until there are none left. Raises LinkError, RemoteProtocolError, Stopped, OSError."""
     channel.hurry()
     here = _ask_again(channel, manifest, model)
     block = memoryview(bytearray(_BLOCK_BYTES))
-    asked: deque[tuple[Part, int]] = deque()
+    asked: deque[tuple[PartialFile, int]] = deque()
     while asked or not board.empty:
         if stopped():
             raise Stopped
@@ -228,7 +228,7 @@ def bring(
             here = now
 
 
-def _ask_again(channel: Channel, manifest: Manifest, model: str) -> list[bytes]:
+def _ask_again(channel: PeerConnection, manifest: Manifest, model: str) -> list[bytes]:
     now, here = ask(channel, model)
     if now != manifest:
         raise LinkError("the other Mac gets another revision by now")
@@ -236,7 +236,7 @@ def _ask_again(channel: Channel, manifest: Manifest, model: str) -> list[bytes]:
 
 
 def _receive(
-    channel: Channel, part: Part, chunk: int, block: memoryview, stopped: Callable[[], bool]
+    channel: PeerConnection, part: PartialFile, chunk: int, block: memoryview, stopped: Callable[[], bool]
 ) -> None:
     at, size = part.file.span(chunk)
     if channel.receive(PieceHeld).size != size:
@@ -251,7 +251,7 @@ def _receive(
     part.came(chunk)
 
 
-class Lender:
+class PeerServer:
     """Lends models to other members while it is open. `may_copy` is asked again for each piece."""
 
     def __init__(
@@ -311,7 +311,7 @@ class Lender:
                     self._strangers.pop(sock, None)
                     self._open.pop(sock, None)
 
-    def _welcome(self, sock: socket.socket) -> tuple[Channel, NodeIdentity]:
+    def _welcome(self, sock: socket.socket) -> tuple[PeerConnection, NodeIdentity]:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A deadline for all of the handshake: a socket's own timeout begins anew with each byte.
         hurry = threading.Timer(HANDSHAKE_S, lambda: _cut(sock))
@@ -336,9 +336,9 @@ class Lender:
                 )
             del self._strangers[sock]
             self._open[sock] = identity.node_id
-        return Channel(tls, MAX_OPENING_FRAME), identity
+        return PeerConnection(tls, MAX_OPENING_FRAME), identity
 
-    def _serve(self, channel: Channel, identity: NodeIdentity) -> None:
+    def _serve(self, channel: PeerConnection, identity: NodeIdentity) -> None:
         lent: tuple[Repo, Manifest] | None = None
         while self._may_copy(identity):
             match channel.next():
@@ -364,7 +364,7 @@ def _held(lent: tuple[Repo, Manifest] | None) -> FilesHeld:
     return FilesHeld(to_bytes(manifest), b"".join(repo.chunks(file) for file in manifest.blobs))
 
 
-def _lend(channel: Channel, repo: Repo, manifest: Manifest, place: int, chunk: int) -> None:
+def _lend(channel: PeerConnection, repo: Repo, manifest: Manifest, place: int, chunk: int) -> None:
     files = manifest.blobs
     if place >= len(files) or chunk >= files[place].chunks:
         raise RemoteProtocolError(f"no file has the number {place} and a piece {chunk}", Code.FIELD_INVALID)
@@ -397,7 +397,7 @@ def _cut_short(error: OSError) -> LinkError:
 
 
 def _identity(tls: ssl.SSLSocket) -> NodeIdentity:
-    return peer_identity(cast(Secured, tls))
+    return peer_identity(cast(PeerTls, tls))
 
 
 def _cut(sock: socket.socket) -> None:

@@ -12,7 +12,7 @@ from .inspect import check_servable, read_config, shape_in
 from .names import find_model
 
 
-class Foresight:
+class ModelPreflight:
     """Looks at the model of one turn at a time, and calls `on_change` when it has.
 
     `no_place` says why those who are here have no place for a model of this shape, or nothing.

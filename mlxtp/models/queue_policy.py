@@ -16,20 +16,20 @@ from ..wire.cluster_messages import DesiredState, ModelQueue, ModelTurn
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class AnnounceModel:
     """Everybody shall hear whose turn it is now."""
 
     turn: ModelTurn
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadModel:
     """Nothing runs, and nothing but this will: let it be served."""
 
     model: str
 
 
-class Turns:
+class ModelQueues:
     """What the coordinator knows of all queues. `turn` is the last that was told."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Turns:
 
     def decide(
         self, term: int, desired: DesiredState, present: Collection[str], *, served: bool, now: float
-    ) -> Tell | Load | None:
+    ) -> AnnounceModel | LoadModel | None:
         """What the coordinator of `term` does next; `served`: the group of what is desired is ready."""
         if term != self.turn.term:
             self.turn, self._desired = ModelTurn(term, 0, desired.model, "", ""), None
@@ -79,17 +79,17 @@ class Turns:
         if wanted != self.turn.model:
             return self._tell(wanted)
         if wanted != desired.model and self._quiet(present):
-            return Load(wanted)
+            return LoadModel(wanted)
         return None
 
-    def refuse(self, model: str, why: str, instead: str, *, broken: bool = False) -> Tell:
+    def refuse(self, model: str, why: str, instead: str, *, broken: bool = False) -> AnnounceModel:
         """`model` cannot be served: whoever waits for it is told, and `instead` has the turn."""
         self._since = {key: since for key, since in self._since.items() if key[1] != model}
         return self._tell(instead, model, why, broken)
 
-    def _tell(self, model: str, refused: str = "", why: str = "", broken: bool = False) -> Tell:
+    def _tell(self, model: str, refused: str = "", why: str = "", broken: bool = False) -> AnnounceModel:
         self.turn = ModelTurn(self.turn.term, self.turn.number + 1, model, refused, why, broken)
-        return Tell(self.turn)
+        return AnnounceModel(self.turn)
 
     def _first(self, loaded: str) -> str:
         """What whoever has waited longest wants. Who waited for the loaded one when it came is first."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Holding:
     """What one present member has of a model: `held` of `total` bytes (0: not known yet) of `revision`.
 
     `free` is the room on its disk in bytes, `wants` whether it is to have the model, `problem` why it cannot
@@ -27,7 +27,7 @@ class Held:
         return 0 < self.total <= self.held
 
 
-def choose(members: Mapping[str, Held], now: str) -> str:
+def elect_seeder(members: Mapping[str, Holding], now: str) -> str:
     """The node id of the one to copy from: who has all of it, or who is to get it from the Hub.
 
     Whoever does it `now` goes on, as long as it can. Empty when nobody can.

@@ -15,30 +15,30 @@ from typing import Protocol
 
 from ..cluster.surroundings import Surroundings
 from ..errors import MlxtpError, UserError
-from ..groups.health import State
+from ..groups.health import ServingState
 from ..placement.model_shape import ModelShape
 from ..wire.cluster_messages import DesiredState
 from .daemon_thread import apart
 from .inventory import hub_folder
 from .names import in_folders, is_hub_id, look_ahead
-from .transfers import Getting, described
+from .transfers import TransferCoordinator, described
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
 SILENT_S = 5.0
 """How long members may take until they say that a model is on its way to them."""
-_SERVES = (State.READY, State.DRAINING, State.LOADING)
+_SERVES = (ServingState.READY, ServingState.DRAINING, ServingState.LOADING)
 
 
-class Where(Surroundings, Protocol):
+class SelectionParts(Surroundings, Protocol):
     """The parts of one node that this needs beside."""
 
-    getting: Getting
+    getting: TransferCoordinator
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SelectionResult:
     """What came of it. `coming`: what is served stays until the model is here."""
 
     model: str
@@ -46,12 +46,12 @@ class Answer:
     coming: bool = False
 
 
-class Wishes:
+class ModelSelection:
     """`no_place` says why those who are here, or some of them, cannot serve a model of this shape over so
     many Macs; nothing if they can."""
 
     def __init__(
-        self, cluster: Where, no_place: Callable[[ModelShape, str, Container[str] | None], str]
+        self, cluster: SelectionParts, no_place: Callable[[ModelShape, str, Container[str] | None], str]
     ) -> None:
         self._cluster = cluster
         self._no_place = no_place
@@ -74,7 +74,7 @@ class Wishes:
             if each not in (name, wanted)
         ]
 
-    async def serve(self, model: str, nodes: str) -> Answer:
+    async def serve(self, model: str, nodes: str) -> SelectionResult:
         """From now on `model` is wanted, or from when it is here, over so many Macs (empty: as before).
 
         Raises UserError for what can be known to fail; then nothing changes.
@@ -83,7 +83,7 @@ class Wishes:
         present = cluster.coordination.desired
         over = nodes or present.nodes
         if (model, over) == (present.model, present.nodes):
-            return Answer(model, cluster.want(model, nodes))
+            return SelectionResult(model, cluster.want(model, nodes))
         found = await asyncio.to_thread(in_folders, model, cluster.settings.model_folders)
         shape = await self._look(found)
         if number != self._said or cluster.coordination.desired.version != present.version:
@@ -94,8 +94,8 @@ class Wishes:
                 self._next = (model, model)
                 self._task = asyncio.ensure_future(self._bring(model, over, present.version))
                 self._task.add_done_callback(_ended)
-                return Answer(model, present, coming=True)
-        return Answer(model, cluster.want(model, nodes))
+                return SelectionResult(model, present, coming=True)
+        return SelectionResult(model, cluster.want(model, nodes))
 
     def forget(self) -> int:
         """Something else is said: what is on its way is brought all the same, and not served."""
@@ -164,7 +164,7 @@ class Wishes:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
-def _far(getting: Getting, name: str) -> str:
+def _far(getting: TransferCoordinator, name: str) -> str:
     rows = [row for row in getting.progress(name) if row["self"]]
     return f": {described(rows[0])}" if rows and not rows[0]["complete"] else ""
 

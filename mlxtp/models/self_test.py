@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..tokenizer_file import MAX_CONFIG_BYTES
 
-Answers = tuple[tuple[int, ...], ...]
+SelfTestTokens = tuple[tuple[int, ...], ...]
 """Tokens, for each prompt."""
 FILE = "golden.json"
 PROMPTS = 4
@@ -76,7 +76,7 @@ def key(folder: Path, group: Mapping[str, object], settings: Mapping[str, object
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def kept(path: Path, key: str, answers: Answers) -> Answers:
+def kept(path: Path, key: str, answers: SelfTestTokens) -> SelfTestTokens:
     """Return the answers that `path` keeps under `key`; these ones, which it then keeps, for want of any."""
     known = _read(path)
     found = known.get(key)

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..cluster.surroundings import Surroundings
 from ..errors import Code, LinkError, MlxtpError, ModelError, ProtocolError, why_not_written
-from ..placement.topology import Member, Topology
+from ..placement.topology import MemberMachine, Topology
 from ..wire.certificates import NodeIdentity
 from ..wire.cluster_messages import MAX_STORED, ModelHeld, ModelLender, ModelPull, ModelsHere, StoredModel
 from ..wire.tls import Credentials
@@ -31,7 +31,7 @@ from .download import Fetch
 from .hub_cache import Damaged, Repo, Stopped, free_bytes, gigabytes, hub_name
 from .inventory import revisions_here
 from .manifest import Manifest, is_commit
-from .seeder import Held, choose
+from .seeder import Holding, elect_seeder
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ RATE_S = 10.0
 
 
 @dataclass(slots=True)
-class Speed:
+class TransferRate:
     """Bytes per second of what comes."""
 
     seen: deque[tuple[float, int]] = field(default_factory=deque)
@@ -78,7 +78,7 @@ class Speed:
         return max(has - had, 0) / (now - began) if now > began else 0.0
 
 
-class _Job:
+class _Transfer:
     """One model, as long as this agent runs. `refs` are the branches and tags that are to name what comes."""
 
     def __init__(self, model: str) -> None:
@@ -87,7 +87,7 @@ class _Job:
         self.refs: set[str] = set()
         self.of_hub: set[str] = set()
         """Those of which the Hub itself said here that they are this commit."""
-        self.mine: Held | None = None
+        self.mine: Holding | None = None
         """None until somebody here or elsewhere wanted it."""
         self.told: ModelHeld | None = None
         self.told_at = 0.0
@@ -102,7 +102,7 @@ class _Job:
         """Whether the disk is looked at, because somebody else wants it."""
         self.everywhere = False
         """Whether it was asked for on all Macs, and so goes on when somebody has it later."""
-        self.speeds: dict[str, Speed] = {}
+        self.speeds: dict[str, TransferRate] = {}
         self.changed = asyncio.Event()
 
     @property
@@ -129,7 +129,7 @@ class _Job:
         return self.task is not None and not self.task.done() and bool(self.task.cancelling())
 
 
-class Getting:
+class TransferCoordinator:
     """Everything runs in the agent's event loop, but what reads the disk or waits for the network."""
 
     def __init__(self, cluster: Surroundings) -> None:
@@ -137,11 +137,11 @@ class Getting:
         self.stored: dict[str, tuple[StoredModel, ...]] = {}
         """What each other node has on its disk."""
         self._cluster = cluster
-        self._jobs: dict[str, _Job] = {}
-        self._lender: peer_copy.Lender | None = None
+        self._jobs: dict[str, _Transfer] = {}
+        self._lender: peer_copy.PeerServer | None = None
         self._here: tuple[StoredModel, ...] = ()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._line: list[_Job] = []
+        self._line: list[_Transfer] = []
         """What comes now (the first AT_ONCE), and what waits for its turn."""
         self._asked: Counter[str] = Counter()
         """How many models come by the word of each other member."""
@@ -157,7 +157,7 @@ class Getting:
         """
         return await self._had(self._job(model))
 
-    async def _had(self, job: _Job, *refs: str) -> Path:
+    async def _had(self, job: _Transfer, *refs: str) -> Path:
         job.waiting += 1
         try:
             while job.task is not None and job.ends:
@@ -168,7 +168,7 @@ class Getting:
             if not job.waiting and job.runs and not job.ends:
                 self._stop(job)
 
-    def _run(self, job: _Job, *refs: str) -> asyncio.Task[Path]:
+    def _run(self, job: _Transfer, *refs: str) -> asyncio.Task[Path]:
         """Begin, unless it runs."""
         if job.task is None or job.task.done():
             job.mine, job.refs = None, set()
@@ -228,9 +228,9 @@ class Getting:
         if job is None:
             return []
         cluster = self._cluster
-        mine = job.mine or (Held() if job.runs else None)
+        mine = job.mine or (Holding() if job.runs else None)
         if why := job.failure:
-            mine = mine or Held()
+            mine = mine or Holding()
             mine = replace(mine, wants=True, problem=mine.problem or why)
         rows = [(cluster.node_id, mine)] if mine is not None else []
         rows += [(node, _held(word)) for node, word in sorted(job.others.items())]
@@ -297,10 +297,10 @@ class Getting:
 
     # --- one model -----------------------------------------------------------------------------------
 
-    def _job(self, model: str) -> _Job:
+    def _job(self, model: str) -> _Transfer:
         """Raises ModelError for what is no name, and when too much is under way."""
         if model not in self._jobs:
-            found = _Job(model)
+            found = _Transfer(model)
             if len(self._jobs) >= MAX_JOBS:
                 self._jobs = {name: job for name, job in self._jobs.items() if self._is_busy(job)}
             if len(self._jobs) >= MAX_JOBS:
@@ -311,10 +311,10 @@ class Getting:
             self._jobs[model] = found
         return self._jobs[model]
 
-    def _is_busy(self, job: _Job) -> bool:
+    def _is_busy(self, job: _Transfer) -> bool:
         return job.runs or job.looks or self._lends(job)
 
-    def _stop(self, job: _Job) -> None:
+    def _stop(self, job: _Transfer) -> None:
         if job.fetch is not None:
             job.fetch.stop()
         if job.task is not None:
@@ -323,7 +323,7 @@ class Getting:
             job.mine = replace(job.mine, wants=False)
             self._tell(job)
 
-    async def _get(self, job: _Job) -> Path:
+    async def _get(self, job: _Transfer) -> Path:
         job.lender, job.began = None, time.monotonic()
         here, mine = await asyncio.to_thread(_look, job.repo, job.revision, True)
         job.mine = mine
@@ -361,7 +361,7 @@ class Getting:
         self._tell(job)
         return here
 
-    async def _refer(self, job: _Job, here: Path) -> None:
+    async def _refer(self, job: _Transfer, here: Path) -> None:
         """Whoever names a branch or tag by which it was asked for gets this commit. Raises ModelError."""
         repo, seen = job.repo, set[str]()
         while wrong := {ref for ref in job.refs - seen if repo.commit(ref) != here.name}:
@@ -373,7 +373,7 @@ class Getting:
             except OSError as error:
                 raise ModelError(f"{repo.name}: {why_not_written(error, repo.cache)}") from None
 
-    async def _bring(self, job: _Job, lender: str) -> Path:
+    async def _bring(self, job: _Transfer, lender: str) -> Path:
         named = job.lender
         self._line.append(job)
         try:
@@ -389,7 +389,7 @@ class Getting:
             for waiting in self._line:
                 waiting.changed.set()
 
-    async def _brought(self, job: _Job, lender: str, named: str | None) -> Path:
+    async def _brought(self, job: _Transfer, lender: str, named: str | None) -> Path:
         fetch = job.fetch = Fetch(job.repo, job.revision, job.revision, job.refs)
         if lender == self._cluster.node_id:
             log.info("%s comes from the Hub", job.model)
@@ -413,7 +413,7 @@ class Getting:
             await asyncio.wait({running}, timeout=CLOSE_S)
             raise
 
-    async def _named(self, job: _Job, complete: bool) -> str:
+    async def _named(self, job: _Transfer, complete: bool) -> str:
         """Whom to copy from; this node itself is to ask the Hub. Raises ModelError when nobody can get it."""
         began = time.monotonic()
         while time.monotonic() - max(began, _heard_at(job)) < (
@@ -432,7 +432,7 @@ class Getting:
             await _pause(job)
         return self._cluster.node_id
 
-    async def _another(self, job: _Job, *, patient: bool) -> bool:
+    async def _another(self, job: _Transfer, *, patient: bool) -> bool:
         """This Mac cannot get it from the Hub: whether another one can, or has it.
 
         Patient: one that had it has gone, and may be back in a moment.
@@ -447,7 +447,7 @@ class Getting:
             await _pause(job)
         return False
 
-    def _connect(self, job: _Job, lender: str) -> Callable[[], peer_copy.Channel]:
+    def _connect(self, job: _Transfer, lender: str) -> Callable[[], peer_copy.PeerConnection]:
         assert self.credentials is not None
         credentials, port = self.credentials, job.others[lender].port if lender in job.others else 0
         addresses = [f"{host}:{port}" for host in self._hosts(lender)]
@@ -461,7 +461,7 @@ class Getting:
         near = link.remote if link is not None else ""
         found: list[str] = []
         if me in machines and node_id in machines:
-            both = [Member(me, "", machines[me]), Member(node_id, "", machines[node_id], near)]
+            both = [MemberMachine(me, "", machines[me]), MemberMachine(node_id, "", machines[node_id], near)]
             found = [each.addresses[node_id] for each in Topology(both).fastest(me, node_id)]
         return list(dict.fromkeys(filter(None, [*found, near])))
 
@@ -504,11 +504,11 @@ class Getting:
             self._blamed.add(node_id)
             log.warning("%s asks for what cannot be: %s", self._cluster.name_of(node_id), why)
 
-    def _hears(self, job: _Job, node_id: str, word: ModelHeld) -> None:
+    def _hears(self, job: _Transfer, node_id: str, word: ModelHeld) -> None:
         first = node_id not in job.others
         had_it = not first and _held(job.others[node_id]).complete
         job.others[node_id] = word
-        job.speeds.setdefault(node_id, Speed()).add(time.monotonic(), word.held)
+        job.speeds.setdefault(node_id, TransferRate()).add(time.monotonic(), word.held)
         if job.mine is None and not job.runs and not job.looks:
             job.looks = True
             task = asyncio.ensure_future(self._look_for(job))
@@ -524,12 +524,12 @@ class Getting:
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
         self._lend()
 
-    def _is_left(self, job: _Job) -> bool:
+    def _is_left(self, job: _Transfer) -> bool:
         """Whether it could not be had, and is to come all the same when it can."""
         wanted = job.everywhere or job.model == self._cluster.coordination.desired.model
         return wanted and not job.runs and job.mine is not None and bool(job.mine.wants and job.mine.problem)
 
-    async def _look_for(self, job: _Job) -> None:
+    async def _look_for(self, job: _Transfer) -> None:
         """Somebody else wants it: perhaps it is here."""
         wants = job.mine is not None and job.mine.wants
         _, mine = await asyncio.to_thread(_look, job.repo, job.revision, False)
@@ -538,7 +538,7 @@ class Getting:
             job.mine = replace(mine, wants=wants and mine.complete)
             self._tell(job)
 
-    def _tell(self, job: _Job) -> None:
+    def _tell(self, job: _Transfer) -> None:
         if job.mine is None:
             return
         port = self._lender.port if self._lender is not None and self._lends(job) else 0
@@ -576,7 +576,7 @@ class Getting:
             self._decide(job)
         self._lend()
 
-    def _decide(self, job: _Job) -> None:
+    def _decide(self, job: _Transfer) -> None:
         """The coordinator names whom to copy from."""
         cluster = self._cluster
         if not cluster.coordination.leading or job.mine is None:
@@ -587,17 +587,17 @@ class Getting:
         silent = cluster.neighbours.nodes() - members.keys()
         if silent and time.monotonic() - job.began < ALL_SAY_S:
             return
-        chosen = choose(members, job.lender or "")
+        chosen = elect_seeder(members, job.lender or "")
         if chosen != job.lender:
             job.lender = chosen
             cluster.neighbours.tell_all(ModelLender(job.model, chosen))
             job.changed.set()
             self._lend()
 
-    def _lends(self, job: _Job) -> bool:
+    def _lends(self, job: _Transfer) -> bool:
         return job.lender == self._cluster.node_id and self._needed(job)
 
-    def _needed(self, job: _Job) -> bool:
+    def _needed(self, job: _Transfer) -> bool:
         return any(word.wants and not _held(word).complete for word in job.others.values())
 
     def _lend(self) -> None:
@@ -606,7 +606,7 @@ class Getting:
         if lent and self._lender is None and self.credentials is not None:
             host = self._cluster.settings.control_host
             try:
-                self._lender = peer_copy.Lender(host, self.credentials, self._lent, self._may_copy)
+                self._lender = peer_copy.PeerServer(host, self.credentials, self._lent, self._may_copy)
             except OSError as error:
                 log.error("nothing can be lent to other Macs: %s", error)
         elif not lent and self._lender is not None:
@@ -631,14 +631,14 @@ class Getting:
         removed = self._cluster.coordination.roster.removed(identity.fingerprint)
         return not removed and identity.node_id in self._cluster.neighbours.nodes()
 
-    def _look_at(self, job: _Job) -> None:
+    def _look_at(self, job: _Transfer) -> None:
         """How far is it here?"""
         fetch = job.fetch
         if fetch is None or fetch.manifest is None or job.mine is None:
             return
         manifest, held = fetch.manifest, min(fetch.held, fetch.manifest.size - 1)
         job.mine = replace(job.mine, revision=manifest.revision, held=held, total=manifest.size)
-        job.speeds.setdefault(self._cluster.node_id, Speed()).add(time.monotonic(), held)
+        job.speeds.setdefault(self._cluster.node_id, TransferRate()).add(time.monotonic(), held)
         self._tell(job)
         self._cluster.changed()
 
@@ -691,7 +691,7 @@ def described(row: dict[str, Any]) -> str:
     return ", ".join([*words, *([f"from {row['lender']}"] if row["lender"] else [])])
 
 
-def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Held]:
+def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]:
     """What is here of a model: its folder if it is complete. Reads the disk."""
     folder = repo.snapshot(revision)
     try:
@@ -700,24 +700,24 @@ def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Held]:
         free = 0
     if folder is None:
         begun = repo.begun()
-        return None, Held("", repo.held(begun) if begun is not None else 0, 0, free, wants)
+        return None, Holding("", repo.held(begun) if begun is not None else 0, 0, free, wants)
     manifest = repo.manifest(folder.name)
     if manifest is None:  # by a program that names its files otherwise: it can be used, not lent
-        return folder, Held(folder.name, 0, 0, free, wants=False)
-    return folder, Held(folder.name, manifest.size, manifest.size, free, wants)
+        return folder, Holding(folder.name, 0, 0, free, wants=False)
+    return folder, Holding(folder.name, manifest.size, manifest.size, free, wants)
 
 
-def _held(word: ModelHeld) -> Held:
-    return Held(word.revision, word.held, word.total, word.free, word.wants, word.problem)
+def _held(word: ModelHeld) -> Holding:
+    return Holding(word.revision, word.held, word.total, word.free, word.wants, word.problem)
 
 
-def _heard_at(job: _Job) -> float:
+def _heard_at(job: _Transfer) -> float:
     """When the lender last spoke of it."""
     speed = job.speeds.get(job.lender or "")
     return speed.seen[-1][0] if speed is not None and speed.seen else 0.0
 
 
-async def _pause(job: _Job) -> None:
+async def _pause(job: _Transfer) -> None:
     """Until something is said of it, or half a second has passed."""
     job.changed.clear()
     with contextlib.suppress(TimeoutError):

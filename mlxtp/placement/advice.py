@@ -24,7 +24,7 @@ RDMA, BRIDGE, CABLE, ADDRESS, POWER = "rdma", "bridge", "cable", "address", "pow
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class Advice:
     """One thing that is wrong, in words, and what a person does `about` it: one of the names above."""
 
     about: str
@@ -43,29 +43,29 @@ def findings(machine: Machine) -> tuple[str, ...]:
     return tuple(map(str, notes(machine)))
 
 
-def notes(machine: Machine) -> tuple[Note, ...]:
+def notes(machine: Machine) -> tuple[Advice, ...]:
     """The same in parts."""
     return (
         (*_of_mac(machine), *_of_power(machine)) if machine.system == "macos" else tuple(_of_power(machine))
     )
 
 
-def _of_mac(machine: Machine) -> Iterator[Note]:
+def _of_mac(machine: Machine) -> Iterator[Advice]:
     if machine.rdma == "disabled":
-        yield Note(
+        yield Advice(
             RDMA,
             "RDMA over Thunderbolt is off, so Macs exchange over TCP, with a multiple of the latency",
             "Shut down, hold the power button until the options load, choose Options, then Terminal in the"
             " Utilities menu, and run: rdma_ctl enable",
         )
     if _too_old(machine):
-        yield Note(
+        yield Advice(
             RDMA,
             f"macOS {machine.release} has no RDMA over Thunderbolt; macOS 26.2 brings it, for Thunderbolt 5",
             "Available updates: softwareupdate --list",
         )
     if machine.rdma == "enabled" and machine.bridge_up:
-        yield Note(
+        yield Advice(
             BRIDGE,
             "The Thunderbolt bridge holds the Thunderbolt ports, and RDMA then fails to connect (errno 22)",
             "Until the next restart: sudo ifconfig bridge0 down; for good: sudo networksetup"
@@ -75,19 +75,19 @@ def _of_mac(machine: Machine) -> Iterator[Note]:
     for port in machine.ports:
         if port.peer_domain in own:
             what = f"{_name(port)} is cabled to another port of this same Mac: that connects nothing"
-            yield Note(CABLE, what, "Move it")
+            yield Advice(CABLE, what, "Move it")
         elif port.peer_domain:
             yield from _of_cable(machine, port)
 
 
-def _of_cable(machine: Machine, port: Port) -> Iterator[Note]:
+def _of_cable(machine: Machine, port: Port) -> Iterator[Advice]:
     if machine.rdma == "enabled":
         yield from _of_rdma(machine, port)
     # A machine whose interfaces could not be read has none, not even loopback.
     if port.interface and machine.interfaces:
         yield from _of_address(machine, port)
     if port.hub:
-        yield Note(
+        yield Advice(
             CABLE,
             f"{_name(port)} reaches the other Mac through a hub or dock, which adds latency and shares its"
             " bandwidth",
@@ -95,10 +95,10 @@ def _of_cable(machine: Machine, port: Port) -> Iterator[Note]:
         )
 
 
-def _of_rdma(machine: Machine, port: Port) -> Iterator[Note]:
+def _of_rdma(machine: Machine, port: Port) -> Iterator[Advice]:
     """Why a cable that could carry RDMA does not."""
     if port.rdma and not port.active:
-        yield Note(
+        yield Advice(
             CABLE,
             f"{_name(port)} is cabled, but its RDMA port {port.rdma} is not active: most likely the other"
             " Mac has RDMA off",
@@ -107,13 +107,13 @@ def _of_rdma(machine: Machine, port: Port) -> Iterator[Note]:
     elif port.rdma:
         return
     elif machine.model.startswith(MAC_STUDIO) and port.interface == "en2":
-        yield Note(
+        yield Advice(
             CABLE,
             f"{_name(port)} is the port next to Ethernet, which has no RDMA on a Mac Studio",
             "Move the cable to another Thunderbolt port of this Mac",
         )
     elif 0 < port.gbps < THUNDERBOLT_5_GBPS:
-        yield Note(
+        yield Advice(
             CABLE,
             f"{_name(port)} runs at {port.gbps} Gb/s, and RDMA needs Thunderbolt 5 (80 Gb/s), in both Macs"
             " and in the cable",
@@ -121,10 +121,10 @@ def _of_rdma(machine: Machine, port: Port) -> Iterator[Note]:
         )
     else:
         what = f"{_name(port)} has no RDMA device, so it carries TCP only"
-        yield Note(CABLE, what, "Look with: ibv_devices")
+        yield Advice(CABLE, what, "Look with: ibv_devices")
 
 
-def _of_address(machine: Machine, port: Port) -> Iterator[Note]:
+def _of_address(machine: Machine, port: Port) -> Iterator[Advice]:
     """What a cabled port lacks to be spoken to: an IPv4 address, better one that stays."""
     bridged = machine.bridge_up and any(interface.kind == "bridge" for interface in machine.interfaces)
     if bridged and machine.rdma != "enabled":
@@ -136,13 +136,13 @@ def _of_address(machine: Machine, port: Port) -> Iterator[Note]:
         f" (at the other end {other})"
     )
     if not addresses:
-        yield Note(
+        yield Advice(
             ADDRESS,
             f"{_name(port)} is cabled to another Mac but has no IPv4 address, which RDMA and TCP both need",
             command,
         )
     elif all(self_assigned(address) for address in addresses):
-        yield Note(
+        yield Advice(
             ADDRESS,
             f"{_name(port)} has only the address {addresses[0]}, which it gave itself and may change with the"
             " next cable",
@@ -150,9 +150,9 @@ def _of_address(machine: Machine, port: Port) -> Iterator[Note]:
         )
 
 
-def _of_power(machine: Machine) -> Iterator[Note]:
+def _of_power(machine: Machine) -> Iterator[Advice]:
     if machine.power == "battery":
-        yield Note(
+        yield Advice(
             POWER,
             "This machine runs on battery, so it may slow down or fall asleep while others wait",
             "Plug it in",

@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .chips import chip
-from .cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET, Measured, Rank, Speed, speed
-from .fabrics import RINGS, Fabrics, Matrix
+from .cost_model import (
+    ALONE,
+    JACCL_MESH,
+    JACCL_RING,
+    RING_ETHERNET,
+    Measured,
+    RankHardware,
+    SpeedEstimate,
+    speed,
+)
+from .fabrics import RINGS, DeviceMatrix, Fabrics
 from .failed_groups import FailedGroup, links_of
 from .graph_search import Graph, Search, circle, clique
 from .model_shape import MAX_RANKS, ModelShape
 from .rank_memory import RankMemory, rank_memory, usable_bytes
-from .topology import NETWORKS, Member, TcpLink, Topology
+from .topology import NETWORKS, MemberMachine, TcpLink, Topology
 
 GB = 1e9
 TENSOR_PARALLEL = "tensor parallel"
@@ -24,10 +33,10 @@ _VARIES = "sums over 32 KiB come in order of arrival, so that they are not repea
 
 
 @dataclass(frozen=True, slots=True)
-class Alternative:
+class Candidate:
     """One way to serve a model, or why it is none.
 
-    kind            a key of `speed.FABRICS`, ALONE, or TENSOR_PARALLEL where it did not come to a fabric
+    kind            a key of `cost_model.FABRICS`, ALONE, or TENSOR_PARALLEL where it did not come to a fabric
     nodes           how many
     verdict         "chosen", "possible" or "refused", which `reason` explains
     ranks, names    node ids in rank order, and what people call them; () where no group was found
@@ -47,9 +56,9 @@ class Alternative:
     backend: str = "none"
     jaccl_ring: bool = False
     ring_addresses: tuple[str, ...] = ()
-    rdma: Matrix = ()
+    rdma: DeviceMatrix = ()
     memory: tuple[RankMemory, ...] = ()
-    speed: Speed | None = None
+    speed: SpeedEstimate | None = None
 
     @property
     def title(self) -> str:
@@ -60,13 +69,13 @@ class Alternative:
 
 
 @dataclass(frozen=True, eq=False)
-class Finder:
+class CandidateFinder:
     """Looks for the best group of each size and fabric among `members` (by node id).
 
     Among equally fast ones the coordinator comes first, then whoever has more memory, then the smaller id.
     """
 
-    members: Mapping[str, Member]
+    members: Mapping[str, MemberMachine]
     topology: Topology
     shape: ModelShape
     context: int
@@ -80,7 +89,7 @@ class Finder:
     def fabrics(self) -> Fabrics:
         return Fabrics(self.members, self.topology)
 
-    def alternatives(self, must: str, *, leave_out: str = "") -> list[Alternative]:
+    def alternatives(self, must: str, *, leave_out: str = "") -> list[Candidate]:
         """For each number of nodes and each fabric one; all groups have `must` as rank 0 unless it is
         empty."""
         pool = [node for node in self._order if node != leave_out]
@@ -90,7 +99,7 @@ class Finder:
             for found in self._of_size(size, pool, must)
         ]
 
-    def assumptions(self, chosen: Alternative | None) -> list[str]:
+    def assumptions(self, chosen: Candidate | None) -> list[str]:
         """What the figures of the chosen group rest on that nobody knows."""
         chips = {self._ranks[node].chip for node in (chosen.ranks if chosen else ())}
         return [
@@ -101,9 +110,11 @@ class Finder:
         ]
 
     @cached_property
-    def _ranks(self) -> dict[str, Rank]:
+    def _ranks(self) -> dict[str, RankHardware]:
         return {
-            node: Rank(node, chip(m.machine.chip, m.machine.gpu_cores), metal=m.machine.system == "macos")
+            node: RankHardware(
+                node, chip(m.machine.chip, m.machine.gpu_cores), metal=m.machine.system == "macos"
+            )
             for node, m in self.members.items()
         }
 
@@ -118,16 +129,16 @@ class Finder:
     def _reading(self, node: str) -> float:
         return (self.measured.reading or {}).get(node) or self._ranks[node].chip.reading
 
-    def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Alternative]:
+    def _of_size(self, size: int, pool: Sequence[str], must: str) -> list[Candidate]:
         if obstacles := self.shape.obstacles(size):
             fitting = max(n for n in range(1, size) if not self.shape.obstacles(n))
             others = f", {fitting} can" if fitting > 1 else ""
             text = f"{size} Macs cannot share this model{others}: {'; '.join(obstacles)}"
-            return [Alternative(TENSOR_PARALLEL, size, reason=text)]
+            return [Candidate(TENSOR_PARALLEL, size, reason=text)]
         fits = [node for node in pool if self._memory(node, size).fits]
         if len(fits) < size or (must and must not in fits):
             kind = ALONE if size == 1 else TENSOR_PARALLEL
-            return [Alternative(kind, size, reason=self._no_room(size, pool, must))]
+            return [Candidate(kind, size, reason=self._no_room(size, pool, must))]
         if size == 1:
             return [self._feasible(ALONE, (must or fits[0],))]
         return self._over_rdma(size, fits, must) + self._over_tcp(size, fits, must)
@@ -143,7 +154,7 @@ class Finder:
         rank, short = next((rank, memory) for rank, memory in memories if not memory.fits)
         return f"rank {rank} ({short.name}) has {short.available / GB:.1f} GB for {short.needed / GB:.1f} GB"
 
-    def _over_rdma(self, size: int, fits: Sequence[str], must: str) -> list[Alternative]:
+    def _over_rdma(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
         if not self.fabrics.hopes_for_rdma:
             return []
         kinds: list[tuple[str, Search]] = [(JACCL_MESH, clique)]
@@ -151,12 +162,12 @@ class Finder:
         found = []
         for kind, search in kinds:
             if self.repeatable and kind == JACCL_MESH and size > 2:
-                found.append(Alternative(kind, size, reason=_VARIES))
+                found.append(Candidate(kind, size, reason=_VARIES))
             else:
                 found.append(self._found(kind, size, fits, must, search))
         return found
 
-    def _over_tcp(self, size: int, fits: Sequence[str], must: str) -> list[Alternative]:
+    def _over_tcp(self, size: int, fits: Sequence[str], must: str) -> list[Candidate]:
         found = []
         kinds = self.fabrics.rings or (RING_ETHERNET,)
         for kind in kinds:
@@ -176,7 +187,7 @@ class Finder:
         search: Search,
         *,
         networks: Sequence[str] = (),
-    ) -> Alternative:
+    ) -> Candidate:
         """The best group that has not failed to form, or why there is none."""
         graph = self.fabrics.graph(kind)
         group = self._group(size, fits, must, graph, search)
@@ -193,9 +204,9 @@ class Finder:
                     return other
         return best
 
-    def _missing(self, kind: str, size: int, fits: Sequence[str], must: str) -> Alternative:
+    def _missing(self, kind: str, size: int, fits: Sequence[str], must: str) -> Candidate:
         preferred = sorted(fits, key=lambda node: node != must)
-        return Alternative(kind, size, reason=self.fabrics.missing(kind, size, preferred))
+        return Candidate(kind, size, reason=self.fabrics.missing(kind, size, preferred))
 
     def _group(
         self, size: int, fits: Sequence[str], must: str, graph: Graph, search: Search
@@ -217,18 +228,18 @@ class Finder:
             group = group[first:] + group[:first]
         return group
 
-    def _feasible(self, kind: str, group: tuple[str, ...], networks: Sequence[str] = ()) -> Alternative:
+    def _feasible(self, kind: str, group: tuple[str, ...], networks: Sequence[str] = ()) -> Candidate:
         """The group with everything it needs. The slowest of its links' networks names a ring."""
         jaccl = kind in (JACCL_MESH, JACCL_RING)
         matrix = self.fabrics.matrix(group, circle=kind == JACCL_RING) if jaccl else ()
         if twice := self.fabrics.doubled(group, matrix) if jaccl else "":
-            return Alternative(kind, len(group), reason=twice)
+            return Candidate(kind, len(group), reason=twice)
         links = self.fabrics.ring_links(group, networks) if networks else []
         if links:
             kind = max((k for k in RINGS if RINGS[k] in {x.network for x in links}), key=list(RINGS).index)
         pairs = links_of(group, matrix)
         reason = next((each.reason for each in self.failed if each.is_in(kind, pairs)), "")
-        return Alternative(
+        return Candidate(
             kind=kind,
             nodes=len(group),
             verdict="refused" if reason else "possible",
@@ -243,7 +254,7 @@ class Finder:
             speed=self._speed(kind, group, links),
         )
 
-    def _speed(self, kind: str, group: Sequence[str], links: Sequence[TcpLink]) -> Speed:
+    def _speed(self, kind: str, group: Sequence[str], links: Sequence[TcpLink]) -> SpeedEstimate:
         mbps = [link.mbps for link in links]
         return speed(
             self.shape,

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 SINGLE = 0.90
 """Share of the specified bandwidth that decoding reaches on a chip of one die."""
 FUSED = 0.80
-"""The same on an Ultra, which is two dies. Both are fitted, together with `speed.KERNEL_S`, to published
+"""The same on an Ultra, which is two dies. Both are fitted, together with `cost_model.KERNEL_S`, to published
 decode speeds of single Macs; others measured 244 of 273 GB/s on an M4 Pro, and 650 to 690 of 819 on an M3
 Ultra."""
 CPU_EFFICIENCY = 0.5

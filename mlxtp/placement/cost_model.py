@@ -116,7 +116,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankHardware:
     """What a rank runs on. `metal`: with a GPU that waits for the CPU at each collective."""
 
     node_id: str
@@ -125,7 +125,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class SpeedEstimate:
     """What is expected of a group, and what one token's time goes into, all in seconds.
 
     `measured` says that what collectives take is not assumed; how much of that is the fences' may still be.
@@ -143,13 +143,13 @@ class Speed:
 
 def speed(
     shape: ModelShape,
-    ranks: Sequence[Rank],
+    ranks: Sequence[RankHardware],
     kind: str,
     *,
     fast_fences: bool = False,
     measured: Measured | None = None,
     mbps: int = 0,
-) -> Speed:
+) -> SpeedEstimate:
     """What to expect of `ranks`, in rank order, over the fabric `kind` (a key of FABRICS, or ALONE).
 
     One request, greedy, right after a prompt of `PROMPT` tokens. `mbps` is the slowest TCP link's, if known.
@@ -162,7 +162,7 @@ def speed(
     if size == 1:
         prompt_s = _prefill_s(shape, ranks, reading)
         token_s = reading_s + kernels_s
-        return Speed(1 / token_s, prompt_s + token_s, reading_s, kernels_s, 0.0, 0.0, 0.0)
+        return SpeedEstimate(1 / token_s, prompt_s + token_s, reading_s, kernels_s, 0.0, 0.0, 0.0)
     fabric = FABRICS[kind]
     link = min(mbps * 1e6 / 8, _MOST_TCP) if mbps else fabric.bandwidth
     latency_s = fabric.latency_s(size)
@@ -176,7 +176,7 @@ def speed(
     chunks = -(-PROMPT // CHUNK)
     waiting_s = shape.collectives * (chunks * (fence_s + latency_s) + PROMPT * wire_s)
     prompt_s = _prefill_s(shape, ranks, reading) + waiting_s
-    return Speed(
+    return SpeedEstimate(
         tokens_per_second=1 / token_s,
         ttft_s=prompt_s + token_s,
         reading_s=reading_s,
@@ -188,11 +188,11 @@ def speed(
     )
 
 
-def _reading(rank: Rank, measured: Measured) -> float:
+def _reading(rank: RankHardware, measured: Measured) -> float:
     return (measured.reading or {}).get(rank.node_id) or rank.chip.reading
 
 
-def _fence_s(ranks: Sequence[Rank], measured: Measured, *, fast_fences: bool) -> float:
+def _fence_s(ranks: Sequence[RankHardware], measured: Measured, *, fast_fences: bool) -> float:
     if not any(rank.metal for rank in ranks):
         return 0.0
     if measured.fence_s is not None:
@@ -209,7 +209,9 @@ class Found:
     bandwidth: float
 
 
-def measured_collective(measured: Measured, ranks: Sequence[Rank], kind: str, fence_s: float) -> Found | None:
+def measured_collective(
+    measured: Measured, ranks: Sequence[RankHardware], kind: str, fence_s: float
+) -> Found | None:
     """What a sum over these ranks takes as far as it was measured; None where it was not.
 
     A measurement of the same group counts most, then those of all pairs that talk to each other, then one of
@@ -242,7 +244,7 @@ def _found(sums: Sequence[Collective], fence_s: float, times: int) -> Found:
     return Found(max(fences), times * max(latencies), min(c.bandwidth for c in sums))
 
 
-def _prefill_s(shape: ModelShape, ranks: Sequence[Rank], reading: float) -> float:
+def _prefill_s(shape: ModelShape, ranks: Sequence[RankHardware], reading: float) -> float:
     """The arithmetic of a prompt, or reading the weights for each of its chunks, whichever takes longer."""
     size = len(ranks)
     efficiency = EXPERT_EFFICIENCY if shape.experts else PREFILL_EFFICIENCY

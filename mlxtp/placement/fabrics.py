@@ -8,7 +8,7 @@ from itertools import combinations
 
 from .cost_model import JACCL_MESH, JACCL_RING, RING_ETHERNET, RING_LOOPBACK, RING_THUNDERBOLT, RING_WIFI
 from .graph_search import Graph
-from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, Member, TcpLink, Topology
+from .topology import ETHERNET, LOOPBACK, NETWORKS, THUNDERBOLT, WIFI, MemberMachine, TcpLink, Topology
 
 RINGS: Mapping[str, str] = {
     RING_THUNDERBOLT: THUNDERBOLT,
@@ -21,13 +21,13 @@ _WORDS = {THUNDERBOLT: "Thunderbolt", ETHERNET: "Ethernet", WIFI: "Wi-Fi", LOOPB
 _SHOWN = 3
 """How many missing links a refusal names."""
 
-Matrix = tuple[tuple[str | None, ...], ...]
+DeviceMatrix = tuple[tuple[str | None, ...], ...]
 
 
 class Fabrics:
-    """What joins `members`, by kind of fabric (a key of `speed.FABRICS`)."""
+    """What joins `members`, by kind of fabric (a key of `cost_model.FABRICS`)."""
 
-    def __init__(self, members: Mapping[str, Member], topology: Topology) -> None:
+    def __init__(self, members: Mapping[str, MemberMachine], topology: Topology) -> None:
         self._members = members
         self._topology = topology
 
@@ -74,7 +74,7 @@ class Fabrics:
             for one, other in zip(before, group, strict=True)
         ]
 
-    def matrix(self, group: Sequence[str], *, circle: bool) -> Matrix:
+    def matrix(self, group: Sequence[str], *, circle: bool) -> DeviceMatrix:
         """[from][to] the RDMA device; of a circle the neighbours' only."""
         size = len(group)
 
@@ -86,7 +86,7 @@ class Fabrics:
 
         return tuple(tuple(device(i, j) for j in range(size)) for i in range(size))
 
-    def doubled(self, group: Sequence[str], matrix: Matrix) -> str:
+    def doubled(self, group: Sequence[str], matrix: DeviceMatrix) -> str:
         """Which RDMA device would have to serve two peers, in words; only devices given by hand can."""
         for node, row in zip(group, matrix, strict=True):
             devices = [device for device in row if device]

@@ -12,7 +12,7 @@ from itertools import combinations
 
 from ..errors import Code
 from .jaccl_preflight import NO_ADDRESS, explain
-from .topology import Member
+from .topology import MemberMachine
 
 RETRY_S = 600.0  #: Until a group that failed to form may be tried again.
 SOON_S = 60.0  #: The same after the loss of a process or link, which may not happen again.
@@ -23,9 +23,9 @@ DOUBLINGS = 6  #: Of these times, while the group fails again.
 
 _LOSSES = frozenset((Code.RANK_LOST, Code.LINK_LOST, Code.NOT_READY))
 
-Link = tuple[str, str, str, str]
+FailedLink = tuple[str, str, str, str]
 """Two node ids in order, and the RDMA device of each; no devices over TCP."""
-Links = frozenset[Link]
+Links = frozenset[FailedLink]
 
 
 def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Links:
@@ -41,7 +41,7 @@ def links_of(ranks: Sequence[str], rdma: Sequence[Sequence[str | None]]) -> Link
 
 @dataclass(frozen=True, slots=True)
 class FailedGroup:
-    """A group that is not to be planned. `kind` is a key of `speed.FABRICS`."""
+    """A group that is not to be planned. `kind` is a key of `cost_model.FABRICS`."""
 
     kind: str
     links: Links
@@ -75,7 +75,13 @@ class FailedGroups:
     _failures: dict[tuple[str, Links], _Failure] = field(default_factory=dict)
 
     def failed(
-        self, group: FailedGroup, code: Code, members: Mapping[str, Member], now: float, *, strikes: int = 1
+        self,
+        group: FailedGroup,
+        code: Code,
+        members: Mapping[str, MemberMachine],
+        now: float,
+        *,
+        strikes: int = 1,
     ) -> bool:
         """Note a failure. Return whether the group is left out from now on: at the `strikes`-th in a row."""
         key, circumstances = (group.kind, group.links), _circumstances(group.links, members)
@@ -100,7 +106,9 @@ class FailedGroups:
 
     forget = formed
 
-    def left_out(self, members: Mapping[str, Member], now: float) -> tuple[tuple[FailedGroup, float], ...]:
+    def left_out(
+        self, members: Mapping[str, MemberMachine], now: float
+    ) -> tuple[tuple[FailedGroup, float], ...]:
         """Return the groups not to be planned, and the seconds until each may be.
 
         A group whose Macs changed since is forgotten: other cables, ports, addresses, versions, or a restart.
@@ -113,13 +121,13 @@ class FailedGroups:
         )
 
 
-def _circumstances(links: Links, members: Mapping[str, Member]) -> object:
+def _circumstances(links: Links, members: Mapping[str, MemberMachine]) -> object:
     """Return what may make a group of these links form where it failed before."""
     nodes = FailedGroup("", links, "").nodes
     return tuple(_of_mac(members[node]) if node in members else None for node in nodes)
 
 
-def _of_mac(member: Member) -> tuple[object, ...]:
+def _of_mac(member: MemberMachine) -> tuple[object, ...]:
     machine = member.machine
     addresses = frozenset((each.name, each.address, each.up) for each in machine.interfaces)
     system = (machine.release, machine.build, machine.rdma, machine.bridge_up)

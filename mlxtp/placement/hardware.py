@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..wire.machine import Machine
-from .probe_linux import Row, Sight
+from .probe_linux import InterfaceRow, Sight
 from .probe_machine import elsewhere, mac, mac_again
 from .probe_macos import COMMANDS
 from .probe_output import NOT_INSTALLED, Output, printable
@@ -31,7 +31,7 @@ _END_DEADLINE_S = 2.0
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "LC_ALL": "C", "LANG": "C"}
 """Apple's own commands, whatever a user has installed, in English where they can."""
 
-Run = Callable[[str, tuple[str, ...], float], Awaitable[Output]]
+RunProbe = Callable[[str, tuple[str, ...], float], Awaitable[Output]]
 """Runs a command with arguments within a deadline in seconds; does not raise."""
 
 
@@ -39,7 +39,7 @@ async def probe(
     address: str = "",
     *,
     system: str = sys.platform,
-    run: Run | None = None,
+    run: RunProbe | None = None,
     deadline_s: float = PROBE_DEADLINE_S,
 ) -> Machine:
     """Everything about this machine: seconds on a Mac. Ask when the agent starts and when cables change.
@@ -54,7 +54,11 @@ async def probe(
 
 
 async def refresh(
-    machine: Machine, address: str = "", *, run: Run | None = None, deadline_s: float = REFRESH_DEADLINE_S
+    machine: Machine,
+    address: str = "",
+    *,
+    run: RunProbe | None = None,
+    deadline_s: float = REFRESH_DEADLINE_S,
 ) -> Machine:
     """The same machine with its memory, interfaces, power and RDMA ports of now: for every few seconds.
 
@@ -66,7 +70,7 @@ async def refresh(
     return mac_again(machine, await _ask(cheap, run or run_command, deadline_s), address)
 
 
-async def _ask(names: Iterable[str], run: Run, deadline_s: float) -> Mapping[str, Output]:
+async def _ask(names: Iterable[str], run: RunProbe, deadline_s: float) -> Mapping[str, Output]:
     """All of them at once, so that together they take as long as the slowest."""
     names = list(names)
     commands = [COMMANDS[name] for name in names]
@@ -206,7 +210,7 @@ def _look() -> Sight:
     )
 
 
-def _rows() -> list[Row]:
+def _rows() -> list[InterfaceRow]:
     import psutil
 
     states = psutil.net_if_stats()
@@ -217,7 +221,7 @@ def _rows() -> list[Row]:
             if address.family.name != "AF_INET" or state is None:
                 continue
             rows.append(
-                Row(
+                InterfaceRow(
                     device=name,
                     address=address.address,
                     netmask=address.netmask or "",

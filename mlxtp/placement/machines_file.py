@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..wire.machine import Interface, Machine, Port
 from .chips import Chip, chip, core_counts, named, names, nearest
-from .topology import Member
+from .topology import MemberMachine
 
 MAX_NODES = 64
 _NODE_FIELDS = ("name", "chip", "memory", "count", "gpu_cores", "free", "ports", "rdma")
@@ -52,7 +52,7 @@ class _Node:
     rdma: bool
 
 
-def read_nodes(text: str, source: str = "the nodes file") -> tuple[Member, ...]:
+def read_nodes(text: str, source: str = "the nodes file") -> tuple[MemberMachine, ...]:
     """The members that `text` describes, as TOML, or as JSON if it begins with a brace.
 
     Raises ConfigError in the words of whoever wrote it, with `source`, the place and what may stand there.
@@ -153,7 +153,7 @@ def _bytes(entry: Mapping[str, Any], field: str, where: str) -> int | None:
     return int(size)
 
 
-def _member(place: int, node: _Node) -> Member:
+def _member(place: int, node: _Node) -> MemberMachine:
     able = node.chip.thunderbolt5
     machine = Machine(
         system="macos",
@@ -171,12 +171,12 @@ def _member(place: int, node: _Node) -> Member:
         rdma="unsupported" if not able else "enabled" if node.rdma else "disabled",
         bridge_up=False,
     )
-    return Member(node_id=f"{place:032x}", name=node.name, machine=machine)
+    return MemberMachine(node_id=f"{place:032x}", name=node.name, machine=machine)
 
 
 def _joined(
-    members: Sequence[Member], nodes: Sequence[_Node], link: str, place: int, source: str
-) -> list[Member]:
+    members: Sequence[MemberMachine], nodes: Sequence[_Node], link: str, place: int, source: str
+) -> list[MemberMachine]:
     """The same members with one more kind of link among them."""
     words = link.lower().split()
     if len(words) == 2 and words[0] in _THUNDERBOLT and words[1] in _SHAPES:
@@ -188,7 +188,7 @@ def _joined(
     raise ConfigError(f"{source}: links is {link!r}; {_LINKS}")
 
 
-def _networked(members: Sequence[Member], kind: str, mbps: int, place: int) -> list[Member]:
+def _networked(members: Sequence[MemberMachine], kind: str, mbps: int, place: int) -> list[MemberMachine]:
     return [
         _with(m, [Interface(f"net{place}", f"192.168.{place}.{i}", 24, kind, mbps, True)], [])
         for i, m in enumerate(members, 1)
@@ -196,8 +196,8 @@ def _networked(members: Sequence[Member], kind: str, mbps: int, place: int) -> l
 
 
 def _cabled(
-    members: Sequence[Member], nodes: Sequence[_Node], generation: str, shape: str, source: str
-) -> list[Member]:
+    members: Sequence[MemberMachine], nodes: Sequence[_Node], generation: str, shape: str, source: str
+) -> list[MemberMachine]:
     """A cable between all pairs, or in a circle in the order of the file; each is a network of its own."""
     size = len(members)
     if shape == "mesh":
@@ -234,7 +234,7 @@ def _cabled(
     return joined
 
 
-def _with(member: Member, interfaces: Sequence[Interface], ports: Sequence[Port]) -> Member:
+def _with(member: MemberMachine, interfaces: Sequence[Interface], ports: Sequence[Port]) -> MemberMachine:
     machine = member.machine
     more = replace(
         machine,

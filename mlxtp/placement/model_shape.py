@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import model_weights
-from .model_weights import Config, Part, number, table
+from .model_weights import Config, WeightKind, number, table
 
 MAX_RANKS = 8
 _DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
@@ -274,7 +274,7 @@ def _bytes_each(quantization: Config, plain: float) -> float:
     return bits / 8 + (4 if quantization.get("mode", "affine") == "affine" else 1) / group
 
 
-def _kernels(config: Config, parts: tuple[Part, ...]) -> int:
+def _kernels(config: Config, parts: tuple[WeightKind, ...]) -> int:
     family = str(config.get("model_type", ""))
     total, linear = model_weights.layers(config), model_weights.linear_layers(config)
     sparse = model_weights.expert_layers(config)

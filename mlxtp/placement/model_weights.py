@@ -48,7 +48,7 @@ _SHARED_AS_EXPERT = frozenset({"minimax_m3_vl", "minimax_m3_vl_text"})
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightKind:
     """One kind of weights, over all layers.
 
     role     what it is, which is also how its quantization is looked up
@@ -181,25 +181,25 @@ def expert_layers(config: Config) -> int:
     return max(total - number(config, "first_k_dense_replace") - without, 0)
 
 
-def parts(config: Config) -> tuple[Part, ...]:
+def parts(config: Config) -> tuple[WeightKind, ...]:
     """The weights of a model. `config` holds the fields of its language model."""
     width, vocabulary = hidden(config), required(config, "vocabulary", "vocab_size")
     tied = bool(config.get("tie_word_embeddings"))
     table_size = vocabulary * width
-    ends = [Part("embedding", table_size, table_size if tied else width)]
+    ends = [WeightKind("embedding", table_size, table_size if tied else width)]
     if not tied:
-        ends.append(Part("head", table_size, table_size))
+        ends.append(WeightKind("head", table_size, table_size))
     return tuple(part for part in (*ends, *_attention(config), *_mlp(config)) if part.count)
 
 
-def _attention(config: Config) -> list[Part]:
+def _attention(config: Config) -> list[WeightKind]:
     linear, full = linear_layers(config), layers(config) - linear_layers(config)
     full *= 2 if config.get("model_type") in _TWO_IN_ONE else 1
     divided, whole = _latent(config) if is_latent(config) else (_grouped(config), 0)
     divided = divided * full + _linear(config) * linear
     return [
-        Part("attention", divided, divided),
-        Part("compression", whole * full, whole * full, divides=False),
+        WeightKind("attention", divided, divided),
+        WeightKind("compression", whole * full, whole * full, divides=False),
     ]
 
 
@@ -235,7 +235,7 @@ def _linear(config: Config) -> int:
     return hidden(config) * (2 * keys + 3 * wide + 2 * values)
 
 
-def _mlp(config: Config) -> list[Part]:
+def _mlp(config: Config) -> list[WeightKind]:
     width, sparse = hidden(config), expert_layers(config)
     dense = layers(config) - sparse
     count, picked = experts(config)
@@ -246,10 +246,10 @@ def _mlp(config: Config) -> list[Part]:
     shared = 3 * width * _shared_width(config) * sparse
     routes = width * count * sparse
     return [
-        Part("mlp", dense, dense),
-        Part("experts", expert * count * sparse, expert * picked * sparse),
-        Part("shared", shared, shared),
-        Part("router", routes, routes, divides=False),
+        WeightKind("mlp", dense, dense),
+        WeightKind("experts", expert * count * sparse, expert * picked * sparse),
+        WeightKind("shared", shared, shared),
+        WeightKind("router", routes, routes, divides=False),
     ]
 
 

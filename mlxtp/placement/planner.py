@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ConfigError
-from .candidates import TENSOR_PARALLEL, Alternative, Finder
+from .candidates import TENSOR_PARALLEL, Candidate, CandidateFinder
 from .cost_model import ALONE, JACCL_MESH, Measured
 from .failed_groups import FailedGroup
 from .model_shape import MAX_RANKS, ModelShape
-from .topology import Member, Overrides, Topology
+from .topology import MemberMachine, Overrides, Topology
 
 DEFAULT_CONTEXT = 8192
 """Tokens of KV cache a plan makes room for unless somebody says otherwise."""
@@ -30,7 +30,7 @@ _SAID = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PlacementOptions:
     """What a person decided.
 
     backend           "auto", "jaccl" or "ring"
@@ -67,7 +67,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Placement:
     """Who serves. Where nobody can, `chosen` is None and `reason` says what is missing.
 
     leader        node id of rank 0; where it is not the coordinator, that one hands over
@@ -78,10 +78,10 @@ class Plan:
     context       tokens whose KV caches have room on every rank
     """
 
-    chosen: Alternative | None
+    chosen: Candidate | None
     leader: str
     reason: str
-    alternatives: tuple[Alternative, ...]
+    alternatives: tuple[Candidate, ...]
     notes: tuple[str, ...]
     context: int
 
@@ -97,16 +97,19 @@ class Plan:
 
 
 def plan(
-    members: Sequence[Member], shape: ModelShape, coordinator: str = "", options: Options | None = None
-) -> Plan:
+    members: Sequence[MemberMachine],
+    shape: ModelShape,
+    coordinator: str = "",
+    options: PlacementOptions | None = None,
+) -> Placement:
     """The best placement of a model on `members`, with everything else that was considered.
 
     `coordinator` is a node id, or empty where there is none yet. It is rank 0 of every group it is in.
     """
-    options = options or Options()
+    options = options or PlacementOptions()
     present = {m.node_id: m for m in members if m.model_ok}
     context = min(options.max_context or DEFAULT_CONTEXT, shape.max_context)
-    finder = Finder(
+    finder = CandidateFinder(
         members=present,
         topology=Topology(list(present.values()), options.rdma),
         shape=shape,
@@ -143,7 +146,7 @@ def plan(
         notes = []
     considered = _ranked(considered, chosen)
     notes += _fallback(considered, chosen, finder) + finder.assumptions(chosen)
-    return Plan(
+    return Placement(
         chosen=next((a for a in considered if a.verdict == "chosen"), None),
         leader=chosen.ranks[0] if chosen else "",
         reason=_reason(considered, chosen, options, left_out),
@@ -153,7 +156,7 @@ def plan(
     )
 
 
-def _judged(found: Sequence[Alternative], options: Options) -> list[Alternative]:
+def _judged(found: Sequence[Candidate], options: PlacementOptions) -> list[Candidate]:
     """The same with the verdicts that a person's wishes and the speed of one node alone lead to."""
     alone = next((a for a in found if a.nodes == 1 and a.verdict == "possible"), None)
     judged = []
@@ -163,7 +166,7 @@ def _judged(found: Sequence[Alternative], options: Options) -> list[Alternative]
     return judged
 
 
-def _too_few(options: Options, able: int, here: int) -> list[Alternative]:
+def _too_few(options: PlacementOptions, able: int, here: int) -> list[Candidate]:
     """The group that was asked for, where not as many nodes can serve the model."""
     if not isinstance(options.nodes, int) or options.nodes <= able:
         return []
@@ -171,10 +174,10 @@ def _too_few(options: Options, able: int, here: int) -> list[Alternative]:
         f"{able} {'is' if able == 1 else 'are'} here" if able == here else f"{able} of the {here} here can"
     )
     why = f"needs {options.nodes} nodes, {found}"
-    return [Alternative(TENSOR_PARALLEL, options.nodes, reason=why)]
+    return [Candidate(TENSOR_PARALLEL, options.nodes, reason=why)]
 
 
-def _objection(one: Alternative, alone: Alternative | None, options: Options) -> str:
+def _objection(one: Candidate, alone: Candidate | None, options: PlacementOptions) -> str:
     if isinstance(options.nodes, int) and one.nodes != options.nodes:
         return f"{options.nodes} were asked for, this has {one.nodes}"
     if one.nodes > 1 and options.backend not in ("auto", one.backend):
@@ -188,7 +191,7 @@ def _objection(one: Alternative, alone: Alternative | None, options: Options) ->
     return ""
 
 
-def _best(considered: Sequence[Alternative], options: Options) -> Alternative | None:
+def _best(considered: Sequence[Candidate], options: PlacementOptions) -> Candidate | None:
     possible = [a for a in considered if a.verdict == "possible"]
     if not possible:
         return None
@@ -196,27 +199,29 @@ def _best(considered: Sequence[Alternative], options: Options) -> Alternative | 
     return min((a for a in possible if a.nodes >= most), key=_order)
 
 
-def _order(one: Alternative) -> tuple[object, ...]:
+def _order(one: Candidate) -> tuple[object, ...]:
     """Smaller is better: faster, sooner, fewer nodes, then any fixed order."""
     return (-_speed(one), one.speed.ttft_s if one.speed else 0.0, one.nodes, one.kind, one.ranks)
 
 
-def _speed(one: Alternative) -> float:
+def _speed(one: Candidate) -> float:
     return one.speed.tokens_per_second if one.speed else 0.0
 
 
-def _ranked(considered: Sequence[Alternative], chosen: Alternative | None) -> list[Alternative]:
+def _ranked(considered: Sequence[Candidate], chosen: Candidate | None) -> list[Candidate]:
     marked = [replace(a, verdict="chosen") if a is chosen else a for a in considered]
     places = {"chosen": 0, "possible": 1, "refused": 2}
     return sorted(marked, key=lambda a: (places[a.verdict], a.speed is None, *_order(a), a.reason))
 
 
-def _left_out(members: Sequence[Member]) -> list[str]:
+def _left_out(members: Sequence[MemberMachine]) -> list[str]:
     out = sorted((m.name, m.reason or "it cannot serve this model") for m in members if not m.model_ok)
     return [f"{name} is left out: {reason}" for name, reason in out]
 
 
-def _fallback(considered: Sequence[Alternative], chosen: Alternative | None, finder: Finder) -> list[str]:
+def _fallback(
+    considered: Sequence[Candidate], chosen: Candidate | None, finder: CandidateFinder
+) -> list[str]:
     """Why ranks talk over TCP where one could have hoped for RDMA."""
     if chosen is None or chosen.backend != "ring" or not finder.fabrics.hopes_for_rdma:
         return []
@@ -225,9 +230,9 @@ def _fallback(considered: Sequence[Alternative], chosen: Alternative | None, fin
 
 
 def _reason(
-    considered: Sequence[Alternative],
-    chosen: Alternative | None,
-    options: Options,
+    considered: Sequence[Candidate],
+    chosen: Candidate | None,
+    options: PlacementOptions,
     left_out: Sequence[str],
 ) -> str:
     if chosen is None:
@@ -244,7 +249,7 @@ def _reason(
     return reason
 
 
-def _trouble(considered: Sequence[Alternative], options: Options) -> str:
+def _trouble(considered: Sequence[Candidate], options: PlacementOptions) -> str:
     """What stands in the way of every group that was asked for, the smallest first, each reason once."""
     wanted = [a for a in considered if options.nodes in (a.nodes, "auto", "all")] or considered
     reasons: dict[str, str] = {}

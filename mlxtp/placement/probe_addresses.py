@@ -25,7 +25,7 @@ MAX_MBPS = 10**7
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class NetworkDevice:
     """One network device with its IPv4 addresses, each (address, prefix).
 
     `enabled` is what its owner wants, `up` says that there is also somebody at the other end of the cable.
@@ -56,7 +56,7 @@ def self_assigned(address: str) -> bool:
     return address.startswith("169.254.")
 
 
-def interfaces(links: Iterable[Link]) -> tuple[Interface, ...]:
+def interfaces(links: Iterable[NetworkDevice]) -> tuple[Interface, ...]:
     """All addresses that count, the most useful first: up, not self-assigned, by name."""
     found = [interface for link in links if not _inward(link) for interface in _of(link)]
     if any(interface.up and interface.kind != "loopback" for interface in found):
@@ -64,12 +64,12 @@ def interfaces(links: Iterable[Link]) -> tuple[Interface, ...]:
     return tuple(sorted(found, key=_usefulness)[:MAX_INTERFACES])
 
 
-def only(links: Iterable[Link], address: str) -> tuple[Interface, ...]:
+def only(links: Iterable[NetworkDevice], address: str) -> tuple[Interface, ...]:
     """The one interface that has `address`, whatever kind it is; none when no interface has it."""
     return tuple(i for link in links for i in _of(link) if i.address == ipv4(address))[:1]
 
 
-def _of(link: Link) -> list[Interface]:
+def _of(link: NetworkDevice) -> list[Interface]:
     name = printable(link.name, 40)
     mbps = link.mbps if 0 <= link.mbps <= MAX_MBPS else 0
     return [
@@ -84,7 +84,7 @@ _INWARD = re.compile(
 )
 
 
-def _inward(link: Link) -> bool:
+def _inward(link: NetworkDevice) -> bool:
     return link.point_to_point or bool(_INWARD.fullmatch(link.name))
 
 

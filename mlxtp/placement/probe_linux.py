@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Network
 
-from .probe_addresses import MAX_ADDRESSES, MAX_LINKS, Link
+from .probe_addresses import MAX_ADDRESSES, MAX_LINKS, NetworkDevice
 from .probe_output import Reading, printable
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InterfaceRow:
     """One IPv4 address as psutil has it: dotted netmask, flags by commas, speed in Mb/s (0 unknown).
 
     `wireless` and `bridge` are from /sys/class/net.
@@ -44,7 +44,7 @@ class Sight:
     memory_bytes: int
     free_bytes: int
     plugged_in: bool | None
-    rows: tuple[Row, ...]
+    rows: tuple[InterfaceRow, ...]
 
 
 _CHIP = re.compile(r"^(?:model name|Model|Hardware|cpu model)\s*:(.*)$", re.MULTILINE)
@@ -66,18 +66,18 @@ def parse_os_release(text: str) -> Reading[str]:
     return Reading("", ("release",))
 
 
-def links(rows: Iterable[Row]) -> tuple[Link, ...]:
+def links(rows: Iterable[InterfaceRow]) -> tuple[NetworkDevice, ...]:
     """The rows by device, in their order."""
-    devices: dict[str, list[Row]] = {}
+    devices: dict[str, list[InterfaceRow]] = {}
     for row in rows:
         devices.setdefault(row.device, []).append(row)
     return tuple(_link(rows) for rows in list(devices.values())[:MAX_LINKS])
 
 
-def _link(rows: list[Row]) -> Link:
+def _link(rows: list[InterfaceRow]) -> NetworkDevice:
     row = rows[0]
     flags = row.flags.split(",")
-    return Link(
+    return NetworkDevice(
         name=row.device,
         kind=_kind(row, flags),
         enabled="up" in flags or row.up,
@@ -89,7 +89,7 @@ def _link(rows: list[Row]) -> Link:
     )
 
 
-def _kind(row: Row, flags: list[str]) -> str:
+def _kind(row: InterfaceRow, flags: list[str]) -> str:
     if "loopback" in flags or row.device == "lo":
         return "loopback"
     if row.wireless:

@@ -9,7 +9,7 @@ from ..wire.base import U63
 from ..wire.machine import MAX_NOTES, Machine, Port
 from . import probe_linux, probe_macos
 from .advice import MAC_STUDIO, THUNDERBOLT_5_GBPS, findings
-from .probe_addresses import Link, interfaces, only
+from .probe_addresses import NetworkDevice, interfaces, only
 from .probe_macos import COMMANDS, HardwarePorts
 from .probe_output import NOT_INSTALLED, NOT_RUN, Output, Reading, belongs_to, count, note, printable
 from .probe_profiler import Bus, Profile, parse_profile
@@ -164,7 +164,7 @@ def _gpu_bytes(memory_bytes: int, limit_bytes: int) -> int:
 class _Network:
     """What `ifconfig` and `networksetup` say together."""
 
-    links: Reading[tuple[Link, ...]]
+    links: Reading[tuple[NetworkDevice, ...]]
     ports: Reading[HardwarePorts]
 
     @classmethod
@@ -179,7 +179,7 @@ class _Network:
         """Whether the Thunderbolt bridge holds ports, cabled or not."""
         return any(link.name == "bridge0" and link.enabled and link.members for link in self.links.value)
 
-    def links_of(self, machine: Machine) -> list[Link]:
+    def links_of(self, machine: Machine) -> list[NetworkDevice]:
         """All links with their kinds, those over Thunderbolt with the speed of their cables."""
         kinds = {interface.name: interface.kind for interface in machine.interfaces}
         kinds |= self.ports.value.kinds
@@ -224,7 +224,9 @@ def elsewhere(sight: probe_linux.Sight, address: str = "") -> Machine:
 # --- both -------------------------------------------------------------------------------------------------
 
 
-def _addressed(machine: Machine, links: Iterable[Link], address: str, unread: tuple[str, ...]) -> Machine:
+def _addressed(
+    machine: Machine, links: Iterable[NetworkDevice], address: str, unread: tuple[str, ...]
+) -> Machine:
     """`machine` with the interfaces that count, and its notes: what to do first, then what was not found."""
     links = tuple(links)
     machine = replace(machine, interfaces=interfaces(links))

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..wire.base import U63
-from .probe_addresses import MAX_ADDRESSES, MAX_LINKS, MAX_MBPS, Link, ipv4
+from .probe_addresses import MAX_ADDRESSES, MAX_LINKS, MAX_MBPS, NetworkDevice, ipv4
 from .probe_output import Reading, count, printable
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ProbeCommand:
     """What to run and how long to wait for it. `cheap` commands are asked again and again."""
 
     arguments: tuple[str, ...]
@@ -30,16 +30,16 @@ _SYSCTLS = (
 )  # fmt: skip
 _PROFILES = ("SPHardwareDataType", "SPDisplaysDataType", "SPThunderboltDataType")
 
-COMMANDS: Mapping[str, Command] = {
-    "system_profiler": Command((*_PROFILES, "-json"), 20.0, cheap=False),
-    "rdma_ctl": Command(("status",), 5.0, cheap=False),
-    "ibv_devices": Command((), 5.0, cheap=False),
-    "ibv_devinfo": Command((), 5.0, cheap=True),
-    "sysctl": Command(_SYSCTLS, 5.0, cheap=True),
-    "vm_stat": Command((), 5.0, cheap=True),
-    "networksetup": Command(("-listallhardwareports",), 5.0, cheap=True),
-    "ifconfig": Command(("-a",), 5.0, cheap=True),
-    "pmset": Command(("-g", "batt"), 5.0, cheap=True),
+COMMANDS: Mapping[str, ProbeCommand] = {
+    "system_profiler": ProbeCommand((*_PROFILES, "-json"), 20.0, cheap=False),
+    "rdma_ctl": ProbeCommand(("status",), 5.0, cheap=False),
+    "ibv_devices": ProbeCommand((), 5.0, cheap=False),
+    "ibv_devinfo": ProbeCommand((), 5.0, cheap=True),
+    "sysctl": ProbeCommand(_SYSCTLS, 5.0, cheap=True),
+    "vm_stat": ProbeCommand((), 5.0, cheap=True),
+    "networksetup": ProbeCommand(("-listallhardwareports",), 5.0, cheap=True),
+    "ifconfig": ProbeCommand(("-a",), 5.0, cheap=True),
+    "pmset": ProbeCommand(("-g", "batt"), 5.0, cheap=True),
 }
 """Everything that is ever run, by its name."""
 
@@ -74,7 +74,7 @@ def parse_sysctl(text: str) -> Reading[System]:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryReading:
     """Bytes that are available now, and that may not leave memory."""
 
     free_bytes: int = 0
@@ -84,15 +84,15 @@ class Memory:
 _PAGE_SIZE = re.compile(r"page size of (\d{1,9}) bytes", re.ASCII)
 
 
-def parse_vm_stat(text: str) -> Reading[Memory]:
+def parse_vm_stat(text: str) -> Reading[MemoryReading]:
     """Read page counts. Available is what is free, read ahead, or not used lately, as psutil counts it."""
     found = _PAGE_SIZE.search(text[:1000])
     page = int(found[1]) if found else 0
     pages = {name.strip(): count(value, U63) for name, colon, value in _parted(text, ":") if colon}
     if not page or "Pages free" not in pages or "Pages wired down" not in pages:
-        return Reading(Memory(), ("free memory", "wired memory"))
+        return Reading(MemoryReading(), ("free memory", "wired memory"))
     free = sum(pages.get(f"Pages {kind}", 0) for kind in ("free", "speculative", "inactive"))
-    return Reading(Memory(min(free * page, U63), min(pages["Pages wired down"] * page, U63)))
+    return Reading(MemoryReading(min(free * page, U63), min(pages["Pages wired down"] * page, U63)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ _INET = re.compile(r"inet ([0-9.]{7,15})(?: --> [0-9.]{7,15})? netmask 0x([0-9a-
 _MEDIA = re.compile(r"(\d{1,6})(G?)base", re.ASCII | re.IGNORECASE)
 
 
-def parse_ifconfig(text: str) -> Reading[tuple[Link, ...]]:
+def parse_ifconfig(text: str) -> Reading[tuple[NetworkDevice, ...]]:
     """Read all network devices. Their kinds are not told here, but for loopback and bridges."""
     blocks: list[tuple[re.Match[str], list[str]]] = []
     for line in text.splitlines():
@@ -151,7 +151,7 @@ def parse_ifconfig(text: str) -> Reading[tuple[Link, ...]]:
     return Reading(links, () if links else ("network interfaces",))
 
 
-def _link(header: re.Match[str], lines: list[str]) -> Link:
+def _link(header: re.Match[str], lines: list[str]) -> NetworkDevice:
     name, flags = header[1], header[2].split(",")
     addresses: list[tuple[str, int]] = []
     members: list[str] = []
@@ -167,7 +167,7 @@ def _link(header: re.Match[str], lines: list[str]) -> Link:
             active = value == "active"
         elif key == "member" and len(members) < MAX_LINKS:
             members.append(value.partition(" ")[0])
-    return Link(
+    return NetworkDevice(
         name=name,
         kind="loopback" if "LOOPBACK" in flags else "bridge" if name.startswith("bridge") else "other",
         enabled="UP" in flags,

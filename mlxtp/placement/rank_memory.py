@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .model_shape import ModelShape
-from .topology import Member
+from .topology import MemberMachine
 
 HEADROOM_BYTES = 512 * 1024**2
 """What a rank needs beside weights and caches: Python, MLX, the arrays of one chunk."""
@@ -37,7 +37,7 @@ class RankMemory:
 
 
 def rank_memory(
-    member: Member, shape: ModelShape, ranks: int, context: int, *, sharing: int = 1
+    member: MemberMachine, shape: ModelShape, ranks: int, context: int, *, sharing: int = 1
 ) -> RankMemory:
     """What one of `ranks` ranks takes with KV caches of `context` tokens.
 
@@ -60,7 +60,7 @@ def fits_beside(memory: Iterable[RankMemory], held: Mapping[str, int]) -> bool:
     return all(each.needed + held.get(each.node_id, 0) <= each.available for each in memory)
 
 
-def usable_bytes(member: Member) -> int:
+def usable_bytes(member: MemberMachine) -> int:
     """What ranks may take there: no more than its GPU may wire, and no more than is free.
 
     Memory that a rank of ours holds counts as free: it ends before the next one begins. Where the GPU's limit

@@ -22,7 +22,7 @@ Overrides = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberMachine:
     """One node that may take part.
 
     control_address  the IP address at which the coordinator reaches it; may be empty
@@ -66,7 +66,7 @@ class Topology:
     overrides  RDMA devices named by hand, which count more than what was found out
     """
 
-    def __init__(self, members: Sequence[Member], overrides: Overrides | None = None) -> None:
+    def __init__(self, members: Sequence[MemberMachine], overrides: Overrides | None = None) -> None:
         self._members = {m.node_id: m for m in sorted(members, key=lambda m: m.node_id)}
         self._overrides = overrides or {}
 
@@ -178,9 +178,9 @@ class Topology:
                         ranked[kind][pair] = (rank, link)
         return {kind: {pair: link for pair, (_, link) in found.items()} for kind, found in ranked.items()}
 
-    def _networks(self) -> dict[tuple[str, IPv4Network], list[tuple[Member, Interface]]]:
+    def _networks(self) -> dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]]:
         """Which interfaces have an address in the same network, by kind."""
-        homes: dict[tuple[str, IPv4Network], list[tuple[Member, Interface]]] = {}
+        homes: dict[tuple[str, IPv4Network], list[tuple[MemberMachine, Interface]]] = {}
         for member in self._members.values():
             for interface in member.machine.interfaces:
                 network = _network(interface)
@@ -189,7 +189,9 @@ class Topology:
                     homes.setdefault((kind, network), []).append((member, interface))
         return {key: found for key, found in homes.items() if key[0] != LOOPBACK}
 
-    def _joined(self, kind: str, one: Member, first: Interface, other: Member, second: Interface) -> bool:
+    def _joined(
+        self, kind: str, one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
+    ) -> bool:
         """Whether these two interfaces really reach each other, as far as can be known.
 
         Every Mac numbers bridges, and cables without a given address, alike: equal addresses prove nothing,
@@ -213,7 +215,7 @@ def _by_receptacle(node: str, port: Port) -> tuple[str, int, str]:
     return node, port.receptacle, port.interface
 
 
-def _machine_trouble(member: Member) -> str:
+def _machine_trouble(member: MemberMachine) -> str:
     """Why no cable of this Mac can carry RDMA."""
     if member.jaccl is None and member.machine.rdma != "enabled":
         return f"RDMA is {member.machine.rdma} on {member.name}"
@@ -222,7 +224,7 @@ def _machine_trouble(member: Member) -> str:
     return ""
 
 
-def _cable_trouble(a: Member, b: Member, cable: tuple[Port, Port]) -> str:
+def _cable_trouble(a: MemberMachine, b: MemberMachine, cable: tuple[Port, Port]) -> str:
     """Why this cable cannot carry RDMA."""
     for member, port in zip((a, b), cable, strict=True):
         if not port.rdma:
@@ -249,7 +251,9 @@ def _network(interface: Interface) -> IPv4Network | None:
         return None
 
 
-def _preference(one: Member, first: Interface, other: Member, second: Interface) -> tuple[object, ...]:
+def _preference(
+    one: MemberMachine, first: Interface, other: MemberMachine, second: Interface
+) -> tuple[object, ...]:
     """Smaller is better: no bridge, the address known to work, the faster one, then any fixed order."""
     known = (one.control_address == first.address) + (other.control_address == second.address)
     bridges = (first.kind == "bridge") + (second.kind == "bridge")

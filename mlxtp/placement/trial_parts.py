@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from .candidates import Alternative
+from .candidates import Candidate
 from .topology import Topology
 
 Device = tuple[str, str]
@@ -24,7 +24,7 @@ def devices_of(ranks: Sequence[str], topology: Topology, *, circle: bool) -> Ite
             yield from link.devices.items()
 
 
-def parts(chosen: Alternative, used: Collection[Device]) -> list[Alternative] | None:
+def parts(chosen: Candidate, used: Collection[Device]) -> list[Candidate] | None:
     """Return what rank 0 can try of a group, each part with it as rank 0, while others use `used`.
 
     That is all of the group where it uses none of these devices. Else it is meshes over the cables of rank 0
@@ -47,7 +47,7 @@ def parts(chosen: Alternative, used: Collection[Device]) -> list[Alternative] | 
     return found if found or not free else None
 
 
-def _of(part: Sequence[int], chosen: Alternative) -> Alternative:
+def _of(part: Sequence[int], chosen: Candidate) -> Candidate:
     """Return the mesh of some ranks. It keeps the group's kind, so that its failure leaves out the group."""
     return replace(
         chosen,

@@ -149,7 +149,7 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ServiceCommand:
     """Run this, as `user` if root runs it. It has to end with one of the statuses in `fine`.
 
     After one in `again` it is run again, for `within_s` in all.
@@ -162,11 +162,11 @@ class Command:
     within_s: float = 60.0
 
 
-Step = Write | Remove | Command
+ServiceStep = Write | Remove | ServiceCommand
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandResult:
     """How a command ended, and what it wrote. 127: it is not there; 124: it took too long."""
 
     status: int
@@ -174,7 +174,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ServiceState:
     """What the manager knows of the service. `last` says how it ended the last time, if it failed."""
 
     loaded: bool = False
@@ -203,33 +203,33 @@ class Manager(Protocol):
     def owner(self, text: str) -> str:
         """The user as whom the service of such a file runs; empty where it does not say."""
 
-    def ask(self) -> Command:
+    def ask(self) -> ServiceCommand:
         """The command that tells about the service; it changes nothing and needs no root."""
 
-    def state(self, outcome: Outcome) -> State:
+    def state(self, outcome: CommandResult) -> ServiceState:
         """What `ask` told. Raises UserError when it could not."""
 
     def doubts(self, service: Service, owner: Owner) -> list[str]:
         """What may keep it from doing what its owner expects, in sentences."""
 
-    def install(self, service: Service, state: State) -> list[Step]:
+    def install(self, service: Service, state: ServiceState) -> list[ServiceStep]:
         """From `state` to a service that runs as described, now and after each start of the machine."""
 
-    def start(self, state: State) -> list[Step]:
+    def start(self, state: ServiceState) -> list[ServiceStep]:
         """An installed service that does not run."""
 
-    def stop(self, state: State) -> list[Step]:
+    def stop(self, state: ServiceState) -> list[ServiceStep]:
         """End it, until it is started or the machine is."""
 
-    def uninstall(self, state: State) -> list[Step]:
+    def uninstall(self, state: ServiceState) -> list[ServiceStep]:
         """Stop it, and leave nothing of it but its home."""
 
-    def explain(self, command: Command, outcome: Outcome) -> str:
+    def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
         """Why a command failed, and what to do; empty when that is not known."""
 
 
-def folders(service: Service) -> Command:
+def folders(service: Service) -> ServiceCommand:
     """Home and log folder have to be there, for their owner alone; whoever runs it, the owner makes them."""
     logs = service.log.rpartition("/")[0]
     home = logs.rpartition("/")[0]
-    return Command(("/bin/mkdir", "-p", "-m", "700", home, logs), user=service.user)
+    return ServiceCommand(("/bin/mkdir", "-p", "-m", "700", home, logs), user=service.user)

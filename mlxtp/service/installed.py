@@ -12,7 +12,7 @@ from pathlib import Path
 from ..client import AgentClient
 from ..config import default_home, home_folder
 from ..errors import UserError
-from .description import Manager, Owner, State, crash_log, is_ours, option
+from .description import Manager, Owner, ServiceState, crash_log, is_ours, option
 from .launchd import Launchd
 from .shell import Shell, owner_here, run, wait_until
 from .systemd import Systemd
@@ -71,9 +71,9 @@ class Installed:
         """Raises UserError, with the command to type, when this user cannot change it by `mlxtp WORDS`."""
         allow(self.owner, (sys.executable, "-m", "mlxtp", *words), login=self.login)
 
-    def wait(self) -> State:
+    def wait(self) -> ServiceState:
         """Until its agent answers, or for `START_S`. Raises UserError with its last words when it ended."""
-        state = State()
+        state = ServiceState()
 
         def settled() -> bool:
             nonlocal state
@@ -158,12 +158,12 @@ def allow(whose: Owner, command: Sequence[str], *, login: bool) -> None:
         raise UserError(f"{whose.name}'s own session has that service: leave sudo away")
 
 
-def state_if_any(shell: Shell) -> State:
+def state_if_any(shell: Shell) -> ServiceState:
     """What the manager knows; for what is only shown, nothing where it cannot be asked."""
     try:
         return shell.state()
     except UserError:
-        return State()
+        return ServiceState()
 
 
 def tail(path: Path) -> list[str]:

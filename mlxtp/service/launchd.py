@@ -16,13 +16,13 @@ from .description import (
     DAY_S,
     LABEL,
     RESTART_S,
-    Command,
-    Outcome,
+    CommandResult,
     Owner,
     Remove,
     Service,
-    State,
-    Step,
+    ServiceCommand,
+    ServiceState,
+    ServiceStep,
     Write,
     folders,
 )
@@ -81,14 +81,14 @@ class Launchd:
         """UserName."""
         return str(_keys(text).get("UserName", ""))
 
-    def ask(self) -> Command:
+    def ask(self) -> ServiceCommand:
         """Anybody may print a service."""
-        return Command((LAUNCHCTL, "print", self._target), fine=(0, NOT_FOUND))
+        return ServiceCommand((LAUNCHCTL, "print", self._target), fine=(0, NOT_FOUND))
 
-    def state(self, outcome: Outcome) -> State:
+    def state(self, outcome: CommandResult) -> ServiceState:
         """Read off `print`, of which Apple promises nothing: lines of the service itself have one tab."""
         if outcome.status == NOT_FOUND:
-            return State()
+            return ServiceState()
         if outcome.status:
             raise UserError(self.explain(self.ask(), outcome) or f"launchctl print: {outcome.said}")
         found = dict(
@@ -100,7 +100,7 @@ class Launchd:
             last = f"ended by signal {signal}"
         elif (code := found.get("last exit code", "0")) not in ("0", "(never exited)"):
             last = f"exit status {code}"
-        return State(loaded=True, pid=int(pid) if pid.isdecimal() else None, last=last)
+        return ServiceState(loaded=True, pid=int(pid) if pid.isdecimal() else None, last=last)
 
     def doubts(self, service: Service, owner: Owner) -> list[str]:
         """Privacy: the local network, and folders."""
@@ -119,38 +119,40 @@ class Launchd:
         ]
         return said
 
-    def install(self, service: Service, state: State) -> list[Step]:
+    def install(self, service: Service, state: ServiceState) -> list[ServiceStep]:
         """A changed plist counts from the next bootstrap on."""
         return [
             folders(service),
             *self.stop(state),
             Write(self.path, self.render(service)),
-            *self.start(State()),
+            *self.start(ServiceState()),
         ]
 
-    def start(self, state: State) -> list[Step]:
+    def start(self, state: ServiceState) -> list[ServiceStep]:
         """Loading starts it, too; enabling undoes a `launchctl disable`."""
         if state.loaded:
-            return [Command((LAUNCHCTL, "kickstart", self._target))]
+            return [ServiceCommand((LAUNCHCTL, "kickstart", self._target))]
         return [
-            Command((LAUNCHCTL, "enable", self._target)),
-            Command((LAUNCHCTL, "bootstrap", self._domain, self.path), again=_RACE, within_s=_LET_GO_S),
+            ServiceCommand((LAUNCHCTL, "enable", self._target)),
+            ServiceCommand(
+                (LAUNCHCTL, "bootstrap", self._domain, self.path), again=_RACE, within_s=_LET_GO_S
+            ),
         ]
 
-    def stop(self, state: State) -> list[Step]:
+    def stop(self, state: ServiceState) -> list[ServiceStep]:
         """`bootout` may return before the service has ended: it is gone when nobody finds it any more."""
         if not state.loaded:
             return []
         return [
-            Command((LAUNCHCTL, "bootout", self._target), fine=(0, _STOPPING, *_GONE), within_s=DAY_S),
-            Command((LAUNCHCTL, "print", self._target), fine=(NOT_FOUND,), again=(0,), within_s=DAY_S),
+            ServiceCommand((LAUNCHCTL, "bootout", self._target), fine=(0, _STOPPING, *_GONE), within_s=DAY_S),
+            ServiceCommand((LAUNCHCTL, "print", self._target), fine=(NOT_FOUND,), again=(0,), within_s=DAY_S),
         ]
 
-    def uninstall(self, state: State) -> list[Step]:
+    def uninstall(self, state: ServiceState) -> list[ServiceStep]:
         """launchd keeps nothing of it but that it is enabled."""
         return [*self.stop(state), Remove(self.path)]
 
-    def explain(self, command: Command, outcome: Outcome) -> str:
+    def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
         """By its status, which is an errno or one of launchd's own."""
         if outcome.status in _NO_SESSION and self.kind == "LaunchAgent":
             return (

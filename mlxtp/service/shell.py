@@ -13,14 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import UserError, why_not_written
-from .description import Command, Manager, Outcome, Owner, Remove, State, Step, Write, is_ours
+from .description import (
+    CommandResult,
+    Manager,
+    Owner,
+    Remove,
+    ServiceCommand,
+    ServiceState,
+    ServiceStep,
+    Write,
+    is_ours,
+)
 
-Run = Callable[[Command], Outcome]
+RunCommand = Callable[[ServiceCommand], CommandResult]
 NOT_THERE, TOO_LONG = 127, 124
 LOOK_S = 0.2
 
 
-def run(command: Command) -> Outcome:
+def run(command: ServiceCommand) -> CommandResult:
     """Run it once, to its end; nothing is read from the keyboard."""
     os_user = command.user if command.user and os.geteuid() == 0 else None
     try:
@@ -37,16 +47,16 @@ def run(command: Command) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(TOO_LONG, f"it did not end within {command.within_s:g} s")
+        return CommandResult(TOO_LONG, f"it did not end within {command.within_s:g} s")
     except OSError as error:
-        return Outcome(NOT_THERE, error.strerror or str(error))
-    return Outcome(done.returncode, done.stdout.decode(errors="replace").rstrip())
+        return CommandResult(NOT_THERE, error.strerror or str(error))
+    return CommandResult(done.returncode, done.stdout.decode(errors="replace").rstrip())
 
 
 class Shell:
     """Takes steps for one manager. `run` is all that it knows of the system's commands."""
 
-    def __init__(self, manager: Manager, run: Run) -> None:
+    def __init__(self, manager: Manager, run: RunCommand) -> None:
         self.manager = manager
         self._run = run
 
@@ -60,11 +70,11 @@ class Shell:
         except OSError as error:
             raise UserError(f"{self.manager.path} cannot be read: {error.strerror}") from None
 
-    def state(self) -> State:
+    def state(self) -> ServiceState:
         """Ask the manager. Raises UserError when it cannot be asked."""
         return self.manager.state(self._run(self.manager.ask()))
 
-    def take(self, steps: Iterable[Step]) -> None:
+    def take(self, steps: Iterable[ServiceStep]) -> None:
         """One after the other. Raises UserError at the first that fails; the rest is left undone."""
         for step in steps:
             match step:
@@ -72,10 +82,10 @@ class Shell:
                     _write(step)
                 case Remove():
                     _remove(step)
-                case Command():
+                case ServiceCommand():
                     self._command(step)
 
-    def _command(self, command: Command) -> None:
+    def _command(self, command: ServiceCommand) -> None:
         until = time.monotonic() + command.within_s
         outcome = self._run(command)
         while outcome.status in command.again and (left := until - time.monotonic()) > 0:

@@ -9,13 +9,13 @@ from ..errors import Exit, UserError
 from .description import (
     DAY_S,
     RESTART_S,
-    Command,
-    Outcome,
+    CommandResult,
     Owner,
     Remove,
     Service,
-    State,
-    Step,
+    ServiceCommand,
+    ServiceState,
+    ServiceStep,
     Write,
     folders,
 )
@@ -89,12 +89,12 @@ class Systemd:
         line = re.search(r"^User=(.*)$", text, re.MULTILINE)
         return line[1] if line else ""
 
-    def ask(self) -> Command:
+    def ask(self) -> ServiceCommand:
         """Properties, one a line; `show` also answers for units that are not there."""
         wanted = "LoadState,ActiveState,MainPID,Result,ExecMainStatus"
-        return Command((*self._systemctl, "show", UNIT, f"--property={wanted}"))
+        return ServiceCommand((*self._systemctl, "show", UNIT, f"--property={wanted}"))
 
-    def state(self, outcome: Outcome) -> State:
+    def state(self, outcome: CommandResult) -> ServiceState:
         """`loaded` is whether the unit is active, or about to be again."""
         if outcome.status:
             raise UserError(self.explain(self.ask(), outcome) or f"systemctl show: {outcome.said}")
@@ -106,7 +106,9 @@ class Systemd:
         elif result != "success":
             last = f"ended by {result}"
         active = found.get("ActiveState") not in (None, "inactive", "failed")
-        return State(loaded=active, pid=int(pid) if pid.isdecimal() and pid != "0" else None, last=last)
+        return ServiceState(
+            loaded=active, pid=int(pid) if pid.isdecimal() and pid != "0" else None, last=last
+        )
 
     def doubts(self, service: Service, owner: Owner) -> list[str]:
         """A user's services last as long as the user's session."""
@@ -116,7 +118,7 @@ class Systemd:
             f"it ends when {owner.name} logs out, unless `sudo loginctl enable-linger {owner.name}` was run"
         ]
 
-    def install(self, service: Service, state: State) -> list[Step]:
+    def install(self, service: Service, state: ServiceState) -> list[ServiceStep]:
         """A changed unit counts from its next start on."""
         return [
             folders(service),
@@ -126,15 +128,15 @@ class Systemd:
             self._do("restart", UNIT),
         ]
 
-    def start(self, state: State) -> list[Step]:
+    def start(self, state: ServiceState) -> list[ServiceStep]:
         """A unit that failed is not started before its failures are forgotten."""
         return [self._do("reset-failed", UNIT, fine=(0, 1)), self._do("start", UNIT)]
 
-    def stop(self, state: State) -> list[Step]:
+    def stop(self, state: ServiceState) -> list[ServiceStep]:
         """It waits until the unit has ended."""
         return [self._do("stop", UNIT)]
 
-    def uninstall(self, state: State) -> list[Step]:
+    def uninstall(self, state: ServiceState) -> list[ServiceStep]:
         """With its links, and the memory of its failures."""
         return [
             self._do("disable", "--now", UNIT),
@@ -143,7 +145,7 @@ class Systemd:
             self._do("reset-failed", UNIT, fine=(0, 1)),
         ]
 
-    def explain(self, command: Command, outcome: Outcome) -> str:
+    def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
         """By its words: its status is 1 for nearly everything."""
         said = outcome.said
         if outcome.status == 127 or "not been booted with systemd" in said:
@@ -156,8 +158,8 @@ class Systemd:
             return "systemd allows this to root only; run it with sudo"
         return ""
 
-    def _do(self, *words: str, fine: tuple[int, ...] = (0,)) -> Command:
-        return Command((*self._systemctl, *words), fine=fine, within_s=DAY_S)
+    def _do(self, *words: str, fine: tuple[int, ...] = (0,)) -> ServiceCommand:
+        return ServiceCommand((*self._systemctl, *words), fine=fine, within_s=DAY_S)
 
 
 def _variable_free(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import RequestError
-from .conversation import Call, Conversation, Tool, Turn
+from .conversation import Call, ChatMessage, Conversation, Tool
 from .tool_calls import ToolFormat
 
 Render = Callable[[Conversation, bool], str]
@@ -20,7 +20,7 @@ Render = Callable[[Conversation, bool], str]
 _NAME, _ID, _TEXT = "probe_name", "probeid00", "probe text"
 _KEYS = ("probe_a", "probe_c")
 _VALUES = ("probe_b", "probe_d")
-_USER = Turn("user", "probe user")
+_USER = ChatMessage("user", "probe user")
 _OBJECT = re.compile(r'\{"probe_a"(\s*:\s*)"probe_b"(\s*,\s*)"probe_c"\1"probe_d"\}')
 _TOOL = Tool(
     _NAME,
@@ -54,7 +54,7 @@ class CallStyle:
 
 def answer_prefix(render: Render) -> str:
     """Return what the template writes before the text of an answer, such as a channel of gpt-oss."""
-    prompt, written = _written(render, Turn("assistant", _TEXT), ())
+    prompt, written = _written(render, ChatMessage("assistant", _TEXT), ())
     start, end = len(prompt), written.rfind(_TEXT)
     return written[start:end] if written.startswith(prompt) and end > start else ""
 
@@ -68,7 +68,7 @@ def call_style(render: Render, format_: ToolFormat, ends: Iterable[str]) -> Call
     arguments = '{"probe_a": "probe_b", "probe_c": "probe_d"}'
     try:
         prompt, written = _written(
-            render, Turn("assistant", "", calls=(Call(_ID, _NAME, arguments),)), (_TOOL,)
+            render, ChatMessage("assistant", "", calls=(Call(_ID, _NAME, arguments),)), (_TOOL,)
         )
     except RequestError:
         return None
@@ -115,7 +115,7 @@ def _common_end(one: str, other: str) -> str:
     return one[len(one) - length :]
 
 
-def _written(render: Render, answer: Turn, tools: tuple[Tool, ...]) -> tuple[str, str]:
+def _written(render: Render, answer: ChatMessage, tools: tuple[Tool, ...]) -> tuple[str, str]:
     """Return the prompt for an answer, and the conversation with the answer in it."""
     asked = Conversation((_USER,), tools, thinking=False)
     answered = Conversation((_USER, answer), tools, thinking=False)

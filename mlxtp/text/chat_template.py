@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count, groupby
 from typing import Any
 
-from .conversation import Call, Conversation, Tool, Turn
+from .conversation import Call, ChatMessage, Conversation, Tool
 from .tool_calls import tool_json
 
 Json = dict[str, Any]
@@ -69,11 +69,11 @@ def characters(conversation: Conversation) -> int:
     return turns + sum(len(json.dumps(tool_json(tool))) for tool in conversation.tools)
 
 
-def _call_characters(turn: Turn) -> int:
+def _call_characters(turn: ChatMessage) -> int:
     return sum(len(call.name) + len(call.arguments) for call in turn.calls)
 
 
-def _message(turn: Turn) -> Json:
+def _message(turn: ChatMessage) -> Json:
     message: Json = {"role": turn.role, "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
@@ -96,44 +96,44 @@ def _object(arguments: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {"arguments": arguments}
 
 
-def _told_apart(turn: Turn) -> Turn:
+def _told_apart(turn: ChatMessage) -> ChatMessage:
     if turn.role == "tool":
-        return Turn("user", f"<tool_response>\n{turn.text}\n</tool_response>")
+        return ChatMessage("user", f"<tool_response>\n{turn.text}\n</tool_response>")
     calls = [
         f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
         for call in turn.calls
     ]
-    return Turn(turn.role, "\n".join([*filter(None, [turn.text]), *calls]))
+    return ChatMessage(turn.role, "\n".join([*filter(None, [turn.text]), *calls]))
 
 
-def _with_tools(turns: Sequence[Turn], tools: Sequence[Tool]) -> list[Turn]:
+def _with_tools(turns: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
     """Answers of several tools in one message of the user, and the tools in the system message."""
-    joined: list[Turn] = []
+    joined: list[ChatMessage] = []
     for turn in turns:
         if joined and turn.role == "user" and turn.text.startswith("<tool_response>"):
             last = joined[-1]
             if last.role == "user" and last.text.startswith("<tool_response>"):
-                joined[-1] = Turn("user", f"{last.text}\n{turn.text}")
+                joined[-1] = ChatMessage("user", f"{last.text}\n{turn.text}")
                 continue
         joined.append(turn)
     if not tools:
         return joined
     told = _TOLD.format(tools="\n".join(json.dumps(tool_json(tool), ensure_ascii=False) for tool in tools))
     if joined and joined[0].role == "system":
-        return [Turn("system", f"{joined[0].text}\n\n{told}"), *joined[1:]]
-    return [Turn("system", told), *joined]
+        return [ChatMessage("system", f"{joined[0].text}\n\n{told}"), *joined[1:]]
+    return [ChatMessage("system", told), *joined]
 
 
 # --- what templates insist on -------------------------------------------------------------------------------
 
 
-def _matched(turns: Sequence[Turn], numbered: bool = False) -> list[Turn]:
+def _matched(turns: Sequence[ChatMessage], numbered: bool = False) -> list[ChatMessage]:
     """What tools returned under the names of their calls: each answers the first open call with its id.
 
     A model that writes its ids itself may use one twice. `numbered`: with new ids, of nine digits, because
     Mistral's templates take no others.
     """
-    matched: list[Turn] = []
+    matched: list[ChatMessage] = []
     numbers, open_ = count(1), dict[str, list[Call]]()
     for turn in turns:
         calls: list[Call] = []
@@ -150,13 +150,13 @@ def _matched(turns: Sequence[Turn], numbered: bool = False) -> list[Turn]:
     return matched
 
 
-def _one_at_a_time(turns: Sequence[Turn]) -> list[Turn]:
+def _one_at_a_time(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Each call in a turn of its own, with what came of it behind it: Llama 3 insists on it.
 
     No two calls have the same id.
     """
     answers = {turn.call_id: turn for turn in turns if turn.role == "tool"}
-    apart: list[Turn] = []
+    apart: list[ChatMessage] = []
     for turn in turns:
         if turn.role == "tool":
             apart += [turn] if answers.pop(turn.call_id, None) is not None else []
@@ -167,16 +167,16 @@ def _one_at_a_time(turns: Sequence[Turn]) -> list[Turn]:
             apart.append(replace(turn, calls=(first,)))
             for call in (first, *others):
                 if call is not first:
-                    apart.append(Turn("assistant", "", calls=(call,)))
+                    apart.append(ChatMessage("assistant", "", calls=(call,)))
                 if (answer := answers.pop(call.id, None)) is not None:
                     apart.append(answer)
     return apart
 
 
-def _taking_turns(turns: Sequence[Turn]) -> list[Turn]:
+def _taking_turns(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     """The user and the assistant alternately, and no system: Gemma and the first Mistral know no others."""
     two = [replace(turn, role="user") if turn.role == "system" else turn for turn in turns]
     return [
-        Turn(role, "\n\n".join([turn.text for turn in group]))
+        ChatMessage(role, "\n\n".join([turn.text for turn in group]))
         for role, group in groupby(two, key=lambda turn: turn.role)
     ]

@@ -20,7 +20,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatMessage:
     """One message of a conversation. `call_id` and `name` say which call a "tool" turn answers."""
 
     role: Role
@@ -49,7 +49,7 @@ class Conversation:
     `template_options` go to the template as they are. With `needs_thinking`, a model that cannot is refused.
     """
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = AUTO
     parallel: bool = True
@@ -63,7 +63,7 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GenerationOptions:
     """How an answer is made. None: the client did not say, the model's default counts.
 
     `max_tokens` None is as many as fit, and so is a number that does not fit. `format` is a
@@ -94,7 +94,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationRequest:
     """A conversation to be answered, or prompts to be continued, each `options.n` times.
 
     `model` None or "default" is the one that is loaded. `user` tells clients of one address apart. `dialect`
@@ -103,7 +103,7 @@ class Ask:
 
     model: str | None
     prompt: Conversation | tuple[Prompt, ...]
-    options: Options = Options()
+    options: GenerationOptions = GenerationOptions()
     stream: bool = False
     user: str = ""
     dialect: Any = None

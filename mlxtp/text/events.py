@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..api.backend import End, Score
+from ..api.backend import StreamEnd, TokenScore
 from .conversation import Call
 
-Scored = tuple[int, Score]
+Scored = tuple[int, TokenScore]
 """A token and its score."""
-Why = Literal["stop", "length", "tool_calls"]
+ChoiceFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ContentDelta:
     """Text of the answer. `scores` of all tokens since the last event; the text may be empty then."""
 
     choice: int
@@ -24,7 +24,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningDelta:
     """Text of what the model thinks before it answers."""
 
     choice: int
@@ -59,18 +59,18 @@ class Finish:
     """
 
     choice: int
-    reason: Why
-    end: End
+    reason: ChoiceFinishReason
+    end: StreamEnd
     stopped_by: str | None = None
     thought: int = 0
     began_ns: int = field(default=0, compare=False)
 
 
-Event = Said | Thought | CallBegan | CallArguments | Finish
+AnswerEvent = ContentDelta | ReasoningDelta | CallBegan | CallArguments | Finish
 
 
 @dataclass(slots=True)
-class Whole:
+class WholeAnswer:
     """All that one choice has said. Of a call that the budget cut off, the arguments are incomplete JSON."""
 
     text: str = ""

@@ -18,7 +18,7 @@ from .stop_strings import StopFinder
 from .tool_calls import CallReader, CallText
 
 
-class Kind(Enum):
+class PartKind(Enum):
     """What a piece of an answer is. No part is a header: that only says what comes after it."""
 
     SAID = auto()
@@ -27,16 +27,16 @@ class Kind(Enum):
     HEADER = auto()
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A piece of an answer; a piece of a call in `call`, everything else in `text`."""
 
-    kind: Kind
+    kind: PartKind
     text: str = ""
     call: CallText | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReadingPlan:
     """Reading plan of one answer.
 
     `forced`: nothing but a call may come. `calls` None: none are looked for. `dropped`: calls are left out.
@@ -49,13 +49,13 @@ class Plan:
     dropped: bool = False
 
 
-class Channels:
+class ReasoningParser:
     """Reads one answer, up to the first of the stop strings that `stops` looks for in what is said.
 
     White space around markers belongs to none of the channels.
     """
 
-    def __init__(self, plan: Plan, stops: StopFinder | None = None) -> None:
+    def __init__(self, plan: ReadingPlan, stops: StopFinder | None = None) -> None:
         self._markup = plan.markup
         self._reader = plan.calls
         self._dropped = plan.dropped
@@ -75,14 +75,14 @@ class Channels:
         """What comes next is shown without the white space before it."""
         self._trailing = _Held()
         """White space that is shown if more of the kind of the last part comes."""
-        self._last = Kind.SAID
+        self._last = PartKind.SAID
         self._spoken = False
         """Something was said since the beginning, the last call or the last header."""
         self._header = _Held()
         self._opened = ""
         """What stood before the call that is read: white space and its marker."""
-        kind = Kind.CALL if plan.forced else Kind.THOUGHT if plan.thinking else Kind.SAID
-        self._enter(kind, after_marker=kind is Kind.THOUGHT)
+        kind = PartKind.CALL if plan.forced else PartKind.THOUGHT if plan.thinking else PartKind.SAID
+        self._enter(kind, after_marker=kind is PartKind.THOUGHT)
 
     @property
     def held(self) -> int:
@@ -92,20 +92,20 @@ class Channels:
     @property
     def thinking(self) -> bool:
         """Whether what comes next is a thought."""
-        return self._kind is Kind.THOUGHT
+        return self._kind is PartKind.THOUGHT
 
     @property
     def calls(self) -> int:
         """How many calls are complete."""
         return 0 if self._reader is None else self._reader.complete
 
-    def push(self, text: str, special: bool = False) -> Iterator[Part]:
+    def push(self, text: str, special: bool = False) -> Iterator[AnswerPart]:
         """The parts that are certain now. `special`: this is one special token."""
         yield from self._trimmed(self._stopping(self._begin(text, special)))
         if self._stops is not None and self._stops.found:
             yield from self._let_go()
 
-    def finish(self, cut: bool) -> Iterator[Part]:
+    def finish(self, cut: bool) -> Iterator[AnswerPart]:
         """The rest, up to a stop string. `cut`: the budget was used up, not the answer complete."""
         yield from self._trimmed(self._stopping(self._rest(cut)))
         yield from self._let_go()
@@ -117,7 +117,7 @@ class Channels:
             return opens_header
         return self._reader.opens if self._reader is not None and self._markup.bare_calls else None
 
-    def _begin(self, text: str, special: bool) -> Iterator[Part]:
+    def _begin(self, text: str, special: bool) -> Iterator[AnswerPart]:
         """The first words may say what they are without a marker; until that is clear they wait."""
         if self._opens is None or (special and not len(self._beginning)):
             yield from self._read(text, special)
@@ -132,13 +132,13 @@ class Channels:
         if opens is not None:
             yield from self._decide(opens)
 
-    def _decide(self, opens: bool) -> Iterator[Part]:
+    def _decide(self, opens: bool) -> Iterator[AnswerPart]:
         self._opens = None
         if opens:
-            self._enter(Kind.HEADER if self._markup.headers else Kind.CALL)
+            self._enter(PartKind.HEADER if self._markup.headers else PartKind.CALL)
         yield from self._read(self._beginning.take(), False)
 
-    def _read(self, text: str, special: bool) -> Iterator[Part]:
+    def _read(self, text: str, special: bool) -> Iterator[AnswerPart]:
         self._pieces.append((len(text), special))
         while True:
             certain = self._finder.push(text)
@@ -148,113 +148,113 @@ class Channels:
             text, marker = self._finder.rest, self._finder.match
             yield from self._pass(self._take(len(marker)), marker)
 
-    def _rest(self, cut: bool) -> Iterator[Part]:
+    def _rest(self, cut: bool) -> Iterator[AnswerPart]:
         if len(self._beginning):
             yield from self._decide(False)
         rest = self._finder.finish()
         pieces = self._take(len(rest))
         if not (cut and len(rest) > 1):  # what the budget cut is a marker, not words; "<" alone may be words
             yield from self._show(pieces, rest)
-        if self._kind is Kind.CALL:
+        if self._kind is PartKind.CALL:
             yield from self._close_call(cut)
-        elif self._kind is Kind.SAID and (space := self._leading.take()):
-            yield Part(Kind.SAID, space)
-        elif self._kind is Kind.HEADER and not cut and (words := self._header.take().strip()):
-            yield Part(Kind.SAID, words)
+        elif self._kind is PartKind.SAID and (space := self._leading.take()):
+            yield AnswerPart(PartKind.SAID, space)
+        elif self._kind is PartKind.HEADER and not cut and (words := self._header.take().strip()):
+            yield AnswerPart(PartKind.SAID, words)
 
-    def _enter(self, kind: Kind, after_marker: bool = True) -> None:
+    def _enter(self, kind: PartKind, after_marker: bool = True) -> None:
         self._kind = kind
         self._leading.take()
         self._bare = after_marker
         self._finder = StopFinder(self._markers(kind))
 
-    def _markers(self, kind: Kind) -> list[str]:
+    def _markers(self, kind: PartKind) -> list[str]:
         think, call = self._markup.think, self._markup.call
-        if kind is Kind.CALL:
+        if kind is PartKind.CALL:
             return [call[1]] if call[1] and self._reader is not None and not self._reader.forced else []
-        if kind is Kind.THOUGHT:
+        if kind is PartKind.THOUGHT:
             return [think[1]] if think is not None else []
-        if kind is Kind.HEADER:
+        if kind is PartKind.HEADER:
             return [self._markup.header_end]
         if self._markup.headers:
             return [*self._markup.headers]
         markers = [think[0]] if think is not None else []
         return [*markers, call[0]] if self._reader is not None and call[0] else markers
 
-    def _pass(self, pieces: list[tuple[int, bool]], marker: str) -> Iterator[Part]:
+    def _pass(self, pieces: list[tuple[int, bool]], marker: str) -> Iterator[AnswerPart]:
         self._opens = None
-        if self._kind is Kind.CALL and self._reader is not None and self._reader.quoted:
+        if self._kind is PartKind.CALL and self._reader is not None and self._reader.quoted:
             yield from self._word(marker)  # it stands in an argument
-        elif self._kind is Kind.CALL:
+        elif self._kind is PartKind.CALL:
             rest = list(self._close_call(cut=False))
             self._spoken = False
             yield from rest
-            self._enter(Kind.SAID, after_marker=all(part.call is not None for part in rest))
-        elif self._kind is Kind.THOUGHT:
-            self._enter(Kind.SAID)
+            self._enter(PartKind.SAID, after_marker=all(part.call is not None for part in rest))
+        elif self._kind is PartKind.THOUGHT:
+            self._enter(PartKind.SAID)
         elif self._markup.headers:
             if not all(special for _, special in pieces):  # written in letters
                 yield from self._word(marker)
-            elif self._kind is Kind.HEADER:
+            elif self._kind is PartKind.HEADER:
                 yield from self._address()
             else:
                 self._spoken = False
-                self._enter(Kind.HEADER)
+                self._enter(PartKind.HEADER)
         elif self._markup.think is not None and marker == self._markup.think[0]:
             if self._spoken:  # a model thinks before it speaks
                 yield from self._word(marker)
             else:
-                self._enter(Kind.THOUGHT)
+                self._enter(PartKind.THOUGHT)
         else:
             self._opened = self._leading.take() + marker
-            self._enter(Kind.CALL)
+            self._enter(PartKind.CALL)
 
-    def _word(self, marker: str) -> Iterator[Part]:
+    def _word(self, marker: str) -> Iterator[AnswerPart]:
         """A marker that is none, but text like any other."""
         self._finder = StopFinder(self._markers(self._kind))
         yield from self._show([(len(marker), False)], marker)
 
-    def _address(self) -> Iterator[Part]:
+    def _address(self) -> Iterator[AnswerPart]:
         """A header is complete: what comes is for a tool, or a thought, or for everybody."""
         address = address_of(self._header.take())
         if address.recipient and self._reader is not None:
             self._opened = self._markup.call[0]
-            self._enter(Kind.CALL)
+            self._enter(PartKind.CALL)
             name = f"{address.recipient}{self._markup.header_end}"
             yield from self._show([(len(name), False)], name)
         else:
-            self._enter(Kind.THOUGHT if address.thought else Kind.SAID)
+            self._enter(PartKind.THOUGHT if address.thought else PartKind.SAID)
 
-    def _show(self, pieces: list[tuple[int, bool]], text: str) -> Iterator[Part]:
-        if self._kind is Kind.CALL:
+    def _show(self, pieces: list[tuple[int, bool]], text: str) -> Iterator[AnswerPart]:
+        if self._kind is PartKind.CALL:
             assert self._reader is not None
             for call in self._reader.push(text):
-                yield Part(Kind.CALL, call=call)
+                yield AnswerPart(PartKind.CALL, call=call)
             return
         if any(special for _, special in pieces):
-            text = _without_special(pieces, text, " " if self._kind is Kind.HEADER else "")
-        if self._kind is Kind.HEADER:
+            text = _without_special(pieces, text, " " if self._kind is PartKind.HEADER else "")
+        if self._kind is PartKind.HEADER:
             self._header.add(text)
             return
         if self._bare:
             text = text.lstrip()
             self._bare = not text
-        elif self._kind is Kind.SAID and not self._spoken:
+        elif self._kind is PartKind.SAID and not self._spoken:
             self._leading.add(text)
             text = self._leading.take() if text.strip() else ""
         if text:
-            self._spoken = self._spoken or self._kind is Kind.SAID
-            yield Part(self._kind, text)
+            self._spoken = self._spoken or self._kind is PartKind.SAID
+            yield AnswerPart(self._kind, text)
 
-    def _close_call(self, cut: bool) -> Iterator[Part]:
+    def _close_call(self, cut: bool) -> Iterator[AnswerPart]:
         """What is no call after all was said: nothing is lost."""
         assert self._reader is not None
         calls, raw = self._reader.close(cut)
         for call in calls:
-            yield Part(Kind.CALL, call=call)
+            yield AnswerPart(PartKind.CALL, call=call)
         if raw and not (cut and self._dropped):
             end = "" if cut or not self._opened else self._markup.call[1]
-            yield Part(Kind.SAID, raw if self._reader.began else f"{self._opened}{raw}{end}")
+            yield AnswerPart(PartKind.SAID, raw if self._reader.began else f"{self._opened}{raw}{end}")
         self._opened, self._reader.began = "", False
 
     def _take(self, count: int) -> list[tuple[int, bool]]:
@@ -271,40 +271,40 @@ class Channels:
 
     # --- what of it is shown ------------------------------------------------------------------------------
 
-    def _stopping(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _stopping(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         """The parts up to a stop string in what is said."""
         for part in parts:
             if self._stops is None:
                 yield part
             elif self._stops.found:
                 return
-            elif part.kind is not Kind.SAID:
+            elif part.kind is not PartKind.SAID:
                 yield from self._released()
                 yield part
             elif text := self._stops.push(part.text):
-                yield Part(Kind.SAID, text)
+                yield AnswerPart(PartKind.SAID, text)
 
-    def _released(self) -> Iterator[Part]:
+    def _released(self) -> Iterator[AnswerPart]:
         """What could have become a stop string. None reaches across a thought or a call."""
         held = "" if self._stops is None or self._stops.found else self._stops.finish()
         if held:
-            yield Part(Kind.SAID, held)
+            yield AnswerPart(PartKind.SAID, held)
 
-    def _let_go(self) -> Iterator[Part]:
+    def _let_go(self) -> Iterator[AnswerPart]:
         """What may be shown of what was held back, when nothing comes any more."""
         yield from self._trimmed(self._released())
         space = self._trailing.take()
-        if space and self._last is Kind.SAID:
-            yield Part(Kind.SAID, space)
+        if space and self._last is PartKind.SAID:
+            yield AnswerPart(PartKind.SAID, space)
 
-    def _trimmed(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def _trimmed(self, parts: Iterable[AnswerPart]) -> Iterator[AnswerPart]:
         for part in parts:
             if part.kind is not self._last:
                 self._trailing.take()
                 self._last = part.kind
             shown = part.text.rstrip()
             if shown:
-                yield Part(part.kind, self._trailing.take() + shown)
+                yield AnswerPart(part.kind, self._trailing.take() + shown)
             elif part.call is not None and not self._dropped:
                 yield part
             self._trailing.add(part.text[len(shown) :])

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from ..errors import Code, ModelError, RequestError, is_library_error
 from ..tokenizer_file import TIKTOKEN_FILE, table, tokenizer_json, tokenizer_settings
-from .template_modules import Render, template_module
-from .worker_queue import Line
+from .template_modules import ModuleRender, template_module
+from .worker_queue import WorkerQueue
 
 Json = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ _SETTINGS = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class RendererFacts:
     """Facts of a model's text that an agent needs.
 
     `tokenizer` is the model's tokenizer.json, `eos` its end token or -1.
@@ -39,11 +39,11 @@ class Facts:
     eos: int
 
 
-class Writer(Protocol):
+class Renderer(Protocol):
     """Chat template and tokenizer. Methods block, and may be called from any thread. Raise RequestError."""
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> RendererFacts: ...
 
     def render(
         self, messages: Sequence[Json], tools: Sequence[Json], options: Json, *, prompting: bool
@@ -55,25 +55,25 @@ class Writer(Protocol):
         """Return token ids; `special` adds the tokens that begin every sequence."""
         ...
 
-    def line(self, size: int) -> Line:
+    def line(self, size: int) -> WorkerQueue:
         """Return the line for work on texts of `size` bytes or characters. The work may call this writer."""
         ...
 
 
-class LocalWriter:
+class LocalRenderer:
     """The writer in this process. `tokenizer` is a `transformers` tokenizer with a `tokenizers` backend."""
 
-    def __init__(self, tokenizer: Any, module: Render | None = None) -> None:
+    def __init__(self, tokenizer: Any, module: ModuleRender | None = None) -> None:
         """`module` replaces the tokenizer's own chat template."""
         self._tokenizer = tokenizer
         self._module = module
         self._backend = tokenizer.backend_tokenizer
-        self._line = Line()
+        self._line = WorkerQueue()
         self._backend.no_truncation()
         self._backend.no_padding()
 
     @classmethod
-    def load(cls, path: Path) -> LocalWriter:
+    def load(cls, path: Path) -> LocalRenderer:
         """Read a model folder, which takes a second or more. Raises ModelError."""
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder", Code.MODEL_NOT_FOUND)
@@ -107,10 +107,10 @@ class LocalWriter:
         return cls(tokenizer, _template_module(tokenizer, path))
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> RendererFacts:
         own = self._tokenizer.chat_template
         eos = self._tokenizer.eos_token_id
-        return Facts(
+        return RendererFacts(
             self._backend.to_str(),
             "" if self._module else _whole_template(own),
             bool(self._module or own),
@@ -156,7 +156,7 @@ class LocalWriter:
             raise broken(f"{type(error).__name__}: {str(error)[:_SHOWN]}") from error
         return tuple(found.ids)
 
-    def line(self, size: int) -> Line:
+    def line(self, size: int) -> WorkerQueue:
         return self._line
 
 
@@ -176,7 +176,7 @@ def _plain(setting: Any) -> Any:
     return setting.get("content") if isinstance(setting, Mapping) else setting
 
 
-def _template_module(tokenizer: Any, path: Path) -> Render | None:
+def _template_module(tokenizer: Any, path: Path) -> ModuleRender | None:
     """Return mlx-lm's template module: the one that the tokenizer names, or the family's for want of any."""
     name = tokenizer.init_kwargs.get("chat_template_type")
     if name is None and not tokenizer.chat_template:

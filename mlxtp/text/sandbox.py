@@ -33,8 +33,8 @@ from pydantic_core import to_json
 from ..errors import Code, MlxtpError, ModelError, RequestError
 from ..wire.warm_start import without_secrets
 from .json_limits import SHORT
-from .renderer import Facts, Json, LocalWriter, broken, too_large
-from .worker_queue import Line
+from .renderer import Json, LocalRenderer, RendererFacts, broken, too_large
+from .worker_queue import WorkerQueue
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ MOST_FACTS = 1 << 28  # bytes of a greeting
 _LENGTH = struct.Struct("<I")
 
 
-class ContainedWriter:
-    """A writer in another process, started on construction. Implements `writer.Writer`."""
+class SandboxedRenderer:
+    """A writer in another process, started on construction. Implements `renderer.Renderer`."""
 
     def __init__(self, path: Path) -> None:
         """Start the process, which takes a second or two. Raises ModelError for what cannot be read."""
@@ -123,7 +123,7 @@ def _error_in(kind: bytes, found: bytes) -> RequestError:
     return RequestError(detail, Code(code), status=status, param="messages")
 
 
-class _Lane(Line):
+class _Lane(WorkerQueue):
     """A line with a process of its own. Long texts have another one, so that short ones pass them."""
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,7 @@ class _Lane(Line):
                 raise broken(str(error)) from None
             raise
 
-    def start(self) -> Facts:
+    def start(self) -> RendererFacts:
         """Start the process; returns what it says of the model. Raises ModelError."""
         try:
             self._process = _Process(self._path)
@@ -161,7 +161,7 @@ class _Lane(Line):
             self._drop()
             raise ModelError(f"the tokenizer in {self._path} cannot be read: {ended.error.detail}") from None
         try:
-            return Facts(**json.loads(read_text(kind, found)))
+            return RendererFacts(**json.loads(read_text(kind, found)))
         except (RequestError, ValueError, TypeError) as error:
             self._drop()
             code = error.code if isinstance(error, RequestError) else Code.MODEL_INVALID
@@ -334,7 +334,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(ConnectionError):
         signal.setitimer(signal.ITIMER_PROF, START_CPU_S)
         try:
-            writer = LocalWriter.load(Path(arguments[1]))
+            writer = LocalRenderer.load(Path(arguments[1]))
             reply = b"t" + json.dumps(asdict(writer.facts)).encode()
         except MlxtpError as error:
             _send(link, _error(error))
@@ -348,7 +348,7 @@ def main(arguments: list[str]) -> None:
             _send(link, reply)
 
 
-def _answer(writer: LocalWriter, body: bytes) -> bytes:
+def _answer(writer: LocalRenderer, body: bytes) -> bytes:
     try:
         match json.loads(body):
             case [str(text), special]:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-Render = Callable[..., str]
+ModuleRender = Callable[..., str]
 """Messages in, with `add_generation_prompt` and perhaps `enable_thinking`; the prompt out."""
 
 
 @cache
-def template_module(name: str) -> Render | None:
+def template_module(name: str) -> ModuleRender | None:
     """Return `apply_chat_template` of the module `name` of mlx_lm.chat_templates; None if there is none."""
     package = importlib.util.find_spec("mlx_lm")
     if package is None or package.origin is None or not name.isidentifier():
@@ -29,5 +29,5 @@ def template_module(name: str) -> Render | None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found: Render | None = getattr(module, "apply_chat_template", None)
+    found: ModuleRender | None = getattr(module, "apply_chat_template", None)
     return found

@@ -17,10 +17,10 @@ from .call_style import CallStyle, answer_prefix, call_style
 from .chat_template import plainer_messages, template_messages, template_options
 from .conversation import Conversation
 from .markup import call_format, thinking_markup
-from .renderer import Facts, Writer, broken
-from .sandbox import ContainedWriter
+from .renderer import Renderer, RendererFacts, broken
+from .sandbox import SandboxedRenderer
 from .tool_calls import JSON_CALLS, tool_format, tool_json
-from .worker_queue import Line
+from .worker_queue import WorkerQueue
 
 _PROBE = " Hello,  world's end . \n\té 日本語 😀👩‍👧 e\u0301 x"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -50,7 +50,7 @@ class Text:
     Those that render or encode block until the model's own process has done so: call them in a thread.
     """
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: Renderer) -> None:
         """`writer` renders and encodes. What decodes is made of its facts, here. Raises ModelError."""
         self._writer = writer
         self._names: dict[int, Name] = {}
@@ -62,7 +62,7 @@ class Text:
                 raise
             raise ModelError(f"the tokenizer fails: {error}", Code.MODEL_INVALID) from error
 
-    def _read(self, facts: Facts) -> None:
+    def _read(self, facts: RendererFacts) -> None:
         from tokenizers import Tokenizer
 
         self._backend = Tokenizer.from_str(facts.tokenizer)
@@ -96,7 +96,7 @@ class Text:
 
         Blocks for a second or more: call it in a thread.
         """
-        return cls(ContainedWriter(path))
+        return cls(SandboxedRenderer(path))
 
     @property
     def has_chat_template(self) -> bool:
@@ -212,7 +212,7 @@ class Text:
         """Return token ids; `special` adds the tokens that begin every sequence. Raises RequestError."""
         return self._writer.encode(text, special=special)
 
-    def line(self, size: int) -> Line:
+    def line(self, size: int) -> WorkerQueue:
         """Return the line for work on texts of `size` bytes or characters."""
         return self._writer.line(size)
 
@@ -334,7 +334,7 @@ def _decoded(backend: Any, tokens: Sequence[int], *, skip_special: bool) -> str:
         raise broken(f"{type(error).__name__}: {error}") from error
 
 
-def _byte_decoding(backend: Any, special: frozenset[int], writer: Writer) -> _ByteDecoding | None:
+def _byte_decoding(backend: Any, special: frozenset[int], writer: Renderer) -> _ByteDecoding | None:
     """How to turn this tokenizer's tokens into bytes, or None when its decoder is of another kind.
 
     Trusted only if it reproduces the library's own decoding of a text with everything difficult in it.

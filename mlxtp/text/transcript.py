@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import groupby
 from types import MappingProxyType
 
-from ..api.backend import Score
-from .events import CallArguments, CallBegan, Event, Said, Scored, Thought
-from .reasoning import Channels, Kind, Part, Plan
+from ..api.backend import TokenScore
+from .events import AnswerEvent, CallArguments, CallBegan, ContentDelta, ReasoningDelta, Scored
+from .reasoning import AnswerPart, PartKind, ReadingPlan, ReasoningParser
 from .stop_strings import StopFinder
 from .tokenizer import Detokenizer
 from .tool_calls import CallText
@@ -34,13 +34,13 @@ class Transcript:
         scored: bool = False,
         *,
         choice: int = 0,
-        plan: Plan | None = None,
+        plan: ReadingPlan | None = None,
         specials: Mapping[int, str] = MappingProxyType({}),
         most_calls: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._finder = finder
-        self._channels = None if plan is None else Channels(plan, finder)
+        self._channels = None if plan is None else ReasoningParser(plan, finder)
         self._scored = scored
         self._choice = choice
         self._specials = specials
@@ -66,15 +66,15 @@ class Transcript:
     def stopped_by(self) -> str | None:
         return self._finder.match if self._finder is not None and self._finder.found else None
 
-    def push(self, tokens: Sequence[int], scores: Sequence[Score] = ()) -> list[Event]:
+    def push(self, tokens: Sequence[int], scores: Sequence[TokenScore] = ()) -> list[AnswerEvent]:
         """The events that are certain now."""
         if self._finder is None and not self._scored and self._channels is None:
             self.used += len(tokens)
             text = self._detokenizer.push(tokens)
-            return [Said(self._choice, text)] if text else []
+            return [ContentDelta(self._choice, text)] if text else []
         if self._scored and len(scores) != len(tokens):
             raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens")
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         for i, token in enumerate(tokens):
             if self.stopped:
                 break
@@ -87,15 +87,15 @@ class Transcript:
             parts += self._read(text, special is not None)
         return self._events(parts, self.finish_scores() if self.stopped else self._due())
 
-    def finish(self, cut: bool = False) -> list[Event]:
+    def finish(self, cut: bool = False) -> list[AnswerEvent]:
         """The rest, when no more tokens come. `cut`: the budget was used up."""
-        parts: list[Part] = []
+        parts: list[AnswerPart] = []
         if not self.stopped:
             parts += self._read(self._detokenizer.finish(), False)
             if self._channels is not None:
                 parts += self._channels.finish(cut)
             elif self._finder is not None:
-                parts.append(Part(Kind.SAID, self._finder.finish()))
+                parts.append(AnswerPart(PartKind.SAID, self._finder.finish()))
         return self._events(parts, self.finish_scores())
 
     def finish_scores(self) -> list[Scored]:
@@ -114,7 +114,7 @@ class Transcript:
         finder, channels = self._finder, self._channels
         return (finder.held if finder is not None else 0) + (channels.held if channels is not None else 0)
 
-    def _read(self, text: str, special: bool) -> list[Part]:
+    def _read(self, text: str, special: bool) -> list[AnswerPart]:
         if not text:
             return []
         self._made += len(text)
@@ -123,27 +123,27 @@ class Transcript:
             self._incomplete.clear()
         if self._channels is not None:
             return list(self._channels.push(text, special))
-        return [Part(Kind.SAID, text if self._finder is None else self._finder.push(text))]
+        return [AnswerPart(PartKind.SAID, text if self._finder is None else self._finder.push(text))]
 
-    def _events(self, parts: Sequence[Part], scores: Sequence[Scored]) -> list[Event]:
+    def _events(self, parts: Sequence[AnswerPart], scores: Sequence[Scored]) -> list[AnswerEvent]:
         """One event for what is said in a row; the scores go with the last of them."""
-        events: list[Event] = []
+        events: list[AnswerEvent] = []
         for kind, group in groupby(parts, key=lambda part: part.kind):
-            if kind is Kind.SAID:
+            if kind is PartKind.SAID:
                 said = "".join([part.text for part in group])
-                events += [Said(self._choice, said)] if said else []
-            elif kind is Kind.THOUGHT:
-                events.append(Thought(self._choice, "".join([part.text for part in group])))
+                events += [ContentDelta(self._choice, said)] if said else []
+            elif kind is PartKind.THOUGHT:
+                events.append(ReasoningDelta(self._choice, "".join([part.text for part in group])))
             else:
                 events += [self._call(part.call) for part in group if part.call is not None]
         if scores:
-            if events and isinstance(last := events[-1], Said):
+            if events and isinstance(last := events[-1], ContentDelta):
                 events[-1] = replace(last, scores=scores)
             else:
-                events.append(Said(self._choice, "", scores))
+                events.append(ContentDelta(self._choice, "", scores))
         return events
 
-    def _call(self, call: CallText) -> Event:
+    def _call(self, call: CallText) -> AnswerEvent:
         if call.name:
             self.called = True
             return CallBegan(self._choice, call.index, call.id, call.name)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 MOST_WAIT_S = 30.0  # before a request is refused
 
 
-class Line:
+class WorkerQueue:
     """One thread that does one piece of work after the other. What waits too long is refused."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A link for threads: a `Protocol` over a blocking socket, and how such sockets come to be."""
+"""A link for threads: a `Session` over a blocking socket, and how such sockets come to be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 
 from ..errors import Code, LinkError
 from .messages import Message
-from .session import Protocol, Received
+from .session import Received, Session
 from .tls import TlsSocket
 
 _READ_BYTES = 64 * 1024
@@ -18,14 +18,14 @@ _RETRY_S = 0.05
 _BACKLOG = 16
 
 
-class Link:
+class BlockingLink:
     """One end of a link. Any thread may send or close; one thread receives.
 
     Sending and receiving take turns only while they touch the protocol, never while they wait for the
     socket: a peer that does not read cannot keep this end from reading.
     """
 
-    def __init__(self, sock: socket.socket | TlsSocket, protocol: Protocol, send_timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket | TlsSocket, protocol: Session, send_timeout_s: float) -> None:
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # One timeout serves both directions; `receive` goes on waiting when it passes.
@@ -41,7 +41,7 @@ class Link:
         """Sends one message and returns the seq of its frame.
 
         Raises LinkError: LINK_TIMEOUT when the peer did not take all of it within `send_timeout_s` seconds,
-        LINK_LOST when the link is gone; it is closed then. Raises what `Protocol.send` raises.
+        LINK_LOST when the link is gone; it is closed then. Raises what `Session.send` raises.
         """
         with self._turn_to_send:
             with self._protocol_lock:
@@ -68,7 +68,7 @@ class Link:
 
         Returns [] only when there will be no more: the link ended in order, or `close` was called at this
         end. Raises LinkError: LINK_LOST when the peer is gone, LINK_TIMEOUT when no message was complete
-        after `timeout_s` seconds. Raises what `Protocol.receive_data` raises.
+        after `timeout_s` seconds. Raises what `Session.receive_data` raises.
         """
         ends_at = None if timeout_s is None else time.monotonic() + timeout_s
         while True:

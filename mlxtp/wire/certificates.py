@@ -65,7 +65,7 @@ class NodeIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class MemberCertificates:
     """A member's certificate and that of its cluster's authority (DER)."""
 
     certificate: bytes

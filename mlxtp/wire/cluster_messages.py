@@ -97,7 +97,7 @@ class Beat(Message):
 
 @dataclass(frozen=True, slots=True)
 class DesiredState(Message):
-    """What should run: see `cluster.beliefs.newer` for which of two holds.
+    """What should run: see `cluster.cluster_state.newer` for which of two holds.
 
     An empty `model` means nothing. `nodes` is "auto", "all" or a number. `said` is the version of the last
     word of a person: this one, or one after which requests chose.

@@ -87,7 +87,7 @@ class LinkKind(Enum):
         return self.value[1] if side is Side.UPPER else self.value[2]
 
 
-class State(Enum):
+class LinkState(Enum):
     """Where a link stands. A plain CLOSING owes the Done of Shutdown, CLOSING_AFTER_* another reply first."""
 
     NEW = "new"
@@ -120,10 +120,10 @@ class State(Enum):
         return self.value
 
 
-TERMINAL = frozenset((State.CLOSED, State.FAILED))
+TERMINAL = frozenset((LinkState.CLOSED, LinkState.FAILED))
 """Nothing is legal here."""
 
-OPENING = frozenset((State.NEW, State.GREETED, State.OFFERED, State.ASKED))
+OPENING = frozenset((LinkState.NEW, LinkState.GREETED, LinkState.OFFERED, LinkState.ASKED))
 """Whoever sends here has proven nothing yet, and gets little room."""
 
 
@@ -133,71 +133,72 @@ class RequestFailed(Message):
     __slots__ = ()
 
 
-Row = tuple[State, Side, type[Message], State]
-Moves = dict[type[Message], State]
-Table = dict[State, dict[Side, Moves]]
+Transition = tuple[LinkState, Side, type[Message], LinkState]
+Moves = dict[type[Message], LinkState]
+Table = dict[LinkState, dict[Side, Moves]]
 
 _UPPER, _LOWER = Side.UPPER, Side.LOWER
 
-_GREETING: tuple[Row, ...] = (
-    (State.NEW, _LOWER, Hello, State.GREETED),
-    (State.GREETED, _UPPER, Error, State.CLOSED),  # refused
+_GREETING: tuple[Transition, ...] = (
+    (LinkState.NEW, _LOWER, Hello, LinkState.GREETED),
+    (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
 )
 
-_PIPE_START: tuple[Row, ...] = (
-    (State.GREETED, _UPPER, Welcome, State.OPEN),
-    (State.OPEN, _UPPER, Bootstrap, State.LINKING),
-    (State.LINKING, _LOWER, Done, State.LINKED),
+_PIPE_START: tuple[Transition, ...] = (
+    (LinkState.GREETED, _UPPER, Welcome, LinkState.OPEN),
+    (LinkState.OPEN, _UPPER, Bootstrap, LinkState.LINKING),
+    (LinkState.LINKING, _LOWER, Done, LinkState.LINKED),
 )
 
-_DECODE_START: tuple[Row, ...] = ((State.GREETED, _UPPER, Welcome, State.LINKED),)
+_DECODE_START: tuple[Transition, ...] = ((LinkState.GREETED, _UPPER, Welcome, LinkState.LINKED),)
 
-_LIFE: tuple[Row, ...] = (
-    (State.LINKED, _UPPER, Init, State.FORMING),
-    (State.FORMING, _LOWER, InitDone, State.FORMED),
-    (State.FORMED, _UPPER, SanityCheck, State.PROVING),
-    (State.PROVING, _LOWER, SanityDone, State.PROVEN),
-    (State.PROVEN, _UPPER, LoadShard, State.LOADING),
-    (State.LOADING, _LOWER, Loaded, State.LOADED),
-    (State.LOADING, _LOWER, Error, State.PROVEN),  # a load that failed leaves the group usable
-    (State.LOADED, _UPPER, Unload, State.UNLOADING),
-    (State.PROVEN, _UPPER, Unload, State.UNLOADING),  # where a load failed on some ranks, all let go
-    (State.UNLOADING, _LOWER, Done, State.PROVEN),
-    (State.LOADED, _UPPER, TimeCollectives, State.MEASURING),
-    (State.MEASURING, _LOWER, CollectivesTimed, State.LOADED),
+_LIFE: tuple[Transition, ...] = (
+    (LinkState.LINKED, _UPPER, Init, LinkState.FORMING),
+    (LinkState.FORMING, _LOWER, InitDone, LinkState.FORMED),
+    (LinkState.FORMED, _UPPER, SanityCheck, LinkState.PROVING),
+    (LinkState.PROVING, _LOWER, SanityDone, LinkState.PROVEN),
+    (LinkState.PROVEN, _UPPER, LoadShard, LinkState.LOADING),
+    (LinkState.LOADING, _LOWER, Loaded, LinkState.LOADED),
+    (LinkState.LOADING, _LOWER, Error, LinkState.PROVEN),  # a load that failed leaves the group usable
+    (LinkState.LOADED, _UPPER, Unload, LinkState.UNLOADING),
+    (LinkState.PROVEN, _UPPER, Unload, LinkState.UNLOADING),  # where a load failed on some ranks, all let go
+    (LinkState.UNLOADING, _LOWER, Done, LinkState.PROVEN),
+    (LinkState.LOADED, _UPPER, TimeCollectives, LinkState.MEASURING),
+    (LinkState.MEASURING, _LOWER, CollectivesTimed, LinkState.LOADED),
 )
 
-_ENDING: tuple[Row, ...] = (
-    (State.CLOSING, _LOWER, Done, State.ENDED),
-    (State.ENDED, _LOWER, SessionEnd, State.CLOSED),
+_ENDING: tuple[Transition, ...] = (
+    (LinkState.CLOSING, _LOWER, Done, LinkState.ENDED),
+    (LinkState.ENDED, _LOWER, SessionEnd, LinkState.CLOSED),
 )
 
-_ENDING_BUSY: tuple[Row, ...] = (
-    (State.CLOSING_AFTER_DONE, _LOWER, Done, State.CLOSING),
-    (State.CLOSING_AFTER_INIT, _LOWER, InitDone, State.CLOSING),
-    (State.CLOSING_AFTER_SANITY, _LOWER, SanityDone, State.CLOSING),
-    (State.CLOSING_AFTER_LOAD, _LOWER, Loaded, State.CLOSING),
-    (State.CLOSING_AFTER_LOAD, _LOWER, Error, State.CLOSING),
-    (State.CLOSING_AFTER_TIMES, _LOWER, CollectivesTimed, State.CLOSING),
+_ENDING_BUSY: tuple[Transition, ...] = (
+    (LinkState.CLOSING_AFTER_DONE, _LOWER, Done, LinkState.CLOSING),
+    (LinkState.CLOSING_AFTER_INIT, _LOWER, InitDone, LinkState.CLOSING),
+    (LinkState.CLOSING_AFTER_SANITY, _LOWER, SanityDone, LinkState.CLOSING),
+    (LinkState.CLOSING_AFTER_LOAD, _LOWER, Loaded, LinkState.CLOSING),
+    (LinkState.CLOSING_AFTER_LOAD, _LOWER, Error, LinkState.CLOSING),
+    (LinkState.CLOSING_AFTER_TIMES, _LOWER, CollectivesTimed, LinkState.CLOSING),
 )
 
 _SHUTDOWN_WHEN_IDLE = dict.fromkeys(
-    (State.OPEN, State.LINKED, State.FORMED, State.PROVEN, State.LOADED), State.CLOSING
+    (LinkState.OPEN, LinkState.LINKED, LinkState.FORMED, LinkState.PROVEN, LinkState.LOADED),
+    LinkState.CLOSING,
 )
 """Where Shutdown leads when no reply is owed."""
 
 _SHUTDOWN_WHEN_BUSY = {
-    State.LINKING: State.CLOSING_AFTER_DONE,
-    State.FORMING: State.CLOSING_AFTER_INIT,
-    State.PROVING: State.CLOSING_AFTER_SANITY,
-    State.LOADING: State.CLOSING_AFTER_LOAD,
-    State.UNLOADING: State.CLOSING_AFTER_DONE,
-    State.MEASURING: State.CLOSING_AFTER_TIMES,
+    LinkState.LINKING: LinkState.CLOSING_AFTER_DONE,
+    LinkState.FORMING: LinkState.CLOSING_AFTER_INIT,
+    LinkState.PROVING: LinkState.CLOSING_AFTER_SANITY,
+    LinkState.LOADING: LinkState.CLOSING_AFTER_LOAD,
+    LinkState.UNLOADING: LinkState.CLOSING_AFTER_DONE,
+    LinkState.MEASURING: LinkState.CLOSING_AFTER_TIMES,
 }
 """Where it leads when one is: that reply may be on its way already, so it comes first, then Shutdown's."""
 
-_DECODING: tuple[Row, ...] = tuple(
-    (State.LOADED, side, message, State.LOADED)
+_DECODING: tuple[Transition, ...] = tuple(
+    (LinkState.LOADED, side, message, LinkState.LOADED)
     for side, message in (
         (_UPPER, PromptTokens),
         (_UPPER, PromptBatch),
@@ -208,78 +209,80 @@ _DECODING: tuple[Row, ...] = tuple(
     )
 )
 
-_CANARY: tuple[Row, ...] = (
-    (State.LOADED, _UPPER, SanityCheck, State.CHECKING),
-    (State.CHECKING, _LOWER, SanityDone, State.LOADED),
+_CANARY: tuple[Transition, ...] = (
+    (LinkState.LOADED, _UPPER, SanityCheck, LinkState.CHECKING),
+    (LinkState.CHECKING, _LOWER, SanityDone, LinkState.LOADED),
 )
 """Between forwards of an idle group, the proof by value may be asked for again."""
 
-_REQUESTS: tuple[Row, ...] = ((State.LOADED, _UPPER, Generate, State.LOADED),)  # Cancel may come anywhere
+_REQUESTS: tuple[Transition, ...] = (
+    (LinkState.LOADED, _UPPER, Generate, LinkState.LOADED),
+)  # Cancel may come anywhere
 
-_ROUNDS: tuple[Row, ...] = (
-    (State.LINKED, _LOWER, SideChannel, State.LINKED),
-    (State.LINKED, _UPPER, Gathered, State.LINKED),
-    (State.CLOSING, _LOWER, SideChannel, State.CLOSING),  # it crossed Shutdown
+_ROUNDS: tuple[Transition, ...] = (
+    (LinkState.LINKED, _LOWER, SideChannel, LinkState.LINKED),
+    (LinkState.LINKED, _UPPER, Gathered, LinkState.LINKED),
+    (LinkState.CLOSING, _LOWER, SideChannel, LinkState.CLOSING),  # it crossed Shutdown
 )
 """A rank above 0 forms the group when rank 0 says so, of which its pipe knows nothing."""
 
-_ROUNDS_OF_LEADER: tuple[Row, ...] = (
-    (State.FORMING, _LOWER, SideChannel, State.FORMING),
-    (State.FORMING, _UPPER, Gathered, State.FORMING),
-    (State.FORMED, _UPPER, Gathered, State.FORMED),  # an error that crossed InitDone
-    (State.CLOSING_AFTER_INIT, _LOWER, SideChannel, State.CLOSING_AFTER_INIT),
+_ROUNDS_OF_LEADER: tuple[Transition, ...] = (
+    (LinkState.FORMING, _LOWER, SideChannel, LinkState.FORMING),
+    (LinkState.FORMING, _UPPER, Gathered, LinkState.FORMING),
+    (LinkState.FORMED, _UPPER, Gathered, LinkState.FORMED),  # an error that crossed InitDone
+    (LinkState.CLOSING_AFTER_INIT, _LOWER, SideChannel, LinkState.CLOSING_AFTER_INIT),
 )
 
-_VOICE: tuple[Row, ...] = tuple(
+_VOICE: tuple[Transition, ...] = tuple(
     (state, _LOWER, message, state)
     for state in (
-        State.LOADED,
-        State.UNLOADING,
-        State.MEASURING,
-        State.CLOSING,
-        State.CLOSING_AFTER_DONE,
-        State.CLOSING_AFTER_TIMES,
+        LinkState.LOADED,
+        LinkState.UNLOADING,
+        LinkState.MEASURING,
+        LinkState.CLOSING,
+        LinkState.CLOSING_AFTER_DONE,
+        LinkState.CLOSING_AFTER_TIMES,
     )
     for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)
 )
 """Tokens leave rank 0 until the command that crossed them is answered. No other link has these moves."""
 
 
-_JOINING: tuple[Row, ...] = (
-    (State.NEW, _UPPER, JoinOffer, State.OFFERED),
-    (State.OFFERED, _LOWER, JoinRequest, State.ASKED),
-    (State.ASKED, _UPPER, JoinGrant, State.CLOSED),
-    (State.ASKED, _UPPER, JoinRefusal, State.CLOSED),
-    (State.ASKED, _UPPER, Error, State.CLOSED),
-    (State.OFFERED, _UPPER, Error, State.FAILED),  # the offer stands no longer
+_JOINING: tuple[Transition, ...] = (
+    (LinkState.NEW, _UPPER, JoinOffer, LinkState.OFFERED),
+    (LinkState.OFFERED, _LOWER, JoinRequest, LinkState.ASKED),
+    (LinkState.ASKED, _UPPER, JoinGrant, LinkState.CLOSED),
+    (LinkState.ASKED, _UPPER, JoinRefusal, LinkState.CLOSED),
+    (LinkState.ASKED, _UPPER, Error, LinkState.CLOSED),
+    (LinkState.OFFERED, _UPPER, Error, LinkState.FAILED),  # the offer stands no longer
 )
 
 
-def _states(rows: Iterable[Row]) -> frozenset[State]:
+def _states(rows: Iterable[Transition]) -> frozenset[LinkState]:
     return frozenset(state for start, _, _, end in rows for state in (start, end)) - TERMINAL
 
 
-def _shutdowns(rows: Iterable[Row], targets: dict[State, State]) -> Iterator[Row]:
+def _shutdowns(rows: Iterable[Transition], targets: dict[LinkState, LinkState]) -> Iterator[Transition]:
     present = _states(rows)
     return ((state, _UPPER, Shutdown, end) for state, end in targets.items() if state in present)
 
 
-def _anywhere(rows: Iterable[Row], side: Side, *messages: type[Message]) -> Iterator[Row]:
+def _anywhere(rows: Iterable[Transition], side: Side, *messages: type[Message]) -> Iterator[Transition]:
     """These messages of `side` are legal in every state from open on, and change none."""
     return (
         (state, side, message, state)
-        for state in _states(rows) - {State.NEW, State.GREETED}
+        for state in _states(rows) - {LinkState.NEW, LinkState.GREETED}
         for message in messages
     )
 
 
-def _failures(rows: tuple[Row, ...], side: Side) -> Iterator[Row]:
+def _failures(rows: tuple[Transition, ...], side: Side) -> Iterator[Transition]:
     """An Error nobody asked for, wherever it is not already a reply: `side` is ending."""
     replies = {start for start, sender, message, _ in rows if sender is side and message is Error}
-    return ((state, side, Error, State.FAILED) for state in _states(rows) - replies - {State.NEW})
+    return ((state, side, Error, LinkState.FAILED) for state in _states(rows) - replies - {LinkState.NEW})
 
 
-def _pipe(rows: tuple[Row, ...], *upper_anywhere: type[Message]) -> Table:
+def _pipe(rows: tuple[Transition, ...], *upper_anywhere: type[Message]) -> Table:
     rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_IDLE))
     rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_BUSY))
     reached = _states(rows)
@@ -288,13 +291,13 @@ def _pipe(rows: tuple[Row, ...], *upper_anywhere: type[Message]) -> Table:
     return _table((*rows, *anywhere, *_failures(rows, _LOWER)))
 
 
-def _decode(rows: tuple[Row, ...]) -> Table:
+def _decode(rows: tuple[Transition, ...]) -> Table:
     rows += tuple(_shutdowns(rows, _SHUTDOWN_WHEN_IDLE))
     rows += _ENDING
     return _table((*rows, *_failures(rows, _LOWER), *_failures(rows, _UPPER)))
 
 
-def _table(rows: tuple[Row, ...]) -> Table:
+def _table(rows: tuple[Transition, ...]) -> Table:
     table: Table = {state: {_UPPER: {}, _LOWER: {}} for state in (*_states(rows), *TERMINAL)}
     for start, side, message, end in rows:
         assert message not in table[start][side], (start, side, message)
@@ -302,33 +305,33 @@ def _table(rows: tuple[Row, ...]) -> Table:
     return table
 
 
-_CONTROL: tuple[Row, ...] = (
-    (State.NEW, _LOWER, AgentHello, State.GREETED),
-    (State.GREETED, _UPPER, AgentHello, State.OPEN),
-    (State.GREETED, _UPPER, Error, State.CLOSED),  # refused
+_CONTROL: tuple[Transition, ...] = (
+    (LinkState.NEW, _LOWER, AgentHello, LinkState.GREETED),
+    (LinkState.GREETED, _UPPER, AgentHello, LinkState.OPEN),
+    (LinkState.GREETED, _UPPER, Error, LinkState.CLOSED),  # refused
 )
 """Once open, both ends may say the same."""
 
-_CONTROL_END: tuple[Row, ...] = tuple(
-    (State.OPEN, side, message, end)
+_CONTROL_END: tuple[Transition, ...] = tuple(
+    (LinkState.OPEN, side, message, end)
     for side in Side
-    for message, end in ((SessionEnd, State.CLOSED), (Error, State.FAILED))
+    for message, end in ((SessionEnd, LinkState.CLOSED), (Error, LinkState.FAILED))
 )
 
-_REQUESTS_LINK: tuple[Row, ...] = (
-    (State.NEW, _LOWER, Hello, State.GREETED),
-    (State.GREETED, _UPPER, Welcome, State.OPEN),
-    *((State.OPEN, _UPPER, message, State.OPEN) for message in (Generate, Cancel)),
+_REQUESTS_LINK: tuple[Transition, ...] = (
+    (LinkState.NEW, _LOWER, Hello, LinkState.GREETED),
+    (LinkState.GREETED, _UPPER, Welcome, LinkState.OPEN),
+    *((LinkState.OPEN, _UPPER, message, LinkState.OPEN) for message in (Generate, Cancel)),
     *(
-        (State.OPEN, _LOWER, message, State.OPEN)
+        (LinkState.OPEN, _LOWER, message, LinkState.OPEN)
         for message in (Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed)
     ),
-    *((State.OPEN, side, Error, State.FAILED) for side in Side),
-    *((State.OPEN, side, SessionEnd, State.CLOSED) for side in Side),
+    *((LinkState.OPEN, side, Error, LinkState.FAILED) for side in Side),
+    *((LinkState.OPEN, side, SessionEnd, LinkState.CLOSED) for side in Side),
 )
 
 
-def _control(rows: tuple[Row, ...]) -> Table:
+def _control(rows: tuple[Transition, ...]) -> Table:
     both = tuple(row for side in Side for row in _anywhere(rows, side, *BOTH_WAYS))
     return _table((*rows, *both, *_CONTROL_END))
 

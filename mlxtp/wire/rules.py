@@ -43,7 +43,7 @@ Rules = dict[type[Message], Callable[[Any, int], None]]
 
 
 class Violation(Exception):
-    """A rule was broken. `Protocol` turns it into a local or a remote error, depending on who did it."""
+    """A rule was broken. `Session` turns it into a local or a remote error, depending on who did it."""
 
     def __init__(self, code: Code, detail: str) -> None:
         super().__init__(detail)

@@ -9,12 +9,12 @@ from typing import NamedTuple, NoReturn
 from ..errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
 from .frames import MAX_FRAME, Decoder, encode
 from .messages import Done, Error, Message
-from .protocol import OPENING, TABLES, TERMINAL, LinkKind, Moves, RequestFailed, Side, State
+from .protocol import OPENING, TABLES, TERMINAL, LinkKind, LinkState, Moves, RequestFailed, Side
 from .rules import LEDGERS, Ledger, Violation
 
-__all__ = ["LinkKind", "Protocol", "Received", "Side", "State"]
+__all__ = ["LinkKind", "LinkState", "Received", "Session", "Side"]
 
-_FORGETTING = frozenset((State.UNLOADING, State.CLOSING))
+_FORGETTING = frozenset((LinkState.UNLOADING, LinkState.CLOSING))
 """When the command of one of these states is answered, every earlier sequence or request is over."""
 
 
@@ -25,7 +25,7 @@ class Received(NamedTuple):
     message: Message
 
 
-class Protocol:
+class Session:
     """One end of a link, for one epoch.
 
     Each direction numbers its frames 1, 2, 3 ...; a frame of another epoch is dropped and counted. The first
@@ -50,17 +50,17 @@ class Protocol:
         self._received_seq = 0
         self._failure: MlxtpError | None = None
         self._ended_here = False
-        self._enter(State.NEW)
+        self._enter(LinkState.NEW)
 
     @property
-    def state(self) -> State:
+    def state(self) -> LinkState:
         """Where the link stands, as far as this end knows."""
         return self._state
 
     @property
     def closed(self) -> bool:
         """Whether the link has ended in order; EOF is then no error."""
-        return self._state is State.CLOSED
+        return self._state is LinkState.CLOSED
 
     @property
     def outstanding(self) -> int:
@@ -149,7 +149,7 @@ class Protocol:
             self._enter(state)
             self._ended_here = state in TERMINAL and sender is self.side
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: LinkState) -> None:
         self._state = state
         moves = self._table[state]
         self._sendable = moves[self.side]
@@ -158,7 +158,7 @@ class Protocol:
             self._decoder.limit = MAX_FRAME
 
     def _fail(self, failure: MlxtpError) -> NoReturn:
-        self._enter(State.FAILED)
+        self._enter(LinkState.FAILED)
         self._failure = failure
         raise failure from None
 

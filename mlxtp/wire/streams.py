@@ -1,4 +1,4 @@
-"""A link for asyncio: a `Protocol` over a pair of streams."""
+"""A link for asyncio: a `Session` over a pair of streams."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ import socket
 
 from ..errors import LinkError
 from .messages import Message
-from .session import Protocol, Received
+from .session import Received, Session
 
 _READ_BYTES = 64 * 1024
 
 
-class Connection:
+class StreamLink:
     """One end of a link in an event loop. One task receives; any may send."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: Protocol
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, protocol: Session) -> None:
         self.protocol = protocol
         self._reader = reader
         self._writer = writer
         self._closed = False
 
     @classmethod
-    async def from_socket(cls, sock: socket.socket, protocol: Protocol) -> Connection:
+    async def from_socket(cls, sock: socket.socket, protocol: Session) -> StreamLink:
         """Takes over a connected stream socket, such as one end of a socket pair. Raises OSError."""
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock)
@@ -34,7 +32,7 @@ class Connection:
     def send(self, message: Message) -> int:
         """Hands one message to the transport, without waiting, and returns the seq of its frame.
 
-        Raises LinkError (LINK_LOST) when the transport is closed, and what `Protocol.send` raises. That the
+        Raises LinkError (LINK_LOST) when the transport is closed, and what `Session.send` raises. That the
         peer is gone may show only in `drain` and `receive`.
         """
         if self._writer.is_closing():
@@ -53,7 +51,7 @@ class Connection:
         """Waits until messages are there, and returns them.
 
         Returns [] only when there will be no more: the link ended in order, or `close` was called at this
-        end. Raises LinkError (LINK_LOST) when the peer is gone, and what `Protocol.receive_data` raises.
+        end. Raises LinkError (LINK_LOST) when the peer is gone, and what `Session.receive_data` raises.
         Nothing is lost when the waiting task is cancelled.
         """
         while True:

@@ -51,7 +51,7 @@ class Credentials:
         return cls(folder / "node.key", folder / "member.pem")
 
 
-class Secured(Protocol):
+class PeerTls(Protocol):
     """The part of `ssl.SSLObject` that tells who the peer is."""
 
     def getpeercert(self, binary_form: bool) -> bytes | None: ...
@@ -125,7 +125,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
 # --- who is it ----------------------------------------------------------------------------------------
 
 
-def peer_identity(secured: Secured) -> NodeIdentity:
+def peer_identity(secured: PeerTls) -> NodeIdentity:
     """Who the peer is, after a handshake in one of the members' contexts, which checked its certificate.
 
     Raises ProtocolError (NOT_AUTHENTIC) when it showed none, or one that names no node.
@@ -136,7 +136,7 @@ def peer_identity(secured: Secured) -> NodeIdentity:
     return read_node(certificate)
 
 
-def judge_client(secured: Secured, address: str) -> Peer:
+def judge_client(secured: PeerTls, address: str) -> Peer:
     """Who connected to a server of ours, right after the handshake.
 
     Raises ProtocolError (NOT_AUTHENTIC) for whoever speaks none of our protocols, or wants more than to join
@@ -166,7 +166,8 @@ def explained(error: Exception, where: str, deadline_s: float) -> MlxtpError:
 
 
 class TlsSocket:
-    """A connected blocking socket that speaks TLS, with the part of a socket's interface that a `Link` uses.
+    """A connected blocking socket that speaks TLS, with the part of a socket's interface that a
+    `BlockingLink` uses.
 
     One thread may receive while another sends. OpenSSL's object is used by one thread at a time, under a
     lock that nobody holds while the network makes them wait.

@@ -29,7 +29,7 @@ _READ_LIMIT = 256 * 1024
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Peer], Awaitable[None]]
 
 
-class Doorman:
+class TlsAcceptor:
     """Accepts TLS connections on a listening socket and hands them over as long as `run` runs.
 
     `on_connection(reader, writer, peer)` has the connection to itself and deals with its errors; when it

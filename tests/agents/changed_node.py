@@ -18,7 +18,7 @@ import mlxtp.groups.lifecycle
 import mlxtp.identity.join_token
 import mlxtp.service.watchdog
 from mlxtp.cli.main import main
-from mlxtp.cluster.control_port import Door
+from mlxtp.cluster.control_port import ControlPort
 from mlxtp.cluster.own_build import versions_here
 
 
@@ -36,8 +36,8 @@ def change(thing: str, value: str) -> None:
         case "token_life":
             mlxtp.identity.join_token.LIFE_S = float(value)
         case "issues":
-            issue = Door.token
-            Door.token = lambda door, asked_by="": value if asked_by else issue(door)  # type: ignore[method-assign]
+            issue = ControlPort.token
+            ControlPort.token = lambda door, asked_by="": value if asked_by else issue(door)  # type: ignore[method-assign]
         case "stuck":
             mlxtp.service.watchdog.TURNS = int(value)
             mlxtp.groups.lifecycle.Supervisor.run = stand_still  # type: ignore[method-assign,assignment]

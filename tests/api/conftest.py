@@ -20,21 +20,21 @@ from mlxtp.api.app import create_app
 from mlxtp.api.backend import (
     AT_ONCE,
     GREEDY,
-    End,
-    Event,
     Health,
     ModelInfo,
+    ModelLease,
     Progress,
     Request,
     Sampling,
-    Score,
-    Stored,
+    StoredModelInfo,
+    StreamEnd,
+    TokenEvent,
     Tokens,
-    Turn,
+    TokenScore,
 )
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, RequestError
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -112,13 +112,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
     for make in (byte_level, byte_fallback, metaspace):
         tokenizer = make()
         folder = save(tokenizer, tmp_path_factory.mktemp(make.__name__))
-        found[make.__name__] = Loaded(make.__name__, tokenizer, folder, Text(LocalWriter.load(folder)))
+        found[make.__name__] = Loaded(make.__name__, tokenizer, folder, Text(LocalRenderer.load(folder)))
     return found
 
 
 # --- the backend ------------------------------------------------------------------------------------------
 
-Script = Callable[[], AsyncIterator[Event]]
+Script = Callable[[], AsyncIterator[TokenEvent]]
 CONTEXT = 200
 VOCABULARY = 340
 WAIT_S = 20
@@ -127,27 +127,27 @@ WAIT_S = 20
 def says(tokens: list[int], reason: str = "stop", step: int = 1, **end: int) -> Script:
     """An answer in pieces of `step` tokens."""
 
-    async def script() -> AsyncIterator[Event]:
+    async def script() -> AsyncIterator[TokenEvent]:
         for i in range(0, len(tokens), step):
             yield Tokens(tuple(tokens[i : i + step]))
-        yield End(reason, len(tokens), **end)  # type: ignore[arg-type]
+        yield StreamEnd(reason, len(tokens), **end)  # type: ignore[arg-type]
 
     return script
 
 
-def score(at: int, top: int = 0) -> Score:
+def score(at: int, top: int = 0) -> TokenScore:
     """That of token number `at`: no two are alike."""
-    return Score(-0.25 * at, tuple((60 + i, -0.5 * i) for i in range(top)))
+    return TokenScore(-0.25 * at, tuple((60 + i, -0.5 * i) for i in range(top)))
 
 
 def says_scored(tokens: list[int], step: int = 1, top: int = 0) -> Script:
     """An answer with scores."""
 
-    async def script() -> AsyncIterator[Event]:
+    async def script() -> AsyncIterator[TokenEvent]:
         for i in range(0, len(tokens), step):
             part = tuple(tokens[i : i + step])
             yield Tokens(part, tuple(score(i + j, top) for j in range(len(part))))
-        yield End("stop", len(tokens))
+        yield StreamEnd("stop", len(tokens))
 
     return script
 
@@ -155,13 +155,13 @@ def says_scored(tokens: list[int], step: int = 1, top: int = 0) -> Script:
 def then(first: list[int], act: Callable[[], Any]) -> Script:
     """Some tokens, then whatever `act` does: wait for ever, raise."""
 
-    async def script() -> AsyncIterator[Event]:
+    async def script() -> AsyncIterator[TokenEvent]:
         if first:
             yield Tokens(tuple(first))
         result = act()
         if asyncio.iscoroutine(result):
             await result
-        yield End("stop", len(first))
+        yield StreamEnd("stop", len(first))
 
     return script
 
@@ -176,7 +176,7 @@ class FakeAnswer:
     def __init__(self, backend: FakeBackend, script: Script) -> None:
         self._backend = backend
         self._script = script
-        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue(maxsize=1)
+        self._events: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue(maxsize=1)
         self._player: asyncio.Task[None] | None = None
         self.closed = threading.Event()
         self.finished = False
@@ -195,7 +195,7 @@ class FakeAnswer:
     def __aiter__(self) -> FakeAnswer:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> TokenEvent:
         if self.closed.is_set():
             raise StopAsyncIteration
         if self._player is None:
@@ -216,7 +216,7 @@ class FakeAnswer:
         try:
             async for event in self._script():
                 await self._events.put(event)
-                self.finished = isinstance(event, End)
+                self.finished = isinstance(event, StreamEnd)
             await self._events.put(None)
         except Exception as error:  # noqa: BLE001 - whoever reads raises it
             await self._events.put(error)
@@ -246,8 +246,8 @@ class FakeBackend:
     defaults: Sampling = GREEDY
     requests: list[Request] = field(default_factory=list)
     answers: list[FakeAnswer] = field(default_factory=list)
-    stored: tuple[Stored, ...] = ()
-    take_turn: Callable[[str | None, float], Turn] = lambda _name, _within_s: AT_ONCE
+    stored: tuple[StoredModelInfo, ...] = ()
+    take_turn: Callable[[str | None, float], ModelLease] = lambda _name, _within_s: AT_ONCE
     began: threading.Event = field(default_factory=threading.Event)
 
     def health(self) -> Health:
@@ -262,10 +262,10 @@ class FakeBackend:
         model = ModelInfo("org/tiny", names, Path(), self.context, 1234, eos, self.vocabulary, self.defaults)
         return (model,)
 
-    async def on_request(self) -> tuple[Stored, ...]:
+    async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return self.stored
 
-    async def turn(self, name: str | None, within_s: float = 0.0) -> Turn:
+    async def turn(self, name: str | None, within_s: float = 0.0) -> ModelLease:
         return self.take_turn(name, within_s)
 
     def shortage(self) -> RequestError | None:
@@ -396,7 +396,7 @@ def roomy_running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     Roomy.folder = folder
     Roomy.words = tuple(tokenizer.encode("hello world", add_special_tokens=False).ids)
-    with serving(Roomy(Text(LocalWriter.load(folder))), tokenizer) as server:
+    with serving(Roomy(Text(LocalRenderer.load(folder))), tokenizer) as server:
         yield server
 
 

@@ -23,15 +23,15 @@ from starlette.routing import Route
 
 from mlxtp.api import app as app_module
 from mlxtp.api import http_connection, tls_handshake
-from mlxtp.api.access_log import Accounting
+from mlxtp.api.access_log import AccessLog
 from mlxtp.api.api_keys import FILE, KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.auth import LOOK_S, KeyRing
-from mlxtp.api.backend import Event, Tokens
+from mlxtp.api.backend import TokenEvent, Tokens
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.guard import UNREAD_BYTES, Access
 from mlxtp.api.https_certificates import Tls, here_and_now, own_tls
-from mlxtp.api.request_metrics import Tally
+from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import MlxtpError
 
@@ -89,7 +89,7 @@ def door(
     ring = KeyRing(file, rule, beyond=False, clock=lambda: found.now)
     ring.own_key = ADMIN_KEY
     guarded = create_app(backend, admin=FakeAdmin(), access=Access(hosts, origins, ring))
-    app = Accounting(guarded, Tally(time.monotonic))
+    app = AccessLog(guarded, RequestMetrics(time.monotonic))
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     context = None if tls is None else tls.context
     serving = serve(app, sock, stop, tls=context, grace_s=1, stall_s=stall_s, handshake_s=handshake_s)
@@ -607,7 +607,7 @@ def test_what_waits_for_who_never_reads_by_https_is_bounded(
     context = ssl.create_default_context(cafile=str(tmp_path / "https-cert.pem"))
     taken = 0
 
-    async def endless() -> AsyncIterator[Event]:
+    async def endless() -> AsyncIterator[TokenEvent]:
         nonlocal taken
         while True:
             taken += 1

@@ -10,10 +10,10 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from mlxtp.api.access_log import Accounting
+from mlxtp.api.access_log import AccessLog
 from mlxtp.api.admin import MAX_BODY_BYTES
 from mlxtp.api.app import create_app
-from mlxtp.api.request_metrics import Tally
+from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.errors import Code, LinkError, UserError
 
 KEY = "the key in the home"
@@ -147,7 +147,7 @@ def ask(
 ) -> httpx.Response:
     async def run() -> httpx.Response:
         app = create_app(cast(Any, None), admin=admin)
-        transport = httpx.ASGITransport(Accounting(app, Tally(time.monotonic)))
+        transport = httpx.ASGITransport(AccessLog(app, RequestMetrics(time.monotonic)))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:52415") as client:
             sent = headers | ({"authorization": key} if key is not None else {})
             raw = {name.encode(): value.encode() for name, value in sent.items()}

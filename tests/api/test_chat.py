@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from mlxtp.api.backend import PLAIN, End, Event, Sampling, Score, Shaping, Tokens
+from mlxtp.api.backend import PLAIN, Sampling, Shaping, StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.api.sampling import choice_seed
 from mlxtp.errors import Code, GroupError, RequestError
 
@@ -288,9 +288,9 @@ def test_without_a_wish_there_are_no_scores(server: Server) -> None:
 
 
 def test_an_impossible_token_still_makes_valid_json(server: Server) -> None:
-    async def script() -> AsyncIterator[Event]:
-        yield Tokens((70,), (Score(-math.inf, ((71, -math.inf),)),))
-        yield End("stop", 1)
+    async def script() -> AsyncIterator[TokenEvent]:
+        yield Tokens((70,), (TokenScore(-math.inf, ((71, -math.inf),)),))
+        yield StreamEnd("stop", 1)
 
     server.backend.script = script
     response = post(server, ask(logprobs=True, top_logprobs=1))

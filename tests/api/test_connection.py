@@ -15,11 +15,11 @@ from time import monotonic
 import pytest
 
 from mlxtp.api import http_connection, request_body, tls_handshake
-from mlxtp.api.access_log import Accounting
+from mlxtp.api.access_log import AccessLog
 from mlxtp.api.app import create_app
 from mlxtp.api.https_certificates import here_and_now, own_tls
 from mlxtp.api.request_context import current
-from mlxtp.api.request_metrics import Tally
+from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
 
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, forever, says, then
@@ -75,7 +75,7 @@ def play(
 ) -> None:
     async def run() -> None:
         sock, stop = bind("127.0.0.1", 0), asyncio.Event()
-        app = Accounting(create_app(backend, body_s=body_s), Tally(monotonic))
+        app = AccessLog(create_app(backend, body_s=body_s), RequestMetrics(monotonic))
         limits = {"stall_s": stall_s, "request_s": request_s}
         serving = asyncio.create_task(serve(app, sock, stop, tls=tls, grace_s=1, **limits))
         clients: list[Client] = []

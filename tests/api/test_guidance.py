@@ -14,9 +14,9 @@ from mlxtp.api.guidance import Guidance, guidance
 from mlxtp.engine.grammar import Grammars
 from mlxtp.errors import Code, MlxtpError, RequestError
 from mlxtp.text.call_style import Separators
-from mlxtp.text.conversation import Ask, Conversation, Options, Turn
+from mlxtp.text.conversation import ChatMessage, Conversation, GenerationOptions, GenerationRequest
 from mlxtp.text.guided_json import guided_schema
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..reference import TINY, model_of
@@ -27,7 +27,7 @@ SCHEMA = {"type": "object", "properties": {"größe": {"type": "number"}}}
 
 @pytest.fixture(scope="module")
 def text() -> Text:
-    return Text(LocalWriter.load(TINY))
+    return Text(LocalRenderer.load(TINY))
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def grammars() -> Iterator[Grammars]:
 
 
 def held(text: Text, format_: Any) -> Guidance:
-    prompt = Conversation((Turn("user", "go"),))
-    return guidance(Ask(None, prompt, Options(format=format_)), text, EOS)
+    prompt = Conversation((ChatMessage("user", "go"),))
+    return guidance(GenerationRequest(None, prompt, GenerationOptions(format=format_)), text, EOS)
 
 
 def closed(schema: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from mlxtp.api.backend import Stored
+from mlxtp.api.backend import StoredModelInfo
 from mlxtp.errors import Code, RequestError
 
 from .conftest import WAIT_S, Server, forever, says, then
@@ -272,8 +272,8 @@ def test_the_time_that_a_request_may_take_includes_its_wait(server: Server, turn
 
 def test_what_would_be_loaded_is_listed_behind_what_is(server: Server) -> None:
     server.backend.stored = (
-        Stored("org/tiny", Path("/loaded"), 1, 1),
-        Stored("org/other", Path("/other"), 4096, 1_700_000_000),
+        StoredModelInfo("org/tiny", Path("/loaded"), 1, 1),
+        StoredModelInfo("org/other", Path("/other"), 4096, 1_700_000_000),
     )
     listed = server.client.models.list().data
     assert [model.id for model in listed] == ["org/tiny", "org/other"]

@@ -25,14 +25,14 @@ from mlxtp.admin.metrics import Metrics, OwnProcess, observed
 from mlxtp.api.api_keys import KeyFile
 from mlxtp.api.app import create_app
 from mlxtp.api.auth import KeyRing
-from mlxtp.api.backend import End, ModelInfo, Request
+from mlxtp.api.backend import ModelInfo, Request, StreamEnd
 from mlxtp.api.guard import Access
-from mlxtp.api.request_context import Account, answering, current, note, note_key
-from mlxtp.api.request_metrics import MAX_MODELS, OTHER, Histogram, Tally
+from mlxtp.api.request_context import RequestContext, answering, current, note, note_key
+from mlxtp.api.request_metrics import MAX_MODELS, OTHER, Histogram, RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.groups.recoveries import Recoveries
 from mlxtp.logs import JsonLines
@@ -158,7 +158,7 @@ def serving(loaded: Loaded, home: Path, access: Access | None = None) -> Iterato
     desk = Desk(supervisor.gateway.on_event)
     model = ModelInfo(MODEL, ("tiny", "default"), home, 200, 1234, (1,), VOCABULARY)
     supervisor.gateway.serve(desk, model, loaded.text)
-    supervisor.state = State.READY
+    supervisor.state = ServingState.READY
     app = observed(create_app(supervisor.gateway, access=access), supervisor)
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
@@ -443,7 +443,7 @@ def test_metrics_are_for_those_who_may_ask_this_host(stage: Stage) -> None:
 
 
 def test_an_error_that_was_noted_has_its_code() -> None:
-    account = Account("id", 0.0)
+    account = RequestContext("id", 0.0)
     note("nobody hears this")
     note_key("nobody")
     with answering(account):
@@ -595,11 +595,13 @@ def test_each_rank_has_its_figures(stage: Stage) -> None:
 
 
 def test_one_state_is_true(stage: Stage) -> None:
-    for state in (State.READY, State.RESTARTING, State.FAILED):
+    for state in (ServingState.READY, ServingState.RESTARTING, ServingState.FAILED):
         stage.supervisor.state = state
         found = stage.scrape()
-        assert {s: found("mlxtp_state", state=s) for s in State} == {s: float(s is state) for s in State}
-        assert found("mlxtp_ready") == float(state is State.READY)
+        assert {s: found("mlxtp_state", state=s) for s in ServingState} == {
+            s: float(s is state) for s in ServingState
+        }
+        assert found("mlxtp_ready") == float(state is ServingState.READY)
 
 
 def test_epochs_and_recoveries_are_told(stage: Stage) -> None:
@@ -689,7 +691,7 @@ def test_two_agents_in_one_process_share_nothing(stage: Stage, tmp_path: Path) -
     stage.says("hello")
     stage.ask()
     other = Supervisor(Settings(tmp_path / "other", "", 0, 1, "tiny"))
-    text, _ = Metrics(other, Tally(time.perf_counter)).collect()
+    text, _ = Metrics(other, RequestMetrics(time.perf_counter)).collect()
     assert MODEL not in text.decode()
 
 
@@ -724,27 +726,27 @@ def test_a_value_counts_up_to_its_bound_and_beyond() -> None:
 
 def test_models_have_names_up_to_a_bound() -> None:
     clock = itertools.count()
-    tally = Tally(lambda: next(clock))
+    tally = RequestMetrics(lambda: next(clock))
     for number in range(100):
-        tally.begin(f"model-{number}", (1,)).end(End("stop", 1))
+        tally.begin(f"model-{number}", (1,)).end(StreamEnd("stop", 1))
     assert len(tally.models) == MAX_MODELS + 1
     assert tally.models[OTHER].finished["stop"] == 100 - MAX_MODELS
-    tally.begin("model-3", (1,)).end(End("stop", 1))
+    tally.begin("model-3", (1,)).end(StreamEnd("stop", 1))
     assert tally.models["model-3"].finished["stop"] == 2
 
 
 def test_the_first_end_is_the_one_that_counts() -> None:
-    tally = Tally(lambda: 5.0)
+    tally = RequestMetrics(lambda: 5.0)
     watch = tally.begin("m", (1, 2))
-    watch.end(End("stop", 1, 1))
-    watch.end(End("length", 1, 1))
+    watch.end(StreamEnd("stop", 1, 1))
+    watch.end(StreamEnd("length", 1, 1))
     watch.fail(GroupError("late"))
     watch.leave()
     assert {why: n for why, n in tally.models["m"].finished.items() if n} == {"stop": 1}
     assert tally.models["m"].cached_tokens == 1
     left = tally.begin("m", (1, 2))
     left.leave()
-    left.end(End("stop", 1))
+    left.end(StreamEnd("stop", 1))
     assert tally.models["m"].finished["abort"] == 1
 
 

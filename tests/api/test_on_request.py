@@ -14,11 +14,11 @@ import httpx
 import ollama
 import pytest
 
-from mlxtp.api.backend import AT_ONCE, Stored, Turn
+from mlxtp.api.backend import AT_ONCE, ModelLease, StoredModelInfo
 from mlxtp.api.dialects.ollama_schema import OllamaShown
+from mlxtp.text.conversation import ChatMessage as Said
 from mlxtp.text.conversation import Conversation
-from mlxtp.text.conversation import Turn as Said
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from .conftest import BYTE_FALLBACK, VOCABULARY, WAIT_S, Loaded, Server, byte_level, save, says
@@ -37,7 +37,7 @@ def post(server: Server, path: str, **body: Any) -> httpx.Response:
 def swap(server: Server, text: Text | None = None, vocabulary: int = VOCABULARY) -> None:
     """With the turn of the next request, another model is there."""
 
-    def take(_name: str | None, _within_s: float) -> Turn:
+    def take(_name: str | None, _within_s: float) -> ModelLease:
         backend = server.backend
         backend.loaded_text, backend.vocabulary, backend.ready = text or backend.loaded_text, vocabulary, True
         return AT_ONCE
@@ -75,7 +75,7 @@ def test_a_prompt_is_counted_with_the_tokenizer_of_the_model_that_is_named(
 ) -> None:
     stored = loaded[BYTE_FALLBACK]
     folder = shutil.copytree(stored.folder, tmp_path / "stored")
-    server.backend.stored = (Stored(NAME, folder, 4096, 1),)
+    server.backend.stored = (StoredModelInfo(NAME, folder, 4096, 1),)
     server.backend.ready = ready
     right = len(stored.text.conversation_ids(Conversation((Said("user", "hello wide world"),))))
     read: list[Path] = []
@@ -90,7 +90,7 @@ def test_a_prompt_is_counted_with_the_tokenizer_of_the_model_that_is_named(
 
 
 def test_a_stored_model_that_cannot_be_read_is_named_in_the_refusal(server: Server, tmp_path: Path) -> None:
-    server.backend.stored = (Stored(NAME, tmp_path, 4096, 1),)
+    server.backend.stored = (StoredModelInfo(NAME, tmp_path, 4096, 1),)
     for path, more in (("/v1/messages/count_tokens", {"messages": HELLO}), ("/api/show", {})):
         refused = post(server, path, model=NAME, **more)
         assert refused.status_code == 400, refused.text
@@ -102,7 +102,7 @@ def test_a_stored_model_that_cannot_be_read_is_named_in_the_refusal(server: Serv
 
 @pytest.mark.parametrize("ready", [True, False])
 def test_a_stored_model_is_shown_from_its_folder(server: Server, thinker: Path, ready: bool) -> None:
-    server.backend.stored = (Stored(NAME, thinker, 4096, 1_700_000_000),)
+    server.backend.stored = (StoredModelInfo(NAME, thinker, 4096, 1_700_000_000),)
     server.backend.ready = ready
     shown = OllamaShown.model_validate_json(post(server, "/api/show", model=f"{NAME}:latest").content)
     assert shown.capabilities == ["completion", "tools", "thinking"]
@@ -140,7 +140,7 @@ def test_no_prompt_hears_why_the_model_cannot_be_loaded(server: Server, turns: T
 
 
 def test_what_is_not_loaded_need_not_be_unloaded(server: Server, turns: Turns, thinker: Path) -> None:
-    server.backend.stored = (Stored(NAME, thinker, 4096, 1),)
+    server.backend.stored = (StoredModelInfo(NAME, thinker, 4096, 1),)
     client = ollama.Client(host=server.url, timeout=WAIT_S, trust_env=False)
     assert client.generate(model=NAME, keep_alive=0).done_reason == "unload"
     assert turns.taken == []
@@ -152,7 +152,7 @@ def test_who_can_think_is_asked_of_the_model_whose_turn_has_come(
 ) -> None:
     before = plain.backend.loaded_text
     plain.backend.script = says([1])
-    swap(plain, Text(LocalWriter.load(thinker)))
+    swap(plain, Text(LocalRenderer.load(thinker)))
     asked = {"model": "tiny", "messages": HELLO, "think": True, "stream": stream}
     assert post(plain, "/api/chat", **asked).status_code == 200
     swap(plain, before)
@@ -183,7 +183,7 @@ def test_tokens_are_those_of_the_model_whose_turn_has_come(plain: Server) -> Non
 def test_what_is_neither_loaded_nor_stored_is_not_found_though_nothing_is_loaded(
     server: Server, tmp_path: Path
 ) -> None:
-    stored = (Stored(NAME, tmp_path, 4096, 1),)
+    stored = (StoredModelInfo(NAME, tmp_path, 4096, 1),)
     bodies = {
         "/v1/chat/completions": {"messages": HELLO},
         "/v1/messages": {"messages": HELLO, "max_tokens": 3},

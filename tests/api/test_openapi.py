@@ -13,7 +13,13 @@ from starlette.routing import Route
 
 from mlxtp.api.access_log import metrics_route
 from mlxtp.api.app import adapters, create_app
-from mlxtp.api.dialects.openai_schema import ChatCompletion, ChatCompletionChunk, Health, Model, ModelList
+from mlxtp.api.dialects.openai_schema import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    HealthBody,
+    ListedModel,
+    ModelList,
+)
 from mlxtp.api.openapi import document
 
 from .conftest import FakeBackend, Loaded, Server, says, says_scored
@@ -95,6 +101,6 @@ def test_answers_have_the_shape_that_is_described(server: Server, story: str, st
 
 
 def test_the_other_answers_have_theirs(server: Server) -> None:
-    assert Health.model_validate_json(get(server, "/health").content)
+    assert HealthBody.model_validate_json(get(server, "/health").content)
     assert ModelList.model_validate_json(get(server, "/v1/models").content)
-    assert Model.model_validate_json(get(server, "/v1/models/tiny").content)
+    assert ListedModel.model_validate_json(get(server, "/v1/models/tiny").content)

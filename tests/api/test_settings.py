@@ -11,14 +11,14 @@ from mlxtp.api import sampling as settings
 from mlxtp.api.backend import GREEDY, MAX_GRAMMAR, PLAIN, Request, Sampling, Shaping
 from mlxtp.api.dialects.openai_request import parse_chat
 from mlxtp.errors import Code, RequestError
-from mlxtp.text.conversation import Options
+from mlxtp.text.conversation import GenerationOptions
 from mlxtp.wire.messages import Generate
 from mlxtp.wire.registry import check_body, to_body
 
 VOCABULARY = 340
 
 
-def chat(**fields: Any) -> Options:
+def chat(**fields: Any) -> GenerationOptions:
     body = json.dumps({"messages": [{"role": "user", "content": "hello"}]} | fields).encode()
     return parse_chat(body).options
 

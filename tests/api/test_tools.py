@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.errors import GroupError
 from mlxtp.text.conversation import Tool
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_calls import tool_json
 
@@ -218,7 +218,7 @@ def test_what_is_counted_is_the_prompt_that_would_be_sent(
     server: Server, tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = f"{TEMPLATE}{{% if enable_thinking is not defined %}}<think>{{% endif %}}"
-    text = Text(LocalWriter.load(save(byte_level(), tmp_path, template)))
+    text = Text(LocalRenderer.load(save(byte_level(), tmp_path, template)))
     monkeypatch.setattr(server.backend, "loaded_text", text)  # the server is other tests', too
     answers_with(server, "yes")
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}]

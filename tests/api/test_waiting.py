@@ -21,12 +21,12 @@ import pytest
 
 from mlxtp.api import generation
 from mlxtp.api.adapter import About
-from mlxtp.api.backend import AtOnce, End, Progress
+from mlxtp.api.backend import ImmediateLease, Progress, StreamEnd
 from mlxtp.api.dialects.openai import OpenAIChat
 from mlxtp.api.dialects.openai_request import parse_chat
-from mlxtp.api.loading_stream import Waiting
+from mlxtp.api.loading_stream import LoadingStream
 from mlxtp.errors import Code, RequestError
-from mlxtp.text.events import Event, Finish, Said
+from mlxtp.text.events import AnswerEvent, ContentDelta, Finish
 
 from ..cluster import SLOWNESS
 from .conftest import BYTE_LEVEL, WAIT_S, FakeBackend, Loaded, Server, forever, says, serving, then
@@ -154,19 +154,19 @@ def test_while_tokens_come_there_is_no_progress(server: Server) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_follows_the_last_part(fails: bool) -> None:
-    async def answer() -> AsyncGenerator[Event]:
-        yield Said(0, "hello")
+    async def answer() -> AsyncGenerator[AnswerEvent]:
+        yield ContentDelta(0, "hello")
         if fails:
             raise RequestError("no more")
-        yield Finish(0, "stop", End("stop", 2))
+        yield Finish(0, "stop", StreamEnd("stop", 2))
 
-    async def asked() -> AsyncGenerator[Event]:
+    async def asked() -> AsyncGenerator[AnswerEvent]:
         return answer()
 
     async def story() -> None:
         ask = parse_chat(json.dumps({"model": "tiny", "messages": HELLO}).encode())
         about = About("0" * 32, 1.0, "tiny", (1,), (), lambda _token: ("", None), ask)
-        waiting = Waiting(OpenAIChat(), about, asyncio.create_task(asked()), Progress)
+        waiting = LoadingStream(OpenAIChat(), about, asyncio.create_task(asked()), Progress)
         alive = [bool(waiting.idle()) async for _ in waiting.parts()]
         assert alive == [True, True, True, False]  # opened, begun, a text, the end
 
@@ -215,7 +215,7 @@ def lively_running(loaded: dict[str, Loaded]) -> Iterator[Server]:
 
 
 @dataclass
-class LoadingTurn(AtOnce):
+class LoadingTurn(ImmediateLease):
     """The turn of a request whose model is loaded after a wait."""
 
     awaited: Callable[[], Awaitable[None]]

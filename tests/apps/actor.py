@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import End, Event, ModelInfo, Request, Tokens
+from mlxtp.api.backend import ModelInfo, Request, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.server import bind, serve
 from mlxtp.client import FILE as AGENT_FILE
-from mlxtp.engine.closing import Room
+from mlxtp.engine.closing import AnswerBudget
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
 from mlxtp.text.tokenizer import Text
 
@@ -157,7 +157,7 @@ class Actor(FakeBackend):
     def ids(self, text: str) -> tuple[int, ...]:
         return self.loaded_text.continued_ids(text)
 
-    def written(self, request: Request, matcher: Matcher | None, room: Room | None) -> Iterator[int]:
+    def written(self, request: Request, matcher: Matcher | None, room: AnswerBudget | None) -> Iterator[int]:
         """The answer's tokens, without an end."""
         ways = [self.ids(way) for way in wishes(self.loaded_text.decoded(request.prompt))]
         if matcher is None or room is None:
@@ -170,7 +170,7 @@ class Actor(FakeBackend):
         yield from self.guided(matcher, room, wish, rambles, request.max_tokens)
 
     def guided(
-        self, matcher: Matcher, room: Room, wish: Sequence[int], rambles: bool, most: int
+        self, matcher: Matcher, room: AnswerBudget, wish: Sequence[int], rambles: bool, most: int
     ) -> Iterator[int]:
         """The wish as far as the grammar goes along with it, then the shortest way to an end."""
         random = Random(most)
@@ -215,11 +215,11 @@ class Played(FakeAnswer):
             grammar = await asyncio.to_thread(compile_, shaping.grammar_kind, shaping.grammar)
             self._matcher = grammar.matcher()
 
-    async def _script(self) -> AsyncIterator[Event]:
+    async def _script(self) -> AsyncIterator[TokenEvent]:
         await asyncio.sleep(self._actor.first_token_s)
         request, seen, waiting = self._request, self._seen, list[int]()
         seen.reason = "stop"
-        room = None if self._matcher is None else Room(self._matcher, request.max_tokens)
+        room = None if self._matcher is None else AnswerBudget(self._matcher, request.max_tokens)
         for token in self._actor.written(request, self._matcher, room):
             if len(seen.answer) == request.max_tokens:
                 seen.reason = "length"
@@ -237,7 +237,7 @@ class Played(FakeAnswer):
         # An end token is counted and not passed on; a grammar ends without one.
         ended = seen.reason == "stop" and self._matcher is None
         generated = len(seen.answer) + ended
-        yield End(seen.reason, generated, min(seen.shared, len(seen.prompt) - 1))  # type: ignore[arg-type]
+        yield StreamEnd(seen.reason, generated, min(seen.shared, len(seen.prompt) - 1))  # type: ignore[arg-type]
         if self._actor.log is not None:
             with self._actor.log.open("a") as file:
                 numbers = {"prompt": len(seen.prompt), "answer": self._actor.loaded_text.decoded(seen.answer)}

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from mlxtp.api.app import create_app
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from . import findings
 from .harness import KEEP_ALIVE_S, FaultyCluster
@@ -147,7 +147,7 @@ class _Shelf:
         self.cluster: FaultyCluster | None = None
 
     def sound_cluster(self) -> FaultyCluster:
-        if self.cluster is not None and self.cluster.supervisor.state is not State.READY:
+        if self.cluster is not None and self.cluster.supervisor.state is not ServingState.READY:
             self.close()
         if self.cluster is None:
             self.cluster = FaultyCluster(self._factory.mktemp("faulty"))

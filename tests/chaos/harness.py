@@ -25,7 +25,7 @@ from mlxtp.config import Limits
 from mlxtp.diagnostics.examination import Postmortem
 from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.groups.health import State, is_legal
+from mlxtp.groups.health import ServingState, is_legal
 
 from ..cluster import LIMITS, SLOWNESS, WAIT_S, Cluster, until
 from .answers import LONG, SHORT, Answer, ask
@@ -70,7 +70,7 @@ class Moment:
 
     at: float
     epoch: int
-    state: State | None = None
+    state: ServingState | None = None
     error: MlxtpError | None = None
 
 
@@ -107,9 +107,9 @@ class FaultyCluster(Cluster):
         supervisor, gateway = self.supervisor, self.supervisor.gateway
         enter, pause, generate = supervisor._enter, gateway.pause, gateway.generate
 
-        def observed_enter(state: State) -> None:
+        def observed_enter(state: ServingState) -> None:
             self.moments.append(Moment(time.time(), supervisor.epoch, state))
-            if state is State.READY and self.later:
+            if state is ServingState.READY and self.later:
                 self.book.give(dataclasses.replace(self.later.pop(0), epoch=supervisor.epoch))
             enter(state)
 
@@ -222,7 +222,7 @@ class FaultyCluster(Cluster):
 
     def ready_at(self, epoch: int) -> float:
         """When that epoch began to serve."""
-        began = [m.at for m in self.moments if (m.epoch, m.state) == (epoch, State.READY)]
+        began = [m.at for m in self.moments if (m.epoch, m.state) == (epoch, ServingState.READY)]
         assert began, f"epoch {epoch} served nobody: {[m.error and m.error.detail for m in self.ends(epoch)]}"
         return began[0]
 
@@ -236,7 +236,7 @@ class FaultyCluster(Cluster):
         (postmortem,) = postmortems([folder])
         return postmortem
 
-    def states(self) -> list[State]:
+    def states(self) -> list[ServingState]:
         return [m.state for m in self.moments if m.state is not None]
 
 
@@ -448,10 +448,10 @@ def assert_sound(cluster: FaultyCluster, was: Before) -> None:
     left = [path.name for path in (run / f"epoch-{cluster.epoch}").iterdir()]
     assert not left, f"files of the forming are left: {left}"
     assert listening(now) == set(), "a rank listens after the group has formed"
-    assert assert_legal(cluster, was.states)[-1] is State.READY
+    assert assert_legal(cluster, was.states)[-1] is ServingState.READY
 
 
-def assert_legal(cluster: FaultyCluster, since: int = 0) -> list[State]:
+def assert_legal(cluster: FaultyCluster, since: int = 0) -> list[ServingState]:
     """Each state may follow the one before it; the states, from number `since` on and the one before."""
     states = cluster.states()[max(since - 1, 0) :]
     for state, following in itertools.pairwise(states):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import Code
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from ..cluster import SLOWNESS, until
 from .answers import LONG, SHORT
@@ -245,7 +245,10 @@ def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:
     orders = [Order("exit", rank=0, epoch=epoch, on="start") for epoch in range(1, 7)]
     began = time.monotonic()
     with FaultyCluster(tmp_path, orders=orders, wait=False) as cluster:
-        assert cluster.wait_state(State.FAILED, State.READY, timeout_s=60 * SLOWNESS) is State.FAILED
+        assert (
+            cluster.wait_state(ServingState.FAILED, ServingState.READY, timeout_s=60 * SLOWNESS)
+            is ServingState.FAILED
+        )
         health = cluster.client.get("/health")
         assert health.status_code == 503
         body = health.json()
@@ -258,7 +261,7 @@ def test_five_failed_epochs_are_the_last(tmp_path: Path) -> None:
         assert cluster.rank_processes(0) == []
         backoff_s = 0.5 + 1 + 2 + 4
         assert time.monotonic() - began >= backoff_s
-        assert cluster.states().count(State.STARTING) >= 4  # the first is over before anybody looks
+        assert cluster.states().count(ServingState.STARTING) >= 4  # the first is over before anybody looks
         print(f"failed for good after {time.monotonic() - began:.1f} s")
 
 

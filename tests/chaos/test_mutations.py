@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxtp.errors import Code, GroupError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from .answers import LONG
 from .harness import (
@@ -252,7 +252,7 @@ def test_a_rank_with_a_changed_weight_serves_nobody(cluster: FaultyCluster, rank
     )
     assert end.error is not None
     assert "golden proof failed" in end.error.detail
-    assert not [m for m in cluster.moments if m.epoch == was.epoch + 1 and m.state is State.READY]
+    assert not [m for m in cluster.moments if m.epoch == was.epoch + 1 and m.state is ServingState.READY]
 
 
 def test_a_model_that_comes_later_with_a_changed_weight_ends_the_epoch(cluster: FaultyCluster) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import Code
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from ..cluster import SLOWNESS, until
 from ..reference import prompt_ids
@@ -191,7 +191,7 @@ def test_when_the_server_gives_up_so_does_who_waits(tmp_path: Path) -> None:
             Order("die", 1, was.epoch, on="decode", at=30), Order("exit", 0, epoch=0, on="start")
         )
         answer = cluster.read(LONG)
-        assert cluster.wait_state(State.FAILED) is State.FAILED
+        assert cluster.wait_state(ServingState.FAILED) is ServingState.FAILED
         assert answer.code == Code.RANK_LOST
         assert "exited with status 7" in str(answer.error)
         assert_honest(answer, expected)
@@ -204,5 +204,5 @@ def test_when_the_server_gives_up_so_does_who_waits(tmp_path: Path) -> None:
         assert refused.code == Code.NOT_READY
         assert cluster.epoch == was.epoch + 4
         assert cluster.everybody() == set()
-        assert assert_legal(cluster)[-1] is State.FAILED
+        assert assert_legal(cluster)[-1] is ServingState.FAILED
         found("five failures in a row", code="rank_lost", tokens_checked=answer.tokens)

@@ -25,17 +25,17 @@ import msgpack
 from mlxtp.engine import decode_links, worker
 from mlxtp.engine import executor as rank_module
 from mlxtp.engine.agreement import Chooser, Scores
-from mlxtp.engine.executor import Forward, Rank
-from mlxtp.engine.grammar_sandbox import Trial
+from mlxtp.engine.executor import Forward, RankExecutor
+from mlxtp.engine.grammar_sandbox import GrammarSandbox
 from mlxtp.engine.group import Proof, RingGroup
-from mlxtp.engine.loader import LoadedModel
+from mlxtp.engine.loader import ModelShare
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.engine.runner import Chosen, Runner
 from mlxtp.engine.sampler import Sampler
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import Decode, Move, Stop
+from mlxtp.engine.steps import Decode, Move, StopSequence
 from mlxtp.engine.vocabulary import Vocabulary
-from mlxtp.wire.blocking import Link
+from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
@@ -47,13 +47,13 @@ from mlxtp.wire.messages import (
     SessionStop,
     StepToken,
 )
-from mlxtp.wire.session import LinkKind, Protocol, Received, Side
+from mlxtp.wire.session import LinkKind, Received, Session, Side
 
 from ..mlx_errors import OUT_OF_MEMORY
 from .orders import Order, Orders
 
 orders: Orders
-links: dict[LinkKind, Link] = {}
+links: dict[LinkKind, BlockingLink] = {}
 """The links of this process: with two ranks there is one of a kind."""
 
 Wrapped = Callable[..., Any]
@@ -75,7 +75,7 @@ def around(owner: Any, attribute: str) -> Callable[[Wrapped], Wrapped]:
     return decorate
 
 
-def put(link: Link, message: Message, *, epoch: int | None = None, seq: int | None = None) -> int:
+def put(link: BlockingLink, message: Message, *, epoch: int | None = None, seq: int | None = None) -> int:
     """A frame that no protocol here has seen; it takes the next number unless `seq` says another."""
     if seq is None:
         seq = link.protocol.seq = link.protocol.seq + 1
@@ -83,7 +83,7 @@ def put(link: Link, message: Message, *, epoch: int | None = None, seq: int | No
     return seq
 
 
-def put_bytes(link: Link, data: bytes) -> None:
+def put_bytes(link: BlockingLink, data: bytes) -> None:
     with link._turn_to_send:
         link._sock.sendall(data)
 
@@ -97,9 +97,9 @@ def pause(order: Order) -> None:
         time.sleep(order.seconds)
 
 
-@around(Link, "__init__")
+@around(BlockingLink, "__init__")
 def know_links(
-    original: Wrapped, link: Link, sock: socket.socket, protocol: Protocol, timeout_s: float
+    original: Wrapped, link: BlockingLink, sock: socket.socket, protocol: Session, timeout_s: float
 ) -> None:
     original(link, sock, protocol, timeout_s)
     links[protocol.link] = link
@@ -123,9 +123,9 @@ def record(original: Wrapped, mail: Mailbox, sender: int, received: Any) -> None
 # --- a rank that stands still, or fails --------------------------------------------------------------
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def hold_forward(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     place = "decode" if isinstance(frame, StepToken) else "prefill"
     if order := orders.due("hold", place):
@@ -158,9 +158,9 @@ NO_MEMORY = OUT_OF_MEMORY[-1]
 """Of Metal."""
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def raise_in_forward(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     """The step's frame has gone out already."""
     if order := orders.due("raise_in_forward", type(frame).__name__):
@@ -168,8 +168,8 @@ def raise_in_forward(
     return original(rank, step, frame, known)
 
 
-@around(Rank, "give_back")
-def note_memory(original: Wrapped, rank: Rank) -> None:
+@around(RankExecutor, "give_back")
+def note_memory(original: Wrapped, rank: RankExecutor) -> None:
     """Write down what is left of a rank's memory when it ends."""
     launched = 0 if rank._runner is None else rank._runner.forwards
     original(rank)
@@ -177,9 +177,9 @@ def note_memory(original: Wrapped, rank: Rank) -> None:
     orders.note("given back", launched=launched, **memory)
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def die(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     if orders.due("die", "decode" if isinstance(frame, StepToken) else "prefill"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -190,9 +190,9 @@ prompts: dict[int, tuple[int, ...]] = {}
 """What this rank has got of each prompt."""
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def poison(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     """No rank survives a prompt with the tokens that `how` lists in it."""
     if isinstance(frame, PromptTokens) and (order := orders.order("poison")):
@@ -215,9 +215,9 @@ def skip_step(original: Wrapped, mail: Mailbox, sender: int) -> Any:
     return received
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def run_twice(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     forward: Forward = original(rank, step, frame, known)
     if isinstance(frame, StepToken) and orders.due("run_twice"):
@@ -225,9 +225,9 @@ def run_twice(
     return forward
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def swallow_exception(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     """The forward raises; somebody catches it, goes on, and answers with what the last forward gave."""
     if not (isinstance(frame, StepToken) and orders.due("swallow_exception")):
@@ -298,9 +298,9 @@ def flip_after_gather(
     return chosen
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def misread_step(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     """What this rank runs is not what the frame says. It counts frames of one row, or of several."""
     rows = "one row" if isinstance(frame, StepToken) and len(frame.rows) == 1 else "several rows"
@@ -315,16 +315,16 @@ def misread_step(
     return original(rank, step, frame, known)
 
 
-@around(Rank, "stop")
-def keep_otherwise(original: Wrapped, rank: Rank, uid: int, forwards: int, keep: int) -> None:
+@around(RankExecutor, "stop")
+def keep_otherwise(original: Wrapped, rank: RankExecutor, uid: int, forwards: int, keep: int) -> None:
     """A KV cache is not kept here, though all the others keep it; or less of it."""
     if keep and (order := orders.due("keep_otherwise")):
         keep = max(keep + int(order.how), 0)
     original(rank, uid, forwards, keep)
 
 
-@around(Rank, "evict")
-def evict_otherwise(original: Wrapped, rank: Rank, uids: tuple[int, ...]) -> None:
+@around(RankExecutor, "evict")
+def evict_otherwise(original: Wrapped, rank: RankExecutor, uids: tuple[int, ...]) -> None:
     if not orders.due("evict_otherwise"):
         original(rank, uids)
 
@@ -340,8 +340,8 @@ def prove_otherwise(original: Wrapped, group: RingGroup, digest: int) -> Proof:
     return original(group, digest ^ 1 if orders.due("prove_otherwise") else digest)
 
 
-@around(Trial, "run")
-def know_trials(original: Wrapped, trial: Trial, kind: str, text: str) -> int:
+@around(GrammarSandbox, "run")
+def know_trials(original: Wrapped, trial: GrammarSandbox, kind: str, text: str) -> int:
     if orders.order("record"):
         trial.start()
         assert trial._process is not None
@@ -350,9 +350,9 @@ def know_trials(original: Wrapped, trial: Trial, kind: str, text: str) -> int:
 
 
 @around(rank_module, "load")
-def change_weight(original: Wrapped, *args: Any) -> LoadedModel:
+def change_weight(original: Wrapped, *args: Any) -> ModelShare:
     """One weight of one layer, on this rank, is not what the file says: memory, or a build, is broken."""
-    loaded: LoadedModel = original(*args)
+    loaded: ModelShare = original(*args)
     if orders.due("change_weight"):
         norm = loaded.model.layers[0].input_layernorm
         norm.weight = norm.weight.at[0].add(64)
@@ -360,17 +360,17 @@ def change_weight(original: Wrapped, *args: Any) -> LoadedModel:
     return loaded
 
 
-@around(Link, "send")
-def lie(original: Wrapped, link: Link, message: Message) -> int:
+@around(BlockingLink, "send")
+def lie(original: Wrapped, link: BlockingLink, message: Message) -> int:
     """One field of an Ack, or of a SessionStop, is one too high."""
     if isinstance(message, Ack | SessionStop) and (order := orders.due("lie", type(message).__name__)):
         message = dataclasses.replace(message, **{order.how: getattr(message, order.how) + 1})
     return original(link, message)
 
 
-@around(Rank, "launch")
+@around(RankExecutor, "launch")
 def speak(
-    original: Wrapped, rank: Rank, step: int, frame: PromptTokens | StepToken, known: Any = None
+    original: Wrapped, rank: RankExecutor, step: int, frame: PromptTokens | StepToken, known: Any = None
 ) -> Forward:
     """Emission is on where it must not be: the token that rank 0 sends goes out here as well."""
     if isinstance(frame, StepToken) and (order := orders.due("speak")):
@@ -392,7 +392,7 @@ def extra_step(original: Wrapped, scheduler: Scheduler) -> Move | None:
     move: Move | None = original(scheduler)
     if isinstance(move, Decode):
         extra_step.last = move  # type: ignore[attr-defined]
-    if isinstance(move, Stop) and orders.due("extra_step"):
+    if isinstance(move, StopSequence) and orders.due("extra_step"):
         scheduler._moves.appendleft(move)
         scheduler._queued.append(())
         last: Decode = extra_step.last  # type: ignore[attr-defined]
@@ -400,8 +400,8 @@ def extra_step(original: Wrapped, scheduler: Scheduler) -> Move | None:
     return move
 
 
-@around(Link, "send")
-def extra_frame(original: Wrapped, link: Link, message: Message) -> int:
+@around(BlockingLink, "send")
+def extra_frame(original: Wrapped, link: BlockingLink, message: Message) -> int:
     """Sent, and not run here; "late": after the sequence has been stopped."""
     if isinstance(message, StepToken):
         extra_frame.last = message  # type: ignore[attr-defined]
@@ -422,65 +422,65 @@ def extra_frame(original: Wrapped, link: Link, message: Message) -> int:
 Send = Callable[[Message], int]
 
 
-def _ahead_of(other: Callable[[Message], Message]) -> Callable[[Send, Link, Message], int]:
-    def act(send: Send, link: Link, message: Message) -> int:
+def _ahead_of(other: Callable[[Message], Message]) -> Callable[[Send, BlockingLink, Message], int]:
+    def act(send: Send, link: BlockingLink, message: Message) -> int:
         put(link, other(message))
         return send(message)
 
     return act
 
 
-def _other_epoch_as_well(send: Send, link: Link, message: Message) -> int:
+def _other_epoch_as_well(send: Send, link: BlockingLink, message: Message) -> int:
     put(link, message, epoch=link.protocol.epoch + 1, seq=link.protocol.seq + 1)
     return send(message)
 
 
-def _other_epoch(send: Send, link: Link, message: Message) -> int:
+def _other_epoch(send: Send, link: BlockingLink, message: Message) -> int:
     return put(link, message, epoch=link.protocol.epoch + 1)
 
 
-def _seq_ahead(send: Send, link: Link, message: Message) -> int:
+def _seq_ahead(send: Send, link: BlockingLink, message: Message) -> int:
     return put(link, message, seq=link.protocol.seq + 2)
 
 
-def _seq_again(send: Send, link: Link, message: Message) -> int:
+def _seq_again(send: Send, link: BlockingLink, message: Message) -> int:
     seq = send(message)
     return put(link, message, seq=seq)
 
 
-def _unknown_type(send: Send, link: Link, message: Message) -> int:
+def _unknown_type(send: Send, link: BlockingLink, message: Message) -> int:
     payload = msgpack.packb((0x7E, link.protocol.epoch, link.protocol.seq + 1, {}))
     put_bytes(link, struct.pack(">I", len(payload)) + payload)
     return send(message)
 
 
-def _truncated(send: Send, link: Link, message: Message) -> int:
+def _truncated(send: Send, link: BlockingLink, message: Message) -> int:
     payload = encode(message, link.protocol.epoch, link.protocol.seq + 1)[4:-3]
     put_bytes(link, struct.pack(">I", len(payload)) + payload)
     return send(message)
 
 
-def _oversize(send: Send, link: Link, message: Message) -> int:
+def _oversize(send: Send, link: BlockingLink, message: Message) -> int:
     put_bytes(link, struct.pack(">I", MAX_FRAME + 1))
     return send(message)
 
 
-def _garbage(send: Send, link: Link, message: Message) -> int:
+def _garbage(send: Send, link: BlockingLink, message: Message) -> int:
     put_bytes(link, b"\0\0\0\x20" + bytes(range(0xC1, 0xE1)))
     return send(message)
 
 
-def _twice(send: Send, link: Link, message: Message) -> int:
+def _twice(send: Send, link: BlockingLink, message: Message) -> int:
     seq = send(message)
     put(link, message)
     return seq
 
 
-def _missing(send: Send, link: Link, message: Message) -> int:
+def _missing(send: Send, link: BlockingLink, message: Message) -> int:
     return link.protocol.seq
 
 
-WAYS: dict[str, Callable[[Send, Link, Message], int]] = {
+WAYS: dict[str, Callable[[Send, BlockingLink, Message], int]] = {
     "prompt first": _ahead_of(lambda _: PromptTokens(1, 0, 4, (1, 2, 3, 4))),
     "unknown uid": _ahead_of(lambda _: StepToken((4_000_000_000,), (40,))),
     "hello again": _ahead_of(lambda _: Hello(PROTOCOL_VERSION, 1, 1, bytes(16), bytes(32))),
@@ -498,16 +498,16 @@ WAYS: dict[str, Callable[[Send, Link, Message], int]] = {
 }
 
 
-@around(Link, "send")
-def wrong_frame(original: Wrapped, link: Link, message: Message) -> int:
+@around(BlockingLink, "send")
+def wrong_frame(original: Wrapped, link: BlockingLink, message: Message) -> int:
     """On the decode link, at the message that `on` names, in one of the `WAYS`."""
     if link.protocol.link is LinkKind.DECODE and (order := orders.due("wrong_frame", type(message).__name__)):
         return WAYS[order.how](functools.partial(original, link), link, message)
     return original(link, message)
 
 
-@around(Link, "send")
-def late(original: Wrapped, link: Link, message: Message) -> int:
+@around(BlockingLink, "send")
+def late(original: Wrapped, link: BlockingLink, message: Message) -> int:
     if link.protocol.link is LinkKind.DECODE and (order := orders.due("late", type(message).__name__)):
         time.sleep(order.seconds)
     return original(link, message)
@@ -532,13 +532,13 @@ def _knock(address: str, data: bytes) -> tuple[socket.socket, float]:
 
 
 def _hello(epoch: int, rank: int) -> bytes:
-    return Protocol(LinkKind.DECODE, Side.LOWER, epoch).send(
+    return Session(LinkKind.DECODE, Side.LOWER, epoch).send(
         Hello(PROTOCOL_VERSION, rank, os.getpid(), os.urandom(16), os.urandom(32))
     )
 
 
 @around(decode_links, "_connect")
-def strangers_first(original: Wrapped, epoch: decode_links.Epoch) -> Link:
+def strangers_first(original: Wrapped, epoch: decode_links.Epoch) -> BlockingLink:
     """Before this rank connects to rank 0, others do who do not know the epoch's key."""
     if orders.due("strangers_first"):
         greetings = {

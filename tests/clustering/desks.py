@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlxtp.placement.model_shape import ModelShape, shape_of
-from mlxtp.placement.topology import Member
+from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.cluster_messages import RosterEntry
 from mlxtp.wire.machine import Interface, Machine, Port
 
@@ -44,7 +44,7 @@ def node_id(place: int) -> str:
 
 def mac(
     place: int, *, chip: str = "Apple M3 Ultra", memory: int = 64, free: int = 0, **changes: Any
-) -> Member:
+) -> MemberMachine:
     """The Mac that is called a, b, c, ... by its place, with so many GiB, without any link."""
     machine = Machine(
         system="macos",
@@ -62,21 +62,23 @@ def mac(
         rdma="enabled",
         bridge_up=False,
     )
-    return changed(Member(node_id(place), NAMES[place], machine), **changes)
+    return changed(MemberMachine(node_id(place), NAMES[place], machine), **changes)
 
 
-def linux(place: int, *addresses: str, memory: int = 8) -> Member:
+def linux(place: int, *addresses: str, memory: int = 8) -> MemberMachine:
     """A Linux machine with Ethernet."""
     found = mac(place, chip="", memory=memory, system="linux", rdma="unsupported")
     return add(found, [ethernet(a, name=f"eth{i}") for i, a in enumerate(addresses)])
 
 
-def changed(member: Member, **changes: Any) -> Member:
+def changed(member: MemberMachine, **changes: Any) -> MemberMachine:
     """The same with other fields of its machine."""
     return replace(member, machine=replace(member.machine, **changes))
 
 
-def add(member: Member, interfaces: Sequence[Interface] = (), ports: Sequence[Port] = ()) -> Member:
+def add(
+    member: MemberMachine, interfaces: Sequence[Interface] = (), ports: Sequence[Port] = ()
+) -> MemberMachine:
     machine = member.machine
     return changed(member, interfaces=(*machine.interfaces, *interfaces), ports=(*machine.ports, *ports))
 
@@ -85,12 +87,14 @@ def ethernet(address: str, prefix: int = 24, *, name: str = "en0", mbps: int = 1
     return Interface(name, address, prefix, "ethernet", mbps, True)
 
 
-def on_lan(members: Sequence[Member], network: str = "192.168.7") -> list[Member]:
+def on_lan(members: Sequence[MemberMachine], network: str = "192.168.7") -> list[MemberMachine]:
     """The same with 10 Gb/s Ethernet that they share."""
     return [add(m, [ethernet(f"{network}.{i + 1}")]) for i, m in enumerate(members)]
 
 
-def cabled(members: Sequence[Member], pairs: Iterable[tuple[int, int]], **port: Any) -> list[Member]:
+def cabled(
+    members: Sequence[MemberMachine], pairs: Iterable[tuple[int, int]], **port: Any
+) -> list[MemberMachine]:
     """The same with a Thunderbolt cable for each pair of places, each a network of its own.
 
     `port` changes both ends of every cable: hub, rdma, active, gbps.

@@ -13,14 +13,14 @@ import sys
 from typing import Any
 
 from mlxtp.discovery import mdns, multicast
-from mlxtp.discovery.peer_cache import Advert, Sighting
+from mlxtp.discovery.peer_cache import Advert, DiscoveredPeer
 
 
 def tell(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-def tell_sightings(sightings: tuple[Sighting, ...]) -> None:
+def tell_sightings(sightings: tuple[DiscoveredPeer, ...]) -> None:
     tell(sightings=[dataclasses.asdict(sighting) for sighting in sightings])
 
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from mlxtp.cluster.cluster_state import Beliefs
-from mlxtp.cluster.failure_detector import Change, Duplicate, State
-from mlxtp.cluster.leadership import Coordination, Situation
+from mlxtp.cluster.cluster_state import ClusterState
+from mlxtp.cluster.failure_detector import Change, Duplicate, MemberState
+from mlxtp.cluster.leadership import Leadership, Situation
 from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.reconcile import Action, FormEpoch, HandOver, Plan, Running, StopEpoch, may_leave, refusal
+from mlxtp.cluster.reconcile import (
+    Action,
+    FormEpoch,
+    GroupPlan,
+    HandOver,
+    RunningEpoch,
+    StopEpoch,
+    may_leave,
+    refusal,
+)
 from mlxtp.wire.cluster_messages import Beat, DesiredState, Members
 
 if TYPE_CHECKING:
@@ -30,12 +39,12 @@ class Report:
     """With a beat: the epoch that its sender owns."""
 
     beat: Beat
-    owns: Running | None
+    owns: RunningEpoch | None
 
 
 @dataclass(frozen=True)
 class Offer:
-    running: Running
+    running: RunningEpoch
 
 
 @dataclass(frozen=True)
@@ -77,18 +86,18 @@ class Journal:
 class Node:
     """One start of one agent."""
 
-    def __init__(self, world: World, node_id: str, boot_id: str, kept: Beliefs) -> None:
+    def __init__(self, world: World, node_id: str, boot_id: str, kept: ClusterState) -> None:
         self.world, self.id, self.boot_id = world, node_id, boot_id
         self.journal = world.journals.setdefault(node_id, Journal())
-        self.coordination = Coordination(node_id, kept, world.now)
+        self.coordination = Leadership(node_id, kept, world.now)
         others = [other for other in self.coordination.roster.members() if other != node_id]
         self.membership = Membership(node_id, boot_id, others, world.now)
         self.links: dict[int, tuple[Wire, int, str, str]] = {}
         """Link number → wire, our end of it, node id and boot id of the other end."""
         self.ending: set[int] = set()
         """Links that nothing is sent over any more; what is still on its way there counts."""
-        self.reports: dict[str, Running | None] = {}
-        self.running: Running | None = None
+        self.reports: dict[str, RunningEpoch | None] = {}
+        self.running: RunningEpoch | None = None
         self.joined = kept.epoch
         self.awaited: set[str] = set()
         self.open_requests = 0
@@ -103,7 +112,7 @@ class Node:
         number = wire.numbers[end]
         address = f"10.0.0.{ord(peer.id[-1])}:{number}"
         if not self.membership.link_up(number, peer.id, peer.boot_id, address, self.world.now):
-            if self.membership.standing(peer.id).state is State.REMOVED:
+            if self.membership.standing(peer.id).state is MemberState.REMOVED:
                 for message in self.coordination.roster.messages():
                     wire.send(end, message)
             wire.close(end)
@@ -222,7 +231,7 @@ class Node:
 
     # --- epochs
 
-    def join(self, running: Running) -> None:
+    def join(self, running: RunningEpoch) -> None:
         assert self.running is None, f"{self.id} takes part in two epochs"
         assert running.number > self.joined, f"{self.id} joins epoch {running.number} after {self.joined}"
         self.joined, self.running = running.number, running
@@ -245,7 +254,7 @@ class Node:
     def form(self, action: FormEpoch) -> None:
         assert self.coordination.leading, f"{self.id} forms an epoch and does not coordinate"
         desired, plan = self.coordination.desired, action.plan
-        running = Running(
+        running = RunningEpoch(
             action.number, plan.ranks, action.boots, plan.key, desired.model, desired.version, ready=False
         )
         self.join(running)
@@ -262,7 +271,7 @@ class Node:
             for node_id in mine.ranks[1:]:
                 self.tell(node_id, Ready(number))
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> GroupPlan | None:
         """The strongest one, two or four of those who are here, this node among them if it can be."""
         wanted = self.coordination.desired.nodes
         standings = self.membership.standings()
@@ -278,11 +287,11 @@ class Node:
         size = next((size for size in sizes if size <= len(here)), 0)
         chosen = sorted(here[:size], key=lambda node_id: (node_id != self.id, node_id))
         key = (float(sum(self.world.strength.get(node_id, 1) for node_id in chosen)),)
-        return Plan(tuple(chosen), key) if chosen else None
+        return GroupPlan(tuple(chosen), key) if chosen else None
 
     # --- what an agent's loop does
 
-    def own(self) -> Running | None:
+    def own(self) -> RunningEpoch | None:
         mine = self.running
         if mine is None or mine.owner != self.id:
             return mine
@@ -357,11 +366,11 @@ class Node:
             self.world.kill(self.id)
             return
         for node_id, standing in self.membership.standings().items():
-            if node_id not in members and standing.state is not State.REMOVED:
+            if node_id not in members and standing.state is not MemberState.REMOVED:
                 self.membership.removed(node_id)
         for node_id in members:
             self.membership.admitted(node_id)
         self.step()
 
-    def log(self, what: str, running: Running) -> None:
+    def log(self, what: str, running: RunningEpoch) -> None:
         self.journal.epochs.append((self.world.now, what, running.number, running.owner))

@@ -13,9 +13,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from mlxtp.cluster.cluster_state import Beliefs, Roster
-from mlxtp.cluster.failure_detector import State
-from mlxtp.cluster.saved_state import Kept, from_text, to_text
+from mlxtp.cluster.cluster_state import ClusterState, Roster
+from mlxtp.cluster.failure_detector import MemberState
+from mlxtp.cluster.saved_state import SavedState, from_text, to_text
 
 from .desks import unsealed
 from .simulated_node import Fin, Goodbye, Journal, Node
@@ -88,7 +88,9 @@ class World:
         roster = Roster()
         for name in self.names:
             roster = roster.admitting(name, f"mac-{name}", f"key of {name}", unsealed)
-        self.disks: dict[str, str] = {name: to_text(Kept(Beliefs(roster=roster))) for name in self.names}
+        self.disks: dict[str, str] = {
+            name: to_text(SavedState(ClusterState(roster=roster))) for name in self.names
+        }
 
     # --- time
 
@@ -128,7 +130,7 @@ class World:
         """Another machine, with a copy of this one's home folder. It calls the others, who call the first."""
         self._start(f"{name}'", name, from_text(self.disks[name]).beliefs)
 
-    def _start(self, key: str, node_id: str, kept: Beliefs) -> None:
+    def _start(self, key: str, node_id: str, kept: ClusterState) -> None:
         node = Node(self, node_id, f"{node_id}-{next(self._boots)}", kept)
         self.nodes[key] = node
         self.at(self.now + self._random.uniform(0, 0.05), node.tick)
@@ -141,7 +143,7 @@ class World:
         node.running_process = False
         if node.running is not None:
             node.log("leave: killed", node.running)
-        self.disks[name] = to_text(Kept(node.coordination.kept()))
+        self.disks[name] = to_text(SavedState(node.coordination.kept()))
         if not power:
             self._forget_wires_of(name)
 
@@ -257,9 +259,9 @@ def _standings_of(world: World, nodes: Sequence[Node]) -> str:
     for node in nodes:
         for peer, standing in node.membership.standings().items():
             if not world.reach(node.id, peer):
-                if standing.state in (State.ALIVE, State.SUSPECT):
+                if standing.state in (MemberState.ALIVE, MemberState.SUSPECT):
                     return f"{node.id} sees a ghost of {peer}"
-            elif (standing.state, standing.boot_id) != (State.ALIVE, world.nodes[peer].boot_id):
+            elif (standing.state, standing.boot_id) != (MemberState.ALIVE, world.nodes[peer].boot_id):
                 return f"{node.id} does not see {world.nodes[peer].boot_id}: {standing}"
     return ""
 

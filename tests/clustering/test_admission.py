@@ -17,14 +17,14 @@ import pytest
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError, RemoteProtocolError, UserError
 from mlxtp.identity.join_exchange import answer_joiner, ask_to_join
 from mlxtp.identity.join_protocol import Admitted, AskElsewhere, Granted, Host, Joiner, redirect
-from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, Desk, Token, read_token
+from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, JoinToken, TokenIssuer, read_token
 from mlxtp.identity.store import Identity, Store
 from mlxtp.wire.certificates import authority_hash, certificates_to_pem, found, key_to_pem, new_key
 from mlxtp.wire.frames import encode
 from mlxtp.wire.join_messages import JoinOffer
 from mlxtp.wire.messages import Message, Ping
-from mlxtp.wire.session import LinkKind, Protocol, Side
-from mlxtp.wire.streams import Connection
+from mlxtp.wire.session import LinkKind, Session, Side
+from mlxtp.wire.streams import StreamLink
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_JOIN,
@@ -34,7 +34,7 @@ from mlxtp.wire.tls import (
     member_context_client,
     member_context_server,
 )
-from mlxtp.wire.tls_acceptor import Doorman, open_tls
+from mlxtp.wire.tls_acceptor import TlsAcceptor, open_tls
 
 from ..wire.members import Member, founder, member_of
 
@@ -56,7 +56,9 @@ class House:
     controllers: asyncio.Queue[Peer] = field(default_factory=asyncio.Queue)
 
     def __post_init__(self) -> None:
-        self.desk = Desk(self.member.identity.cluster_id, authority_hash(self.member.membership.authority))
+        self.desk = TokenIssuer(
+            self.member.identity.cluster_id, authority_hash(self.member.membership.authority)
+        )
 
     def token(self) -> str:
         return self.desk.issue(secrets.token_bytes(16), self.now).text()
@@ -93,7 +95,7 @@ async def listening(house: House) -> AsyncIterator[House]:
     listener = socket.create_server(("127.0.0.1", 0))
     house.port = listener.getsockname()[1]
     running = asyncio.create_task(
-        Doorman(listener, member_context_server(house.member.credentials), house.attend).run()
+        TlsAcceptor(listener, member_context_server(house.member.credentials), house.attend).run()
     )
     try:
         async with asyncio.timeout(2 * TIMEOUT_S):
@@ -120,12 +122,12 @@ def macs(tmp_path_factory: pytest.TempPathFactory) -> Macs:
     return Macs(founder(folder), founder(folder), folder)
 
 
-def joiner(identity: Identity, token: str | Token) -> Joiner:
-    read = token if isinstance(token, Token) else read_token(token)
+def joiner(identity: Identity, token: str | JoinToken) -> Joiner:
+    read = token if isinstance(token, JoinToken) else read_token(token)
     return Joiner(read, identity.node_id, identity.key, "mini", secrets.token_bytes(32))
 
 
-async def join(port: int, identity: Identity, token: str | Token) -> Granted:
+async def join(port: int, identity: Identity, token: str | JoinToken) -> Granted:
     return await ask_to_join("127.0.0.1", port, joiner(identity, token), TIMEOUT_S)
 
 
@@ -188,7 +190,7 @@ def test_five_failures_kill_a_token(macs: Macs) -> None:
         async with listening(House(macs.first)) as house:
             token = read_token(house.token())
 
-            class Guess(Token):
+            class Guess(JoinToken):
                 @property
                 def key(self) -> bytes:
                     return bytes(32)
@@ -367,7 +369,7 @@ def test_a_joiner_that_asks_who_told_it_to_go_elsewhere(macs: Macs) -> None:
         offer = redirect(second.membership.authority, secrets.token_bytes(32), "studio", ())
         async with listening(House(second, elsewhere=offer)) as house:
             reader, writer = await open_tls("127.0.0.1", house.port, join_context(), ALPN_JOIN, TIMEOUT_S)
-            connection = Connection(reader, writer, Protocol(LinkKind.JOIN, Side.LOWER, 0))
+            connection = StreamLink(reader, writer, Session(LinkKind.JOIN, Side.LOWER, 0))
             await connection.receive()
             asking = joiner(macs.new()[1], House(macs.first).token())
             certificate = writer.get_extra_info("ssl_object").getpeercert(True)

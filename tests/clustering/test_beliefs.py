@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.cluster_state import MAX_ENTRIES, NOBODY, Beliefs, Claim, Roster, newer, stronger
+from mlxtp.cluster.cluster_state import (
+    MAX_ENTRIES,
+    NOBODY,
+    ClusterState,
+    LeaderClaim,
+    Roster,
+    newer,
+    stronger,
+)
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import MAX_MEMBERS, DesiredState, RosterEntry
 from mlxtp.wire.frames import encode
@@ -17,12 +25,14 @@ from .desks import unsealed
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (Claim(2, "b"), Claim(1, "a")),
-        (Claim(2, "a"), Claim(2, "b")),
-        (Claim(1, "z"), NOBODY),
+        (LeaderClaim(2, "b"), LeaderClaim(1, "a")),
+        (LeaderClaim(2, "a"), LeaderClaim(2, "b")),
+        (LeaderClaim(1, "z"), NOBODY),
     ],
 )
-def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(one: Claim, other: Claim) -> None:
+def test_the_later_term_is_stronger_and_of_one_term_the_smaller_id(
+    one: LeaderClaim, other: LeaderClaim
+) -> None:
     assert stronger(one, other) == stronger(other, one) == one
 
 
@@ -55,8 +65,8 @@ _entry = st.builds(
     version=st.integers(1, 3),
 )
 _beliefs = st.builds(
-    Beliefs,
-    claim=st.just(NOBODY) | st.builds(Claim, st.integers(1, 3), _ids),
+    ClusterState,
+    claim=st.just(NOBODY) | st.builds(LeaderClaim, st.integers(1, 3), _ids),
     desired=st.builds(
         DesiredState, st.integers(0, 3), _ids, st.sampled_from(("", "m")), st.just("auto"), st.integers(0, 3)
     ),
@@ -66,7 +76,9 @@ _beliefs = st.builds(
 
 
 @given(_beliefs, _beliefs, _beliefs)
-def test_merging_needs_no_order_and_no_memory(one: Beliefs, two: Beliefs, three: Beliefs) -> None:
+def test_merging_needs_no_order_and_no_memory(
+    one: ClusterState, two: ClusterState, three: ClusterState
+) -> None:
     assert one.merged(two) == two.merged(one)
     assert one.merged(two).merged(three) == one.merged(two.merged(three))
     assert one.merged(one) == one

@@ -6,31 +6,31 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.cluster.cluster_state import NOBODY, NOTHING, Beliefs, Claim, Roster
-from mlxtp.cluster.failure_detector import Pace, State
-from mlxtp.cluster.leadership import Calm, Coordination, Situation
+from mlxtp.cluster.cluster_state import NOBODY, NOTHING, ClusterState, LeaderClaim, Roster
+from mlxtp.cluster.failure_detector import MemberState, Timeouts
+from mlxtp.cluster.leadership import Debounce, Leadership, Situation
 from mlxtp.cluster.membership import Membership
-from mlxtp.cluster.reconcile import FormEpoch, HandOver, Plan, Running, StopEpoch, Wait
+from mlxtp.cluster.reconcile import FormEpoch, GroupPlan, HandOver, RunningEpoch, StopEpoch, Wait
 from mlxtp.errors import RemoteProtocolError, UserError
 from mlxtp.wire.cluster_messages import Beat, DesiredState, RosterEntry
 
 from .desks import unsealed
 
-BEAT_S = Pace().beat_s
-CALM = Calm()
+BEAT_S = Timeouts().beat_s
+CALM = Debounce()
 
 
-def beat(claim: Claim = NOBODY, pulse: int = 0, epoch: int = 0) -> Beat:
+def beat(claim: LeaderClaim = NOBODY, pulse: int = 0, epoch: int = 0) -> Beat:
     return Beat(claim.term, claim.node_id, 0, Roster().digest(), epoch, True, pulse)
 
 
 class Story:
     """Node `b` among `a` and `c`, whose links are 1 and 3."""
 
-    def __init__(self, kept: Beliefs | None = None, known: tuple[str, ...] = ("a", "c")) -> None:
+    def __init__(self, kept: ClusterState | None = None, known: tuple[str, ...] = ("a", "c")) -> None:
         self.now = 100.0
         self.membership = Membership("b", "b-1", known, self.now)
-        self.coordination = Coordination("b", kept or Beliefs(), self.now, CALM)
+        self.coordination = Leadership("b", kept or ClusterState(), self.now, CALM)
         self.claimed = 0
         self.pulses = 0
         self.boots = {1: "a-1", 3: "c-1"}
@@ -58,11 +58,11 @@ class Story:
         return self
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> LeaderClaim:
         return self.coordination.claim
 
 
-def led_by(claim: Claim) -> Story:
+def led_by(claim: LeaderClaim) -> Story:
     """Both others are here, and `claim` holds."""
     story = Story()
     story.up(1, "a-1")
@@ -72,9 +72,9 @@ def led_by(claim: Claim) -> Story:
     return story
 
 
-A5 = Claim(5, "a")
-B6 = Claim(6, "b")
-C5 = Claim(5, "c")
+A5 = LeaderClaim(5, "a")
+B6 = LeaderClaim(6, "b")
+C5 = LeaderClaim(5, "c")
 
 
 # --- claiming ---------------------------------------------------------------------------------------------
@@ -83,13 +83,13 @@ C5 = Claim(5, "c")
 def test_a_node_alone_claims_at_once() -> None:
     story = Story(known=())
     story.tick()
-    assert (story.claim, story.coordination.leading) == (Claim(1, "b"), True)
+    assert (story.claim, story.coordination.leading) == (LeaderClaim(1, "b"), True)
 
 
 def test_a_node_that_misses_others_gives_them_time_to_show_up() -> None:
     story = Story().beats(CALM.start_s - BEAT_S)
     assert story.claim == NOBODY
-    assert story.beats(BEAT_S).claim == Claim(1, "b")
+    assert story.beats(BEAT_S).claim == LeaderClaim(1, "b")
 
 
 def test_when_all_are_here_nobody_is_waited_for() -> None:
@@ -99,7 +99,7 @@ def test_when_all_are_here_nobody_is_waited_for() -> None:
     assert story.claim == NOBODY  # it has not told yet whom it follows
     story.hear(3, beat())
     story.tick()
-    assert story.claim == Claim(1, "b")
+    assert story.claim == LeaderClaim(1, "b")
 
 
 def test_a_node_that_starts_follows_whom_the_others_follow() -> None:
@@ -115,34 +115,34 @@ def test_the_smallest_of_the_living_claims_and_the_others_wait() -> None:
     story.up(3, "c-1")
     assert story.beats(10, link_1=beat(), link_3=beat()).claim == NOBODY
     story.membership.goodbye(1, story.now)
-    assert story.beats(0.5, link_3=beat()).claim == Claim(1, "b")
+    assert story.beats(0.5, link_3=beat()).claim == LeaderClaim(1, "b")
 
 
 def test_terms_go_on_after_a_restart_and_an_old_claim_is_nobodys() -> None:
-    story = Story(Beliefs(claim=Claim(7, "b")), known=())
+    story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=())
     assert not story.coordination.leading
-    assert story.coordination.kept().claim == Claim(7)
+    assert story.coordination.kept().claim == LeaderClaim(7)
     story.tick()
-    assert story.claim == Claim(8, "b")
+    assert story.claim == LeaderClaim(8, "b")
 
 
 def test_hearing_of_ones_own_past_makes_nobody_coordinator() -> None:
-    story = Story(Beliefs(claim=Claim(7, "b")), known=("c",))
+    story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=("c",))
     story.up(3, "c-1")
-    story.hear(3, beat(Claim(7, "b"), 10))
+    story.hear(3, beat(LeaderClaim(7, "b"), 10))
     assert not story.coordination.leading
     story.tick()
-    assert story.claim == Claim(8, "b")
+    assert story.claim == LeaderClaim(8, "b")
 
 
 def test_a_lower_term_than_before_is_followed_and_topped_later() -> None:
-    story = Story(Beliefs(claim=Claim(9, "z")), known=("c",))
+    story = Story(ClusterState(claim=LeaderClaim(9, "z")), known=("c",))
     story.up(3, "c-1")
     assert story.beats(3, link_3=beat(C5, 10)).claim == C5
-    assert story.coordination.kept().claim == Claim(9)
+    assert story.coordination.kept().claim == LeaderClaim(9)
     story.membership.goodbye(3, story.now)
     story.tick()
-    assert story.claim == Claim(10, "b")
+    assert story.claim == LeaderClaim(10, "b")
 
 
 # --- following --------------------------------------------------------------------------------------------
@@ -154,14 +154,14 @@ def test_as_long_as_it_lives_the_coordinator_stays_whatever_its_id() -> None:
 
 def test_a_weaker_claim_changes_nothing() -> None:
     story = led_by(C5)
-    assert not story.hear(1, beat(Claim(4, "a"), 99))
+    assert not story.hear(1, beat(LeaderClaim(4, "a"), 99))
     assert not story.hear(1, beat())
     assert story.claim == C5
 
 
 def test_a_claim_without_a_name_is_none() -> None:
     story = led_by(C5)
-    assert not story.hear(1, beat(Claim(9, ""), 99))
+    assert not story.hear(1, beat(LeaderClaim(9, ""), 99))
     assert story.claim == C5
 
 
@@ -223,8 +223,8 @@ def test_a_coordinator_that_is_here_and_does_not_know_it_is_none() -> None:
     story = led_by(C5)
     story.membership.goodbye(1, story.now)
     story.tick()
-    assert story.beats(2.5, link_3=beat(Claim(4, "c"), 50)).claim == C5
-    assert story.beats(0.5, link_3=beat(Claim(4, "c"), 60)).claim == B6
+    assert story.beats(2.5, link_3=beat(LeaderClaim(4, "c"), 50)).claim == C5
+    assert story.beats(0.5, link_3=beat(LeaderClaim(4, "c"), 60)).claim == B6
 
 
 def test_a_goodbye_and_a_removal_cost_it_at_once() -> None:
@@ -264,9 +264,9 @@ def test_a_claim_of_the_new_start_is_not_lost_with_the_old_one() -> None:
     story = led_by(C5)
     story.membership.goodbye(1, story.now)
     story.up(4, "c-2")
-    story.hear(4, beat(Claim(6, "c"), 1))
+    story.hear(4, beat(LeaderClaim(6, "c"), 1))
     story.tick()
-    assert story.claim == Claim(6, "c")
+    assert story.claim == LeaderClaim(6, "c")
 
 
 def test_time_that_we_stood_still_does_not_depose_it() -> None:
@@ -354,13 +354,13 @@ def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
     story.hear(1, beat(A5, 90, epoch=21))
     kept = story.coordination.kept()
     assert (kept.claim, kept.epoch) == (A5, 21)
-    again = Coordination("b", kept, 0.0)
+    again = Leadership("b", kept, 0.0)
     assert (again.desired, again.roster, again.epoch) == (kept.desired, kept.roster, 21)
 
 
 # --- deciding ---------------------------------------------------------------------------------------------
 
-PLAN = Plan(("b", "c"), (2.0,))
+PLAN = GroupPlan(("b", "c"), (2.0,))
 
 
 def leading() -> Story:
@@ -405,7 +405,7 @@ def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() 
 
 def test_whoever_was_lost_is_shaky_for_a_while() -> None:
     story = leading()
-    alone = Running(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True)
+    alone = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True)
     story.membership.link_down(3, story.now)
     story.tick()
     lost = story.now
@@ -422,9 +422,9 @@ def test_whoever_was_lost_is_shaky_for_a_while() -> None:
 def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
     story = leading()
     story.beats(1, link_3=beat(B6))
-    busy = Running(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True, open_requests=1)
+    busy = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True, open_requests=1)
 
-    def ask(plan: Plan | None) -> object:
+    def ask(plan: GroupPlan | None) -> object:
         return story.coordination.decide(story.membership, Situation(running=busy, plan=plan), story.now)
 
     began = story.now
@@ -444,19 +444,21 @@ def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
 def test_after_handing_over_this_node_follows() -> None:
     story = leading()
     story.beats(1, link_3=beat(B6))
-    action = story.coordination.decide(story.membership, Situation(plan=Plan(("c", "b"), (2.0,))), story.now)
+    action = story.coordination.decide(
+        story.membership, Situation(plan=GroupPlan(("c", "b"), (2.0,))), story.now
+    )
     assert action == HandOver("c")
     story.coordination.hand_over("c", story.now)
-    assert (story.claim, story.coordination.leading) == (Claim(7, "c"), False)
-    assert story.beats(2.5, link_3=beat(B6)).claim == Claim(7, "c")
-    assert story.beats(0.5, link_3=beat(B6)).claim == Claim(8, "b")  # it never heard of it
+    assert (story.claim, story.coordination.leading) == (LeaderClaim(7, "c"), False)
+    assert story.beats(2.5, link_3=beat(B6)).claim == LeaderClaim(7, "c")
+    assert story.beats(0.5, link_3=beat(B6)).claim == LeaderClaim(8, "b")  # it never heard of it
 
 
 def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
     story = leading()
     story.membership.link_down(3, story.now)
     story.beats(3)
-    assert story.membership.standing("c").state is State.DEAD
+    assert story.membership.standing("c").state is MemberState.DEAD
     story.up(4, "c-1")
     story.beats(1)
     action = story.coordination.decide(story.membership, Situation(plan=PLAN), story.now)
@@ -467,7 +469,7 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
 # --- those that are about to stop -------------------------------------------------------------------------
 
 
-def leaving(claim: Claim, pulse: int = 0) -> Beat:
+def leaving(claim: LeaderClaim, pulse: int = 0) -> Beat:
     return replace(beat(claim, pulse), draining=True)
 
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.cluster_state import NOBODY, Claim
-from mlxtp.cluster.failure_detector import Standing, State
+from mlxtp.cluster.cluster_state import NOBODY, LeaderClaim
+from mlxtp.cluster.failure_detector import MemberState, MemberStatus
 from mlxtp.cluster.reconcile import (
     Action,
+    ClusterView,
     FormEpoch,
+    GroupPlan,
     HandOver,
-    Nothing,
-    Plan,
-    Running,
+    NoAction,
+    RunningEpoch,
     StopEpoch,
     TryGroup,
-    View,
     Wait,
     better,
     decide,
@@ -36,24 +36,26 @@ LLAMA = DesiredState(3, "b", "llama", "auto")
 NOW = 100.0
 
 
-def here(*names: str, **others: Standing) -> Mapping[str, Standing]:
-    return {name: Standing(State.ALIVE, f"{name}-1", True) for name in names} | others
+def here(*names: str, **others: MemberStatus) -> Mapping[str, MemberStatus]:
+    return {name: MemberStatus(MemberState.ALIVE, f"{name}-1", True) for name in names} | others
 
 
-def epoch(*ranks: str, **changes: Any) -> Running:
-    running = Running(4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), "llama", 3, ready=True)
+def epoch(*ranks: str, **changes: Any) -> RunningEpoch:
+    running = RunningEpoch(
+        4, ranks, tuple(f"{r}-1" for r in ranks), (float(len(ranks)),), "llama", 3, ready=True
+    )
     return replace(running, **changes)
 
 
-def plan(*ranks: str) -> Plan:
-    return Plan(ranks, (float(len(ranks)),))
+def plan(*ranks: str) -> GroupPlan:
+    return GroupPlan(ranks, (float(len(ranks)),))
 
 
-VIEW = View(
+VIEW = ClusterView(
     now=NOW,
     self_id="a",
     leading=True,
-    claim=Claim(5, "a"),
+    claim=LeaderClaim(5, "a"),
     standings=here("a", "b", "c"),
     desired=LLAMA,
     plan=plan("a", "b"),
@@ -66,7 +68,7 @@ def decided(**changes: Any) -> Action:
     return decide(replace(VIEW, **changes))
 
 
-FOLLOWING: dict[str, Any] = {"leading": False, "claim": Claim(6, "b")}
+FOLLOWING: dict[str, Any] = {"leading": False, "claim": LeaderClaim(6, "b")}
 
 
 # --- forming ----------------------------------------------------------------------------------------------
@@ -77,12 +79,12 @@ def test_the_coordinator_forms_what_is_wanted_under_the_next_number() -> None:
 
 
 def test_nobody_else_forms_anything() -> None:
-    assert decided(**FOLLOWING) == Nothing()
-    assert decided(leading=False, claim=NOBODY) == Nothing()
+    assert decided(**FOLLOWING) == NoAction()
+    assert decided(leading=False, claim=NOBODY) == NoAction()
 
 
 def test_when_nothing_is_wanted_nothing_is_formed() -> None:
-    assert decided(desired=DesiredState(4, "b", "", "auto")) == Nothing()
+    assert decided(desired=DesiredState(4, "b", "", "auto")) == NoAction()
 
 
 def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
@@ -104,7 +106,7 @@ def test_after_failed_epochs_it_waits_its_time() -> None:
 
 
 def test_nobody_silent_is_taken_along() -> None:
-    silent = here("a", "c", b=Standing(State.SUSPECT, "b-1", True))
+    silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
     assert decided(standings=silent) == Wait("mini is silent")
 
 
@@ -116,12 +118,12 @@ def test_it_hands_over_to_whoever_gets_rank_0() -> None:
 # --- losing somebody --------------------------------------------------------------------------------------
 
 LOST = {
-    "dead": Standing(State.DEAD, "b-1", False),
-    "left": Standing(State.LEFT, "b-1", False),
-    "removed": Standing(State.REMOVED, "b-1", False),
-    "away": Standing(State.AWAY, "", False),
-    "its link broke": Standing(State.SUSPECT, "b-1", False),
-    "started anew": Standing(State.ALIVE, "b-2", True),
+    "dead": MemberStatus(MemberState.DEAD, "b-1", False),
+    "left": MemberStatus(MemberState.LEFT, "b-1", False),
+    "removed": MemberStatus(MemberState.REMOVED, "b-1", False),
+    "away": MemberStatus(MemberState.AWAY, "", False),
+    "its link broke": MemberStatus(MemberState.SUSPECT, "b-1", False),
+    "started anew": MemberStatus(MemberState.ALIVE, "b-2", True),
 }
 
 
@@ -149,12 +151,12 @@ def test_a_participant_leaves_an_epoch_whose_owner_is_gone(said: str, leading: b
 
 
 def test_a_participant_that_is_merely_silent_is_not_gone() -> None:
-    silent = here("a", "c", b=Standing(State.SUSPECT, "b-1", True))
-    assert decided(running=epoch("a", "b"), standings=silent) == Nothing()
+    silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
+    assert decided(running=epoch("a", "b"), standings=silent) == NoAction()
 
 
 def test_participants_do_not_judge_each_other() -> None:
-    assert decided(running=epoch("b", "a", "c"), standings=here("a", "b"), **FOLLOWING) == Nothing()
+    assert decided(running=epoch("b", "a", "c"), standings=here("a", "b"), **FOLLOWING) == NoAction()
 
 
 def test_an_unknown_participant_is_gone() -> None:
@@ -171,7 +173,7 @@ def test_an_unloaded_model_ends_its_epoch_with_its_owner(leading: bool) -> None:
     nothing = DesiredState(4, "b", "", "auto")
     own, others = epoch("a", "b", open_requests=1), epoch("b", "a")
     assert decided(running=own, desired=nothing, leading=leading) == StopEpoch("llama was unloaded")
-    assert decided(running=others, desired=nothing, leading=leading) == Nothing()
+    assert decided(running=others, desired=nothing, leading=leading) == NoAction()
 
 
 def test_another_model_takes_its_place() -> None:
@@ -187,10 +189,10 @@ ALONE = epoch("a")
 
 
 def test_a_running_epoch_is_left_alone() -> None:
-    assert decided(running=epoch("a", "b")) == Nothing()
-    assert decided(running=epoch("a", "c")) == Nothing()
-    assert decided(running=epoch("a", "b"), plan=None, refusal="too slow") == Nothing()
-    assert decided(running=epoch("a", "b", "c", "d"), standings=here(*"abcd")) == Nothing()
+    assert decided(running=epoch("a", "b")) == NoAction()
+    assert decided(running=epoch("a", "c")) == NoAction()
+    assert decided(running=epoch("a", "b"), plan=None, refusal="too slow") == NoAction()
+    assert decided(running=epoch("a", "b", "c", "d"), standings=here(*"abcd")) == NoAction()
 
 
 def test_a_better_group_takes_over_when_nobody_asks() -> None:
@@ -198,17 +200,17 @@ def test_a_better_group_takes_over_when_nobody_asks() -> None:
 
 
 def test_a_slightly_better_group_does_not() -> None:
-    for key, action in (((1.04,), Nothing()), ((1.06,), StopEpoch("a better group is there with mini"))):
-        assert decided(running=ALONE, plan=Plan(("a", "b"), key)) == action
+    for key, action in (((1.04,), NoAction()), ((1.06,), StopEpoch("a better group is there with mini"))):
+        assert decided(running=ALONE, plan=GroupPlan(("a", "b"), key)) == action
 
 
 def test_fewer_macs_may_be_better() -> None:
-    action = decided(running=epoch("a", "b"), plan=Plan(("a",), (9.0,)))
+    action = decided(running=epoch("a", "b"), plan=GroupPlan(("a",), (9.0,)))
     assert action == StopEpoch("a better group is there with fewer Macs")
 
 
 def test_an_epoch_that_still_forms_is_not_disturbed() -> None:
-    assert decided(running=epoch("a", ready=False)) == Nothing()
+    assert decided(running=epoch("a", ready=False)) == NoAction()
 
 
 def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None:
@@ -217,7 +219,7 @@ def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None
     assert decided(running=busy, plan=unproven) == TryGroup(9, unproven)
     assert isinstance(decided(running=busy, plan=unproven, settled_at=NOW + 1), Wait)
     assert isinstance(decided(running=busy, plan=unproven, shaky={"b": NOW + 7}), Wait)
-    assert decided(running=epoch("a", ready=False), plan=unproven) == Nothing()
+    assert decided(running=epoch("a", ready=False), plan=unproven) == NoAction()
     three = replace(plan("a", "b", "c"), proven=False)
     elsewhere = epoch("b", "a", number=7)
     assert decided(others=[elsewhere], plan=three) == TryGroup(9, three)
@@ -228,13 +230,13 @@ def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None
 def test_a_better_plan_with_rank_0_elsewhere_ends_nothing_here() -> None:
     for proven in (True, False):
         elsewhere = replace(plan("b", "c"), proven=proven)
-        assert decided(running=ALONE, plan=elsewhere) == Nothing()
+        assert decided(running=ALONE, plan=elsewhere) == NoAction()
 
 
 def test_a_faster_fabric_between_the_same_macs_takes_over() -> None:
-    ring, jaccl = epoch("a", "b", backend="ring"), Plan(("a", "b"), (9.0,), "jaccl")
+    ring, jaccl = epoch("a", "b", backend="ring"), GroupPlan(("a", "b"), (9.0,), "jaccl")
     assert decided(running=ring, plan=jaccl) == StopEpoch("a better group is there with jaccl")
-    assert decided(running=ring, plan=replace(jaccl, backend="ring")) == Nothing()
+    assert decided(running=ring, plan=replace(jaccl, backend="ring")) == NoAction()
 
 
 def test_open_requests_are_waited_for_and_not_for_ever() -> None:
@@ -265,7 +267,7 @@ PAIR = epoch("b", "c", number=7)
 
 
 def test_whoever_lost_the_coordination_goes_on_until_the_new_one_decides() -> None:
-    assert decided(running=epoch("a", "c"), **FOLLOWING) == Nothing()
+    assert decided(running=epoch("a", "c"), **FOLLOWING) == NoAction()
 
 
 def test_a_coordinator_without_an_epoch_hands_over_to_one_that_serves() -> None:
@@ -281,20 +283,20 @@ def test_it_does_not_when_that_serves_something_else_or_is_gone_or_could_be_bett
     assert isinstance(
         decided(others=[PAIR], standings=here("a", "b", "c") | {"b": LOST["dead"]}), Wait | FormEpoch
     )
-    three = Plan(("a", "b", "c"), (3.0,))
+    three = GroupPlan(("a", "b", "c"), (3.0,))
     assert isinstance(decided(others=[PAIR], plan=three), FormEpoch)
 
 
 def test_a_better_group_waits_for_the_requests_of_the_epoch_it_takes_apart() -> None:
     busy = replace(PAIR, open_requests=1)
-    three = Plan(("a", "b", "c"), (3.0,))
+    three = GroupPlan(("a", "b", "c"), (3.0,))
     assert decided(others=[busy], plan=three) == Wait("open requests: 1", NOW + 10, for_requests=True)
     assert isinstance(decided(others=[busy], plan=three, waiting_since=NOW - 10), FormEpoch)
 
 
 def test_a_coordinator_that_takes_part_elsewhere_leaves_before_it_forms() -> None:
     elsewhere = epoch("b", "a", number=7)
-    three = Plan(("a", "b", "c"), (3.0,))
+    three = GroupPlan(("a", "b", "c"), (3.0,))
     assert decided(running=elsewhere, others=[elsewhere], plan=three) == StopEpoch(
         "a better group is there than that of epoch 7"
     )
@@ -302,17 +304,17 @@ def test_a_coordinator_that_takes_part_elsewhere_leaves_before_it_forms() -> Non
 
 def test_of_two_epochs_the_worse_one_ends() -> None:
     assert decided(running=ALONE, others=[PAIR]) == StopEpoch("mini has a better group")
-    assert decided(running=epoch("a", "d"), standings=here(*"abcd"), others=[PAIR]) == Nothing()
+    assert decided(running=epoch("a", "d"), standings=here(*"abcd"), others=[PAIR]) == NoAction()
     mine = {"running": epoch("a", "d"), "standings": here(*"abcd"), **FOLLOWING}
     assert decided(others=[PAIR], **mine) == StopEpoch("mini coordinates and serves the model")
-    assert decided(others=[epoch("b")], **mine) == Nothing()
+    assert decided(others=[epoch("b")], **mine) == NoAction()
 
 
 def test_an_epoch_that_serves_does_not_end_for_one_that_is_not_ready() -> None:
     loading = replace(PAIR, ready=False)
-    assert decided(running=ALONE, others=[loading], plan=None) == Nothing()
+    assert decided(running=ALONE, others=[loading], plan=None) == NoAction()
     mine = {"running": epoch("a", "d"), "standings": here(*"abcd"), **FOLLOWING}
-    assert decided(others=[loading], **mine) == Nothing()
+    assert decided(others=[loading], **mine) == NoAction()
     best = replace(loading, ranks=("b", "c", "d"), key=(3.0,))
     both = [best, replace(PAIR, ranks=("c", "d"))]
     action = decided(running=ALONE, others=both, plan=None, standings=here(*"abcd"))
@@ -326,7 +328,7 @@ def test_the_better_of_several_is_handed_over_to() -> None:
 
 _name = st.sampled_from("abcd")
 _running = st.none() | st.builds(
-    lambda ranks, key, ready, requests: Running(
+    lambda ranks, key, ready, requests: RunningEpoch(
         4, tuple(ranks), tuple(f"{rank}-1" for rank in ranks), (key,), "llama", 3, ready, requests
     ),
     st.lists(_name, min_size=1, max_size=4, unique=True),
@@ -334,15 +336,15 @@ _running = st.none() | st.builds(
     st.booleans(),
     st.integers(0, 1),
 )
-_standing = st.sampled_from((Standing(State.ALIVE, "", True), *LOST.values()))
+_standing = st.sampled_from((MemberStatus(MemberState.ALIVE, "", True), *LOST.values()))
 
 
 @given(_running, _running, _running, st.dictionaries(st.sampled_from("bcd"), _standing), st.booleans())
 def test_of_two_owners_never_both_give_way_and_never_both_go_on(
-    mine: Running | None,
-    theirs: Running | None,
-    candidate: Running | None,
-    standings: dict[str, Standing],
+    mine: RunningEpoch | None,
+    theirs: RunningEpoch | None,
+    candidate: RunningEpoch | None,
+    standings: dict[str, MemberStatus],
     since: bool,
 ) -> None:
     """Two nodes that see the same: `a` coordinates, `b` did."""
@@ -350,12 +352,12 @@ def test_of_two_owners_never_both_give_way_and_never_both_go_on(
         "standings": here("a", "b")
         | {k: replace(v, boot_id=f"{k}-1") for k, v in standings.items()}
         | here("a", "b"),
-        "claim": Claim(5, "a"),
+        "claim": LeaderClaim(5, "a"),
         "waiting_since": NOW - 10 if since else None,
     }
     if mine is None or theirs is None or mine.owner != "a" or theirs.owner != "b" or candidate is None:
         return
-    leader = decided(running=mine, others=[theirs], plan=Plan(mine.ranks, mine.key), **both)
+    leader = decided(running=mine, others=[theirs], plan=GroupPlan(mine.ranks, mine.key), **both)
     follower = decided(running=theirs, others=[mine], self_id="b", leading=False, **both)
     stops = [isinstance(action, StopEpoch) and not action.lost for action in (leader, follower)]
     assert stops != [True, True]
@@ -373,19 +375,21 @@ def test_of_two_owners_never_both_give_way_and_never_both_go_on(
 
 
 def test_a_node_takes_part_when_the_coordinator_asks() -> None:
-    assert refusal("b", 9, Claim(6, "b"), joined=8) is None
+    assert refusal("b", 9, LeaderClaim(6, "b"), joined=8) is None
 
 
 @pytest.mark.parametrize(
     ("sender", "number", "claim", "said"),
     [
-        ("a", 9, Claim(6, "b"), "epoch 9 comes from a, but b coordinates (term 6)"),
+        ("a", 9, LeaderClaim(6, "b"), "epoch 9 comes from a, but b coordinates (term 6)"),
         ("a", 9, NOBODY, "nobody coordinates yet"),
-        ("b", 8, Claim(6, "b"), "epoch 8 is not newer than epoch 8"),
-        ("b", 7, Claim(6, "b"), "epoch 7 is not newer than epoch 8"),
+        ("b", 8, LeaderClaim(6, "b"), "epoch 8 is not newer than epoch 8"),
+        ("b", 7, LeaderClaim(6, "b"), "epoch 7 is not newer than epoch 8"),
     ],
 )
-def test_it_refuses_anybody_else_and_anything_old(sender: str, number: int, claim: Claim, said: str) -> None:
+def test_it_refuses_anybody_else_and_anything_old(
+    sender: str, number: int, claim: LeaderClaim, said: str
+) -> None:
     reason = refusal(sender, number, claim, joined=8)
     assert reason is not None
     assert said in reason
@@ -444,11 +448,11 @@ def test_a_group_ends_at_once_when_another_can_do_without_whoever_stops() -> Non
 
 def test_a_group_that_needs_whoever_stops_goes_on() -> None:
     for who in (A_STOPS, B_STOPS):
-        assert decided(running=epoch("a", "b", open_requests=3), plan=None, **who) == Nothing()
+        assert decided(running=epoch("a", "b", open_requests=3), plan=None, **who) == NoAction()
 
 
 def test_who_takes_no_part_stops_without_an_effect() -> None:
-    assert decided(running=epoch("a", "b"), plan=plan("a", "b"), draining=frozenset("c")) == Nothing()
+    assert decided(running=epoch("a", "b"), plan=plan("a", "b"), draining=frozenset("c")) == NoAction()
 
 
 def test_a_coordinator_that_is_about_to_stop_hands_over_whatever_failed_before() -> None:
@@ -465,7 +469,7 @@ def test_nobody_hands_over_to_a_group_that_is_about_to_end(
     theirs = epoch("b", "c", key=(9.0,), open_requests=4, **changes)
     assert decided(others=[theirs], draining=stops) == FormEpoch(9, plan("a", "b"), ("a-1", "b-1"))
     mine = epoch("a", key=(1.0,))
-    assert decided(running=mine, plan=None, others=[theirs], draining=stops) == Nothing()
+    assert decided(running=mine, plan=None, others=[theirs], draining=stops) == NoAction()
 
 
 def left(**changes: Any) -> bool:

@@ -22,15 +22,15 @@ from mlxtp.discovery.dial_schedule import (
     Dialing,
     host_and_port,
 )
-from mlxtp.discovery.peer_cache import Sighting
+from mlxtp.discovery.peer_cache import DiscoveredPeer
 
 ME, ANNA, BEN = "0" * 32, "a" * 32, "b" * 32
 OURS, THEIRS = "c" * 16, "d" * 16
 TICK_S = 0.5
 
 
-def sighting(node_id: str, *addresses: str, cluster_id: str = OURS) -> Sighting:
-    return Sighting(node_id, cluster_id, "x", addresses, False, 1)
+def sighting(node_id: str, *addresses: str, cluster_id: str = OURS) -> DiscoveredPeer:
+    return DiscoveredPeer(node_id, cluster_id, "x", addresses, False, 1)
 
 
 def dialing(*static: str) -> Dialing:

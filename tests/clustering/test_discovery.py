@@ -17,7 +17,7 @@ import psutil
 import pytest
 from zeroconf import DNSAddress, DNSOutgoing, DNSPointer, DNSService, DNSText
 
-from mlxtp.discovery.peer_cache import MAX_SIGHTINGS, SERVICE, Advert, Sighting
+from mlxtp.discovery.peer_cache import MAX_SIGHTINGS, SERVICE, Advert, DiscoveredPeer
 
 from ..cluster import SLOWNESS, until
 from ..hosts import Host, Hosts, requires_namespaces
@@ -40,8 +40,8 @@ class Member:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.sightings: tuple[Sighting, ...] = ()
-        self.history: list[tuple[Sighting, ...]] = []
+        self.sightings: tuple[DiscoveredPeer, ...] = ()
+        self.history: list[tuple[DiscoveredPeer, ...]] = []
         self.said: list[str] = []
         self.closed = False
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -53,7 +53,8 @@ class Member:
             match json.loads(line):
                 case {"sightings": sightings}:
                     self.sightings = tuple(
-                        Sighting(**{**each, "addresses": tuple(each["addresses"])}) for each in sightings
+                        DiscoveredPeer(**{**each, "addresses": tuple(each["addresses"])})
+                        for each in sightings
                     )
                     self.history.append(self.sightings)
                 case {"said": sentence}:
@@ -66,7 +67,7 @@ class Member:
         self.process.stdin.write(" ".join(words) + "\n")
         self.process.stdin.flush()
 
-    def sees(self, *expected: Sighting) -> bool:
+    def sees(self, *expected: DiscoveredPeer) -> bool:
         return self.sightings == expected
 
     def close(self) -> None:
@@ -77,9 +78,9 @@ class Member:
         assert self.closed
 
 
-def sighting(advert: Advert, *addresses: str) -> Sighting:
+def sighting(advert: Advert, *addresses: str) -> DiscoveredPeer:
     """What others should make of it."""
-    return Sighting(
+    return DiscoveredPeer(
         advert.node_id,
         advert.cluster_id,
         advert.name,

@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.discovery import mdns, peer_cache
 from mlxtp.discovery.mdns import Discovery
-from mlxtp.discovery.peer_cache import SERVICE, Advert, Sighting
+from mlxtp.discovery.peer_cache import SERVICE, Advert, DiscoveredPeer
 
 from ..cluster import WAIT_S
 
@@ -42,7 +42,7 @@ class World:
         self.name_is_settled.set()
         self.asked: list[str] = []
         self.answers: dict[str, asyncio.Event] = {}
-        self.changes: list[tuple[Sighting, ...]] = []
+        self.changes: list[tuple[DiscoveredPeer, ...]] = []
         self.said: list[str] = []
         monkeypatch.setattr(mdns, "Network", self.network)
         monkeypatch.setattr(mdns, "info_of", Info)

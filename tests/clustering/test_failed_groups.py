@@ -17,8 +17,8 @@ from mlxtp.placement.failed_groups import (
     FailedGroups,
     links_of,
 )
-from mlxtp.placement.planner import Options, plan
-from mlxtp.placement.topology import Member
+from mlxtp.placement.planner import PlacementOptions, plan
+from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.machine import Port
 
 from .desks import cabled, mac, on_lan, shape
@@ -31,7 +31,7 @@ MODEL = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=1
 
 def meshed(*places: int) -> FailedGroup:
     """The mesh of these Macs, as planned."""
-    macs, options = [MACS[place] for place in places], Options(backend="jaccl", nodes="all")
+    macs, options = [MACS[place] for place in places], PlacementOptions(backend="jaccl", nodes="all")
     chosen = plan(macs, MODEL, options=options).chosen
     assert chosen is not None
     assert chosen.kind == JACCL_MESH
@@ -42,7 +42,9 @@ def down(port: Port) -> Port:
     return replace(port, active=False)
 
 
-def left_out(memory: FailedGroups, now: float, members: dict[str, Member] | None = None) -> list[FailedGroup]:
+def left_out(
+    memory: FailedGroups, now: float, members: dict[str, MemberMachine] | None = None
+) -> list[FailedGroup]:
     return [group for group, _ in memory.left_out(members or MEMBERS, now)]
 
 
@@ -125,7 +127,7 @@ def test_a_change_on_one_of_its_macs_brings_it_back(change) -> None:  # type: ig
 
 
 def kind_of_two(*failed: FailedGroup) -> str:
-    chosen = plan(MACS[:2], MODEL, IDS[0], Options(failed=failed, fast_fences=True)).chosen
+    chosen = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=failed, fast_fences=True)).chosen
     assert chosen is not None
     return chosen.kind
 
@@ -134,18 +136,18 @@ def test_the_next_best_plan_takes_its_place() -> None:
     pair = meshed(0, 1)
     assert kind_of_two() == JACCL_MESH
     assert kind_of_two(pair) not in {JACCL_MESH, JACCL_RING}
-    placement = plan(MACS[:2], MODEL, IDS[0], Options(failed=(pair,), nodes="all"))
+    placement = plan(MACS[:2], MODEL, IDS[0], PlacementOptions(failed=(pair,), nodes="all"))
     assert placement.backend == "ring"
     assert any("not JACCL: it did not form: errno 16" in note for note in placement.notes)
 
 
 def test_a_pair_that_failed_is_in_no_mesh_and_another_pair_is() -> None:
     failed = tuple(replace(meshed(0, 1), kind=kind) for kind in (JACCL_MESH, JACCL_RING))
-    options = Options(failed=failed, nodes=2, backend="jaccl")
+    options = PlacementOptions(failed=failed, nodes=2, backend="jaccl")
     chosen = plan(MACS, MODEL, IDS[0], options).chosen
     assert chosen is not None
     assert (chosen.kind, set(chosen.ranks)) == (JACCL_MESH, {IDS[0], IDS[2]})
-    three = plan(MACS, MODEL, IDS[0], Options(failed=failed, nodes=3, backend="jaccl"))
+    three = plan(MACS, MODEL, IDS[0], PlacementOptions(failed=failed, nodes=3, backend="jaccl"))
     assert three.chosen is None
     assert "errno 16" in three.reason
 

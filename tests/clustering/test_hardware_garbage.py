@@ -117,7 +117,7 @@ def test_whatever_was_said_the_machine_fits_into_its_message(
 
 LONG = st.text(min_size=0, max_size=200)
 ROWS = st.builds(
-    probe_linux.Row,
+    probe_linux.InterfaceRow,
     device=LONG,
     address=st.sampled_from(["10.0.0.1", "127.0.0.1", "::1"]) | LONG,
     netmask=st.sampled_from(["255.255.255.0", "255.0.255.0"]) | LONG,
@@ -144,7 +144,7 @@ def test_whatever_linux_says_the_machine_fits_into_its_message(sight: probe_linu
 
 @settings(max_examples=30)
 @given(st.lists(ROWS, max_size=8), LONG)
-def test_an_address_selects_at_most_one_interface(rows: list[probe_linux.Row], address: str) -> None:
+def test_an_address_selects_at_most_one_interface(rows: list[probe_linux.InterfaceRow], address: str) -> None:
     links = probe_linux.links(rows)
     assert len(only(links, address)) <= 1
     assert len(interfaces(links)) <= len(rows)

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtp.placement.probe_addresses import Link, interfaces, ipv4, only
-from mlxtp.placement.probe_linux import Row, Sight, links, parse_cpuinfo, parse_os_release
+from mlxtp.placement.probe_addresses import NetworkDevice, interfaces, ipv4, only
+from mlxtp.placement.probe_linux import InterfaceRow, Sight, links, parse_cpuinfo, parse_os_release
 from mlxtp.placement.probe_machine import elsewhere
 from mlxtp.wire.machine import Interface
 
 from .macs import over_the_wire
 
-LO = Link("lo", "loopback", True, True, addresses=(("127.0.0.1", 8),))
-LAN = Link("eth0", "ethernet", True, True, mbps=1000, addresses=(("192.168.1.5", 24),))
+LO = NetworkDevice("lo", "loopback", True, True, addresses=(("127.0.0.1", 8),))
+LAN = NetworkDevice("eth0", "ethernet", True, True, mbps=1000, addresses=(("192.168.1.5", 24),))
 
 
-def names(*given: Link) -> list[str]:
+def names(*given: NetworkDevice) -> list[str]:
     return [interface.name for interface in interfaces(given)]
 
 
@@ -56,9 +56,9 @@ def test_a_point_to_point_link_leads_elsewhere() -> None:
 
 def test_the_most_useful_comes_first() -> None:
     given = (
-        Link("en9", "ethernet", True, False, addresses=(("10.0.0.9", 24),)),
-        Link("en1", "thunderbolt", True, True, addresses=(("169.254.3.3", 16),)),
-        Link("en2", "thunderbolt", True, True, addresses=(("10.1.0.1", 30), ("10.0.0.1", 30))),
+        NetworkDevice("en9", "ethernet", True, False, addresses=(("10.0.0.9", 24),)),
+        NetworkDevice("en1", "thunderbolt", True, True, addresses=(("169.254.3.3", 16),)),
+        NetworkDevice("en2", "thunderbolt", True, True, addresses=(("10.1.0.1", 30), ("10.0.0.1", 30))),
         LAN,
     )
     assert [interface.address for interface in interfaces(given)] == [
@@ -67,9 +67,9 @@ def test_the_most_useful_comes_first() -> None:
 
 
 @pytest.mark.parametrize("given", [LO, replace(LAN, name="docker0"), replace(LAN, point_to_point=True)])
-def test_an_address_that_is_asked_for_counts_whatever_it_is(given: Link) -> None:
+def test_an_address_that_is_asked_for_counts_whatever_it_is(given: NetworkDevice) -> None:
     address, prefix = given.addresses[0]
-    (found,) = only([given, Link("x")], address)
+    (found,) = only([given, NetworkDevice("x")], address)
     assert found == Interface(given.name, address, prefix, given.kind, given.mbps, True)
     assert only([given], "10.9.9.9") == ()
     assert only([given], "eth0") == ()
@@ -81,13 +81,15 @@ def test_what_is_no_address_of_a_machine(text: str) -> None:
 
 
 def test_an_address_or_a_speed_that_cannot_be_is_not_passed_on() -> None:
-    (found,) = interfaces([Link("e" * 50, "ethernet", True, True, False, 10**9, (("1.1.1.1", 99), ("x", 8)))])
+    (found,) = interfaces(
+        [NetworkDevice("e" * 50, "ethernet", True, True, False, 10**9, (("1.1.1.1", 99), ("x", 8)))]
+    )
     assert found == Interface("e" * 40, "1.1.1.1", 32, "ethernet", 0, True)
 
 
 # --- Linux ------------------------------------------------------------------------------------------------
 
-ETH = Row("eth0", "192.168.1.5", "255.255.255.0", "up,broadcast,running,multicast", 1000, True)
+ETH = InterfaceRow("eth0", "192.168.1.5", "255.255.255.0", "up,broadcast,running,multicast", 1000, True)
 SIGHT = Sight(
     system="linux",
     cpuinfo="processor\t: 0\nvendor_id\t: X\nmodel name\t: Example CPU @ 3.00GHz\n",
@@ -99,7 +101,7 @@ SIGHT = Sight(
     memory_bytes=64 * 2**30,
     free_bytes=60 * 2**30,
     plugged_in=None,
-    rows=(Row("lo", "127.0.0.1", "255.0.0.0", "up,loopback,running", 0, True), ETH),
+    rows=(InterfaceRow("lo", "127.0.0.1", "255.0.0.0", "up,loopback,running", 0, True), ETH),
 )
 
 
@@ -150,7 +152,7 @@ def test_another_system_is_a_machine_too() -> None:
         (replace(ETH, flags="up,pointopoint"), "other"),
     ],
 )
-def test_kinds(row: Row, kind: str) -> None:
+def test_kinds(row: InterfaceRow, kind: str) -> None:
     (found,) = links([row])
     assert found.kind == kind
     assert found.point_to_point is ("pointopoint" in row.flags)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.placement.probe_addresses import Link
+from mlxtp.placement.probe_addresses import NetworkDevice
 from mlxtp.placement.probe_macos import (
-    Memory,
+    MemoryReading,
     parse_hardware_ports,
     parse_ibv_devices,
     parse_ibv_devinfo,
@@ -111,7 +111,7 @@ def test_available_is_what_is_free_or_could_be() -> None:
         "Mach Virtual Memory Statistics: (page size of 4096 bytes)\nPages free: 10.\nPages active: 900.\n"
         "Pages inactive: 20.\nPages speculative: 3.\nPages wired down: 7.\n"
     )
-    assert parse_vm_stat(text) == Reading(Memory(33 * 4096, 7 * 4096))
+    assert parse_vm_stat(text) == Reading(MemoryReading(33 * 4096, 7 * 4096))
 
 
 def test_without_a_page_size_pages_say_nothing() -> None:
@@ -150,7 +150,7 @@ def test_a_device_without_a_port_is_passed_over() -> None:
 # --- ifconfig ---------------------------------------------------------------------------------------------
 
 
-def link(*lines: str, flags: str = "UP,BROADCAST") -> Link:
+def link(*lines: str, flags: str = "UP,BROADCAST") -> NetworkDevice:
     text = f"en7: flags=8863<{flags}> mtu 1500\n" + "".join(f"\t{line}\n" for line in lines)
     (found,) = parse_ifconfig(text).value
     return found

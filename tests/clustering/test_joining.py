@@ -9,7 +9,7 @@ import pytest
 
 from mlxtp.errors import Code, ProtocolError, UserError
 from mlxtp.identity.join_protocol import Admitted, AskElsewhere, Granted, Host, Joiner, redirect, spoken
-from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, RESEND_S, Desk, Token
+from mlxtp.identity.join_token import LIFE_S, MAX_FAILURES, RESEND_S, JoinToken, TokenIssuer
 from mlxtp.wire.certificates import (
     Authority,
     authority_hash,
@@ -36,7 +36,7 @@ class Story:
     """A first Mac with one open token, and another one that has it."""
 
     def __init__(self) -> None:
-        self.desk = Desk(CLUSTER, authority_hash(AUTHORITY.certificate))
+        self.desk = TokenIssuer(CLUSTER, authority_hash(AUTHORITY.certificate))
         self.token = self.desk.issue(b"s" * 16, NOW)
         self.members = {FIRST: FIRST_PIN}
 
@@ -52,7 +52,7 @@ class Story:
             address=address,
         )
 
-    def joiner(self, token: Token | None = None, *, nonce: bytes = b"j" * 32) -> Joiner:
+    def joiner(self, token: JoinToken | None = None, *, nonce: bytes = b"j" * 32) -> Joiner:
         return Joiner(token or self.token, NEW, NEW_KEY, "mini", nonce)
 
     def request(self) -> JoinRequest:
@@ -60,7 +60,7 @@ class Story:
 
     def refused(self) -> tuple[Joiner, JoinRefusal]:
         """A joiner with a token that nobody issued, and what it is told."""
-        unknown = Token(CLUSTER, self.token.authority_hash, b"u" * 16)
+        unknown = JoinToken(CLUSTER, self.token.authority_hash, b"u" * 16)
         host, joiner = (
             self.host(new_key().public_key().public_numbers().x.to_bytes(32, "big")),
             self.joiner(unknown),
@@ -100,7 +100,9 @@ def test_a_mac_joins(story: Story) -> None:
 
 
 def test_the_token_of_another_cluster(story: Story) -> None:
-    other = Desk("c2" * 8, authority_hash(found("c2" * 8, new_key()).certificate)).issue(b"s" * 16, NOW)
+    other = TokenIssuer("c2" * 8, authority_hash(found("c2" * 8, new_key()).certificate)).issue(
+        b"s" * 16, NOW
+    )
     with pytest.raises(UserError, match=f"is for cluster {'c2' * 8}, and another cluster answered") as caught:
         story.joiner(other).on_offer(story.host().offer, FIRST_CERTIFICATE)
     assert caught.value.code is Code.JOIN_REFUSED
@@ -132,7 +134,7 @@ def test_somebody_in_between_who_passes_the_offer_on(story: Story, shown: bytes,
 
 
 def test_a_token_whose_parts_are_of_two_clusters(story: Story) -> None:
-    mixed = Token("c2" * 8, story.token.authority_hash, story.token.secret)
+    mixed = JoinToken("c2" * 8, story.token.authority_hash, story.token.secret)
     with pytest.raises(ProtocolError, match="wrong cluster id"):
         story.joiner(mixed).on_offer(story.host().offer, FIRST_CERTIFICATE)
 
@@ -334,14 +336,14 @@ def test_a_member_cannot_join_again_by_its_own_token(story: Story) -> None:
 
 
 def test_a_token_that_was_never_issued(story: Story) -> None:
-    unknown = Token(CLUSTER, story.token.authority_hash, b"t" * 16)
+    unknown = JoinToken(CLUSTER, story.token.authority_hash, b"t" * 16)
     request = story.joiner(unknown).on_offer(story.host().offer, FIRST_CERTIFICATE)
     texts = {story.refusal(request), story.refusal(replace(story.request(), proof=bytes(32)))}
     assert len(texts) == 1, "an unknown token and a wrong proof look alike"
 
 
 def test_a_proof_by_the_key_that_unknown_tokens_have(story: Story) -> None:
-    class Unknown(Token):
+    class Unknown(JoinToken):
         @property
         def key(self) -> bytes:
             return story.desk.key(b"unknown!")

@@ -28,7 +28,7 @@ from mlxtp.placement.measurements import (
     to_json,
     to_text,
 )
-from mlxtp.placement.planner import Options, plan
+from mlxtp.placement.planner import PlacementOptions, plan
 from mlxtp.wire.fabric_result import FabricResult
 
 from .desks import all_pairs, cabled, mac, node_id, on_lan, shape
@@ -172,20 +172,20 @@ def test_a_measurement_changes_what_is_chosen() -> None:
     assumed = plan(macs, model, A)
     assert assumed.ranks == (A,)
     quick = replace(RESULT, collective_s=2e-5, sums_s=(2e-5, 2.1e-5))
-    made = plan(macs, model, A, Options(measured=measured([quick], fast_fences=False)))
+    made = plan(macs, model, A, PlacementOptions(measured=measured([quick], fast_fences=False)))
     assert made.ranks == (A, B)
     assert made.chosen is not None
     assert made.chosen.speed is not None
     assert made.chosen.speed.measured
     for other in (replace(quick, nodes=(A, C)), replace(quick, kind=RING_THUNDERBOLT)):
-        unknown = Options(measured=measured([other], fast_fences=False))
+        unknown = PlacementOptions(measured=measured([other], fast_fences=False))
         assert plan(macs, model, A, unknown).ranks == (A,)
 
 
 def test_a_slow_cable_is_left_for_a_measured_ring() -> None:
     desk = on_lan(cabled([mac(0), mac(1)], all_pairs(2)))
     large = shape(hidden_size=8192, num_attention_heads=64, intermediate_size=28672, num_hidden_layers=60)
-    assert plan(desk, large, A, Options(fast_fences=True)).backend == "jaccl"
+    assert plan(desk, large, A, PlacementOptions(fast_fences=True)).backend == "jaccl"
     slow = replace(RESULT, backend="jaccl", kind=JACCL_MESH, fast_fences=True, collective_s=1e-3)
-    known = Options(fast_fences=True, measured=measured([slow], fast_fences=True))
+    known = PlacementOptions(fast_fences=True, measured=measured([slow], fast_fences=True))
     assert plan(desk, large, A, known).backend == "ring"

@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.cluster.failure_detector import MOVES, Change, Duplicate, Pace, Standing, State, Why
+from mlxtp.cluster.failure_detector import (
+    TRANSITIONS,
+    Change,
+    ChangeCause,
+    Duplicate,
+    MemberState,
+    MemberStatus,
+    Timeouts,
+)
 from mlxtp.cluster.membership import Membership
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import MAX_MEMBERS
 
-PACE = Pace()
+PACE = Timeouts()
 BEAT_S = PACE.beat_s
 
 
@@ -46,10 +54,10 @@ class Story:
             else:
                 self.duplicates.append(event)
 
-    def state(self, node_id: str = "b") -> State:
+    def state(self, node_id: str = "b") -> MemberState:
         return self.members.standing(node_id).state
 
-    def whys(self, node_id: str = "b") -> list[Why]:
+    def whys(self, node_id: str = "b") -> list[ChangeCause]:
         self.tick()
         return [change.why for change in self.changes if change.node_id == node_id]
 
@@ -59,23 +67,28 @@ class Story:
 
 def test_a_member_is_away_until_it_is_first_seen() -> None:
     story = Story()
-    assert story.beats(60).state() is State.AWAY
+    assert story.beats(60).state() is MemberState.AWAY
     assert story.up(1, "b-1")
     story.tick()
-    assert story.changes == [Change("b", State.AWAY, State.ALIVE, Why.LINKED, "b-1")]
+    assert story.changes == [Change("b", MemberState.AWAY, MemberState.ALIVE, ChangeCause.LINKED, "b-1")]
 
 
 def test_whoever_beats_stays_alive() -> None:
     story = Story()
     story.up(1, "b-1")
-    assert story.beats(60, 1).whys() == [Why.LINKED]
+    assert story.beats(60, 1).whys() == [ChangeCause.LINKED]
 
 
 @pytest.mark.parametrize(
     ("silent_s", "state"),
-    [(1.0, State.ALIVE), (1.5, State.SUSPECT), (2.5, State.SUSPECT), (3.0, State.DEAD)],
+    [
+        (1.0, MemberState.ALIVE),
+        (1.5, MemberState.SUSPECT),
+        (2.5, MemberState.SUSPECT),
+        (3.0, MemberState.DEAD),
+    ],
 )
-def test_silence_makes_a_suspect_and_then_a_dead(silent_s: float, state: State) -> None:
+def test_silence_makes_a_suspect_and_then_a_dead(silent_s: float, state: MemberState) -> None:
     story = Story()
     story.up(1, "b-1")
     assert story.beats(5, 1).beats(silent_s).state() is state
@@ -84,13 +97,13 @@ def test_silence_makes_a_suspect_and_then_a_dead(silent_s: float, state: State) 
 def test_a_suspect_that_is_heard_again_is_alive() -> None:
     story = Story()
     story.up(1, "b-1")
-    assert story.beats(2).beats(1, 1).whys() == [Why.LINKED, Why.SILENT, Why.HEARD]
+    assert story.beats(2).beats(1, 1).whys() == [ChangeCause.LINKED, ChangeCause.SILENT, ChangeCause.HEARD]
 
 
 @pytest.mark.parametrize(
-    ("later_s", "state"), [(0.0, State.SUSPECT), (1.0, State.SUSPECT), (1.5, State.DEAD)]
+    ("later_s", "state"), [(0.0, MemberState.SUSPECT), (1.0, MemberState.SUSPECT), (1.5, MemberState.DEAD)]
 )
-def test_a_broken_link_makes_a_suspect_at_once_and_a_dead_soon(later_s: float, state: State) -> None:
+def test_a_broken_link_makes_a_suspect_at_once_and_a_dead_soon(later_s: float, state: MemberState) -> None:
     story = Story()
     story.up(1, "b-1")
     story.beats(5, 1)
@@ -104,7 +117,7 @@ def test_a_silent_member_whose_link_breaks_is_given_no_time_on_top() -> None:
     story.up(1, "b-1")
     story.beats(5, 1).beats(2.5)
     story.members.link_down(1, story.now)
-    assert story.beats(0.5).state() is State.DEAD
+    assert story.beats(0.5).state() is MemberState.DEAD
 
 
 def test_a_link_that_comes_back_in_time_is_nothing_but_a_scare() -> None:
@@ -113,16 +126,16 @@ def test_a_link_that_comes_back_in_time_is_nothing_but_a_scare() -> None:
     story.members.link_down(1, story.now)
     story.beats(1)
     story.up(2, "b-1")
-    assert story.beats(5, 2).whys() == [Why.LINKED, Why.BROKEN, Why.LINKED]
+    assert story.beats(5, 2).whys() == [ChangeCause.LINKED, ChangeCause.BROKEN, ChangeCause.LINKED]
 
 
 def test_a_suspect_with_a_link_can_be_counted_on_and_one_without_cannot() -> None:
     story = Story()
     story.up(1, "b-1")
-    assert story.beats(2).members.standing("b") == Standing(State.SUSPECT, "b-1", True)
+    assert story.beats(2).members.standing("b") == MemberStatus(MemberState.SUSPECT, "b-1", True)
     assert story.members.standing("b").present
     story.members.link_down(1, story.now)
-    assert story.members.standing("b") == Standing(State.SUSPECT, "b-1", False)
+    assert story.members.standing("b") == MemberStatus(MemberState.SUSPECT, "b-1", False)
     assert not story.members.standing("b").present
 
 
@@ -144,7 +157,7 @@ def test_of_two_links_either_may_go() -> None:
         story.up(2, "b-1")
         story.beats(1, 1, 2)
         story.members.link_down(goes, story.now)
-        assert story.beats(5, stays).whys() == [Why.LINKED]
+        assert story.beats(5, stays).whys() == [ChangeCause.LINKED]
         assert story.up(3, "b-1")
 
 
@@ -154,7 +167,7 @@ def test_a_second_link_over_which_nothing_comes_stops_counting() -> None:
     story.up(2, "b-1")
     story.beats(3, 2)
     assert [story.members.counts(link) for link in (1, 2)] == [False, True]
-    assert story.state() is State.ALIVE
+    assert story.state() is MemberState.ALIVE
 
 
 def test_links_of_one_member_are_few() -> None:
@@ -180,8 +193,8 @@ def test_a_restart_ends_one_incarnation_and_begins_another() -> None:
     story.up(2, "b-2")
     story.tick()
     assert story.changes[-2:] == [
-        Change("b", State.SUSPECT, State.DEAD, Why.ENDED, "b-1"),
-        Change("b", State.DEAD, State.ALIVE, Why.RESTARTED, "b-2"),
+        Change("b", MemberState.SUSPECT, MemberState.DEAD, ChangeCause.ENDED, "b-1"),
+        Change("b", MemberState.DEAD, MemberState.ALIVE, ChangeCause.RESTARTED, "b-2"),
     ]
 
 
@@ -190,8 +203,8 @@ def test_a_restart_is_noticed_while_the_old_link_still_stands() -> None:
     story.up(1, "b-1")
     story.beats(5, 1)
     story.up(2, "b-2")
-    assert story.beats(5, 2).whys()[-2:] == [Why.ENDED, Why.RESTARTED]
-    assert story.members.standing("b") == Standing(State.ALIVE, "b-2", True)
+    assert story.beats(5, 2).whys()[-2:] == [ChangeCause.ENDED, ChangeCause.RESTARTED]
+    assert story.members.standing("b") == MemberStatus(MemberState.ALIVE, "b-2", True)
     assert not story.members.counts(1)
     assert story.duplicates == []
 
@@ -199,16 +212,16 @@ def test_a_restart_is_noticed_while_the_old_link_still_stands() -> None:
 def test_a_return_after_a_partition_is_the_same_incarnation() -> None:
     story = Story()
     story.up(1, "b-1")
-    assert story.beats(5).state() is State.DEAD
+    assert story.beats(5).state() is MemberState.DEAD
     assert story.up(2, "b-1")
     story.tick()
-    assert story.changes[-1] == Change("b", State.DEAD, State.ALIVE, Why.RETURNED, "b-1")
+    assert story.changes[-1] == Change("b", MemberState.DEAD, MemberState.ALIVE, ChangeCause.RETURNED, "b-1")
 
 
 def test_a_late_beat_over_the_link_it_was_given_up_on_raises_nobody() -> None:
     story = Story()
     story.up(1, "b-1")
-    assert story.beats(5).beats(5, 1).state() is State.DEAD
+    assert story.beats(5).beats(5, 1).state() is MemberState.DEAD
 
 
 def test_what_is_over_never_counts_again() -> None:
@@ -219,7 +232,7 @@ def test_what_is_over_never_counts_again() -> None:
     assert not story.up(3, "b-1")
     story.members.beat(3, story.now)
     story.tick()
-    assert story.members.standing("b") == Standing(State.ALIVE, "b-2", True)
+    assert story.members.standing("b") == MemberStatus(MemberState.ALIVE, "b-2", True)
 
 
 def test_a_late_beat_of_an_incarnation_that_was_followed_is_not_its_successors() -> None:
@@ -228,9 +241,9 @@ def test_a_late_beat_of_an_incarnation_that_was_followed_is_not_its_successors()
     story.up(2, "b-2")
     story.beats(1.0)
     story.members.beat(1, story.now)
-    assert story.beats(0.5).state() is State.SUSPECT
+    assert story.beats(0.5).state() is MemberState.SUSPECT
     story.members.beat(1, story.now)
-    assert story.state() is State.SUSPECT
+    assert story.state() is MemberState.SUSPECT
 
 
 def test_two_first_words_in_the_wrong_order_come_right() -> None:
@@ -244,7 +257,7 @@ def test_two_first_words_in_the_wrong_order_come_right() -> None:
         elif ended_by == "goodbye":
             story.members.goodbye(1, story.now)
         story.beats(5, 2)
-        assert story.members.standing("b") == Standing(State.ALIVE, "b-2", True), ended_by
+        assert story.members.standing("b") == MemberStatus(MemberState.ALIVE, "b-2", True), ended_by
         assert story.duplicates == []
         assert not story.up(3, "b-1")
 
@@ -253,11 +266,11 @@ def test_a_goodbye_is_a_departure_and_not_a_death() -> None:
     story = Story()
     story.up(1, "b-1")
     story.members.goodbye(1, story.now)
-    assert story.beats(5).whys() == [Why.LINKED, Why.GOODBYE]
+    assert story.beats(5).whys() == [ChangeCause.LINKED, ChangeCause.GOODBYE]
     assert not story.members.counts(1)
     assert not story.up(2, "b-1")
     assert story.up(3, "b-2")
-    assert story.whys()[-1] is Why.RESTARTED
+    assert story.whys()[-1] is ChangeCause.RESTARTED
 
 
 def test_old_boot_ids_are_forgotten_and_memory_is_bounded() -> None:
@@ -280,7 +293,7 @@ def test_two_incarnations_that_both_beat_are_two_machines() -> None:
     assert story.duplicates == []  # what was on its way when the first one ended
     story.beats(0.5, 1, 2)
     assert story.duplicates == [Duplicate("b", ("b-1", "b-2"), ("10.0.0.1:1", "10.0.0.1:2"))]
-    assert story.changes[-1] == Change("b", State.ALIVE, State.DEAD, Why.TWINS, "b-2")
+    assert story.changes[-1] == Change("b", MemberState.ALIVE, MemberState.DEAD, ChangeCause.TWINS, "b-2")
     assert not story.members.counts(1)
     assert not story.members.counts(2)
     assert not story.up(3, "b-1")
@@ -307,7 +320,7 @@ def test_one_that_should_be_over_and_keeps_calling_is_a_second_machine() -> None
     assert not story.up(5, "b-1")
     story.tick()
     assert story.duplicates == [Duplicate("b", ("b-2", "b-1"), ("10.0.0.1:2", "10.0.0.1:5"))]
-    assert story.state() is State.DEAD
+    assert story.state() is MemberState.DEAD
 
 
 def test_somebody_with_our_own_id_is_told_of_once() -> None:
@@ -334,8 +347,8 @@ def test_time_that_we_stood_still_counts_against_nobody() -> None:
     story.now += 60
     story.tick()
     assert story.members.stood_still_s == 59.5
-    assert story.state() is State.ALIVE
-    assert story.beats(1, 1).whys() == [Why.LINKED]
+    assert story.state() is MemberState.ALIVE
+    assert story.beats(1, 1).whys() == [ChangeCause.LINKED]
 
 
 def test_nor_against_a_second_link() -> None:
@@ -355,8 +368,8 @@ def test_a_link_that_broke_before_we_stood_still_gets_its_time() -> None:
     story.tick()
     story.now += 60
     story.tick()
-    assert story.beats(2.0).state() is State.SUSPECT
-    assert story.beats(1.0).state() is State.DEAD
+    assert story.beats(2.0).state() is MemberState.SUSPECT
+    assert story.beats(1.0).state() is MemberState.DEAD
 
 
 @pytest.mark.parametrize(("late_s", "healthy"), [(0.0, True), (0.5, True), (0.6, False)])
@@ -367,8 +380,8 @@ def test_whoever_lags_is_unwell_and_patient_for_a_while(late_s: float, healthy: 
     story.members.beat(1, story.now)
     story.tick()
     assert story.members.healthy is healthy
-    assert story.beats(2.0).state() is (State.SUSPECT if healthy else State.ALIVE)
-    assert story.beats(3.5).state() is (State.DEAD if healthy else State.SUSPECT)
+    assert story.beats(2.0).state() is (MemberState.SUSPECT if healthy else MemberState.ALIVE)
+    assert story.beats(3.5).state() is (MemberState.DEAD if healthy else MemberState.SUSPECT)
     assert story.beats(1.0).members.healthy
 
 
@@ -378,7 +391,7 @@ def test_after_that_the_limits_are_what_they_were() -> None:
     story.now += 5
     story.members.beat(1, story.now)
     story.tick()
-    assert story.beats(7, 1).beats(3).state() is State.DEAD
+    assert story.beats(7, 1).beats(3).state() is MemberState.DEAD
 
 
 # --- who belongs ------------------------------------------------------------------------------------------
@@ -387,7 +400,7 @@ def test_after_that_the_limits_are_what_they_were() -> None:
 def test_strangers_have_no_link() -> None:
     story = Story()
     assert not story.up(1, "z-1")
-    assert story.state("z") is State.AWAY
+    assert story.state("z") is MemberState.AWAY
     assert set(story.members.standings()) == {"a", "b", "c"}
 
 
@@ -397,7 +410,7 @@ def test_a_removed_member_is_cut_at_once_and_not_let_in(links: int) -> None:
     for link in range(links):
         story.up(link, "b-1")
     story.members.removed("b")
-    assert story.whys()[-1] is Why.REMOVED
+    assert story.whys()[-1] is ChangeCause.REMOVED
     assert not any(story.members.counts(link) for link in range(links))
     assert not story.up(7, "b-2")
 
@@ -408,9 +421,9 @@ def test_a_removed_member_may_be_admitted_anew() -> None:
     story.members.removed("b")
     story.members.admitted("b")
     story.members.admitted("b")
-    assert story.whys() == [Why.REMOVED, Why.ADMITTED]
+    assert story.whys() == [ChangeCause.REMOVED, ChangeCause.ADMITTED]
     assert story.up(1, "b-1")
-    assert story.state() is State.ALIVE
+    assert story.state() is MemberState.ALIVE
 
 
 def test_there_is_room_for_64() -> None:
@@ -427,24 +440,24 @@ def test_there_is_room_for_64() -> None:
 
 
 def test_every_state_is_reached_and_left_by_legal_moves_only() -> None:
-    legal = {(before, after) for (before, _), after in MOVES.items()}
-    forbidden = set(itertools.permutations(State, 2)) - legal
+    legal = {(before, after) for (before, _), after in TRANSITIONS.items()}
+    forbidden = set(itertools.permutations(MemberState, 2)) - legal
     assert forbidden == {
-        (State.AWAY, State.SUSPECT),
-        (State.AWAY, State.DEAD),
-        (State.AWAY, State.LEFT),
-        (State.ALIVE, State.AWAY),
-        (State.SUSPECT, State.AWAY),
-        (State.DEAD, State.AWAY),
-        (State.DEAD, State.SUSPECT),
-        (State.DEAD, State.LEFT),
-        (State.LEFT, State.AWAY),
-        (State.LEFT, State.SUSPECT),
-        (State.LEFT, State.DEAD),
-        (State.REMOVED, State.ALIVE),
-        (State.REMOVED, State.SUSPECT),
-        (State.REMOVED, State.DEAD),
-        (State.REMOVED, State.LEFT),
+        (MemberState.AWAY, MemberState.SUSPECT),
+        (MemberState.AWAY, MemberState.DEAD),
+        (MemberState.AWAY, MemberState.LEFT),
+        (MemberState.ALIVE, MemberState.AWAY),
+        (MemberState.SUSPECT, MemberState.AWAY),
+        (MemberState.DEAD, MemberState.AWAY),
+        (MemberState.DEAD, MemberState.SUSPECT),
+        (MemberState.DEAD, MemberState.LEFT),
+        (MemberState.LEFT, MemberState.AWAY),
+        (MemberState.LEFT, MemberState.SUSPECT),
+        (MemberState.LEFT, MemberState.DEAD),
+        (MemberState.REMOVED, MemberState.ALIVE),
+        (MemberState.REMOVED, MemberState.SUSPECT),
+        (MemberState.REMOVED, MemberState.DEAD),
+        (MemberState.REMOVED, MemberState.LEFT),
     }
 
 
@@ -480,10 +493,10 @@ def test_whatever_happens_moves_are_legal_and_what_is_over_stays_over(
         standing = members.standing("b")
         linked = {boot for link in members._members["b"].links.values() for boot in [link.boot_id]}
         assert standing.linked == (standing.boot_id in linked)
-        assert (standing.state in (State.ALIVE, State.SUSPECT)) or not linked
+        assert (standing.state in (MemberState.ALIVE, MemberState.SUSPECT)) or not linked
         assert not linked & set(members._members["b"].retired)
         assert set(members._of_link) == set(members._members["b"].links)
         ended |= set(members._members["b"].retired)
-        assert standing.state is not State.ALIVE or standing.boot_id not in ended
+        assert standing.state is not MemberState.ALIVE or standing.boot_id not in ended
     for one, other in itertools.pairwise(story.changes):
         assert one.after is other.before

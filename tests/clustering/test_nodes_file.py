@@ -9,7 +9,7 @@ import pytest
 
 from mlxtp.errors import ConfigError
 from mlxtp.placement.machines_file import read_nodes
-from mlxtp.placement.planner import Options, plan
+from mlxtp.placement.planner import PlacementOptions, plan
 
 from .desks import GIB, shape
 
@@ -33,7 +33,7 @@ NODE = '[[node]]\nchip = "Apple M4 Pro"\nmemory = "48GB"\n'
 
 def kind(text: str, nodes: int = 2, **changes: Any) -> str:
     model = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592, **changes)
-    chosen = plan(read_nodes(text), model, options=Options(nodes=nodes)).chosen
+    chosen = plan(read_nodes(text), model, options=PlacementOptions(nodes=nodes)).chosen
     return chosen.kind if chosen else ""
 
 
@@ -64,7 +64,7 @@ def test_links_decide_the_fabric(links: str, expected: str) -> None:
 def test_a_ring_of_three_is_a_circle() -> None:
     assert kind(f'links = "thunderbolt5 ring"\n{NODE}count = 3\n', nodes=3) == "JACCL mesh"
     four = f'links = "thunderbolt5 ring"\n{NODE}count = 4\n'
-    made = plan(read_nodes(four), shape(), options=Options(nodes=4))
+    made = plan(read_nodes(four), shape(), options=PlacementOptions(nodes=4))
     assert made.chosen is not None
     assert made.chosen.kind == "JACCL ring"
 

@@ -21,12 +21,12 @@ from mlxtp.placement.cost_model import (
     RING_THUNDERBOLT,
     Collective,
     Measured,
-    Rank,
+    RankHardware,
     speed,
 )
 from mlxtp.placement.model_shape import ModelShape, shape_of
-from mlxtp.placement.planner import Options, Plan, plan
-from mlxtp.placement.topology import Member
+from mlxtp.placement.planner import Placement, PlacementOptions, plan
+from mlxtp.placement.topology import MemberMachine
 from mlxtp.wire.machine import Interface
 
 from .desks import (
@@ -46,7 +46,7 @@ from .desks import (
 )
 
 A, B, C, D = (node_id(i) for i in range(4))
-FAST = Options(fast_fences=True)
+FAST = PlacementOptions(fast_fences=True)
 LARGE: dict[str, Any] = {
     "hidden_size": 8192,
     "num_attention_heads": 64,
@@ -56,21 +56,21 @@ LARGE: dict[str, Any] = {
 """About 107 GB, too much for one Mac of 64."""
 
 
-def names(made: Plan) -> str:
+def names(made: Placement) -> str:
     return "".join(made.chosen.names) if made.chosen else ""
 
 
-def kinds(made: Plan, verdict: str) -> list[tuple[str, int]]:
+def kinds(made: Placement, verdict: str) -> list[tuple[str, int]]:
     return [(a.kind, a.nodes) for a in made.alternatives if a.verdict == verdict]
 
 
-def refusal(made: Plan, kind: str, nodes: int) -> str:
+def refusal(made: Placement, kind: str, nodes: int) -> str:
     found = [a for a in made.alternatives if (a.kind, a.nodes, a.verdict) == (kind, nodes, "refused")]
     assert len(found) == 1, [(a.kind, a.nodes, a.reason) for a in made.alternatives]
     return found[0].reason
 
 
-def desk(size: int, **changes: Any) -> list[Member]:
+def desk(size: int, **changes: Any) -> list[MemberMachine]:
     """So many equal Macs with cables between all pairs and Ethernet."""
     return on_lan(cabled([mac(i, **changes) for i in range(size)], all_pairs(size)))
 
@@ -139,7 +139,7 @@ def test_without_rdma_the_ring_runs_over_the_same_cables_and_says_why() -> None:
 def test_each_rank_of_a_ring_listens_on_the_cable_to_the_rank_before_it() -> None:
     triangle = cabled([mac(i, rdma="disabled") for i in range(3)], [(0, 1), (1, 2), (2, 0)])
     divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
-    made = plan(triangle, divides, A, Options(nodes=3))
+    made = plan(triangle, divides, A, PlacementOptions(nodes=3))
     assert made.chosen is not None
     assert names(made) == "abc"
     # a is reached from c on the third cable, b from a on the first, c from b on the second.
@@ -156,7 +156,7 @@ def test_without_cables_the_ring_runs_over_ethernet() -> None:
 def test_a_circle_may_cross_from_one_network_to_another() -> None:
     members = cabled([mac(i, rdma="disabled") for i in range(4)], [(0, 1), (2, 3)])
     bridged = [add(m, [ethernet(f"10.{8 + (i in (1, 2))}.0.{i + 1}")]) for i, m in enumerate(members)]
-    made = plan(bridged, shape(**LARGE), A, Options(nodes=4))
+    made = plan(bridged, shape(**LARGE), A, PlacementOptions(nodes=4))
     assert made.chosen is not None
     assert (made.chosen.kind, names(made)) == (RING_ETHERNET, "abcd")
     assert made.chosen.ring_addresses == ("10.8.0.1", "10.0.0.2", "10.9.0.3", "10.0.1.2")
@@ -165,12 +165,12 @@ def test_a_circle_may_cross_from_one_network_to_another() -> None:
 def test_several_nodes_of_one_machine_share_its_memory() -> None:
     loop = Interface("lo", "127.0.0.1", 8, "loopback", 0, True)
     same = [add(linux(i, memory=24), [loop]) for i in range(2)]
-    made = plan(same, shape(), A, Options(nodes=2))
+    made = plan(same, shape(), A, PlacementOptions(nodes=2))
     assert made.chosen is not None
     assert (made.chosen.kind, made.chosen.ring_addresses) == (RING_LOOPBACK, ("127.0.0.1", "127.0.0.1"))
     assert [rank.available for rank in made.chosen.memory] == [12 * GIB] * 2
     small = [add(linux(i, memory=12), [loop]) for i in range(2)]
-    assert "rank 0 (a) has 6.4 GB for" in plan(small, shape(), A, Options(nodes=2)).reason
+    assert "rank 0 (a) has 6.4 GB for" in plan(small, shape(), A, PlacementOptions(nodes=2)).reason
 
 
 def test_a_slow_mac_is_left_to_wait() -> None:
@@ -185,23 +185,23 @@ def test_the_slowest_member_of_a_group_counts() -> None:
     cables = [(0, 1), (1, 5), (5, 0), (0, 2), (2, 4), (4, 0), (0, 3)]
     members = cabled([mac(i, chip=f"Apple {name}") for i, name in enumerate(chips)], cables)
     divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
-    made = plan(members, divides, A, Options(nodes=3))
+    made = plan(members, divides, A, PlacementOptions(nodes=3))
     assert made.chosen is not None
     assert names(made) == "ace"
 
 
 def test_all_takes_as_many_as_can_work_together() -> None:
-    made = plan(desk(3), shape(), A, Options(nodes="all"))
+    made = plan(desk(3), shape(), A, PlacementOptions(nodes="all"))
     assert made.chosen is not None
     assert made.chosen.nodes == 2
     assert "3 Macs cannot share this model, 2 can: 32 attention heads do not divide by 3; 8 KV" in made.reason
-    assert plan(desk(5), shape(), A, Options(nodes="all")).chosen is not None
-    assert len(plan(desk(5), shape(), A, Options(nodes="all")).ranks) == 4
+    assert plan(desk(5), shape(), A, PlacementOptions(nodes="all")).chosen is not None
+    assert len(plan(desk(5), shape(), A, PlacementOptions(nodes="all")).ranks) == 4
 
 
 def test_at_most_eight_work_together() -> None:
     wide = shape(num_key_value_heads=32)
-    made = plan(on_lan([mac(i) for i in range(10)]), wide, A, Options(nodes="all"))
+    made = plan(on_lan([mac(i) for i in range(10)]), wide, A, PlacementOptions(nodes="all"))
     assert len(made.ranks) == 8
 
 
@@ -216,11 +216,11 @@ def test_a_group_slower_than_one_mac_is_refused_until_it_is_asked_for() -> None:
     assert why.startswith("slower than a alone: ")
     assert why.endswith("asking for 2 nodes accepts it")
     for nodes in (2, "all"):
-        assert plan(desk(2), tiny, A, Options(nodes=nodes)).ranks == (A, B)
+        assert plan(desk(2), tiny, A, PlacementOptions(nodes=nodes)).ranks == (A, B)
 
 
 def test_a_model_that_does_not_divide_by_three_needs_two() -> None:
-    made = plan(desk(3), shape(), A, Options(nodes=3))
+    made = plan(desk(3), shape(), A, PlacementOptions(nodes=3))
     assert made.chosen is None
     assert made.reason == (
         "tensor parallel of 3: 3 Macs cannot share this model, 2 can: 32 attention heads do not divide by 3; "
@@ -230,29 +230,29 @@ def test_a_model_that_does_not_divide_by_three_needs_two() -> None:
 
 def test_a_rank_without_room_is_named_with_both_numbers() -> None:
     members = on_lan([mac(0), mac(1, memory=8)])
-    made = plan(members, shape(), A, Options(nodes=2))
+    made = plan(members, shape(), A, PlacementOptions(nodes=2))
     assert made.reason == "tensor parallel of 2: rank 1 (b) has 8.6 GB for 9.7 GB"
 
 
 def test_too_few_nodes_are_counted() -> None:
-    assert plan(desk(2), shape(), A, Options(nodes=4)).reason.endswith("needs 4 nodes, 2 are here")
-    assert plan(desk(1), shape(), A, Options(nodes=2)).reason.endswith("needs 2 nodes, 1 is here")
+    assert plan(desk(2), shape(), A, PlacementOptions(nodes=4)).reason.endswith("needs 4 nodes, 2 are here")
+    assert plan(desk(1), shape(), A, PlacementOptions(nodes=2)).reason.endswith("needs 2 nodes, 1 is here")
     assert plan([], shape()).reason == "0 nodes are here that could serve this model"
 
 
 def test_nodes_without_a_network_are_counted() -> None:
     apart = [linux(0, "10.1.0.1", memory=64), linux(1, "10.2.0.1", memory=64)]
-    assert plan(apart, shape(**LARGE), A, Options(nodes=2)).reason == (
+    assert plan(apart, shape(**LARGE), A, PlacementOptions(nodes=2)).reason == (
         "ring over Ethernet of 2: 1 of 1 links over Ethernet are missing: a – b (no IPv4 network in common)"
     )
 
 
 def test_an_explicit_backend_is_never_replaced() -> None:
     without = [changed(m, rdma="disabled") for m in desk(2)]
-    made = plan(without, shape(**LARGE), A, Options(backend="jaccl"))
+    made = plan(without, shape(**LARGE), A, PlacementOptions(backend="jaccl"))
     assert made.chosen is None
     assert "RDMA is disabled on a" in made.reason
-    ring = plan(desk(2), shape(**LARGE), A, Options(backend="ring"))
+    ring = plan(desk(2), shape(**LARGE), A, PlacementOptions(backend="ring"))
     assert ring.backend == "ring"
     assert "the backend ring was asked for" in refusal(ring, JACCL_MESH, 2)
 
@@ -261,11 +261,11 @@ def test_a_device_that_is_to_serve_two_is_refused() -> None:
     by_hand = {A: {B: "rdma_en5", C: "rdma_en5"}, B: {A: "x", C: "y"}, C: {A: "x", B: "y"}}
     divides = shape(num_attention_heads=24, num_key_value_heads=6, intermediate_size=14592)
     members = [mac(i) for i in range(3)]
-    made = plan(members, divides, A, Options(nodes=3, rdma=by_hand))
+    made = plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand))
     assert made.chosen is None
     assert refusal(made, JACCL_MESH, 3) == "rdma_en5 of a is to serve 2 peers; a device serves 1"
     by_hand[A][C] = "rdma_en6"
-    assert plan(members, divides, A, Options(nodes=3, rdma=by_hand)).backend == "jaccl"
+    assert plan(members, divides, A, PlacementOptions(nodes=3, rdma=by_hand)).backend == "jaccl"
 
 
 def test_a_node_that_cannot_serve_the_model_is_left_out() -> None:
@@ -279,7 +279,7 @@ def test_a_node_that_cannot_serve_the_model_is_left_out() -> None:
 def test_where_too_few_can_serve_the_one_that_cannot_comes_first() -> None:
     members = desk(2)
     members[1] = replace(members[1], model_ok=False, reason="/models/x is not here")
-    made = plan(members, shape(), A, Options(nodes=2))
+    made = plan(members, shape(), A, PlacementOptions(nodes=2))
     assert made.chosen is None
     assert made.reason == (
         "b is left out: /models/x is not here; tensor parallel of 2: needs 2 nodes, 1 of the 2 here can"
@@ -313,8 +313,10 @@ def test_a_slow_coordinator_stays_unless_it_may_go() -> None:
     stays = plan(members, small, A)
     assert stays.ranks == (A,)
     assert stays.notes[0].startswith("without a, the coordinator: b alone, ")
-    assert not any(note.startswith("without") for note in plan(members, small, A, Options(nodes=1)).notes)
-    assert plan(members, small, A, Options(keep_coordinator=False)).ranks == (B,)
+    assert not any(
+        note.startswith("without") for note in plan(members, small, A, PlacementOptions(nodes=1)).notes
+    )
+    assert plan(members, small, A, PlacementOptions(keep_coordinator=False)).ranks == (B,)
 
 
 def test_without_a_coordinator_the_fastest_leads() -> None:
@@ -327,13 +329,13 @@ def test_without_a_coordinator_the_fastest_leads() -> None:
 
 
 def test_the_context_takes_room() -> None:
-    short, long = (plan(desk(1), shape(), A, Options(max_context=n)) for n in (1024, 131072))
+    short, long = (plan(desk(1), shape(), A, PlacementOptions(max_context=n)) for n in (1024, 131072))
     assert short.chosen is not None
     assert long.chosen is not None
     assert short.chosen.memory[0].kv == 1024 * 131072
     assert long.chosen.memory[0].kv == 131072 * 131072
     assert plan(desk(1), shape(max_position_embeddings=2048), A).context == 2048
-    assert plan(desk(1, memory=24), shape(), A, Options(max_context=131072)).chosen is None
+    assert plan(desk(1, memory=24), shape(), A, PlacementOptions(max_context=131072)).chosen is None
 
 
 def test_measurements_decide() -> None:
@@ -364,13 +366,13 @@ def test_an_unknown_chip_is_said_to_be_assumed() -> None:
 )
 def test_wrong_options_are_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Options(**wrong)
+        PlacementOptions(**wrong)
 
 
 def test_sixty_four_members_make_one_plan() -> None:
     crowd = [replace(mac(0), node_id=node_id(i), name=f"mac{i}") for i in range(64)]
     joined = [add(m, [ethernet(f"10.3.0.{i + 1}")]) for i, m in enumerate(crowd)]
-    made = plan(joined, shape(**LARGE), node_id(40), Options(nodes=8))
+    made = plan(joined, shape(**LARGE), node_id(40), PlacementOptions(nodes=8))
     assert made.ranks[0] == node_id(40)
     assert len(made.ranks) == 8
 
@@ -398,7 +400,7 @@ def worlds(size: int) -> Iterator[tuple[frozenset[tuple[int, int]], tuple[int, .
 @cache
 def seconds(model: str, kind: str, chips: tuple[str, ...]) -> float:
     """A token's time; the order of the chips does not matter."""
-    ranks = [Rank(str(i), chip(name)) for i, name in enumerate(chips)]
+    ranks = [RankHardware(str(i), chip(name)) for i, name in enumerate(chips)]
     mbps = {RING_ETHERNET: 10_000, RING_THUNDERBOLT: 80_000}.get(kind, 0)
     found = speed(MODELS[model], ranks, kind, fast_fences=True, mbps=mbps)
     return 1 / found.tokens_per_second

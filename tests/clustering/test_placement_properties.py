@@ -12,12 +12,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.placement.candidates import Alternative
+from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.model_shape import ModelShape, shape_of
-from mlxtp.placement.planner import Options, Plan, plan
+from mlxtp.placement.planner import Placement, PlacementOptions, plan
 from mlxtp.placement.published_models import KNOWN
 from mlxtp.placement.rank_memory import usable_bytes
-from mlxtp.placement.topology import Member, Topology
+from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.machine import Interface
 
 from .desks import GIB, add, all_pairs, cabled, changed, ethernet, mac, node_id, on_lan, shape
@@ -34,7 +34,7 @@ CHIPS = ("Apple M3 Ultra", "Apple M4 Max", "Apple M4", "Apple M9", "")
 NUMBER = re.compile(r"\d")
 
 
-FAULTS: Mapping[str, Callable[[Member], Member]] = {
+FAULTS: Mapping[str, Callable[[MemberMachine], MemberMachine]] = {
     "no memory": lambda m: changed(m, memory_bytes=8 * GIB, gpu_bytes=8 * GIB),
     "memory in use": lambda m: changed(m, free_bytes=4 * GIB),
     "held by us": lambda m: replace(changed(m, free_bytes=4 * GIB), held_bytes=50 * GIB),
@@ -61,7 +61,7 @@ LOOP = Interface("lo0", "127.0.0.1", 8, "loopback", 0, True)
 
 
 @st.composite
-def desks(draw: st.DrawFn) -> list[Member]:
+def desks(draw: st.DrawFn) -> list[MemberMachine]:
     """Some Macs that would work, and what is wrong with a few of them."""
     size = draw(st.integers(1, 6))
     members = [
@@ -80,12 +80,12 @@ def desks(draw: st.DrawFn) -> list[Member]:
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> Options:
+def wishes(draw: st.DrawFn) -> PlacementOptions:
     by_hand: dict[str, dict[str, str]] = {}
     for a, b in draw(st.lists(st.sampled_from(all_pairs(4)), max_size=2)):
         by_hand.setdefault(node_id(a), {})[node_id(b)] = draw(st.sampled_from(("rdma_x", "rdma_y")))
         by_hand.setdefault(node_id(b), {})[node_id(a)] = "rdma_z"
-    return Options(
+    return PlacementOptions(
         backend=draw(st.sampled_from(("auto", "auto", "jaccl", "ring"))),
         nodes=draw(st.sampled_from(("auto", "auto", "auto", "all", "all", 2, 4, 8))),
         max_context=draw(st.sampled_from((0, 512, 100_000))),
@@ -95,11 +95,11 @@ def wishes(draw: st.DrawFn) -> Options:
     )
 
 
-Case = tuple[list[Member], ModelShape, str, Options]
+Case = tuple[list[MemberMachine], ModelShape, str, PlacementOptions]
 cases = st.tuples(desks(), st.sampled_from(MODELS), st.sampled_from(("", *map(node_id, range(6)))), wishes())
 
 
-def for_every_plan(test: Callable[[Case, Plan], None]) -> Callable[[], None]:
+def for_every_plan(test: Callable[[Case, Placement], None]) -> Callable[[], None]:
     """A test of any plan: hypothesis makes up the desk, the model and the wishes."""
 
     @given(cases)
@@ -110,18 +110,18 @@ def for_every_plan(test: Callable[[Case, Plan], None]) -> Callable[[], None]:
     return run
 
 
-def tokens_per_second(one: Alternative) -> float:
+def tokens_per_second(one: Candidate) -> float:
     assert one.speed is not None
     return one.speed.tokens_per_second
 
 
-def groups(made: Plan) -> list[Alternative]:
+def groups(made: Placement) -> list[Candidate]:
     """Those that could serve, whether they may or not."""
     return [a for a in made.alternatives if a.ranks]
 
 
 @for_every_plan
-def test_no_rank_has_less_than_it_needs(case: Case, made: Plan) -> None:
+def test_no_rank_has_less_than_it_needs(case: Case, made: Placement) -> None:
     members, model, _, _ = case
     by_id = {m.node_id: m for m in members}
     same = Topology([m for m in members if m.model_ok]).is_one_machine
@@ -135,7 +135,7 @@ def test_no_rank_has_less_than_it_needs(case: Case, made: Plan) -> None:
 
 
 @for_every_plan
-def test_ranks_of_a_ring_share_a_network_with_the_rank_before_them(case: Case, made: Plan) -> None:
+def test_ranks_of_a_ring_share_a_network_with_the_rank_before_them(case: Case, made: Placement) -> None:
     by_id = {m.node_id: m for m in case[0]}
 
     def interfaces(node: str) -> set[IPv4Interface]:
@@ -153,7 +153,7 @@ def test_ranks_of_a_ring_share_a_network_with_the_rank_before_them(case: Case, m
 
 
 @for_every_plan
-def test_rdma_matrices_are_symmetric_and_give_each_peer_its_own_device(case: Case, made: Plan) -> None:
+def test_rdma_matrices_are_symmetric_and_give_each_peer_its_own_device(case: Case, made: Placement) -> None:
     for one in groups(made):
         size = len(one.ranks)
         assert len(one.rdma) == (size if one.backend == "jaccl" else 0)
@@ -167,7 +167,7 @@ def test_rdma_matrices_are_symmetric_and_give_each_peer_its_own_device(case: Cas
 
 
 @for_every_plan
-def test_the_coordinator_is_rank_0_or_nowhere(case: Case, made: Plan) -> None:
+def test_the_coordinator_is_rank_0_or_nowhere(case: Case, made: Placement) -> None:
     for one in groups(made):
         assert len(set(one.ranks)) == len(one.ranks) == one.nodes <= 8
         assert case[2] not in one.ranks[1:]
@@ -175,7 +175,7 @@ def test_the_coordinator_is_rank_0_or_nowhere(case: Case, made: Plan) -> None:
 
 
 @for_every_plan
-def test_every_refusal_names_a_number(case: Case, made: Plan) -> None:
+def test_every_refusal_names_a_number(case: Case, made: Placement) -> None:
     for one in made.alternatives:
         assert bool(one.reason) == (one.verdict == "refused")
         assert not one.reason or NUMBER.search(one.reason), one.reason
@@ -183,7 +183,7 @@ def test_every_refusal_names_a_number(case: Case, made: Plan) -> None:
 
 
 @for_every_plan
-def test_what_was_asked_for_is_kept(case: Case, made: Plan) -> None:
+def test_what_was_asked_for_is_kept(case: Case, made: Placement) -> None:
     options = case[3]
     if made.chosen is None:
         assert all(a.verdict == "refused" for a in made.alternatives)
@@ -198,7 +198,7 @@ def test_what_was_asked_for_is_kept(case: Case, made: Plan) -> None:
 
 
 @for_every_plan
-def test_the_order_of_members_does_not_matter(case: Case, made: Plan) -> None:
+def test_the_order_of_members_does_not_matter(case: Case, made: Placement) -> None:
     members, *rest = case
     shuffled = random.Random(7).sample(members, len(members))
     turned = [

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mlxtp.groups.side_channel import ROUND_S, Hub
+from mlxtp.groups.side_channel import ROUND_S, SideChannelHub
 from mlxtp.wire.messages import MAX_ROUNDS, Bootstrap, Gathered, SideChannel
 
 
@@ -15,7 +15,7 @@ def part(rank: int, round_number: int, size: int = 4) -> SideChannel:
 
 
 def go_round(
-    hub: Hub, ranks: range, round_number: int, now: float = 0.0, size: int = 4
+    hub: SideChannelHub, ranks: range, round_number: int, now: float = 0.0, size: int = 4
 ) -> list[tuple[int, Gathered]]:
     """All of them come; what the last one's coming answers."""
     answers = []
@@ -27,7 +27,7 @@ def go_round(
 
 def test_everybody_gets_everybodys_bytes_in_rank_order_however_they_came() -> None:
     for order in itertools.permutations(range(3)):
-        hub = Hub(3)
+        hub = SideChannelHub(3)
         for number, size in enumerate((4, 84, 0, 1), 1):
             answers: list[tuple[int, Gathered]] = []
             for rank in order:
@@ -38,13 +38,13 @@ def test_everybody_gets_everybodys_bytes_in_rank_order_however_they_came() -> No
 
 
 def test_ranks_may_say_the_same() -> None:
-    hub = Hub(2)
+    hub = SideChannelHub(2)
     assert hub.receive(0, SideChannel(1, b"same"), 0.0) == []
     assert [answer.data for _, answer in hub.receive(1, SideChannel(1, b"same"), 0.0)] == [b"samesame"] * 2
 
 
 def test_a_rank_that_stays_away_is_named_to_those_who_came() -> None:
-    hub = Hub(3, round_s=10.0)
+    hub = SideChannelHub(3, round_s=10.0)
     go_round(hub, range(3), 1, now=100.0)
     hub.receive(0, part(0, 2), 107.0)
     hub.receive(2, part(2, 2), 115.0)
@@ -56,7 +56,7 @@ def test_a_rank_that_stays_away_is_named_to_those_who_came() -> None:
 
 
 def test_nobody_is_late_between_two_rounds() -> None:
-    hub = Hub(2)
+    hub = SideChannelHub(2)
     assert hub.tick(1e9) == []
     go_round(hub, range(2), 1, now=0.0)
     assert hub.tick(1e9) == []
@@ -64,7 +64,7 @@ def test_nobody_is_late_between_two_rounds() -> None:
 
 
 def test_a_round_counts_its_own_time() -> None:
-    hub = Hub(2, round_s=10.0)
+    hub = SideChannelHub(2, round_s=10.0)
     for number in range(1, 7):
         hub.receive(0, part(0, number), now=number * 9.0)
         assert hub.tick(number * 9.0 + 8.0) == []
@@ -72,7 +72,7 @@ def test_a_round_counts_its_own_time() -> None:
 
 
 def test_all_who_are_missing_are_named() -> None:
-    hub = Hub(4)
+    hub = SideChannelHub(4)
     hub.receive(2, part(2, 1), 0.0)
     ((rank, answer),) = hub.tick(ROUND_S + 0.1)
     assert rank == 2
@@ -80,7 +80,7 @@ def test_all_who_are_missing_are_named() -> None:
 
 
 def test_who_speaks_after_the_end_is_told_why_and_only_once() -> None:
-    hub = Hub(3)
+    hub = SideChannelHub(3)
     hub.receive(0, part(0, 1), 0.0)
     assert [rank for rank, _ in hub.abort("rank 1 is gone")] == [0]
     assert hub.receive(2, part(2, 1), 0.0) == [(2, Gathered(1, b"", "rank 1 is gone"))]
@@ -90,16 +90,16 @@ def test_who_speaks_after_the_end_is_told_why_and_only_once() -> None:
 
 
 def test_the_first_reason_counts() -> None:
-    hub = Hub(2)
+    hub = SideChannelHub(2)
     assert hub.abort("rank 0 did not form: errno 22") == []
     assert hub.abort("rank 1 is gone") == []
     ((_, answer),) = hub.receive(1, part(1, 1), 0.0)
     assert answer.error == "rank 0 did not form: errno 22"
-    assert Hub(2).abort("") == []
+    assert SideChannelHub(2).abort("") == []
 
 
 def test_an_abort_without_a_reason_is_no_answer_without_an_error() -> None:
-    hub = Hub(2)
+    hub = SideChannelHub(2)
     hub.abort("")
     ((_, answer),) = hub.receive(1, part(1, 1), 0.0)
     assert answer.error
@@ -120,7 +120,7 @@ def test_an_abort_without_a_reason_is_no_answer_without_an_error() -> None:
     ],
 )
 def test_a_rank_with_other_settings_ends_it_for_all(message: SideChannel, words: str) -> None:
-    hub = Hub(3)
+    hub = SideChannelHub(3)
     hub.receive(0, SideChannel(1, b"abcd"), 0.0)
     answers = hub.receive(1, message, 0.0)
     assert [rank for rank, _ in answers] == [0, 1]
@@ -129,7 +129,7 @@ def test_a_rank_with_other_settings_ends_it_for_all(message: SideChannel, words:
 
 
 def test_a_rank_that_falls_back_a_round() -> None:
-    hub = Hub(2)
+    hub = SideChannelHub(2)
     go_round(hub, range(2), 1)
     hub.receive(0, part(0, 2), 0.0)
     assert [rank for rank, _ in hub.receive(1, part(1, 1), 0.0)] == [0, 1]
@@ -137,7 +137,7 @@ def test_a_rank_that_falls_back_a_round() -> None:
 
 
 def test_a_rank_that_comes_twice() -> None:
-    hub = Hub(3)
+    hub = SideChannelHub(3)
     hub.receive(0, part(0, 1), 0.0)
     assert [rank for rank, _ in hub.receive(0, part(0, 1), 0.0)] == [0]
     assert "rank 0 came twice to round 1" in hub.error
@@ -146,11 +146,11 @@ def test_a_rank_that_comes_twice() -> None:
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_of_another_group_is_our_mistake(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} of a group of 2"):
-        Hub(2).receive(rank, part(0, 1), 0.0)
+        SideChannelHub(2).receive(rank, part(0, 1), 0.0)
 
 
 def test_more_rounds_than_anybody_needs() -> None:
-    hub = Hub(2)
+    hub = SideChannelHub(2)
     for number in range(1, MAX_ROUNDS + 1):
         assert len(go_round(hub, range(2), number)) == 2
     assert hub.abort("enough")[0][1].round == MAX_ROUNDS

@@ -18,17 +18,17 @@ from mlxtp.discovery.peer_cache import (
     RETRY_S,
     SERVICE,
     Advert,
+    DiscoveredPeer,
+    PeerCache,
     Refused,
-    Sighting,
-    Sightings,
     explain,
     is_copy,
-    judge,
+    validate,
 )
 
 ADVERT = Advert("a" * 32, "c" * 16, "Anna's Mac", 52414, True, 1)
 NAME = f"Anna's Mac [aaaaaaaa].{SERVICE}"
-SIGHTING = Sighting("a" * 32, "c" * 16, "Anna's Mac", ("10.0.0.5:52414",), True, 1)
+SIGHTING = DiscoveredPeer("a" * 32, "c" * 16, "Anna's Mac", ("10.0.0.5:52414",), True, 1)
 TXT: dict[bytes, bytes | None] = {
     b"txtvers": b"1",
     b"id": b"a" * 32,
@@ -48,7 +48,7 @@ def packed(*addresses: str) -> list[bytes]:
 def test_what_a_node_announces_is_what_others_believe() -> None:
     assert ADVERT.service() == NAME
     assert next(iter(ADVERT.properties())) == "txtvers"
-    assert judge(NAME, TXT, packed("10.0.0.5"), 52414) == SIGHTING
+    assert validate(NAME, TXT, packed("10.0.0.5"), 52414) == SIGHTING
 
 
 @given(
@@ -70,8 +70,8 @@ def test_any_name_of_a_mac_can_be_announced(advert: Advert) -> None:
         properties=advert.properties(),
         parsed_addresses=["10.0.0.5"],
     )
-    sighting = judge(info.name, info.properties, info.addresses, info.port)
-    assert isinstance(sighting, Sighting)
+    sighting = validate(info.name, info.properties, info.addresses, info.port)
+    assert isinstance(sighting, DiscoveredPeer)
     assert sighting.name.isprintable()
     assert sighting.addresses == (f"10.0.0.5:{advert.port}",)
     told = dataclasses.asdict(sighting) | {"port": advert.port, "name": advert.name}
@@ -97,14 +97,14 @@ def test_a_name_becomes_one_part_of_a_name_on_the_network(name: str, label: str)
 
 def test_a_name_that_another_machine_has_already_is_still_one() -> None:
     renamed = f"Anna's Mac [aaaaaaaa]-2.{SERVICE}"
-    assert judge(renamed, TXT, packed("10.0.0.5"), 52414) == SIGHTING
-    plain = judge(f"someone.{SERVICE}", TXT, packed("10.0.0.5"), 52414)
-    assert isinstance(plain, Sighting)
+    assert validate(renamed, TXT, packed("10.0.0.5"), 52414) == SIGHTING
+    plain = validate(f"someone.{SERVICE}", TXT, packed("10.0.0.5"), 52414)
+    assert isinstance(plain, DiscoveredPeer)
     assert plain.name == "someone"
 
 
 def test_a_key_that_is_not_known_is_for_later_versions() -> None:
-    assert judge(NAME, {**TXT, b"new": b"1", b"flag": None}, packed("10.0.0.5"), 52414) == SIGHTING
+    assert validate(NAME, {**TXT, b"new": b"1", b"flag": None}, packed("10.0.0.5"), 52414) == SIGHTING
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_key_that_is_not_known_is_for_later_versions() -> None:
     ],
 )
 def test_a_txt_record_that_is_not_ours(change: dict[bytes, bytes | None], why: str) -> None:
-    assert judge(NAME, {**TXT, **change}, packed("10.0.0.5"), 52414) == Refused(why)
+    assert validate(NAME, {**TXT, **change}, packed("10.0.0.5"), 52414) == Refused(why)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +148,14 @@ def test_a_txt_record_that_is_not_ours(change: dict[bytes, bytes | None], why: s
     ],
 )
 def test_a_name_that_is_not_ours(name: str, why: str) -> None:
-    verdict = judge(name, TXT, packed("10.0.0.5"), 52414)
+    verdict = validate(name, TXT, packed("10.0.0.5"), 52414)
     assert isinstance(verdict, Refused)
     assert why in verdict.reason
 
 
 @pytest.mark.parametrize("port", [None, 0, -1, 65536])
 def test_a_port_that_cannot_be(port: int | None) -> None:
-    assert judge(NAME, TXT, packed("10.0.0.5"), port) == Refused(f"port {port} is not from 1 to 65535")
+    assert validate(NAME, TXT, packed("10.0.0.5"), port) == Refused(f"port {port} is not from 1 to 65535")
 
 
 @pytest.mark.parametrize(
@@ -163,26 +163,26 @@ def test_a_port_that_cannot_be(port: int | None) -> None:
 )
 def test_an_address_that_is_nobodys_is_left_out(address: str) -> None:
     refused = Refused("no IPv4 address that could be dialled")
-    assert judge(NAME, TXT, packed(address), 52414) == refused
-    assert judge(NAME, TXT, packed(address, "10.0.0.5"), 52414) == SIGHTING
-    assert judge(NAME, TXT, [b"\x20\x01" + bytes(14)], 52414) == refused
-    assert judge(NAME, TXT, [], 52414) == refused
+    assert validate(NAME, TXT, packed(address), 52414) == refused
+    assert validate(NAME, TXT, packed(address, "10.0.0.5"), 52414) == SIGHTING
+    assert validate(NAME, TXT, [b"\x20\x01" + bytes(14)], 52414) == refused
+    assert validate(NAME, TXT, [], 52414) == refused
 
 
 def test_addresses_are_sorted_and_not_too_many() -> None:
     many = [f"10.0.{n % 3}.{n}" for n in range(30)]
-    sighting = judge(NAME, TXT, packed(*many, *many), 52414)
-    assert isinstance(sighting, Sighting)
+    sighting = validate(NAME, TXT, packed(*many, *many), 52414)
+    assert isinstance(sighting, DiscoveredPeer)
     assert len(sighting.addresses) == MAX_ADDRESSES
     assert sighting.addresses[:3] == ("10.0.0.0:52414", "10.0.0.3:52414", "10.0.0.6:52414")
 
 
 def test_on_the_loopback_only_the_loopback_counts() -> None:
     both = packed("127.0.0.1", "10.0.0.5")
-    sighting = judge(NAME, TXT, both, 52414, loopback=True)
-    assert isinstance(sighting, Sighting)
+    sighting = validate(NAME, TXT, both, 52414, loopback=True)
+    assert isinstance(sighting, DiscoveredPeer)
     assert sighting.addresses == ("127.0.0.1:52414",)
-    assert isinstance(judge(NAME, TXT, packed("10.0.0.5"), 52414, loopback=True), Refused)
+    assert isinstance(validate(NAME, TXT, packed("10.0.0.5"), 52414, loopback=True), Refused)
 
 
 @given(
@@ -198,7 +198,7 @@ def test_on_the_loopback_only_the_loopback_counts() -> None:
 def test_whatever_comes_is_judged(
     name: str, txt: dict[bytes, bytes | None], addresses: list[bytes], port: int | None
 ) -> None:
-    verdict = judge(name, {**TXT, **txt}, addresses, port)
+    verdict = validate(name, {**TXT, **txt}, addresses, port)
     if isinstance(verdict, Refused):
         assert verdict.reason.isprintable()
         assert len(verdict.reason) < 100
@@ -233,7 +233,7 @@ def test_what_keeps_multicast_from_working_is_explained(errno: int | None, said:
 # --- believing --------------------------------------------------------------------------------------------
 
 
-def seen(sightings: Sightings, name: str, now: float, sighting: Sighting = SIGHTING) -> bool:
+def seen(sightings: PeerCache, name: str, now: float, sighting: DiscoveredPeer = SIGHTING) -> bool:
     sightings.announced(name, now)
     return sightings.resolved(name, sighting, now)
 
@@ -243,7 +243,7 @@ def numbered(number: int) -> str:
 
 
 def test_a_name_is_believed_once_its_records_are_there() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     sightings.announced(NAME, 10.0)
     assert sightings.due(10.0) == [NAME]
     assert sightings.believed == ()
@@ -253,7 +253,7 @@ def test_a_name_is_believed_once_its_records_are_there() -> None:
 
 
 def test_a_sighting_is_confirmed_now_and_then_and_changes_only_when_it_does() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     seen(sightings, NAME, 0.0)
     assert sightings.due(CONFIRM_S - 0.1) == []
     assert sightings.next_due() == CONFIRM_S
@@ -265,7 +265,7 @@ def test_a_sighting_is_confirmed_now_and_then_and_changes_only_when_it_does() ->
 
 
 def test_other_records_of_a_known_name_are_looked_at_at_once() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     seen(sightings, NAME, 0.0)
     sightings.announced(NAME, 1.0)
     assert sightings.due(1.0) == [NAME]
@@ -273,7 +273,7 @@ def test_other_records_of_a_known_name_are_looked_at_at_once() -> None:
 
 
 def test_goodbye_is_believed() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     seen(sightings, NAME, 0.0)
     assert sightings.withdrawn(NAME)
     assert sightings.believed == ()
@@ -284,7 +284,7 @@ def test_goodbye_is_believed() -> None:
 
 
 def test_who_does_not_answer_is_asked_again_ever_more_rarely() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     sightings.announced(NAME, 0.0)
     now, waits = 0.0, []
     for _ in range(10):
@@ -300,7 +300,7 @@ def test_who_does_not_answer_is_asked_again_ever_more_rarely() -> None:
 
 
 def test_who_is_silent_is_believed_for_a_while() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     seen(sightings, NAME, 100.0)
     now = 100.0 + CONFIRM_S
     while now < 100.0 + BELIEVED_S:
@@ -315,7 +315,7 @@ def test_who_is_silent_is_believed_for_a_while() -> None:
 
 
 def test_records_that_are_refused_are_forgotten_until_they_change() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     sightings.announced(NAME, 0.0)
     assert not sightings.resolved(NAME, Refused("why"), 0.0)
     assert len(sightings) == 0
@@ -326,7 +326,7 @@ def test_records_that_are_refused_are_forgotten_until_they_change() -> None:
 
 
 def test_after_a_change_of_network_everything_is_in_doubt() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     seen(sightings, numbered(1), 0.0)
     sightings.announced(numbered(2), 0.0)
     sightings.failed(numbered(2), 0.0)
@@ -337,7 +337,7 @@ def test_after_a_change_of_network_everything_is_in_doubt() -> None:
 
 
 def test_the_sighting_confirmed_longest_ago_goes_when_there_are_too_many() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     for number in range(MAX_SIGHTINGS):
         seen(sightings, numbered(number), float(number), dataclasses.replace(SIGHTING, name=str(number)))
     sightings.resolved(numbered(0), dataclasses.replace(SIGHTING, name="0"), 100.0)
@@ -349,7 +349,7 @@ def test_the_sighting_confirmed_longest_ago_goes_when_there_are_too_many() -> No
 
 
 def test_a_new_name_is_looked_at_before_those_that_did_not_answer() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     for number in range(60):
         sightings.announced(numbered(number), 0.0)
         sightings.failed(numbered(number), 0.0)
@@ -359,7 +359,7 @@ def test_a_new_name_is_looked_at_before_those_that_did_not_answer() -> None:
 
 
 def test_the_latest_name_is_looked_at_first_and_stays_longest() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     for number in (1, 2, 3):
         sightings.announced(numbered(number), 0.0)
     sightings.announced(numbered(1), 0.0)
@@ -371,7 +371,7 @@ def test_the_latest_name_is_looked_at_first_and_stays_longest() -> None:
 
 
 def test_names_that_cannot_be_are_not_even_kept() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     for name in ("x._http._tcp.local.", f"{'x' * 200}.{SERVICE}", f"\x07.{SERVICE}"):
         sightings.announced(name, 0.0)
     assert len(sightings) == 0
@@ -391,7 +391,7 @@ _operations = st.lists(
 def test_whatever_happens_it_is_little_and_says_when_it_changed(
     operations: list[tuple[str, str, float]],
 ) -> None:
-    sightings, now = Sightings(), 0.0
+    sightings, now = PeerCache(), 0.0
     for operation, name, later in operations:
         now += later
         before = sightings.believed
@@ -417,7 +417,7 @@ def test_whatever_happens_it_is_little_and_says_when_it_changed(
 
 
 def test_ten_thousand_names_leave_little_behind() -> None:
-    sightings = Sightings()
+    sightings = PeerCache()
     for number in range(10_000):
         sightings.announced(numbered(number), float(number))
         if number % 2:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.cluster.failure_detector import Change, State
+from mlxtp.cluster.failure_detector import Change, MemberState
 from mlxtp.cluster.reconcile import HandOver
-from mlxtp.cluster.saved_state import Kept, to_text
+from mlxtp.cluster.saved_state import SavedState, to_text
 
 from .desks import unsealed
 from .simulated_node import TICK_S, Journal
@@ -95,7 +95,7 @@ def test_a_coordinator_without_power_is_dead_within_its_limit() -> None:
     world.kill("a", power=True)
     killed = world.now
     world.run(5.0)
-    (dead,) = [when for when, change in world.journals["b"].changes if change.after is State.DEAD]
+    (dead,) = [when for when, change in world.journals["b"].changes if change.after is MemberState.DEAD]
     assert 3.0 - TICK_S <= dead - killed <= 3.5
 
 
@@ -219,7 +219,7 @@ def test_a_node_that_stood_still_accuses_nobody() -> None:
     world = serving("abc")
     world.pause("b", 2.0)
     world.run(8.0)
-    assert [change for _, change in world.journals["b"].changes if change.after is State.DEAD] == []
+    assert [change for _, change in world.journals["b"].changes if change.after is MemberState.DEAD] == []
 
 
 def test_all_that_stood_still_together_go_on_as_if_nothing_had_been() -> None:
@@ -228,7 +228,7 @@ def test_all_that_stood_still_together_go_on_as_if_nothing_had_been() -> None:
         world.pause(name, 20.0)
     world.run(30.0)
     assert len(formed(world)) == 1
-    assert not any(change.after is State.DEAD for change in all_changes(world))
+    assert not any(change.after is MemberState.DEAD for change in all_changes(world))
 
 
 def all_changes(world: World) -> list[Change]:
@@ -261,7 +261,7 @@ def test_a_removed_member_is_cut_off_by_everybody_at_once() -> None:
     world = serving("abc")
     remove(world, "b", "c")
     world.run(1.0)
-    assert {world.nodes[name].membership.standing("c").state for name in "ab"} == {State.REMOVED}
+    assert {world.nodes[name].membership.standing("c").state for name in "ab"} == {MemberState.REMOVED}
     world.run_until(world.complaint, within_s=10.0)
     assert "c" not in world.nodes  # it was told so, and stopped
 
@@ -275,7 +275,7 @@ def test_a_member_that_was_removed_while_it_was_off_is_told_when_it_comes_back()
     world.run(2.0)
     assert "c" not in world.nodes
     assert not any(
-        change.node_id == "c" and change.after is State.ALIVE for change in all_changes(world)[-5:]
+        change.node_id == "c" and change.after is MemberState.ALIVE for change in all_changes(world)[-5:]
     )
 
 
@@ -289,7 +289,7 @@ def test_a_member_that_joins_is_known_to_everybody_a_moment_later() -> None:
     node.coordination.admit("c", "mac-c", "key of c", unsealed)
     node.tell_all(*node.coordination.roster.messages())
     node.follow_roster()
-    world.disks["c"] = to_text(Kept(node.coordination.kept()))
+    world.disks["c"] = to_text(SavedState(node.coordination.kept()))
     world.start("c")
     joined = world.now
     world.run_until(world.complaint, within_s=10.0)
@@ -305,7 +305,7 @@ def test_a_copied_home_folder_is_noticed_by_whoever_meets_both() -> None:
         (duplicate,) = world.journals[name].duplicates
         assert (duplicate.node_id, duplicate.boot_ids) == ("b", (first, second))
         assert len(set(duplicate.addresses)) == 2
-        assert world.nodes[name].membership.standing("b").state is State.DEAD
+        assert world.nodes[name].membership.standing("b").state is MemberState.DEAD
 
 
 def test_a_copy_started_while_the_first_one_slept_is_noticed_when_that_wakes() -> None:
@@ -398,13 +398,13 @@ def test_whatever_happens_it_calms_down_and_everybody_agrees(
 def assert_lawful(name: str, journal: Journal) -> None:
     """What must hold at every moment, read from what a node noted down."""
     assert journal.duplicates == []
-    states: dict[str, State] = {}
+    states: dict[str, MemberState] = {}
     youngest: dict[str, int] = {}
     for _, change in journal.changes:
-        if change.before is not State.AWAY:  # as it is after each start of this node
-            assert states.get(change.node_id, State.AWAY) is change.before
+        if change.before is not MemberState.AWAY:  # as it is after each start of this node
+            assert states.get(change.node_id, MemberState.AWAY) is change.before
         states[change.node_id] = change.after
-        if change.after is State.ALIVE:
+        if change.after is MemberState.ALIVE:
             boot = int(change.boot_id.partition("-")[2])
             assert boot >= youngest.get(change.node_id, 0), f"{name} sees the ghost {change.boot_id}"
             youngest[change.node_id] = boot
@@ -429,7 +429,7 @@ def test_the_same_story_goes_the_same_way_twice(story: Story, seed: int, strengt
 # --- Macs that are told to stop ---------------------------------------------------------------------------
 
 
-def states_of(world: World, name: str) -> list[State]:
+def states_of(world: World, name: str) -> list[MemberState]:
     """What the others went through with this node since the beginning."""
     journals = [journal for other, journal in world.journals.items() if other != name]
     return [change.after for journal in journals for _, change in journal.changes if change.node_id == name]
@@ -450,7 +450,12 @@ def test_a_coordinator_that_is_told_to_stop_hands_over_first_and_then_leaves() -
     assert "a" not in world.nodes
     world.run_until(world.complaint, within_s=5.0)
     assert [number for _, _, number in formed(world)] == [1, 2]
-    assert sorted(states_of(world, "a")) == [State.ALIVE, State.ALIVE, State.LEFT, State.LEFT]
+    assert sorted(states_of(world, "a")) == [
+        MemberState.ALIVE,
+        MemberState.ALIVE,
+        MemberState.LEFT,
+        MemberState.LEFT,
+    ]
 
 
 def test_a_rank_that_is_told_to_stop_is_replaced_at_once_whatever_is_open() -> None:
@@ -461,7 +466,7 @@ def test_a_rank_that_is_told_to_stop_is_replaced_at_once_whatever_is_open() -> N
     assert "b" not in world.nodes
     assert world.nodes["a"].running is not None
     assert world.nodes["a"].running.ranks == ("a", "c")
-    assert State.DEAD not in states_of(world, "b")
+    assert MemberState.DEAD not in states_of(world, "b")
 
 
 def test_a_rank_without_which_nothing_goes_stays_until_the_requests_are_done() -> None:
@@ -510,7 +515,7 @@ def test_all_are_started_again_one_after_the_other() -> None:
         assert name not in world.nodes
         world.start(name)
         world.run_until(world.complaint, within_s=QUIET_S)
-        assert State.DEAD not in states_of(world, name)
+        assert MemberState.DEAD not in states_of(world, name)
     assert len({number for _, _, number in formed(world)}) == len(formed(world))
 
 

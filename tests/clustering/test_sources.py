@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.models.seeder import Held, choose
+from mlxtp.models.seeder import Holding, elect_seeder
 
-WHOLE = Held("a" * 40, 9, 9)
-PASSING = Held("a" * 40, 9, 9, wants=False)
+WHOLE = Holding("a" * 40, 9, 9)
+PASSING = Holding("a" * 40, 9, 9, wants=False)
 """It has all of it and does not want it."""
-HALF = Held("", 5, 0, free=100)
-EMPTY = Held(free=100)
-ROOMY = Held(free=500)
-GATED = Held(free=100, problem="it is gated")
-OTHER = Held(wants=False)
+HALF = Holding("", 5, 0, free=100)
+EMPTY = Holding(free=100)
+ROOMY = Holding(free=500)
+GATED = Holding(free=100, problem="it is gated")
+OTHER = Holding(wants=False)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ OTHER = Held(wants=False)
     ],
 )
 def test_who_has_it_then_who_can_get_it_and_nobody_is_changed_in_the_middle(
-    members: dict[str, Held], now: str, chosen: str
+    members: dict[str, Holding], now: str, chosen: str
 ) -> None:
-    assert choose(members, now) == chosen
-    assert choose(dict(reversed(members.items())), now) == chosen
+    assert elect_seeder(members, now) == chosen
+    assert elect_seeder(dict(reversed(members.items())), now) == chosen

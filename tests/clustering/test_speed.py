@@ -18,7 +18,7 @@ from mlxtp.placement.cost_model import (
     RING_THUNDERBOLT,
     Collective,
     Measured,
-    Rank,
+    RankHardware,
     speed,
 )
 from mlxtp.placement.model_shape import ModelShape
@@ -29,8 +29,10 @@ ULTRA, MAX = chip("Apple M3 Ultra"), chip("Apple M4 Max")
 MODEL = shape()
 
 
-def ranks(count: int, *chips: str) -> list[Rank]:
-    return [Rank("abcdefgh"[i], chip(name)) for i, name in enumerate(chips or ["Apple M3 Ultra"] * count)]
+def ranks(count: int, *chips: str) -> list[RankHardware]:
+    return [
+        RankHardware("abcdefgh"[i], chip(name)) for i, name in enumerate(chips or ["Apple M3 Ultra"] * count)
+    ]
 
 
 def kv(size: int, model: ModelShape = MODEL) -> int:
@@ -63,7 +65,7 @@ def test_the_slowest_mac_counts() -> None:
 def test_fast_fences_are_fast_and_a_cpu_has_none() -> None:
     fast = speed(MODEL, ranks(2), JACCL_MESH, fast_fences=True)
     assert fast.fences_s == pytest.approx(MODEL.collectives * FAST_FENCE_S)
-    cpus = [Rank(name, ULTRA, metal=False) for name in "ab"]
+    cpus = [RankHardware(name, ULTRA, metal=False) for name in "ab"]
     assert speed(MODEL, cpus, RING_ETHERNET).fences_s == 0
 
 

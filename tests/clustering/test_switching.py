@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtp.models.queue_policy import Load, Tell, Turns
+from mlxtp.models.queue_policy import AnnounceModel, LoadModel, ModelQueues
 from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelTurn
 
 TERM = 5
@@ -18,7 +18,7 @@ class Story:
     """A coordinator, `a`, and other members whose queues are played by hand."""
 
     desired: DesiredState = field(default_factory=lambda: DesiredState(1, "a", "old", "auto"))
-    turns: Turns = field(default_factory=Turns)
+    turns: ModelQueues = field(default_factory=ModelQueues)
     present: tuple[str, ...] = ("a", "b")
     served: bool = True
     now: float = 0.0
@@ -30,19 +30,19 @@ class Story:
         number = turn.number - 1 if behind else turn.number
         self.turns.heard(node, ModelQueue(TERM, max(number, 0), waiting, running), self.now)
 
-    def decide(self) -> Tell | Load | None:
+    def decide(self) -> AnnounceModel | LoadModel | None:
         self.now += 1
         return self.turns.decide(TERM, self.desired, self.present, served=self.served, now=self.now)
 
     def told(self) -> ModelTurn:
         action = self.decide()
-        assert isinstance(action, Tell)
+        assert isinstance(action, AnnounceModel)
         return action.turn
 
     def load(self) -> str:
         """It is loaded."""
         action = self.decide()
-        assert isinstance(action, Load), action
+        assert isinstance(action, LoadModel), action
         self.want(action.model)
         return action.model
 
@@ -207,7 +207,7 @@ def test_a_new_coordinator_knows_nothing_until_it_is_told() -> None:
     story.queue("b", "new")
     story.told()
     turns = story.turns
-    assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=50.0) == Tell(
+    assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=50.0) == AnnounceModel(
         ModelTurn(TERM + 1, 1, "new", "", "")
     )
     for node in story.present:
@@ -215,7 +215,7 @@ def test_a_new_coordinator_knows_nothing_until_it_is_told() -> None:
     assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=52.0) is None
     for node in story.present:
         turns.heard(node, ModelQueue(TERM + 1, 1, ("new",), 0), 53.0)
-    assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=54.0) == Load("new")
+    assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=54.0) == LoadModel("new")
 
 
 _MODELS = ("old", "new", "third")
@@ -253,7 +253,7 @@ def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_an
     events: list[tuple[str, str, str]],
 ) -> None:
     macs = {name: _Mac() for name in "abc"}
-    turns, desired = Turns(), DesiredState(1, "a", "old", "auto")
+    turns, desired = ModelQueues(), DesiredState(1, "a", "old", "auto")
     wire: dict[str, list[ModelQueue]] = {name: [] for name in macs}
     for name, mac in macs.items():
         turns.heard(name, mac.queue(), 0.0)
@@ -264,7 +264,7 @@ def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_an
     def decide() -> None:
         nonlocal desired, ready
         while (action := turns.decide(TERM, desired, tuple(macs), served=ready, now=now)) is not None:
-            if isinstance(action, Tell):
+            if isinstance(action, AnnounceModel):
                 told.append(action.turn)
                 continue
             assert not any(mac.running for mac in macs.values()), "unloaded under a running request"

@@ -14,12 +14,12 @@ from mlxtp.identity.join_token import (
     MAX_REMEMBERED,
     REMEMBERED_S,
     RESEND_S,
-    Desk,
-    Token,
+    JoinToken,
+    TokenIssuer,
     read_token,
 )
 
-TOKEN = Token("0123456789abcdef", b"h" * 16, b"s" * 16)
+TOKEN = JoinToken("0123456789abcdef", b"h" * 16, b"s" * 16)
 TEXT = TOKEN.text()
 NOW = 1_800_000_000.0
 
@@ -33,7 +33,7 @@ NOW = 1_800_000_000.0
     st.binary(min_size=16, max_size=16),
 )
 def test_what_is_written_is_read(cluster: bytes, authority: bytes, secret: bytes) -> None:
-    token = Token(cluster.hex(), authority, secret)
+    token = JoinToken(cluster.hex(), authority, secret)
     text = token.text()
     assert len(text) == 72
     assert text.isalnum()
@@ -105,9 +105,9 @@ def test_the_secret_shows_neither_in_texts_nor_in_what_is_sent() -> None:
 
 def test_every_part_counts_in_what_is_derived() -> None:
     others = [
-        Token("0123456789abcdee", b"h" * 16, b"s" * 16),
-        Token("0123456789abcdef", b"H" * 16, b"s" * 16),
-        Token("0123456789abcdef", b"h" * 16, b"S" * 16),
+        JoinToken("0123456789abcdee", b"h" * 16, b"s" * 16),
+        JoinToken("0123456789abcdef", b"H" * 16, b"s" * 16),
+        JoinToken("0123456789abcdef", b"h" * 16, b"S" * 16),
     ]
     assert len({token.key for token in (TOKEN, *others)}) == 4
     assert len({token.id for token in (TOKEN, *others)}) == 4
@@ -116,8 +116,8 @@ def test_every_part_counts_in_what_is_derived() -> None:
 # --- the desk ---------------------------------------------------------------------------------------
 
 
-def desk() -> Desk:
-    return Desk("0123456789abcdef", b"h" * 16)
+def desk() -> TokenIssuer:
+    return TokenIssuer("0123456789abcdef", b"h" * 16)
 
 
 def secret(number: int) -> bytes:
@@ -127,7 +127,7 @@ def secret(number: int) -> bytes:
 def test_a_token_opens_once() -> None:
     here = desk()
     token = here.issue(secret(1), NOW)
-    assert token == Token("0123456789abcdef", b"h" * 16, secret(1))
+    assert token == JoinToken("0123456789abcdef", b"h" * 16, secret(1))
     assert here.knows(token.id)
     assert here.key(token.id) == token.key
     assert here.why_not(token.id, "mini", NOW) == ""
@@ -209,7 +209,7 @@ def test_the_desk_does_not_grow() -> None:
         token = here.issue(secret(number), NOW + number)
         here.use(token.id, "mini", NOW + number)
     known = [
-        here.knows(Token("0123456789abcdef", b"h" * 16, secret(n)).id) for n in range(MAX_REMEMBERED + 50)
+        here.knows(JoinToken("0123456789abcdef", b"h" * 16, secret(n)).id) for n in range(MAX_REMEMBERED + 50)
     ]
     assert sum(known) == MAX_REMEMBERED + 1
     assert known[-1]

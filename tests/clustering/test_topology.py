@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.placement.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, Member, Topology
+from mlxtp.placement.topology import ETHERNET, LOOPBACK, THUNDERBOLT, WIFI, MemberMachine, Topology
 from mlxtp.wire.machine import Interface
 
 from .desks import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
@@ -15,11 +15,11 @@ from .desks import add, cabled, changed, ethernet, linux, mac, node_id, on_lan
 A, B, C = node_id(0), node_id(1), node_id(2)
 
 
-def two(**port: Any) -> list[Member]:
+def two(**port: Any) -> list[MemberMachine]:
     return cabled([mac(0), mac(1)], [(0, 1)], **port)
 
 
-def rdma_of(members: list[Member], **changes: Any) -> dict[str, str]:
+def rdma_of(members: list[MemberMachine], **changes: Any) -> dict[str, str]:
     link = Topology(members, **changes).rdma(A, B)
     return dict(link.devices) if link else {}
 
@@ -140,7 +140,7 @@ def test_devices_given_by_hand_count_most() -> None:
 # --- networks ---------------------------------------------------------------------------------------------
 
 
-def addresses(members: list[Member], network: str) -> dict[str, str]:
+def addresses(members: list[MemberMachine], network: str) -> dict[str, str]:
     link = Topology(members).tcp(network, A, B)
     return dict(link.addresses) if link else {}
 
@@ -210,7 +210,7 @@ def test_a_thunderbolt_network_follows_the_cable() -> None:
 
 
 def test_a_macs_bridge_is_thunderbolt_and_a_linux_bridge_is_ethernet() -> None:
-    def bridged(system: str) -> list[Member]:
+    def bridged(system: str) -> list[MemberMachine]:
         return [
             add(mac(i, system=system), [Interface("bridge0", f"10.5.0.{i + 1}", 24, "bridge", 0, True)])
             for i in range(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxtp.placement.candidates import Alternative
+from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import JACCL_MESH, JACCL_RING, RING_ETHERNET
 from mlxtp.placement.fabrics import Fabrics
 from mlxtp.placement.topology import Topology
@@ -21,18 +21,18 @@ def nodes(names: str) -> tuple[str, ...]:
     return tuple(IDS[name] for name in names)
 
 
-def group(names: str, *, circle: bool = False) -> Alternative:
+def group(names: str, *, circle: bool = False) -> Candidate:
     """A group over JACCL of these Macs, in rank order."""
     ranks, kind = nodes(names), JACCL_RING if circle else JACCL_MESH
     matrix = FABRICS.matrix(ranks, circle=circle)
-    return Alternative(kind, len(ranks), ranks=ranks, backend="jaccl", jaccl_ring=circle, rdma=matrix)
+    return Candidate(kind, len(ranks), ranks=ranks, backend="jaccl", jaccl_ring=circle, rdma=matrix)
 
 
 def used(names: str, *, circle: bool = False) -> set[Device]:
     return set(devices_of(nodes(names), TOPOLOGY, circle=circle))
 
 
-def tried(chosen: Alternative, in_use: set[Device]) -> list[str] | None:
+def tried(chosen: Candidate, in_use: set[Device]) -> list[str] | None:
     """The parts by the names of their Macs."""
     found = parts(chosen, in_use)
     return found if found is None else ["".join(NAMES[node] for node in part.ranks) for part in found]
@@ -42,7 +42,7 @@ def test_a_group_over_its_own_devices_is_tried_as_it_is() -> None:
     mesh = group("abc")
     assert parts(mesh, set()) == [mesh]
     assert parts(group("ab"), used("cd")) == [group("ab")]
-    ring = Alternative(RING_ETHERNET, 2, ranks=nodes("ab"), backend="ring")
+    ring = Candidate(RING_ETHERNET, 2, ranks=nodes("ab"), backend="ring")
     assert parts(ring, used("ab")) == [ring]
 
 

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 
 from mlxtp.cli import bench_speed
-from mlxtp.cli.bench_speed import Answer, Row, measure, read, show, wrote
+from mlxtp.cli.bench_speed import BenchAnswer, BenchRow, measure, read, show, wrote
 from mlxtp.cli.launch import find_served
 from mlxtp.client import AgentClient
 from mlxtp.errors import Code, UserError
 
 from ..cluster import Cluster
 
-ONE = Answer(asked_at=10.0, first_at=10.5, ended_at=12.5, prompt=400, tokens=101, drafted=20)
+ONE = BenchAnswer(asked_at=10.0, first_at=10.5, ended_at=12.5, prompt=400, tokens=101, drafted=20)
 
 
 def test_a_prompt_is_read_until_the_first_token_and_what_was_cached_is_not_read() -> None:
-    assert read(ONE) == Row("read", 400, 1, 0.5, 800.0)
+    assert read(ONE) == BenchRow("read", 400, 1, 0.5, 800.0)
     assert read(replace(ONE, cached=100)).rate == 600.0
 
 
 def test_one_answer_counts_from_its_first_token_several_from_when_they_were_asked_for() -> None:
-    assert wrote([ONE]) == Row("write", 400, 101, 0.5, 50.0, 20)
+    assert wrote([ONE]) == BenchRow("write", 400, 101, 0.5, 50.0, 20)
     late = replace(ONE, asked_at=10.0, first_at=11.5, ended_at=14.0)
     both = wrote([ONE, late])
     assert (both.what, both.tokens, both.first_s, both.drafted) == ("write, 2 at once", 202, 1.5, 40)

@@ -18,7 +18,7 @@ from mlxtp.cli.chat import Talk
 from mlxtp.cli.main import app
 from mlxtp.cli.markdown import settled
 from mlxtp.client import FILE
-from mlxtp.endpoint_client import Answer, Piece
+from mlxtp.endpoint_client import EndpointAnswer, Piece
 from mlxtp.errors import UserError
 
 from ..cluster import WAIT_S, Cluster
@@ -263,7 +263,7 @@ def test_what_is_no_answer(tmp_path: Path, part: bytes, code: str, words: str) -
 
 
 def test_the_speed_of_an_answer() -> None:
-    answer = Answer(10.0)
+    answer = EndpointAnswer(10.0)
     for at, piece in (
         (10.5, Piece(waiting="loading 40 %")),
         (11.0, Piece(thought="so")),
@@ -272,7 +272,7 @@ def test_the_speed_of_an_answer() -> None:
     ):
         answer.hear(piece, at)
     assert (answer.text, answer.thoughts, answer.ttft_s, answer.tokens_per_second) == ("a", "so", 1.0, 2.0)
-    assert (Answer(1.0).ttft_s, Answer(1.0).tokens_per_second) == (0.0, 0.0)
+    assert (EndpointAnswer(1.0).ttft_s, EndpointAnswer(1.0).tokens_per_second) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(

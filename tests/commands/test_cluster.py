@@ -26,8 +26,8 @@ from mlxtp.api.server import bind, serve
 from mlxtp.cli import bench_fabric, cluster
 from mlxtp.cli.main import _with_join_value, app
 from mlxtp.client import agent_runs
-from mlxtp.cluster.cluster_state import Beliefs, Roster
-from mlxtp.cluster.saved_state import Kept, save
+from mlxtp.cluster.cluster_state import ClusterState, Roster
+from mlxtp.cluster.saved_state import SavedState, save
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, UserError
 from mlxtp.identity.store import Store
@@ -594,7 +594,7 @@ def test_the_founder_leaves_a_cluster_of_one_without_force(tmp_path: Path) -> No
 
     def remember(*others: str) -> None:
         entries = [RosterEntry(each, "mini", each, False, 1) for each in (store.load().node_id, *others)]
-        save(home, Kept(Beliefs(roster=Roster().merged(entries))))
+        save(home, SavedState(ClusterState(roster=Roster().merged(entries))))
 
     store.found_cluster()
     remember("ab" * 16)

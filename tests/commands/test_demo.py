@@ -30,7 +30,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 def test_who_serves_says_where_other_commands_find_it(tmp_path: Path) -> None:
     shown = io.StringIO()
     settings = Settings(tmp_path / "a home", "127.0.0.1", 0, 2, "tiny")
-    demo.View(demo.Screen(file=shown, width=60), settings).serving("http://127.0.0.1:52415")
+    demo.DemoView(demo.DemoConsole(file=shown, width=60), settings).serving("http://127.0.0.1:52415")
     assert f"mlxtp status \\\n    --home '{tmp_path}/a home'" in shown.getvalue()
 
 
@@ -40,7 +40,7 @@ def test_what_is_to_be_pasted_breaks_nowhere_at_80_columns(tmp_path: Path, one_r
     settings = Settings(
         Path("/var/folders/zz/zyxvpxvq6csfxvn_n0000000000000/T/mlxtp-demo-ab12cd34"), "", 0, 2, "tiny"
     )
-    demo.View(demo.Screen(file=shown, width=80), settings).serving(one_rank.url)
+    demo.DemoView(demo.DemoConsole(file=shown, width=80), settings).serving(one_rank.url)
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     begins = next(number for number, line in enumerate(lines) if "curl" in line)

@@ -17,14 +17,14 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from mlxtp.cli.main import app
-from mlxtp.diagnostics.failure_store import FOLDER, Failed, RankEnd, keep, read_recording, recording_file
+from mlxtp.diagnostics.failure_store import FOLDER, FailedEpoch, RankEnd, keep, read_recording, recording_file
 from mlxtp.diagnostics.postmortem import postmortems
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import Code, GroupError, exit_status
 
 KEY = bytes(range(32))
-HOST = Failed(7, "studio", GroupError("step 14: rank 1 [mini] differs", Code.DESYNC), ("studio", "mini"))
-GUEST = Failed(7, "mini", GroupError("its host knows why"))
+HOST = FailedEpoch(7, "studio", GroupError("step 14: rank 1 [mini] differs", Code.DESYNC), ("studio", "mini"))
+GUEST = FailedEpoch(7, "mini", GroupError("its host knows why"))
 
 
 def rank(number: int, digests: Sequence[int], key: bytes = KEY, **fields: Any) -> RankEnd:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from mlxtp.admin.handlers import announced
 from mlxtp.api.api_keys import KeyFile
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import GREEDY, ModelInfo, Stored
+from mlxtp.api.backend import GREEDY, ModelInfo, StoredModelInfo
 from mlxtp.api.endpoint import open_endpoint
 from mlxtp.api.server import serve
 from mlxtp.cli import bench_speed
@@ -55,9 +55,9 @@ class Backend:
     def models(self) -> tuple[ModelInfo, ...]:
         return self.served
 
-    async def on_request(self) -> tuple[Stored, ...]:
+    async def on_request(self) -> tuple[StoredModelInfo, ...]:
         """Others that are listed too, and would have to be loaded first."""
-        return (Stored("org/another", Path(), 512, 1234),)
+        return (StoredModelInfo("org/another", Path(), 512, 1234),)
 
 
 class Admin(FakeAdmin):

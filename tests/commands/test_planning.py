@@ -18,11 +18,11 @@ from mlxtp.cli import planning as plan
 from mlxtp.cli.main import app
 from mlxtp.config import resolve_settings
 from mlxtp.errors import ConfigError, ModelError
-from mlxtp.groups.controller import Conductor
+from mlxtp.groups.controller import GroupController
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, RING_THUNDERBOLT, Measured
-from mlxtp.placement.planner import Options
+from mlxtp.placement.planner import PlacementOptions
 from mlxtp.placement.published_models import KNOWN
-from mlxtp.placement.topology import Member
+from mlxtp.placement.topology import MemberMachine
 
 from ..clustering.desks import (
     LLAMA,
@@ -33,11 +33,11 @@ from ..clustering.desks import (
 )
 
 
-def desk(size: int, **changes: Any) -> list[Member]:
+def desk(size: int, **changes: Any) -> list[MemberMachine]:
     return on_lan(cabled([mac(i, **changes) for i in range(size)], all_pairs(size)))
 
 
-def printed(model: str | Path, members: list[Member], width: int = 200, **more: Any) -> str:
+def printed(model: str | Path, members: list[MemberMachine], width: int = 200, **more: Any) -> str:
     out = io.StringIO()
     plan.run(model, members, console=Console(file=out, width=width, highlight=False), **more)
     return out.getvalue()
@@ -136,7 +136,7 @@ def test_a_refusal_is_said_once(width: int, nodes: int | str) -> None:
     """A reason that several ways share has one line, and the summary does not repeat it."""
     out, members = io.StringIO(), desk(3, memory=256)
     console = Console(file=out, width=width, highlight=False)
-    made = plan.run("llama-3.3-70b-4bit", members, console=console, options=Options(nodes=nodes))
+    made = plan.run("llama-3.3-70b-4bit", members, console=console, options=PlacementOptions(nodes=nodes))
     text = " ".join(out.getvalue().split())
     reasons = [one.reason for one in made.alternatives if one.reason]
     assert reasons
@@ -147,7 +147,7 @@ def test_a_refusal_is_said_once(width: int, nodes: int | str) -> None:
 
 def test_notes_are_printed() -> None:
     members = [mac(0, memory=128), mac(1, memory=128)]
-    text = printed("llama-3.3-70b-8bit", on_lan(members), options=Options(nodes=2))
+    text = printed("llama-3.3-70b-8bit", on_lan(members), options=PlacementOptions(nodes=2))
     assert "Note: the ring over Ethernet, not JACCL: 1 of 1 links by cables with RDMA are missing" in text
 
 
@@ -198,7 +198,7 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
     assert "chosen" in rows["ring over Ethernet of 2"]
     assert "possible" in rows["one node alone"]
     assert "Note: the embedded model is there to show that the Macs work together" in text
-    one = printed("tiny", tcp, options=Options(nodes=1))
+    one = printed("tiny", tcp, options=PlacementOptions(nodes=1))
     assert "a alone: " in one
     assert "Note: the embedded" not in one
     assert "Note: the embedded" not in printed("tiny", tcp[:1])
@@ -210,9 +210,9 @@ def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: st
     settings = resolve_settings({"home": tmp_path}, {})
     nobody = SimpleNamespace(machines={})
     parts = {"settings": settings, "node_id": "", "knowledge": nobody, "measured": Measured}
-    conductor = Conductor(cast(Any, SimpleNamespace(**parts)))
+    conductor = GroupController(cast(Any, SimpleNamespace(**parts)))
     served = conductor._options(str(nodes), model)
-    assert plan.as_served(model, Options(nodes=nodes)).nodes == served.nodes
+    assert plan.as_served(model, PlacementOptions(nodes=nodes)).nodes == served.nodes
 
 
 def test_other_models_are_planned_for_speed(folder: Path) -> None:
@@ -269,7 +269,7 @@ def compared(model: str) -> str:
     """A row of the table: what two large Macs would do with a model."""
     members = list(plan.read_nodes_file(Path(__file__).parents[2] / "examples" / "desk.toml"))
     made, fast = (
-        json.loads(printed(model, members, as_json=True, options=Options(fast_fences=fences)))
+        json.loads(printed(model, members, as_json=True, options=PlacementOptions(fast_fences=fences)))
         for fences in (False, True)
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlxtp.config import Settings
 from mlxtp.diagnostics.checkup import Checkup
-from mlxtp.diagnostics.facts import Facts
+from mlxtp.diagnostics.facts import MachineFacts
 from mlxtp.placement.probe_macos import COMMANDS
 from mlxtp.placement.probe_output import NOT_INSTALLED, Output
 
@@ -53,7 +53,9 @@ class Machine:
         return text if isinstance(text, Output) else Output(text)
 
 
-def facts(home: Path, machine: Machine, system: str = "darwin", problem: str = "", **settings: Any) -> Facts:
+def facts(
+    home: Path, machine: Machine, system: str = "darwin", problem: str = "", **settings: Any
+) -> MachineFacts:
     """What a command finds out on such a machine. Its network is this one's loopback."""
     chosen: dict[str, Any] = {"interface": "127.0.0.1", "discovery": False, "cluster": True} | settings
     here = Settings(home, "127.0.0.1", 0, 1, "tiny", control_port=0, **chosen)

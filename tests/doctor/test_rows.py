@@ -20,13 +20,13 @@ from mlxtp.diagnostics.facts import (
     Certificate,
     ClockFacts,
     Disk,
-    Facts,
     FirewallFacts,
     IdentityFacts,
+    MachineFacts,
     MemberFacts,
     ModelFacts,
     Package,
-    Port,
+    PortFacts,
     PowerFacts,
 )
 from mlxtp.diagnostics.local_facts import floors, software_here
@@ -40,15 +40,15 @@ from .recorded import Machine
 
 GB = 10**9
 NOW = datetime(2026, 11, 22, 15, tzinfo=UTC)
-Change = Callable[[Facts], Facts]
+Change = Callable[[MachineFacts], MachineFacts]
 
 
 @cache
-def seen(settings: str, mac: str = MAX) -> Facts:
+def seen(settings: str, mac: str = MAX) -> MachineFacts:
     return recorded.facts(Path("/nowhere"), Machine(settings, mac))
 
 
-def well(**changed: Any) -> Facts:
+def well(**changed: Any) -> MachineFacts:
     """A Mac on which everything is as it should be, with an agent that serves, in a cluster of two."""
     found = seen("mac_well")
     forever = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
@@ -59,7 +59,7 @@ def well(**changed: Any) -> Facts:
         software=replace(found.software, architecture="arm64", program="/opt/python"),
         network=replace(
             found.network, multicast=0, listened=True, heard=("mini",),
-            ports=(Port("endpoint", "--http", "127.0.0.1:52415", True),),
+            ports=(PortFacts("endpoint", "--http", "127.0.0.1:52415", True),),
         ),
         room=replace(found.room, disks=(Disk("models", "/models", 500 * GB),), open_files=4096),
         clock=ClockFacts(-0.007, "time.apple.com"),
@@ -79,12 +79,12 @@ MINI_WELL = MemberFacts(
 )  # fmt: skip
 
 
-def row(facts: Facts, wanted: str) -> Examined:
+def row(facts: MachineFacts, wanted: str) -> Examined:
     (found,) = (each for each in examine(ROWS, facts) if each.row.id == wanted)
     return found
 
 
-def worst(facts: Facts, wanted: str) -> Finding:
+def worst(facts: MachineFacts, wanted: str) -> Finding:
     examined = row(facts, wanted)
     return next(each for each in examined.findings if each.level == examined.level)
 
@@ -112,7 +112,7 @@ def _mac(name: str) -> Change:
 def _set(name: str, *parts: str) -> Change:
     """Set as another recorded Mac is."""
 
-    def change(facts: Facts) -> Facts:
+    def change(facts: MachineFacts) -> MachineFacts:
         other = seen(name)
         return replace(facts, **{part: getattr(other, part) for part in parts})
 
@@ -168,7 +168,7 @@ CASES: list[tuple[str, Change, Level, str, str]] = [
      "--unblockapp '/opt/python'"),
     ("firewall", _of("firewall", enabled=True, blocks_all=True), Level.ERROR, "lets nobody in",
      "--setblockall off"),
-    ("ports", _of("network", ports=(Port("endpoint", "--http", "127.0.0.1:52415", False, "in use"),)),
+    ("ports", _of("network", ports=(PortFacts("endpoint", "--http", "127.0.0.1:52415", False, "in use"),)),
      Level.ERROR,
      "endpoint 127.0.0.1:52415 cannot be had: in use", "sudo lsof -nP -iTCP:52415"),
     ("mdns", _of("network", heard=()), Level.OK, "nobody else", ""),

@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlxtp.engine import worker
-from mlxtp.engine.executor import Forward, Rank
+from mlxtp.engine.executor import Forward, RankExecutor
 from mlxtp.engine.sampler import Sampler
 from mlxtp.wire.messages import PromptTokens, StepToken
 
@@ -22,20 +22,20 @@ FAULTS = ("another draw", "another position", "another token")
 
 def err(is_ordered: Callable[[str], bool]) -> None:
     """Put the faults around the engine of this process."""
-    choose, launch = Sampler.choose, Rank.launch
+    choose, launch = Sampler.choose, RankExecutor.launch
 
     def choose_else(sampler: Sampler, logits: mx.array, positions: mx.array) -> mx.array:
         if is_ordered("another token"):
             return mx.minimum(choose(sampler, logits, positions) + 1, logits.shape[-1] - 1)
         return choose(sampler, logits, positions + 1 if is_ordered("another draw") else positions)
 
-    def launch_else(rank: Rank, step: int, frame: PromptTokens | StepToken) -> Forward:
+    def launch_else(rank: RankExecutor, step: int, frame: PromptTokens | StepToken) -> Forward:
         if isinstance(frame, StepToken) and is_ordered("another position"):
             frame = replace(frame, positions=tuple(position + 1 for position in frame.positions))
         return launch(rank, step, frame)
 
     Sampler.choose = choose_else  # type: ignore[method-assign]
-    Rank.launch = launch_else  # type: ignore[method-assign]
+    RankExecutor.launch = launch_else  # type: ignore[method-assign]
 
 
 def main() -> None:

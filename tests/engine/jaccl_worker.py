@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxtp.engine import group, worker
-from mlxtp.engine.jaccl import Fabric, Factory, Gather
+from mlxtp.engine.jaccl import Factory, Gather, JacclFabric
 from mlxtp.errors import GroupError
 from mlxtp.wire.messages import PROTOCOL_VERSION, Done, Hello, Init, InitDone, SessionEnd
 
@@ -151,7 +151,10 @@ def _variables_of_jaccl() -> Iterator[str]:
 
 
 def form_only(
-    pretence: Pretence, process: worker.Process, _listener: socket.socket | None, _identity: Path | None
+    pretence: Pretence,
+    process: worker.RankProcessLinks,
+    _listener: socket.socket | None,
+    _identity: Path | None,
 ) -> None:
     """The beginning of a rank's life and its end, without all that takes seconds to import."""
     pipe, mail = process.pipe, process.mail
@@ -171,7 +174,7 @@ def form_only(
         bootstrap.hosts,
         folder=process.folder,
         deadline_s=bootstrap.deadline_s,
-        fabric=Fabric.of(
+        fabric=JacclFabric.of(
             bootstrap.rdma, bootstrap.world_size, ring=bootstrap.jaccl_ring, factory=exchange.factory
         ),
         available=lambda _: True,

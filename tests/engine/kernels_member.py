@@ -15,10 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from mlxtp.engine import loader
-from mlxtp.engine.executor import Rank
+from mlxtp.engine.executor import RankExecutor
 from mlxtp.engine.group import CollectiveCounter
-from mlxtp.engine.logit_shaping import RequestDesk
-from mlxtp.engine.telemetry import Status
+from mlxtp.engine.logit_shaping import RequestShaping
+from mlxtp.engine.telemetry import RankTelemetry
 from mlxtp.wire.messages import Bootstrap, LoadShard, PromptTokens, StepToken
 
 CHUNK = 64
@@ -33,7 +33,9 @@ def main() -> None:
     bootstrap = Bootstrap(0, 1, "none", (), "", bytes(32), 5.0, 5.0, 1)
     nothing: Any = None
     here = Path(tempfile.gettempdir())
-    rank = Rank(bootstrap, 1, here, Status(), CollectiveCounter(), desk=RequestDesk(), exchange=nothing)
+    rank = RankExecutor(
+        bootstrap, 1, here, RankTelemetry(), CollectiveCounter(), desk=RequestShaping(), exchange=nothing
+    )
     rank.execute(LoadShard(folder, CHUNK, ()))
     assert rank.loaded is not None
     before = kernels()

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlxtp.engine import executor as rank_module
 from mlxtp.engine import worker
 from mlxtp.engine.group import Group
-from mlxtp.engine.loader import LoadedModel
+from mlxtp.engine.loader import ModelShare
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     signpost = Path(folder) / f"rank-{arguments[arguments.index('--rank') + 1]}"
     load = rank_module.load
 
-    def load_elsewhere(path: Path, group: Group, progress: Callable[[], None]) -> LoadedModel:
+    def load_elsewhere(path: Path, group: Group, progress: Callable[[], None]) -> ModelShare:
         return load(Path(signpost.read_text()) if signpost.exists() else path, group, progress)
 
     rank_module.load = load_elsewhere

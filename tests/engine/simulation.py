@@ -19,19 +19,19 @@ from mlxtp.engine.prefix_cache import PrefixCache
 from mlxtp.engine.scheduler import Scheduler
 from mlxtp.engine.steps import (
     Decode,
-    Drop,
-    End,
-    Failed,
+    EvictKept,
     Guide,
     Move,
-    Outcome,
     Policy,
     Prefill,
     PrefillTogether,
+    SampledToken,
     Score,
-    Stop,
-    Token,
-    Wants,
+    SequenceEnd,
+    SequenceFailed,
+    SequenceParams,
+    StepResult,
+    StopSequence,
 )
 from mlxtp.errors import Code, RequestError
 from mlxtp.wire.messages import Evict, Message, PromptBatch, PromptTokens, SessionStop, StepToken
@@ -55,8 +55,8 @@ class Request:
     cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    ends: list[End] = field(default_factory=list)
-    failures: list[Failed] = field(default_factory=list)
+    ends: list[SequenceEnd] = field(default_factory=list)
+    failures: list[SequenceFailed] = field(default_factory=list)
 
     def answer(self, index: int) -> int:
         return self.says[index] if index < len(self.says) else 2 + (self.uid * 31 + index) % 50
@@ -170,10 +170,10 @@ class Ranks:
                 chosen = self._prefill(move.prompts)
             case Decode():
                 chosen = self._decode(move, known)
-            case Stop():
+            case StopSequence():
                 self._stop(move)
                 return None
-            case Drop():
+            case EvictKept():
                 for uid in move.uids:
                     del self.kept[uid]
                 return None
@@ -240,7 +240,7 @@ class Ranks:
         if request.guide is not None and not (request.ends or request.failures):
             assert request.guide.prepared == len(self.contents[uid]) - len(request.prompt)
 
-    def _stop(self, stop: Stop) -> None:
+    def _stop(self, stop: StopSequence) -> None:
         contents = self.contents.pop(stop.uid)
         if self.prefilling.pop(stop.uid, None) is None:
             row = self.rows.index(stop.uid)
@@ -281,9 +281,9 @@ def _frame(move: Move) -> Message:
             return PromptBatch(uids, totals, offsets, sources, takes, tokens, samplings)
         case Decode():
             return StepToken(move.rows, move.positions, move.widths, move.tokens)
-        case Stop():
+        case StopSequence():
             return SessionStop(move.uid, move.reason, move.forwards, move.keep)
-        case Drop():
+        case EvictKept():
             return Evict(move.uids)
 
 
@@ -333,11 +333,11 @@ class Simulation:
         tokens = tuple(1000 * uid + n for n in range(prompt)) if isinstance(prompt, int) else prompt
         request = Request(uid, tokens, max_tokens, says, ignore_eos, scored, guide)
         self.requests[uid] = request
-        wants = Wants(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
+        wants = SequenceParams(max_tokens, scored=scored, ignore_eos=ignore_eos, guide=guide)
         self.scheduler.add(uid, tokens, wants, client=client, user=user)
         return request
 
-    def cancel(self, uid: int) -> End | None:
+    def cancel(self, uid: int) -> SequenceEnd | None:
         end = self.scheduler.cancel(uid)
         if end is not None:
             self.requests[uid].cancelled = True
@@ -395,16 +395,16 @@ class Simulation:
             for outcome in self.scheduler.record(tokens, scores or None, took_s):
                 self._take(outcome)
 
-    def _take(self, outcome: Outcome) -> None:
+    def _take(self, outcome: StepResult) -> None:
         request = self.requests[outcome.uid]
         assert not request.ends
         assert not request.failures
         match outcome:
-            case Token():
+            case SampledToken():
                 assert outcome.score == ((-float(outcome.token), ()) if request.scored else None)
                 request.tokens.append(outcome.token)
                 request.indices.append(outcome.index)
-            case End():
+            case SequenceEnd():
                 request.ends.append(outcome)
-            case Failed():
+            case SequenceFailed():
                 request.failures.append(outcome)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtp.engine.agreement import Chooser, Desk, NoDesk
+from mlxtp.engine.agreement import Chooser, LogitShaping, NoLogitShaping
 from mlxtp.engine.group import LoneGroup
 from mlxtp.wire.messages import Sampling
 
@@ -24,7 +24,7 @@ class Follower(LoneGroup):
         return mx.full(tokens.shape, 7, dtype=mx.int32)
 
 
-class Notes(Desk):
+class Notes(LogitShaping):
     """Allows one row nothing but token 3, wants the other's scores, and writes down what was chosen."""
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ def choose(chooser: Chooser, logits: mx.array, samplings: tuple[Sampling, ...], 
 
 
 def test_every_rank_chooses_alike_without_a_desk(logits: mx.array) -> None:
-    tokens, scores = choose(Chooser(LoneGroup(), NoDesk()), logits, (GREEDY, HOT))
-    again, _ = choose(Chooser(Follower(), NoDesk()), logits, (GREEDY, HOT))
+    tokens, scores = choose(Chooser(LoneGroup(), NoLogitShaping()), logits, (GREEDY, HOT))
+    again, _ = choose(Chooser(Follower(), NoLogitShaping()), logits, (GREEDY, HOT))
     assert tokens.tolist() == again.tolist()
     assert tokens[0].tolist() == mx.argmax(logits[0], axis=-1).tolist()
     assert scores == {}
 
 
 def test_under_broadcast_rank_0s_choice_counts(logits: mx.array) -> None:
-    tokens, _ = choose(Chooser(Follower(), NoDesk()), logits, (GREEDY, HOT), broadcast=True)
+    tokens, _ = choose(Chooser(Follower(), NoLogitShaping()), logits, (GREEDY, HOT), broadcast=True)
     assert tokens.tolist() == [[7] * 3] * 2
 
 
@@ -91,7 +91,7 @@ def test_scores_are_for_those_who_asked(logits: mx.array, broadcast: bool) -> No
 
 
 def test_a_draw_goes_by_position_whatever_column_it_stands_in(logits: mx.array) -> None:
-    chooser = Chooser(LoneGroup(), NoDesk())
+    chooser = Chooser(LoneGroup(), NoLogitShaping())
     same = mx.broadcast_to(logits[:1, :1], (2, 3, VOCABULARY))
     apart = mx.array([10, 11], dtype=mx.int32)
     tokens, _ = chooser.choose(same, (1, 2), (3, 3), (HOT, HOT), apart, broadcast=False)
@@ -100,7 +100,7 @@ def test_a_draw_goes_by_position_whatever_column_it_stands_in(logits: mx.array) 
 
 def test_other_rows_have_other_settings(logits: mx.array) -> None:
     """What is kept from step to step belongs to these rows only."""
-    chooser = Chooser(LoneGroup(), NoDesk())
+    chooser = Chooser(LoneGroup(), NoLogitShaping())
     first, _ = choose(chooser, logits, (HOT, GREEDY))
     second, _ = choose(chooser, logits, (GREEDY, HOT))
     assert second[0].tolist() == mx.argmax(logits[0], axis=-1).tolist()

@@ -8,7 +8,7 @@ import pytest
 
 from mlxtp.engine.chunks import LEAST, MOST, Chunks, sizes
 from mlxtp.engine.scheduler import Scheduler
-from mlxtp.engine.steps import Decode, Policy, Prefill, Wants
+from mlxtp.engine.steps import Decode, Policy, Prefill, SequenceParams
 
 QUARTER = {"chunk_s": 0.25}
 
@@ -79,8 +79,8 @@ def test_without_a_target_nothing_is_adapted() -> None:
 def lengths(**policy: Any) -> list[int]:
     """Chunks of a long prompt, the first of which nobody decodes beside; each token takes 2 ms."""
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=512, drafts=False, **QUARTER, **policy))
-    scheduler.add(1, tuple(range(600)), Wants(999))
-    scheduler.add(2, (1, 2, 3), Wants(999))
+    scheduler.add(1, tuple(range(600)), SequenceParams(999))
+    scheduler.add(2, (1, 2, 3), SequenceParams(999))
     found = []
     for _ in range(12):
         move = scheduler.next()

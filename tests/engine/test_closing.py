@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mlxtp.engine.closing import Room
+from mlxtp.engine.closing import AnswerBudget
 from mlxtp.engine.grammar import Grammars, Matcher
 from mlxtp.engine.logit_shaping import Guided
 from mlxtp.text.call_style import CallStyle
@@ -188,7 +188,7 @@ def test_text_whose_end_is_unknown_is_not_searched(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matcher = grammars.compile("regex", "[^;]*;").matcher()
-    room, steps = Room(matcher, 1000), list[int]()
+    room, steps = AnswerBudget(matcher, 1000), list[int]()
     mask = Matcher.mask
     monkeypatch.setattr(Matcher, "mask", lambda self: steps.append(1) or mask(self))
     room.fitting(matcher, 1000)

@@ -19,7 +19,7 @@ from benchmarks import delayed_worker
 from mlxtp.engine import decode_links
 from mlxtp.engine.decode_links import MAX_STRANGERS, open_links
 from mlxtp.errors import Code, LinkError, ProtocolError
-from mlxtp.wire.blocking import Link, listen
+from mlxtp.wire.blocking import BlockingLink, listen
 from mlxtp.wire.epoch_proof import hello_proof, welcome_proof
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import PROTOCOL_VERSION, Ack, Bootstrap, Hello, Init, InitDone, Message, Welcome
@@ -30,7 +30,7 @@ from ..wire.members import Member, founder, member_of
 
 EPOCH = 7
 KEY = b"k" * 32
-Links = dict[int, Link]
+Links = dict[int, BlockingLink]
 
 
 class Group:
@@ -147,7 +147,7 @@ def test_ranks_of_one_agent_need_no_certificates(tmp_path: Path) -> None:
 def test_the_benchmark_delays_both_ends_of_every_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_links, "Link", Link)  # is put back afterwards
+    monkeypatch.setattr(decode_links, "BlockingLink", BlockingLink)  # is put back afterwards
     monkeypatch.setattr(delayed_worker, "DELAY_S", 0.1)
     flag = tmp_path / "late"
     flag.touch()

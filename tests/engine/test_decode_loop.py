@@ -15,13 +15,13 @@ from mlxtp.engine.agreement import Chooser
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.draft_model import DraftModel
 from mlxtp.engine.emitter import Emitter
-from mlxtp.engine.executor import Forward, Rank, Result
+from mlxtp.engine.executor import Forward, RankExecutor, Result
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.group import CollectiveCounter
-from mlxtp.engine.logit_shaping import RequestDesk
+from mlxtp.engine.logit_shaping import RequestShaping
 from mlxtp.engine.mailbox import AGENT, Mailbox, Terminated
 from mlxtp.engine.steps import Policy
-from mlxtp.engine.telemetry import Status
+from mlxtp.engine.telemetry import RankTelemetry
 from mlxtp.errors import Code, GroupError, ModelError
 from mlxtp.wire.messages import (
     Accepted,
@@ -65,11 +65,11 @@ class Story:
         self.said: list[Message] = []
         self.phases: list[str] = []
         """The phase in which it said each."""
-        self.status = Status()
+        self.status = RankTelemetry()
         self._orders = [*orders, Shutdown()]
         self.mail = Mailbox()
-        desk = RequestDesk()
-        self.rank = Rank(
+        desk = RequestShaping()
+        self.rank = RankExecutor(
             replace(ALONE, **bootstrap),
             1,
             tmp_path,
@@ -281,7 +281,7 @@ def test_the_grammars_tokenizer_is_read_before_the_model_is_reported_loaded(
 def test_progress_is_reported_now_and_then_and_of_open_requests_alone(tmp_path: Path) -> None:
     now, said = [5.0], list[Message]()
     pipe: Any = SimpleNamespace(send=said.append)
-    voice = Emitter(pipe, Status(), lambda: now[0])
+    voice = Emitter(pipe, RankTelemetry(), lambda: now[0])
     voice.begin(1)
     for computed in range(10):
         voice.prefilled(1, computed, 0)

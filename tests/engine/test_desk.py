@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.engine.grammar import Grammars
-from mlxtp.engine.logit_shaping import Guided, RequestDesk
+from mlxtp.engine.logit_shaping import Guided, RequestShaping
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import Generate, Shaping
 
@@ -28,8 +28,8 @@ def grammars() -> Iterator[Grammars]:
     grammars.close()
 
 
-def desk_for(shaping: Shaping, guide: Guided | None = None, **fields: int) -> RequestDesk:
-    desk = RequestDesk()
+def desk_for(shaping: Shaping, guide: Guided | None = None, **fields: int) -> RequestShaping:
+    desk = RequestShaping()
     desk.open(VOCABULARY, EOS)
     desk.enter(Generate(UID, PROMPT, 20, shaping=shaping, **fields), guide)  # type: ignore[arg-type]
     desk.begin(SEQUENCE, UID)

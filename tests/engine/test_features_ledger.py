@@ -15,7 +15,7 @@ import pytest
 from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling, Shaping
 from mlxtp.errors import Code, MlxtpError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from ..cluster import SLOWNESS, WAIT_S, Cluster, until
 from ..reference import expected
@@ -174,7 +174,7 @@ def test_what_rank_1_does_differently_is_found_before_a_token_leaves_and_the_ans
     (orders / fault).touch()
     try:
         request = erring.ask(wanted)
-        until(lambda: erring.supervisor.state is not State.READY, "it was found")
+        until(lambda: erring.supervisor.state is not ServingState.READY, "it was found")
     finally:
         (orders / fault).unlink()
     reason = erring.supervisor.reason

@@ -9,7 +9,7 @@ import pytest
 from mlxtp.engine.followers import Followers
 from mlxtp.engine.mailbox import Mailbox
 from mlxtp.errors import Code, LinkError
-from mlxtp.wire.blocking import Link
+from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.messages import Done
 from mlxtp.wire.session import Received
 
@@ -31,7 +31,7 @@ class Mail(Mailbox):
 
 
 def of(mail: Mailbox, ranks: int) -> Followers:
-    return Followers({rank: cast(Link, None) for rank in range(1, ranks + 1)}, mail)
+    return Followers({rank: cast(BlockingLink, None) for rank in range(1, ranks + 1)}, mail)
 
 
 def test_every_reply_is_read_although_the_first_rank_is_silent() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from mlxtp.engine.decode_loop import DecodeLoop
 from mlxtp.engine.group import form, is_available
-from mlxtp.engine.jaccl import Exchange, Fabric, Factory
+from mlxtp.engine.jaccl import Factory, JacclFabric, SideChannelExchange
 from mlxtp.errors import Code, ConfigError, GroupError, LinkError
 from mlxtp.wire.messages import Gathered, Message, Shutdown, SideChannel
 
@@ -37,8 +37,8 @@ class Agent:
             raise answer
         return answer
 
-    def exchange(self, rank: int = 1, world_size: int = 2) -> Exchange:
-        return Exchange(rank, world_size, self.sent.append, self.receive, 15.0)
+    def exchange(self, rank: int = 1, world_size: int = 2) -> SideChannelExchange:
+        return SideChannelExchange(rank, world_size, self.sent.append, self.receive, 15.0)
 
 
 # --- the exchange -----------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ def no_factory(rank: int, size: int) -> Any:
     raise AssertionError
 
 
-def fabric(entries: Sequence[str] = MATRIX, *, ring: bool = False) -> Fabric:
-    return Fabric.of(tuple(entries), 2, ring=ring, factory=no_factory)
+def fabric(entries: Sequence[str] = MATRIX, *, ring: bool = False) -> JacclFabric:
+    return JacclFabric.of(tuple(entries), 2, ring=ring, factory=no_factory)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ import pytest
 
 from mlxtp.engine.mailbox import Mailbox, read_in_background
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, exit_status
-from mlxtp.groups.side_channel import ROUND_S, Answers, Hub
+from mlxtp.groups.side_channel import ROUND_S, RoundReplies, SideChannelHub
 from mlxtp.placement.jaccl_preflight import explain
-from mlxtp.wire.blocking import Link, listen
+from mlxtp.wire.blocking import BlockingLink, listen
 from mlxtp.wire.epoch_proof import epoch_digest
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
@@ -41,7 +41,7 @@ from mlxtp.wire.messages import (
     SideChannel,
     Welcome,
 )
-from mlxtp.wire.session import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Session, Side
 
 from ..cluster import WAIT_S
 from .jaccl_worker import SIZES, Script
@@ -59,8 +59,8 @@ class Ranks:
     def __init__(self, folder: Path, *scripts: Script, **bootstrap: Any) -> None:
         self.folder = folder
         self.size = len(scripts)
-        self.hub = Hub(self.size)
-        self.links: list[Link] = []
+        self.hub = SideChannelHub(self.size)
+        self.links: list[BlockingLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self._mail = Mailbox()
         with listen("127.0.0.1") as listener:
@@ -94,7 +94,7 @@ class Ranks:
                 subprocess.Popen(command, cwd=ROOT, pass_fds=fds, env=os.environ | misleading)
             )
         kind = LinkKind.PIPE_LEADER if rank == 0 else LinkKind.PIPE
-        link = Link(ours, Protocol(kind, Side.UPPER, EPOCH), WAIT_S)
+        link = BlockingLink(ours, Session(kind, Side.UPPER, EPOCH), WAIT_S)
         self.links.append(link)
         read_in_background(
             link,
@@ -137,7 +137,7 @@ class Ranks:
             for rank in reversed(range(self.size)):
                 self.take_part(rank)
 
-    def tell(self, answers: Answers) -> None:
+    def tell(self, answers: RoundReplies) -> None:
         for rank, answer in answers:
             with suppress(LinkError):  # gone, which its reader has reported
                 self.links[rank].send(answer)

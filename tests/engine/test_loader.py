@@ -14,7 +14,7 @@ import pytest
 from mlxtp.config import embedded_model_path
 from mlxtp.engine import loader
 from mlxtp.engine.group import LoneGroup, alone
-from mlxtp.engine.loader import LoadedModel, load, make_cache, read_config
+from mlxtp.engine.loader import ModelShare, load, make_cache, read_config
 from mlxtp.errors import Code, ModelError
 
 from .families import FAMILIES
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return write_model(tmp_path / "small")
 
 
-def load_alone(folder: Path) -> LoadedModel:
+def load_alone(folder: Path) -> ModelShare:
     return load(folder, LoneGroup(), lambda: None)
 
 

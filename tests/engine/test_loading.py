@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.errors import Code, MlxtpError, ModelError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.wire.messages import Loaded, LoadShard, Unload
 
 from ..cluster import Cluster, until
@@ -56,7 +56,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
 def group(shared: Group) -> Iterator[Group]:
     """A group that serves the embedded model, and must do so again when a test is over, in the same epoch."""
     shared.mislead()
-    if shared.cluster.supervisor.state is not State.READY:
+    if shared.cluster.supervisor.state is not ServingState.READY:
         shared.cluster.load("tiny")
     yield shared
     shared.mislead()
@@ -90,7 +90,7 @@ def refusal(group: Group, model: Path, draft: str | Path = "") -> ModelError:
 
 
 def assert_nothing_is_loaded(cluster: Cluster) -> None:
-    assert cluster.supervisor.state is State.IDLE
+    assert cluster.supervisor.state is ServingState.IDLE
     assert cluster.post(QUESTION).status_code == 503
     assert cluster.health()["model"] is None
 
@@ -293,7 +293,7 @@ def test_a_draft_model_that_is_nowhere_is_refused_before_anything_is_let_go(
     error = refusal(group, TINY, tmp_path / "nowhere")
     assert error.code is Code.MODEL_NOT_FOUND
     assert "nowhere is neither a folder nor an id on the Hub" in error.detail
-    assert group.cluster.supervisor.state is State.READY
+    assert group.cluster.supervisor.state is ServingState.READY
     assert group.cluster.content(QUESTION) == ANSWER
 
 
@@ -308,7 +308,7 @@ def test_an_agent_whose_model_does_not_divide_says_so_and_does_not_try_again(
         with pytest.raises(ModelError, match=r"odd cannot be loaded: .* 3 attention heads"):
             cluster.wait_ready()
         assert cluster.epoch == 1
-        assert cluster.supervisor.state is State.FAILED
+        assert cluster.supervisor.state is ServingState.FAILED
         health = cluster.health()
         assert health["ready"] is False
         assert "3 attention heads (3 / 2)" in health["reason"]

@@ -13,7 +13,7 @@ from mlxtp.engine.group import LoneGroup
 from mlxtp.engine.mlx_errors import code_of
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError
 from mlxtp.wire.messages import Error
-from mlxtp.wire.session import State
+from mlxtp.wire.session import LinkState
 
 from ..mlx_errors import GPU_TIMEOUT, NEITHER, OUT_OF_MEMORY
 from .small_models import write_model
@@ -85,8 +85,8 @@ def test_an_error_that_is_passed_on_names_its_rank_once(
         "read_in_background",
         lambda _link, _rank, deliver, *_: deliver(SimpleNamespace(message=Error(Code.FORM_FAILED, told, 0))),
     )
-    process: Any = worker.Process.__new__(worker.Process)
+    process: Any = worker.RankProcessLinks.__new__(worker.RankProcessLinks)
     process._decode, process.mail, process.fail = [], SimpleNamespace(post=lambda *_: None), failed.append
-    link: Any = SimpleNamespace(protocol=SimpleNamespace(state=State.FAILED))
+    link: Any = SimpleNamespace(protocol=SimpleNamespace(state=LinkState.FAILED))
     process.listen_to_rank(link, 1)
     assert [error.detail for error in failed] == [passed_on]

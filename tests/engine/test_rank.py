@@ -14,11 +14,11 @@ import mlx.core as mx
 import pytest
 
 from mlxtp.engine import executor as rank_module
-from mlxtp.engine.executor import Rank
+from mlxtp.engine.executor import RankExecutor
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
-from mlxtp.engine.logit_shaping import RequestDesk
-from mlxtp.engine.telemetry import Status
+from mlxtp.engine.logit_shaping import RequestShaping
+from mlxtp.engine.telemetry import RankTelemetry
 from mlxtp.wire.messages import Bootstrap, Init, Loaded, LoadShard
 
 from .small_models import write_model
@@ -36,7 +36,9 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     monkeypatch.setattr(rank_module, "run_alone", lambda _, size, forwards: ran.append(size))
     bootstrap = Bootstrap(0, ranks, "ring", (), "", bytes(32), 5.0, 5.0, 1)
     nothing: Any = None
-    rank = Rank(bootstrap, 1, tmp_path, Status(), CollectiveCounter(), desk=RequestDesk(), exchange=nothing)
+    rank = RankExecutor(
+        bootstrap, 1, tmp_path, RankTelemetry(), CollectiveCounter(), desk=RequestShaping(), exchange=nothing
+    )
     rank.execute(Init())
     folder = write_model(tmp_path / "model")
     assert isinstance(rank.execute(LoadShard(str(folder), 64, (), kv_bytes=1 << 20)), Loaded)

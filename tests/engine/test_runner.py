@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.engine.agreement import Chooser, NoDesk
+from mlxtp.engine.agreement import Chooser, NoLogitShaping
 from mlxtp.engine.batch import CacheKind
 from mlxtp.engine.group import CollectiveCounter, LoneGroup
 from mlxtp.engine.loader import load
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner_of(folder: Path, *, compiled: bool = True) -> Runner:
     group = LoneGroup()
     loaded = load(folder, group, lambda: None)
-    chooser = Chooser(group, NoDesk())
+    chooser = Chooser(group, NoLogitShaping())
     return Runner(loaded, CacheKind(loaded.model), CollectiveCounter(), chooser, compiled=compiled)
 
 

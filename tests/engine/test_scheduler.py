@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from mlxtp.engine.prefix_cache import Hit, PrefixCache
 from mlxtp.engine.scheduler import DRAFTED_ROWS, MAX_PREFILLING, Scheduler
-from mlxtp.engine.steps import Decode, Drop, End, Move, Policy, Prefill, PrefillTogether, Stop, Wants
+from mlxtp.engine.steps import (
+    Decode,
+    EvictKept,
+    Move,
+    Policy,
+    Prefill,
+    PrefillTogether,
+    SequenceEnd,
+    SequenceParams,
+    StopSequence,
+)
 from mlxtp.errors import Code, MlxtpError
 from mlxtp.wire.messages import Sampling, Shaping
 
@@ -29,19 +39,19 @@ def sketch(moves: list[Move]) -> str:
     words = []
     for move in moves:
         match move:
-            case Prefill() | Stop():
+            case Prefill() | StopSequence():
                 words.append(f"{type(move).__name__[0]}{move.uid}")
             case PrefillTogether():
                 words.append(f"P({''.join(str(prompt.uid) for prompt in move.prompts)})")
             case Decode():
                 words.append("D" + "".join(map(str, move.rows)))
-            case Drop():
+            case EvictKept():
                 words.append("X" + "".join(map(str, move.uids)))
     return " ".join(words)
 
 
 def reasons(moves: list[Move]) -> list[str]:
-    return [move.reason for move in moves if isinstance(move, Stop)]
+    return [move.reason for move in moves if isinstance(move, StopSequence)]
 
 
 def decodes(moves: list[Move]) -> list[Decode]:
@@ -72,7 +82,7 @@ def test_n_tokens_take_one_prefill_and_n_minus_1_steps(n: int, run_ahead: int) -
     simulation.drain()
     assert sketch(simulation.moves) == " ".join(["P1"] + ["D1"] * (n - 1) + ["S1"])
     assert request.indices == list(range(n))
-    assert request.ends == [End(1, "length", n, n)]
+    assert request.ends == [SequenceEnd(1, "length", n, n)]
 
 
 def test_an_end_token_in_lockstep_costs_no_further_step() -> None:
@@ -81,7 +91,7 @@ def test_an_end_token_in_lockstep_costs_no_further_step() -> None:
     simulation.drain()
     assert sketch(simulation.moves) == "P1 D1 D1 S1"
     assert request.tokens == [7, 8]
-    assert request.ends == [End(1, "stop", 3, 3)]
+    assert request.ends == [SequenceEnd(1, "stop", 3, 3)]
 
 
 def test_running_ahead_the_step_after_an_end_token_is_thrown_away() -> None:
@@ -90,7 +100,7 @@ def test_running_ahead_the_step_after_an_end_token_is_thrown_away() -> None:
     simulation.drain()
     assert sketch(simulation.moves) == "P1 D1 D1 D1 S1"
     assert request.tokens == [7, 8]
-    assert request.ends == [End(1, "stop", 3, 4)]
+    assert request.ends == [SequenceEnd(1, "stop", 3, 4)]
 
 
 @RUN_AHEAD
@@ -110,7 +120,7 @@ def test_the_end_token_exactly_at_the_limit_is_an_end_not_a_cut(run_ahead: int) 
     simulation.drain()
     assert sketch(simulation.moves) == "P1 D1 D1 S1"
     assert request.tokens == [7, 8]
-    assert request.ends == [End(1, "stop", 3, 3)]
+    assert request.ends == [SequenceEnd(1, "stop", 3, 3)]
 
 
 def test_whoever_ignores_the_end_token_goes_on() -> None:
@@ -118,7 +128,7 @@ def test_whoever_ignores_the_end_token_goes_on() -> None:
     request = simulation.add(max_tokens=4, says=(7, EOS, 8), ignore_eos=True)
     simulation.drain()
     assert request.tokens[:3] == [7, EOS, 8]
-    assert request.ends == [End(1, "length", 4, 4)]
+    assert request.ends == [SequenceEnd(1, "length", 4, 4)]
 
 
 def test_a_long_prompt_goes_in_chunks_that_join_up() -> None:
@@ -150,7 +160,7 @@ def test_nothing_to_do_is_none() -> None:
 # --- how ranks choose -------------------------------------------------------------------------------------
 
 
-def agreements(wants: Sequence[Wants], **policy: Any) -> list[tuple[str, str]]:
+def agreements(wants: Sequence[SequenceParams], **policy: Any) -> list[tuple[str, str]]:
     """(exchange, agreement) of each forward of these requests, which all run together."""
     scheduler = Scheduler(Policy(frozenset(), together=0, **policy))
     for uid, want in enumerate(wants, 1):
@@ -164,8 +174,8 @@ def agreements(wants: Sequence[Wants], **policy: Any) -> list[tuple[str, str]]:
     return [(move.exchange, move.agreement) for move in moves if isinstance(move, Prefill | Decode)]
 
 
-GREEDY, WARM = Wants(9), Wants(9, Sampling(0.7))
-SHAPED = Wants(9, shaping=Shaping(presence_penalty=1.0))
+GREEDY, WARM = SequenceParams(9), SequenceParams(9, Sampling(0.7))
+SHAPED = SequenceParams(9, shaping=Shaping(presence_penalty=1.0))
 
 
 def test_greedy_rows_exchange_winners_and_check_each_other() -> None:
@@ -175,11 +185,11 @@ def test_greedy_rows_exchange_winners_and_check_each_other() -> None:
 def test_one_row_that_needs_all_logits_brings_them_to_all() -> None:
     own, all_rows = ("winners", "verify"), ("logits", "verify")
     assert agreements([GREEDY, WARM]) == [own, all_rows, all_rows]
-    assert agreements([GREEDY, Wants(9, scored=True)]) == [own, all_rows, all_rows]
+    assert agreements([GREEDY, SequenceParams(9, scored=True)]) == [own, all_rows, all_rows]
 
 
 def test_what_only_rank_0_can_choose_it_says_to_all() -> None:
-    guided = Wants(9, guide=FakeGuide((5,) * 9))
+    guided = SequenceParams(9, guide=FakeGuide((5,) * 9))
     for shaped in (SHAPED, guided):
         assert agreements([GREEDY, shaped])[1:] == [("logits", "broadcast")] * 2
 
@@ -399,7 +409,7 @@ def test_whoever_is_over_leaves_before_anybody_moves_on() -> None:
 def test_cancel_while_waiting_leaves_no_trace() -> None:
     simulation = Simulation()
     simulation.add()
-    assert simulation.cancel(1) == End(1, "cancel", 0, 0)
+    assert simulation.cancel(1) == SequenceEnd(1, "cancel", 0, 0)
     simulation.drain()
     assert simulation.moves == []
 
@@ -408,7 +418,7 @@ def test_cancel_between_two_chunks() -> None:
     simulation = Simulation(prefill_chunk=4)
     simulation.add(prompt=12)
     simulation.ticks(2)
-    assert simulation.cancel(1) == End(1, "cancel", 0, 2)
+    assert simulation.cancel(1) == SequenceEnd(1, "cancel", 0, 2)
     simulation.drain()
     assert sketch(simulation.moves) == "P1 P1 S1"
 
@@ -417,7 +427,7 @@ def test_cancel_while_decoding_throws_away_what_is_on_its_way() -> None:
     simulation = Simulation()
     request = simulation.add(max_tokens=20)
     simulation.ticks(4)
-    assert simulation.cancel(1) == End(1, "cancel", 3, 4)
+    assert simulation.cancel(1) == SequenceEnd(1, "cancel", 3, 4)
     simulation.drain()
     assert sketch(simulation.moves) == "P1 D1 D1 D1 S1"
     assert request.indices == [0, 1, 2]
@@ -527,7 +537,7 @@ def test_rows_with_and_without_drafts_go_together() -> None:
 
 def test_what_only_rank_0_can_choose_is_not_drafted() -> None:
     scheduler = Scheduler(Policy(frozenset()))
-    scheduler.add(1, VERSE * 3, Wants(20, shaping=Shaping(frequency_penalty=0.5)))
+    scheduler.add(1, VERSE * 3, SequenceParams(20, shaping=Shaping(frequency_penalty=0.5)))
     scheduler.next()
     scheduler.record((VERSE[0],))
     step = scheduler.next()
@@ -588,7 +598,7 @@ def test_forced_tokens_take_no_forward_of_their_own(run_ahead: int) -> None:
     request = simulation.add(3, 40, says, guide=guide)
     simulation.drain()
     assert tuple(request.tokens) == says
-    assert request.ends == [End(1, "stop", 20, 20 - 6)]
+    assert request.ends == [SequenceEnd(1, "stop", 20, 20 - 6)]
 
 
 @pytest.mark.parametrize(("run_ahead", "more"), [(0, 0), (1, 3)])
@@ -602,7 +612,7 @@ def test_beside_others_forced_tokens_cost_one_forward_each_time_and_the_end_one(
     simulation.add(3, 40)
     simulation.drain()
     assert tuple(request.tokens) == says
-    assert request.ends == [End(1, "stop", 20, 20 - 6 + more)]
+    assert request.ends == [SequenceEnd(1, "stop", 20, 20 - 6 + more)]
 
 
 def test_a_guided_row_runs_ahead_beside_others_and_chooses_late() -> None:
@@ -806,7 +816,7 @@ def test_whoever_waits_asks_again_only_when_something_has_changed() -> None:
     cache = CountingCache(1 << 20, 8)
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=2), cache)
     for uid in range(1, 65):
-        scheduler.add(uid, LONG, Wants(9))
+        scheduler.add(uid, LONG, SequenceParams(9))
     for _ in range(99):
         assert isinstance(move := scheduler.next(), Prefill)
         assert move.uid == 1
@@ -868,7 +878,9 @@ def test_the_youngest_makes_room_and_goes_on_later(run_ahead: int, prefixes: boo
         simulation.add(20, 300)
     simulation.drain()
     assert "preempt" in reasons(simulation.moves)
-    preempted = [move.uid for move in simulation.moves if isinstance(move, Stop) and move.reason == "preempt"]
+    preempted = [
+        move.uid for move in simulation.moves if isinstance(move, StopSequence) and move.reason == "preempt"
+    ]
     assert 1 not in preempted, "the oldest is never taken out"
     check_answers(simulation)
     for uid, request in simulation.requests.items():
@@ -881,7 +893,7 @@ def test_a_prompt_under_way_makes_room_too() -> None:
     simulation.ticks(150)
     simulation.add(180, 5)
     simulation.drain()
-    (first, *_) = [move for move in simulation.moves if isinstance(move, Stop)]
+    (first, *_) = [move for move in simulation.moves if isinstance(move, StopSequence)]
     assert (first.uid, first.reason) == (2, "preempt")
     check_answers(simulation)
 
@@ -902,7 +914,7 @@ def test_room_is_made_before_it_is_used() -> None:
     simulation.drain()
     simulation.add(60, 200)
     simulation.drain()
-    (at,) = [index for index, move in enumerate(simulation.moves) if move == Drop((1,))]
+    (at,) = [index for index, move in enumerate(simulation.moves) if move == EvictKept((1,))]
     then = simulation.moves[at + 1]
     assert isinstance(then, Decode)
     assert then.positions == (193,), "with room for a wide step the next size is 384, beside 250"
@@ -913,7 +925,7 @@ def test_what_does_not_fit_beside_those_who_go_on_is_not_kept() -> None:
     simulation.add(257, 60)  # room for 384, and so for each of four rows
     for max_tokens in (12, 40, 40):
         simulation.add(190, max_tokens)
-    while not isinstance(move := simulation.tick(), Stop):
+    while not isinstance(move := simulation.tick(), StopSequence):
         assert move is not None
     assert (move.uid, move.keep) == (2, 0), "three rows still take the room of four"
     assert simulation.scheduler.kv_tokens == 4 * 384
@@ -945,7 +957,7 @@ def test_whoever_is_preempted_may_have_no_way_on() -> None:
 
     first = FakeGuide(says, frozenset(range(21, 300, 3)))
     simulation = crowded(first)
-    while not isinstance(simulation.tick(), Stop):
+    while not isinstance(simulation.tick(), StopSequence):
         assert len(simulation.scheduler) == 2
     assert reasons(simulation.moves) == ["preempt"]
 
@@ -986,11 +998,11 @@ def crowd(waiting: int, prompt: tuple[int, ...], **policy: Any) -> Scheduler:
     """Two requests run, and so many wait."""
     scheduler = Scheduler(Policy(frozenset(), prefill_chunk=64, **policy), PrefixCache(1 << 20, 8))
     for uid in range(1, 3):
-        scheduler.add(uid, (7, 8, 9), Wants(999))
+        scheduler.add(uid, (7, 8, 9), SequenceParams(999))
         scheduler.next()
         scheduler.record((5,))
     for uid in range(3, 3 + waiting):
-        scheduler.add(uid, prompt, Wants(999))
+        scheduler.add(uid, prompt, SequenceParams(999))
     return scheduler
 
 
@@ -1169,7 +1181,7 @@ def test_a_step_waits_for_no_more_than_a_small_chunk(set_up: dict[str, Any], cou
                 since_decode = 0
                 assert len(move.rows) <= set_up["max_rows"]
                 assert set(move.rows) == running, "nobody who runs is left out"
-            case Stop():
+            case StopSequence():
                 running.discard(move.uid)
 
 

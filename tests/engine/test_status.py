@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtp.engine.telemetry import Status
+from mlxtp.engine.telemetry import RankTelemetry
 
 
-def ran(status: Status, phase: str, tokens: int, began: float, ended: float) -> None:
+def ran(status: RankTelemetry, phase: str, tokens: int, began: float, ended: float) -> None:
     status.launched(phase, tokens, began)  # type: ignore[arg-type]
     status.settled(ended)
 
 
 def test_nothing_is_expected_of_the_first_forward() -> None:
-    status = Status()
+    status = RankTelemetry()
     status.launched("decode", 1, 5.0)
     assert (status.phase, status.in_flight, status.expected_us) == ("decode", 1, 0)
 
 
 def test_more_that_end_than_began_is_no_error_of_this_account() -> None:
-    status = Status()
+    status = RankTelemetry()
     status.settled(5.0)
     assert status.in_flight == 0
 
 
 def test_a_step_should_take_what_steps_took() -> None:
-    status = Status()
+    status = RankTelemetry()
     for number in range(200):
         ran(status, "decode", 8, number, number + 0.5)
     status.launched("decode", 1, 300.0)
@@ -33,7 +33,7 @@ def test_a_step_should_take_what_steps_took() -> None:
 
 
 def test_a_chunk_should_take_what_its_tokens_took() -> None:
-    status = Status()
+    status = RankTelemetry()
     ran(status, "decode", 1, 0.0, 9.0)
     ran(status, "prefill", 10, 10.0, 10.2)
     status.launched("prefill", 500, 20.0)
@@ -42,7 +42,7 @@ def test_a_chunk_should_take_what_its_tokens_took() -> None:
 
 def test_more_rows_may_take_as_many_times_as_long() -> None:
     """A limit allows 20 times what is expected: one fifth of it is enough for 64 rows one after the other."""
-    status = Status()
+    status = RankTelemetry()
     for number in range(100):
         ran(status, "decode", 1, number, number + 0.5)
     status.launched("decode", 64, 200.0)
@@ -56,7 +56,7 @@ def test_more_rows_may_take_as_many_times_as_long() -> None:
 
 @pytest.mark.parametrize(("phase", "tokens"), [("prefill", 8), ("decode", 1)])
 def test_what_compiled_kernels_is_soon_forgotten(phase: str, tokens: int) -> None:
-    status = Status()
+    status = RankTelemetry()
     ran(status, phase, tokens, 0.0, 20.0)
     for number in range(20):
         ran(status, phase, tokens, 100 + number, 100.1 + number)
@@ -65,7 +65,7 @@ def test_what_compiled_kernels_is_soon_forgotten(phase: str, tokens: int) -> Non
 
 
 def test_one_that_was_slow_by_chance_counts_for_little() -> None:
-    status = Status()
+    status = RankTelemetry()
     for number in range(100):
         ran(status, "decode", 1, 10 * number, 10 * number + 0.01)
     ran(status, "decode", 1, 5000.0, 5001.0)
@@ -74,7 +74,7 @@ def test_one_that_was_slow_by_chance_counts_for_little() -> None:
 
 
 def test_a_step_that_waits_behind_a_chunk_is_not_what_runs() -> None:
-    status = Status()
+    status = RankTelemetry()
     status.launched("prefill", 512, 1.0)
     status.launched("decode", 1, 1.1)
     assert (status.phase, status.in_flight) == ("prefill", 2)

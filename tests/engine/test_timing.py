@@ -21,7 +21,7 @@ from mlxtp.engine.decode_loop import _combined
 from mlxtp.engine.group import RingGroup
 from mlxtp.errors import Code, UserError
 from mlxtp.groups.collective_bench import Times
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.placement.measurements import SIZES
 from mlxtp.wire.messages import CollectivesTimed, Message
 
@@ -158,7 +158,7 @@ def test_a_rank_that_dies_meanwhile_ends_the_measurement_and_the_group_comes_bac
         with pytest.raises(UserError, match="the group ended while it was measured: "):
             running.result()
     until(lambda: cluster.epoch == 2, "the next epoch")
-    cluster.wait_state(State.READY)
+    cluster.wait_state(ServingState.READY)
     assert cluster.content(QUESTION) == ANSWER
     assert measure(cluster).collective_s > 0
 

@@ -4,14 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.engine import fair_queue
-from mlxtp.engine.fair_queue import Turns
+from mlxtp.engine.fair_queue import FairQueue
 
 
 class Line:
     """Requests that wait, as (turn, number, client)."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = FairQueue()
         self.waiting: list[tuple[int, int, int]] = []
         self._numbers = 0
 

@@ -12,7 +12,7 @@ import pytest
 from mlx import nn
 
 from mlxtp.engine.group import LoneGroup
-from mlxtp.engine.loader import LoadedModel, load, make_cache
+from mlxtp.engine.loader import ModelShare, load, make_cache
 from mlxtp.engine.vocabulary import ShardedEmbedding, ShardedHead, Vocabulary, cut_rows, shard
 from mlxtp.errors import Code, ModelError
 
@@ -59,7 +59,7 @@ class Toy(nn.Module):
             assert self.lm_head.weight.shape[0] % 2 == 0
 
 
-def loaded(folder: Path, **changes: Any) -> LoadedModel:
+def loaded(folder: Path, **changes: Any) -> ModelShare:
     return load(write_model(folder, **changes), LoneGroup(), lambda: None)
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mlxtp.engine.telemetry import LEAST_PATIENCE_S, Status
+from mlxtp.engine.telemetry import LEAST_PATIENCE_S, RankTelemetry
 from mlxtp.errors import TERMINATED_STATUS, WEDGED_STATUS, Code, exit_status
 from mlxtp.wire.exit_timeouts import PATIENCE_S
 
@@ -176,7 +176,7 @@ def test_a_peer_that_ended_after_its_forwards_leaves_time_to_end_this_rank_s(fin
 
 def of(phase: str, *, stood_s: float = 0.0, weights: int = 1, step_s: float = 0.0) -> float:
     """The patience for a rank in `phase` since `stood_s`."""
-    status = Status()
+    status = RankTelemetry()
     status.weight_bytes, status.expected_us = weights, int(step_s * 1e6)
     status.phase = phase  # type: ignore[assignment]
     status._since -= stood_s

@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten
 
 from mlxtp.engine import loader
 from mlxtp.engine.group import CollectiveCounter, Group, form
-from mlxtp.engine.loader import LoadedModel, load, make_cache, run_alone
-from mlxtp.engine.tensor_rows import Stored, read_share
+from mlxtp.engine.loader import ModelShare, load, make_cache, run_alone
+from mlxtp.engine.tensor_rows import StoredTensor, read_share
 from mlxtp.engine.vocabulary import Vocabulary
 from mlxtp.errors import ModelError
 
@@ -34,7 +34,7 @@ def prompts(size: int) -> mx.array:
     return mx.array([PROMPT, PROMPT[::-1]], dtype=mx.int32) % size
 
 
-def run(loaded: LoadedModel, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
+def run(loaded: ModelShare, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
     """Greedy, two rows at once: (facts, arrays)."""
     vocabulary, model = loaded.vocabulary, loaded.model
     cache = make_cache(model)
@@ -99,11 +99,11 @@ def bits(array: mx.array) -> mx.array:
     return array.view({2: mx.uint16, 4: mx.uint32}[array.dtype.size])
 
 
-def reads_own_bytes(loaded: LoadedModel, folder: Path, group: Group) -> tuple[int, bool]:
+def reads_own_bytes(loaded: ModelShare, folder: Path, group: Group) -> tuple[int, bool]:
     """How many tensors were read by this rank's rows alone, and whether all are as if read whole."""
     calls = 0
 
-    def counted(stored: Stored, rank: int, ranks: int) -> mx.array:
+    def counted(stored: StoredTensor, rank: int, ranks: int) -> mx.array:
         nonlocal calls
         calls += 1
         return read_share(stored, rank, ranks)
@@ -120,7 +120,7 @@ def reads_own_bytes(loaded: LoadedModel, folder: Path, group: Group) -> tuple[in
     return calls, same
 
 
-def first(loaded: LoadedModel) -> None:
+def first(loaded: ModelShare) -> None:
     for width in (1, 8):
         tokens, cache = mx.zeros((1, width), dtype=mx.int32), make_cache(loaded.model)
         mx.eval(loaded.vocabulary.forward(loaded.model, tokens, cache, last_only=True))
@@ -129,7 +129,7 @@ def first(loaded: LoadedModel) -> None:
 def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dict[str, Any], dict[str, Any]]:
     """`run` a model, or the words that refuse it."""
     before = counter.count
-    loaded: LoadedModel | ModelError
+    loaded: ModelShare | ModelError
     try:
         loaded = load(folder, group, lambda: None)
         own, same = reads_own_bytes(loaded, folder, group)
@@ -138,7 +138,7 @@ def attempt(folder: Path, group: Group, counter: CollectiveCounter) -> tuple[dic
     except ModelError as error:
         loaded = error
     counted = counter.count - before
-    everywhere = group.gather(mx.array([isinstance(loaded, LoadedModel)])).all().item()
+    everywhere = group.gather(mx.array([isinstance(loaded, ModelShare)])).all().item()
     if isinstance(loaded, ModelError):
         return {"code": loaded.code, "detail": loaded.detail, "counted": counted}, {}
     facts, arrays = run(loaded, counter) if everywhere else ({}, {})

@@ -9,9 +9,9 @@ import msgpack
 
 from mlxtp.errors import LocalProtocolError, MlxtpError, RemoteProtocolError
 from mlxtp.wire.messages import Message, Shutdown
-from mlxtp.wire.protocol import TABLES, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.protocol import TABLES, LinkKind, LinkState, RequestFailed, Side
 from mlxtp.wire.registry import MESSAGES, from_body, to_body
-from mlxtp.wire.session import Protocol
+from mlxtp.wire.session import Session
 
 from ..wire.samples import EXAMPLES
 from ..wire.walk import EPOCH, example, pair_in, path_to
@@ -20,8 +20,8 @@ _CHANGED, _OURS, _RAW = 0x40, 0x80, 0xFF
 _ODD: tuple[Any, ...] = (None, -1, 1 << 62, (1 << 64) - 1, float("nan"), "", b"", [], {}, [[]], True, "\x1b")
 
 
-def _states(link: LinkKind) -> list[State]:
-    def reachable(state: State) -> bool:
+def _states(link: LinkKind) -> list[LinkState]:
+    def reachable(state: LinkState) -> bool:
         try:
             path_to(link, state)
         except KeyError:
@@ -95,7 +95,7 @@ def _body(kind: type[Message], how: int, value: int) -> dict[str, Any]:
     return body
 
 
-def _receive(end: Protocol, data: bytes) -> None:
+def _receive(end: Session, data: bytes) -> None:
     """An error is final: it comes again, whatever is called, and nothing is taken any more."""
     try:
         end.receive_data(data)
@@ -104,8 +104,8 @@ def _receive(end: Protocol, data: bytes) -> None:
         raise
 
 
-def _stays_failed(end: Protocol, reason: tuple[type[MlxtpError], str]) -> None:
-    assert end.state is State.FAILED
+def _stays_failed(end: Session, reason: tuple[type[MlxtpError], str]) -> None:
+    assert end.state is LinkState.FAILED
     for again in (lambda: end.receive_data(b"\0"), end.receive_eof, lambda: end.send(Shutdown())):
         assert _raised(again) == reason
 

@@ -33,19 +33,19 @@ from mlxtp.diagnostics.failure_store import RankEnd, about_rank
 from mlxtp.diagnostics.postmortem import as_json, postmortems, show
 from mlxtp.discovery.dial_schedule import host_and_port
 from mlxtp.discovery.multicast import info_of
-from mlxtp.discovery.peer_cache import SERVICE, Advert, Sighting, judge
+from mlxtp.discovery.peer_cache import SERVICE, Advert, DiscoveredPeer, validate
 from mlxtp.engine.tensor_headers import MAX_LENGTH, check_header
 from mlxtp.errors import ConfigError, LinkError, ProtocolError, RemoteProtocolError, RequestError, UserError
 from mlxtp.identity.join_protocol import Host, Joiner
-from mlxtp.identity.join_token import Desk, read_token
+from mlxtp.identity.join_token import TokenIssuer, read_token
 from mlxtp.models import manifest as manifests
 from mlxtp.placement import measurements
 from mlxtp.placement.machines_file import read_nodes
 from mlxtp.placement.probe_machine import mac
 from mlxtp.text.chat_template import characters, template_messages
-from mlxtp.text.conversation import Ask, Conversation, Tool
+from mlxtp.text.conversation import Conversation, GenerationRequest, Tool
 from mlxtp.text.markup import Markup
-from mlxtp.text.reasoning import Channels, Plan
+from mlxtp.text.reasoning import ReadingPlan, ReasoningParser
 from mlxtp.text.sandbox import read_ids, read_text
 from mlxtp.text.stop_strings import StopFinder
 from mlxtp.text.tool_calls import CallReader, tool_format, tool_json
@@ -159,8 +159,8 @@ _CERTIFICATES = (
 )
 
 
-def _desk() -> Desk:
-    return Desk(_CLUSTER, certificates.authority_hash(_AUTHORITY.certificate))
+def _desk() -> TokenIssuer:
+    return TokenIssuer(_CLUSTER, certificates.authority_hash(_AUTHORITY.certificate))
 
 
 _TOKEN = _desk().issue(bytes(16), 0.0)
@@ -247,7 +247,7 @@ def continued(data: bytes) -> None:
         raise
 
 
-def _asked(asked: Ask) -> None:
+def _asked(asked: GenerationRequest) -> None:
     conversation, wish = asked.prompt, asked.options
     assert isinstance(conversation, Conversation)
     if budget.find_model(asked.model, [_MODEL]) is None:
@@ -312,7 +312,7 @@ def tool_output(data: bytes) -> None:
     format_ = _FORMATS[data[0] % len(_FORMATS)] if data else _FORMATS[0]
     markup = Markup(("<think>", "</think>")).with_calls(format_)
     reader = CallReader(format_, _OFFERED)
-    channels, parts = Channels(Plan(markup, calls=reader)), []
+    channels, parts = ReasoningParser(ReadingPlan(markup, calls=reader)), []
     for piece in text(data[1:]).split("|||"):
         parts += channels.push(piece)
     parts += channels.finish(cut=bool(data) and data[0] >= 128)
@@ -373,8 +373,8 @@ def bonjour(data: bytes) -> None:
     if info is None:
         return
     txt = ServiceInfo(SERVICE, service, properties=rest[4 * count :]).properties
-    found = judge(service, txt, packed, port)
-    if isinstance(found, Sighting):
+    found = validate(service, txt, packed, port)
+    if isinstance(found, DiscoveredPeer):
         assert found.name.isprintable()
         assert all(host_and_port(address) for address in found.addresses)
 
@@ -601,7 +601,7 @@ TARGETS: Mapping[str, Target] = {
     "remembered": Target(
         remembered,
         (ValueError, RecursionError),
-        (saved_state.to_text(saved_state.Kept(peers={"a": ("10.0.0.1:1",)})).encode(), DEEP),
+        (saved_state.to_text(saved_state.SavedState(peers={"a": ("10.0.0.1:1",)})).encode(), DEEP),
     ),
     "fabrics": Target(
         fabrics, (ValueError, RecursionError), (measurements.to_text([_RESULT]).encode(), DEEP)

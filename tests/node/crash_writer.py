@@ -11,7 +11,7 @@ from pathlib import Path
 from mlxtp.admin.handlers import announce
 from mlxtp.api.api_keys import KeyFile
 from mlxtp.cluster import saved_state
-from mlxtp.cluster.cluster_state import Beliefs
+from mlxtp.cluster.cluster_state import ClusterState
 from mlxtp.identity.store import Store
 from mlxtp.models import self_test
 from mlxtp.models.hub_cache import Repo
@@ -38,7 +38,7 @@ def write(home: Path, number: int) -> None:
     repo(home).refer(["main"], f"{number:040x}", lambda: False, by_hub=True)
     self_test.kept(home / self_test.FILE, f"{number % GOLDEN}", ((number,),))
     announce(home, f"http://127.0.0.1:{number}", "key")
-    saved_state.save(home, saved_state.Kept(Beliefs(epoch=number)))
+    saved_state.save(home, saved_state.SavedState(ClusterState(epoch=number)))
 
 
 def main(home: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtp.errors import TERMINATED_STATUS, exit_status
-from mlxtp.wire.blocking import Link
+from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -48,7 +48,7 @@ from mlxtp.wire.messages import (
     SideChannel,
     Unload,
 )
-from mlxtp.wire.session import LinkKind, Protocol, Side
+from mlxtp.wire.session import LinkKind, Session, Side
 from mlxtp.wire.warm_start import take_over
 
 ENDLESS = 1000
@@ -109,7 +109,7 @@ class Orders:
 class FakeRank:
     """One rank's end of its pipe."""
 
-    def __init__(self, orders: Orders, rank: int, epoch: int, pipe: Link) -> None:
+    def __init__(self, orders: Orders, rank: int, epoch: int, pipe: BlockingLink) -> None:
         self._orders = orders
         self._order = orders.of(rank)
         self._rank = rank
@@ -241,7 +241,9 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     orders = Orders(args.orders)
     kind = LinkKind.PIPE_LEADER if args.rank == 0 else LinkKind.PIPE
-    pipe = Link(socket.socket(fileno=args.pipe_fd), Protocol(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S)
+    pipe = BlockingLink(
+        socket.socket(fileno=args.pipe_fd), Session(kind, Side.LOWER, args.epoch), SEND_TIMEOUT_S
+    )
     rank = FakeRank(orders, args.rank, args.epoch, pipe)
     if "frees_s" in orders.of(args.rank):
         signal.signal(signal.SIGTERM, rank.terminated)

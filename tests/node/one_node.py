@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.cluster import node as cluster_module
-from mlxtp.cluster.node import Cluster
+from mlxtp.cluster.node import NodeLoop
 from mlxtp.config import Settings
 from mlxtp.errors import Code, MlxtpError, ModelError
 from mlxtp.groups.lifecycle import Supervisor
@@ -39,7 +39,7 @@ def report(machine: Machine) -> MachineReport:
 
 
 class FakeLink:
-    """A control link as `Cluster` sees it."""
+    """A control link as `NodeLoop` sees it."""
 
     def __init__(self, number: int, node_id: str, boot_id: str, cluster_id: str, node: Node) -> None:
         self.number = number
@@ -90,7 +90,7 @@ class Node:
 
     def __init__(self, member: Member, home: Path, machine: Machine | None = None, **changes: Any) -> None:
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
-        self.cluster = Cluster(chosen, member.identity, Supervisor(chosen), machine or MACHINE)
+        self.cluster = NodeLoop(chosen, member.identity, Supervisor(chosen), machine or MACHINE)
         self.orders: list[tuple[str, Message]] = []
         self.cluster.guest.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
         self._numbers = iter(range(1, 10_000))

@@ -10,14 +10,14 @@ from typing import cast
 
 import pytest
 
-from mlxtp.admin.handlers import Alone, Member
+from mlxtp.admin.handlers import ClusterAdmin, StandaloneAdmin
 from mlxtp.cluster import persistence
 from mlxtp.cluster.own_build import flags_of, versions_here
 from mlxtp.cluster.roster_proofs import RosterProofs
 from mlxtp.cluster.saved_state import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, UserError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models.hub_cache import Repo
 from mlxtp.models.names import ModelSource
@@ -42,14 +42,14 @@ NAME = "some-body/tiny"
 
 def test_what_shall_be_served_is_told_to_all_and_once(tmp_path: Path, member: members.Member) -> None:
     async def story(node: Node) -> None:
-        admin, a = Member(node.cluster, member.store), node.meet(A)
+        admin, a = ClusterAdmin(node.cluster, member.store), node.meet(A)
         assert await admin.serve("tiny", "2") == {
             **{"model": "tiny", "nodes": "2", "version": 1},
             **{"coming": False, "until_then": ""},
         }
         assert (await admin.serve("tiny", "02"))["version"] == 1
         assert (await admin.serve("tiny", ""))["version"] == 1
-        node.cluster.supervisor.state = State.FAILED
+        node.cluster.supervisor.state = ServingState.FAILED
         assert (await admin.serve("tiny", ""))[
             "version"
         ] == 2  # asking again is how a failed group is tried again
@@ -66,12 +66,12 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
     async def story(node: Node) -> None:
         cluster, a = node.cluster, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
-        cluster.supervisor.state = State.STARTING
+        cluster.supervisor.state = ServingState.STARTING
         assert cluster.want("org/model", "2").version == 7
         assert cluster.want("org/model").version == 7
         assert [desired.version for desired in a.heard(DesiredState)] == [0, 7]
         assert cluster.want("org/model", "auto").version == 8
-        cluster.supervisor.state = State.FAILED
+        cluster.supervisor.state = ServingState.FAILED
         assert cluster.want("org/model", "auto").version == 9
 
     play(tmp_path, member, story)
@@ -83,7 +83,7 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
     async def story(node: Node) -> None:
         cluster, a = node.cluster, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
-        cluster.supervisor.state = State.READY
+        cluster.supervisor.state = ServingState.READY
         node.hear(a, ModelStatus(6, "", "no room for what was wanted before"), ModelStatus(7, "f", ""))
         assert cluster.want("org/model", "2").version == 7
         node.hear(a, ModelStatus(7, "", "no room"))
@@ -113,7 +113,7 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            await Member(node.cluster, member.store).serve(model, nodes)
+            await ClusterAdmin(node.cluster, member.store).serve(model, nodes)
         node.tick()
         assert node.cluster.coordination.desired.version == 0
         assert node.cluster.neighbours.nodes() == {A}
@@ -129,7 +129,7 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
     sign = RosterProofs(first.identity).admission
 
     async def story(node: Node) -> None:
-        admin, cluster = Member(node.cluster, member.store), node.cluster
+        admin, cluster = ClusterAdmin(node.cluster, member.store), node.cluster
         a, _ = node.meet(A), node.meet(B)
         twins = [
             RosterEntry(f"{i}" * 32, name, f"{i}" * 64, False, 9) for i, name in ((1, "mini"), (2, "mini"))
@@ -164,7 +164,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         return proofs.admission(entry, by, "10.0.0.7", 1_780_000_000)
 
     async def story(node: Node) -> None:
-        admin, cluster = Member(node.cluster, member.store), node.cluster
+        admin, cluster = ClusterAdmin(node.cluster, member.store), node.cluster
         a = node.meet(A)
         mini, air, max_, other = (f"{number}" * 32 for number in range(1, 5))
         node.hear(a, Members((joined(1, "mini", A), joined(2, "air", mini), joined(3, "max", air))))
@@ -199,7 +199,7 @@ def test_leaving_is_told_to_the_others_and_ends_the_agent(tmp_path: Path) -> Non
 
     async def story(node: Node) -> None:
         a = node.meet(A)
-        assert Member(node.cluster, second.store).leave("") == {
+        assert ClusterAdmin(node.cluster, second.store).leave("") == {
             "left": second.identity.cluster_id,
             "members": 1,
         }
@@ -215,7 +215,7 @@ def test_a_founder_leaves_only_by_force_unless_it_is_alone(tmp_path: Path) -> No
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        admin = Member(node.cluster, first.store)
+        admin = ClusterAdmin(node.cluster, first.store)
         node.meet(A)
         with pytest.raises(UserError, match="founded the cluster and alone can let others in"):
             admin.leave("")
@@ -231,7 +231,7 @@ def test_whoever_is_alone_may_always_leave(tmp_path: Path) -> None:
     first = members.founder(tmp_path)
 
     async def story(node: Node) -> None:
-        assert Member(node.cluster, first.store).leave("")["members"] == 0
+        assert ClusterAdmin(node.cluster, first.store).leave("")["members"] == 0
         assert node.cluster.over.done()
 
     play(tmp_path, first, story)
@@ -241,7 +241,7 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
     tmp_path: Path, member: members.Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        admin = Member(node.cluster, member.store)
+        admin = ClusterAdmin(node.cluster, member.store)
         node.meet(A)
         node.lead(weights)
         status = json.loads(json.dumps(admin.status()))
@@ -264,7 +264,7 @@ def test_what_is_told_about_the_cluster_can_be_told_as_json(
 
 def test_an_agent_that_keeps_to_itself_says_so(tmp_path: Path) -> None:
     async def scene() -> None:
-        admin = Alone(Supervisor(Settings(tmp_path, "", 0, 1, "tiny")), "studio")
+        admin = StandaloneAdmin(Supervisor(Settings(tmp_path, "", 0, 1, "tiny")), "studio")
         assert json.loads(json.dumps(admin.status()))["state"] == "starting"
         for ask in (
             admin.plan,
@@ -305,7 +305,7 @@ def test_files_are_repaired_while_no_rank_here_has_them_open_and_somebody_can_gi
     name = f"{NAME}@{COMMIT}"
 
     async def story(node: Node) -> None:
-        cluster, admin, a = node.cluster, Member(node.cluster, member.store), node.meet(A)
+        cluster, admin, a = node.cluster, ClusterAdmin(node.cluster, member.store), node.meet(A)
         hub.models = {NAME: Model(embedded())}
         cluster.model.want = lambda _: None  # type: ignore[method-assign]
         cluster.want(NAME)

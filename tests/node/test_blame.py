@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.gateway.retry_policy import PROVEN_TOKENS, SUSPECT, Footing, ended, strikes_after
+from mlxtp.gateway.retry_policy import PROVEN_TOKENS, SUSPECT, RequestRecord, ended, strikes_after
 
-NEW = Footing(0, 0, 10)
-ONCE = Footing(1, 3, 10)
-SUSPECTED = Footing(2, 0, 10)
-WAITS = Footing(2, 0, 10, running=False)
-AT_WORK = Footing(1, PROVEN_TOKENS, 500)
+NEW = RequestRecord(0, 0, 10)
+ONCE = RequestRecord(1, 3, 10)
+SUSPECTED = RequestRecord(2, 0, 10)
+WAITS = RequestRecord(2, 0, 10, running=False)
+AT_WORK = RequestRecord(1, PROVEN_TOKENS, 500)
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ AT_WORK = Footing(1, PROVEN_TOKENS, 500)
         ([SUSPECTED, ONCE], [None, 2]),
         ([AT_WORK, NEW], [0, 1]),
         ([AT_WORK], [0]),
-        ([Footing(2, PROVEN_TOKENS, 10), WAITS], [0, 2]),
+        ([RequestRecord(2, PROVEN_TOKENS, 10), WAITS], [0, 2]),
         ([], []),
     ],
 )
-def test_after_a_failure(requests: list[Footing], strikes: list[int | None]) -> None:
+def test_after_a_failure(requests: list[RequestRecord], strikes: list[int | None]) -> None:
     assert strikes_after(requests, Code.RANK_LOST) == strikes
 
 
@@ -44,14 +44,14 @@ def test_what_is_no_requests_doing_counts_against_none(code: Code) -> None:
 @pytest.mark.parametrize(
     ("requests", "strikes"),
     [
-        ([Footing(0, 50, 900), Footing(0, 0, 40), Footing(0, 0, 70), NEW], [0, 0, None, 0]),
-        ([Footing(0, 50, 900), Footing(1, 9, 901)], [0, None]),
-        ([Footing(2, 0, 9999, running=False), Footing(0, 1, 5)], [2, None]),
+        ([RequestRecord(0, 50, 900), RequestRecord(0, 0, 40), RequestRecord(0, 0, 70), NEW], [0, 0, None, 0]),
+        ([RequestRecord(0, 50, 900), RequestRecord(1, 9, 901)], [0, None]),
+        ([RequestRecord(2, 0, 9999, running=False), RequestRecord(0, 1, 5)], [2, None]),
         ([], []),
     ],
 )
 def test_when_memory_runs_out_the_longest_of_those_that_begin_is_ended(
-    requests: list[Footing], strikes: list[int | None]
+    requests: list[RequestRecord], strikes: list[int | None]
 ) -> None:
     assert strikes_after(requests, Code.OUT_OF_MEMORY) == strikes
 
@@ -64,7 +64,7 @@ def test_one_that_kills_is_found_and_no_other_is_ended(others: list[bool], at: i
     for _ in range(SUSPECT + len(strikes)):
         running = _round(strikes, killer)
         footings = [
-            Footing(count if count is not None else 0, 0, 10, running=i in running)
+            RequestRecord(count if count is not None else 0, 0, 10, running=i in running)
             for i, count in enumerate(strikes)
         ]
         alive = [i for i, count in enumerate(strikes) if count is not None]

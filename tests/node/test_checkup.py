@@ -13,7 +13,7 @@ from typing import Any, cast
 from mlxtp.cluster.own_build import versions_here
 from mlxtp.diagnostics.checkup import AgentCheckup
 from mlxtp.diagnostics.facts import Attempt
-from mlxtp.discovery.peer_cache import Sighting
+from mlxtp.discovery.peer_cache import DiscoveredPeer
 from mlxtp.wire.cluster_messages import ModelStatus, ReachTold, ReachWanted, Tried
 
 from ..wire.members import Member
@@ -24,7 +24,7 @@ def test_a_member_is_seen_from_both_ends(tmp_path: Path, member: Member) -> None
     async def story(node: Node) -> None:
         cluster = node.cluster
         cluster.listens_at = lambda _machine: ("127.0.0.1:52414",)
-        dialer = SimpleNamespace(sightings=(Sighting(A, "", "mac-a", (), False, 1),), trouble="")
+        dialer = SimpleNamespace(sightings=(DiscoveredPeer(A, "", "mac-a", (), False, 1),), trouble="")
         agent = AgentCheckup(
             replace(cluster.settings, control_host="127.0.0.1"),
             cluster.supervisor,

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxtp.cluster import machine_reports
-from mlxtp.cluster.node import Cluster
+from mlxtp.cluster.node import NodeLoop
 from mlxtp.cluster.roster_proofs import RosterProofs
 from mlxtp.cluster.saved_state import load
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError, MlxtpError, UserError
-from mlxtp.gateway.admission import Memory
+from mlxtp.gateway.admission import SystemMemory
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.identity.join_token import Desk, Token
+from mlxtp.identity.join_token import JoinToken, TokenIssuer
 from mlxtp.models.names import ModelSource
 from mlxtp.placement import hardware
 from mlxtp.wire.base import U63, Message
@@ -320,7 +320,7 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         assert node.cluster.short() == "", "it has no part of the model any more"
         gateway = node.cluster.supervisor.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):
-            gateway._memory = lambda free=free: Memory(free)
+            gateway._memory = lambda free=free: SystemMemory(free)
             node.cluster._tell_beat()
             assert a.heard(Beat)[-1].short is short
 
@@ -344,7 +344,7 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         assert b.heard(TokenIssued)[0].problem == "this Mac cannot issue join tokens"
         await asyncio.sleep(0)
         assert not asking.done()
-        desk = Desk(me.identity.cluster_id, authority_hash(member.membership.authority))
+        desk = TokenIssuer(me.identity.cluster_id, authority_hash(member.membership.authority))
         token, second = (desk.issue(bytes((i,)) * 16, 0.0).text() for i in (1, 2))
         node.hear(a, TokenIssued(wanted.nonce, token, ""), TokenIssued(wanted.nonce, second, ""))
         assert await asking == token
@@ -367,8 +367,8 @@ def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member:
     cluster_id = member.identity.cluster_id
     said = {
         "a shell": "x; touch owned",
-        "another cluster": Token("c2" * 8, authority_hash(member.membership.authority), b"s" * 16).text(),
-        "another authority": Token(cluster_id, b"h" * 16, b"s" * 16).text(),
+        "another cluster": JoinToken("c2" * 8, authority_hash(member.membership.authority), b"s" * 16).text(),
+        "another authority": JoinToken(cluster_id, b"h" * 16, b"s" * 16).text(),
     }
 
     async def story(node: Node) -> None:
@@ -415,7 +415,7 @@ def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
 ) -> None:
     async def scene() -> None:
         chosen = Settings(tmp_path, "", 0, 1, "tiny", cluster=True, name="studio\x1b[2J\u202e")
-        cluster = Cluster(chosen, member.identity, Supervisor(chosen), MACHINE)
+        cluster = NodeLoop(chosen, member.identity, Supervisor(chosen), MACHINE)
         assert cluster.hello().name == "studio?[2J?"
         encode(cluster.hello(), 0, 1)
         for members in cluster.coordination.roster.messages():

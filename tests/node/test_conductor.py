@@ -15,7 +15,7 @@ import pytest
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.controller import TELL_S
-from mlxtp.groups.process_group import Group
+from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.names import ModelSource
 from mlxtp.wire.cluster_messages import DesiredState, ModelStatus, RankTrouble, Serving
 from mlxtp.wire.machine import Machine
@@ -38,7 +38,7 @@ def ready(node: Node) -> None:
     node.cluster.conductor._ready_for = asyncio.get_running_loop().create_future()
 
 
-def formed(node: Node, *links: FakeLink) -> Group:
+def formed(node: Node, *links: FakeLink) -> EpochGroup:
     """The next group that is formed, and nothing more becomes of it."""
     ready(node)
     node.live(*links)
@@ -46,7 +46,7 @@ def formed(node: Node, *links: FakeLink) -> Group:
     assert future is not None
     assert future.done(), node.cluster.waiting
     node.cluster.conductor._mine = None
-    group: Group = future.result().group
+    group: EpochGroup = future.result().group
     return group
 
 

@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.agent import running_agent
-from mlxtp.cluster.control_port import Door, bind_control, check_interface
+from mlxtp.cluster.control_port import ControlPort, bind_control, check_interface
 from mlxtp.config import Settings
 from mlxtp.errors import Code, ConfigError, MlxtpError, UserError
-from mlxtp.gateway.remote_backend import RemoteDesk
+from mlxtp.gateway.remote_backend import RemoteBackend
 from mlxtp.identity.join_exchange import ask_to_join
 from mlxtp.identity.join_protocol import AskElsewhere, Denied, Granted, Joiner
-from mlxtp.identity.join_token import Desk, Token, read_token
+from mlxtp.identity.join_token import JoinToken, TokenIssuer, read_token
 from mlxtp.wire.certificates import authority_hash, new_key
 from mlxtp.wire.cluster_messages import TokenIssued, TokenWanted
 from mlxtp.wire.join_messages import MAX_ADDRESS, MAX_PEERS, NONCE_BYTES
@@ -40,25 +40,25 @@ class House:
         self.node = Node(member, home)
         sock = bind_control("127.0.0.1", 0)
         self.port = sock.getsockname()[1]
-        self.door = Door(sock, member.store, member.identity, self.node.cluster)
+        self.door = ControlPort(sock, member.store, member.identity, self.node.cluster)
         self.open = asyncio.ensure_future(self.door.run())
 
-    def token(self) -> Token:
+    def token(self) -> JoinToken:
         """A token that some other founder's desk issued; only the cluster is right."""
         identity = self.first.identity
-        desk = Desk(identity.cluster_id, authority_hash(self.first.membership.authority))
+        desk = TokenIssuer(identity.cluster_id, authority_hash(self.first.membership.authority))
         return desk.issue(secrets.token_bytes(16), time.monotonic())
 
-    async def join(self, token: Token) -> Granted:
+    async def join(self, token: JoinToken) -> Granted:
         joiner = Joiner(token, secrets.token_hex(16), new_key(), "newcomer", secrets.token_bytes(NONCE_BYTES))
         return await ask_to_join("127.0.0.1", self.port, joiner)
 
-    async def requests(self, member: Member) -> tuple[RemoteDesk, list[MlxtpError]]:
+    async def requests(self, member: Member) -> tuple[RemoteBackend, list[MlxtpError]]:
         context = member_context_client(member.credentials, ALPN_REQUESTS)
         reader, writer = await open_tls("127.0.0.1", self.port, context, ALPN_REQUESTS, 5.0)
         lost: list[MlxtpError] = []
         try:
-            return await RemoteDesk.open(reader, writer, lambda _: None, lost.append), lost
+            return await RemoteBackend.open(reader, writer, lambda _: None, lost.append), lost
         except BaseException:
             writer.transport.abort()
             raise

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.admin.handlers import Alone
-from mlxtp.admin.handlers import Member as Administration
+from mlxtp.admin.handlers import ClusterAdmin as Administration
+from mlxtp.admin.handlers import StandaloneAdmin
 from mlxtp.agent import Agent, drain_on_signal
-from mlxtp.api.backend import End, Request, Tokens
+from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
 from mlxtp.groups.drain import LOOK_S, Drain
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.models.names import ModelSource, open_model
 from mlxtp.wire.cluster_messages import Beat, Prepare, RankTrouble, Serving
 from mlxtp.wire.messages import Error, Generate
@@ -60,7 +60,7 @@ def test_nothing_new_is_taken_and_what_is_open_goes_on_from_group_to_group() -> 
         stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
         assert elsewhere.sent == [Generate(2, (1, 50), 9, answered=1)]
         stage.finish(2, "stop", 1)
-        assert await everything(answer) == [Tokens((50,)), End("stop", 1)]
+        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
 
     test_gateway.play(story)
 
@@ -92,12 +92,12 @@ def test_a_draining_agent_is_not_the_last_to_be_asked_for_what_had_begun() -> No
 def test_an_agent_is_draining_until_its_last_request_is_done(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: test_supervisor.Stage) -> None:
         await stage.serves(1)
-        admin = Alone(stage.supervisor, "studio")
+        admin = StandaloneAdmin(stage.supervisor, "studio")
         answer = stage.gateway.generate(Request((5,), ENDLESS))
         await answer.accepted()
         assert not (await admin.progress())["draining"]
         assert admin.drain("") == {"draining": True, "over": False, "open_requests": 1, "left_s": None}
-        assert stage.supervisor.state is State.DRAINING
+        assert stage.supervisor.state is ServingState.DRAINING
         assert refused(stage.gateway).code is Code.SHUTTING_DOWN
         health = stage.gateway.health()
         assert (health.state, health.ready, health.reason) == (
@@ -148,7 +148,7 @@ def test_a_group_that_fails_meanwhile_is_formed_again_and_is_draining(
         await sees(lambda: stage.asked == 2)
         assert stage.gateway.health().state == "draining"
         stage.plan(2)
-        await stage.until(State.DRAINING, 2)
+        await stage.until(ServingState.DRAINING, 2)
         await sees(lambda: any(note["answered"] for note in stage.orders.notes("generate")))
         assert not drain.over.is_set()
         await answer.aclose()
@@ -285,7 +285,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             epoch = first.supervisor.epoch
             second.drain.begin()
             over = asyncio.ensure_future(second.drain.over.wait())
-            await sees(lambda: first.supervisor.state is State.DRAINING)
+            await sees(lambda: first.supervisor.state is ServingState.DRAINING)
             assert refused(first.supervisor.gateway).detail.startswith("b is about to stop")
             assert refused(second.supervisor.gateway).code is Code.SHUTTING_DOWN
             await asyncio.wait({reading, over}, return_when=asyncio.FIRST_COMPLETED)

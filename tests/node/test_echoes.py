@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlxtp.cluster.rtt import Echoes
+from mlxtp.cluster.rtt import RoundTripTimes
 from mlxtp.wire.cluster_messages import Echo, Trip
 
 from ..wire.members import Member
@@ -14,7 +14,7 @@ from .one_node import A, B, Node, play
 def test_the_best_trip_of_the_last_counts_and_is_told(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        echoes: Echoes = node.cluster.echoes
+        echoes: RoundTripTimes = node.cluster.echoes
         for at, took in ((10.0, 0.004), (12.0, 0.0005), (14.0, 0.9)):
             echoes.ask(at)
             question = a.heard(Echo)[-1]

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.discovery.peer_cache import Sighting
+from mlxtp.discovery.peer_cache import DiscoveredPeer
 from mlxtp.errors import ConfigError, UserError
 from mlxtp.identity import join_network, join_queue
-from mlxtp.identity.join_network import Entered, enter
+from mlxtp.identity.join_network import JoinResult, enter
 from mlxtp.identity.join_protocol import Denied, Host
-from mlxtp.identity.join_token import Desk
+from mlxtp.identity.join_token import TokenIssuer
 from mlxtp.identity.store import Store
 from mlxtp.wire.certificates import Authority, authority_hash, new_key
 
@@ -42,7 +42,7 @@ class Street:
         street = self
 
         class Network:
-            def __init__(self, on_change: Callable[[tuple[Sighting, ...]], None], _warn: Any) -> None:
+            def __init__(self, on_change: Callable[[tuple[DiscoveredPeer, ...]], None], _warn: Any) -> None:
                 street.tell = lambda: on_change(tuple(map(street._sighting, street.announced)))
 
             async def start(self, _advert: object, _only: object) -> None:
@@ -58,15 +58,15 @@ class Street:
         home.mkdir()
         return home
 
-    def _sighting(self, address: str) -> Sighting:
-        return Sighting("1" * 32, self.cluster_id, "mini", (address,), True, 1)
+    def _sighting(self, address: str) -> DiscoveredPeer:
+        return DiscoveredPeer("1" * 32, self.cluster_id, "mini", (address,), True, 1)
 
     def announce(self, *ports: int) -> None:
         """Somebody at each of these ports says that it is of the cluster."""
         self.announced |= dict.fromkeys(f"127.0.0.1:{port}" for port in ports)
         self.tell()
 
-    async def enter(self, token: str, *peers: int, discovery: bool = True) -> Entered:
+    async def enter(self, token: str, *peers: int, discovery: bool = True) -> JoinResult:
         settings = Settings(
             self._home(), "", 0, 1, "tiny", cluster=True, name="mini", join=token, discovery=discovery,
             peers=tuple(f"127.0.0.1:{port}" for port in peers),
@@ -140,7 +140,7 @@ def test_the_no_of_a_mac_without_the_authority_is_one_more_address_that_did_not_
 
     async def story(street: Street) -> None:
         removed = street.member.member.membership
-        desk = Desk(street.cluster_id, authority_hash(removed.authority))
+        desk = TokenIssuer(street.cluster_id, authority_hash(removed.authority))
         refused: list[str] = []
 
         def offer(at: str) -> Host:

@@ -13,9 +13,9 @@ from mlxtp.groups.health import (
     FAILURE_WINDOW_S,
     MAX_FAILURES,
     RING_BACKOFF_S,
-    Report,
+    FailureReport,
+    RankHealth,
     RestartPolicy,
-    Watch,
     exit_report,
     is_consequence,
     pick_cause,
@@ -125,7 +125,7 @@ class Story:
 
     def __init__(self, ranks: int = 2) -> None:
         self.now = 100.0
-        self.watch = Watch(ranks, LIMITS, self.now)
+        self.watch = RankHealth(ranks, LIMITS, self.now)
 
     def beats(self, seconds: float, **pongs: Pong) -> GroupError | None:
         """Heartbeats for `seconds`; `rank_K` answers each of them with its pong, others are silent."""
@@ -317,7 +317,7 @@ def test_after_a_while_on_time_the_limits_are_what_they_were() -> None:
 
 
 def test_the_newest_answer_of_each_rank_is_kept() -> None:
-    watch = Watch(2, LIMITS, 0)
+    watch = RankHealth(2, LIMITS, 0)
     watch.heard(1, pong(step=1), 0.1)
     watch.heard(1, pong(step=2), 0.2)
     assert watch.pongs == {1: pong(step=2)}
@@ -326,12 +326,12 @@ def test_the_newest_answer_of_each_rank_is_kept() -> None:
 # --- whose fault it was -----------------------------------------------------------------------------------
 
 
-def lost(rank: int, other: int) -> Report:
-    return Report(rank, GroupError(f"lost rank {other}: its link is gone", Code.RANK_LOST))
+def lost(rank: int, other: int) -> FailureReport:
+    return FailureReport(rank, GroupError(f"lost rank {other}: its link is gone", Code.RANK_LOST))
 
 
 def test_a_rank_that_says_why_explains_those_that_lost_it() -> None:
-    why = Report(1, GroupError("rank 1: step 7: digest differs", Code.DESYNC))
+    why = FailureReport(1, GroupError("rank 1: step 7: digest differs", Code.DESYNC))
     ended = exit_report(1, exit_status(Code.DESYNC), Code.DESYNC)
     assert pick_cause([lost(0, 1), why, ended]) is why.error
 
@@ -354,7 +354,7 @@ def test_a_rank_that_left_because_it_lost_another_is_not_the_cause(status: int) 
 def test_a_forward_or_a_proof_that_lost_its_neighbour_is_not_the_cause(code: Code) -> None:
     """MLX may notice sooner than anybody else."""
     words = "rank 0: RuntimeError: [ring] connection to a peer was lost"
-    followed = Report(0, GroupError(words, code))
+    followed = FailureReport(0, GroupError(words, code))
     killed = exit_report(1, -9, None)
     assert is_consequence(followed.error)
     assert pick_cause([followed, killed]) is killed.error
@@ -370,8 +370,8 @@ def test_what_a_rank_wrote_down_counts_when_its_end_is_seen_before_its_last_fram
 
 
 def test_among_equals_the_first_report_counts() -> None:
-    first = Report(0, GroupError("a", Code.DESYNC))
-    assert pick_cause([first, Report(1, GroupError("b", Code.FORWARD_FAILED))]) is first.error
+    first = FailureReport(0, GroupError("a", Code.DESYNC))
+    assert pick_cause([first, FailureReport(1, GroupError("b", Code.FORWARD_FAILED))]) is first.error
 
 
 @pytest.mark.parametrize(

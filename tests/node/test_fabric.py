@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.admin.handlers import Member as Administration
+from mlxtp.admin.handlers import ClusterAdmin as Administration
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import UserError
 from mlxtp.groups.collective_bench import measure, row_bytes

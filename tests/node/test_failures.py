@@ -19,7 +19,7 @@ from mlxtp.diagnostics import failure_store
 from mlxtp.diagnostics.failure_store import (
     FOLDER,
     KEPT,
-    Failed,
+    FailedEpoch,
     RankEnd,
     epoch_id,
     keep,
@@ -30,13 +30,13 @@ from mlxtp.diagnostics.failure_store import (
 from mlxtp.diagnostics.postmortem import newest
 from mlxtp.engine.recorder import STEP, Recorder
 from mlxtp.errors import TERMINATED_STATUS, Code, ConfigError, GroupError, exit_status
-from mlxtp.groups.health import Report
+from mlxtp.groups.health import FailureReport
 from mlxtp.wire.messages import Error, Pong
 from mlxtp.wire.recording import RECORDING_BYTES, decode
 
 KEY = bytes(range(32))
 DESYNC = exit_status(Code.DESYNC)
-FAILED = Failed(7, "studio", GroupError("rank 1 is gone"), ("studio", "mini"))
+FAILED = FailedEpoch(7, "studio", GroupError("rank 1 is gone"), ("studio", "mini"))
 
 
 def memory(*digests: int, words: tuple[str, str] | None = None) -> bytes:
@@ -86,9 +86,11 @@ def test_files_that_only_their_owner_may_read(tmp_path: Path) -> None:
 
 def test_the_oldest_failures_go(tmp_path: Path) -> None:
     theirs = tmp_path / FOLDER / "notes"
-    made = [keep(tmp_path, Failed(epoch, "", FAILED.cause), [end()]) for epoch in range(1, KEPT + 1)]
+    made = [keep(tmp_path, FailedEpoch(epoch, "", FAILED.cause), [end()]) for epoch in range(1, KEPT + 1)]
     theirs.mkdir()
-    made += [keep(tmp_path, Failed(epoch, "", FAILED.cause), [end()]) for epoch in range(KEPT + 1, KEPT + 4)]
+    made += [
+        keep(tmp_path, FailedEpoch(epoch, "", FAILED.cause), [end()]) for epoch in range(KEPT + 1, KEPT + 4)
+    ]
     assert sorted(set((tmp_path / FOLDER).iterdir()) - {theirs}) == sorted(made[-KEPT:])
     assert theirs.exists()
 
@@ -103,7 +105,7 @@ def test_after_the_clock_went_back_the_newest_failures_stay(
         with monkeypatch.context() as patch:
             if epoch <= KEPT:
                 patch.setattr(time, "time", lambda now=ahead + epoch: now)
-            made.append(keep(tmp_path, Failed(epoch, "", FAILED.cause), [end()]))
+            made.append(keep(tmp_path, FailedEpoch(epoch, "", FAILED.cause), [end()]))
         if epoch <= KEPT:
             os.utime(made[-1] / "epoch.json", (ahead + epoch, ahead + epoch))
         assert made[-1].exists()
@@ -175,8 +177,8 @@ def test_a_rank_that_was_never_heard_of(tmp_path: Path) -> None:
 
 def test_what_the_agent_knew(tmp_path: Path) -> None:
     pong = Pong("decode", 1.5, 1, 12, 11, 99, 3, 0, 0, "model")
-    report = Report(1, GroupError("it is gone", Code.LINK_LOST), seen_from_outside=True)
-    failed = Failed(7, "studio", FAILED.cause, ("studio", "mini"), (report,), {1: pong})
+    report = FailureReport(1, GroupError("it is gone", Code.LINK_LOST), seen_from_outside=True)
+    failed = FailedEpoch(7, "studio", FAILED.cause, ("studio", "mini"), (report,), {1: pong})
     now = monotonic()
     ends = [end(pong=pong, pong_at=now - 5), end(1, pong=pong, pong_at=now - 5, asked_at=now - 3)]
     folder = keep(tmp_path, failed, ends)

@@ -18,7 +18,7 @@ import pytest
 
 from mlxtp.agent import Agent
 from mlxtp.groups import trials
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.local_rank import WORKER
 from mlxtp.placement import failed_groups
 
@@ -48,14 +48,16 @@ class Client:
     """Asks one question after the other, until a group of two has answered, and watches the state."""
 
     def __init__(self, agent: Agent) -> None:
-        self.states: set[State] = set()
+        self.states: set[ServingState] = set()
         self.answers: list[tuple[int, ...]] = []
         self.pause_s = 0.0
         self._agent = agent
 
     async def run(self) -> None:
         supervisor = self._agent.supervisor
-        while not (supervisor.state is State.READY and supervisor.group and supervisor.group.world_size == 2):
+        while not (
+            supervisor.state is ServingState.READY and supervisor.group and supervisor.group.world_size == 2
+        ):
             self.states.add(supervisor.state)
             self.answers.append(await say(self._agent))
             await asyncio.sleep(self.pause_s)
@@ -145,7 +147,7 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
             group = first.supervisor.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
-            assert client.states.isdisjoint({State.FAILED, State.LOADING})
+            assert client.states.isdisjoint({ServingState.FAILED, ServingState.LOADING})
             assert len(set(client.answers)) == 1
             assert first.cluster is not None
             leader = first if first.cluster.coordination.leading else second
@@ -198,7 +200,7 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
     async def story() -> None:
         async with joined(tmp_path) as (first, second, client):
             await serve_together(first, second)
-            assert State.LOADING not in client.states
+            assert ServingState.LOADING not in client.states
             assert first.cluster is not None
             assert second.cluster is not None
             epoch = first.supervisor.epoch
@@ -246,7 +248,7 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
             first.cluster.coordination.hand_over(second.cluster.node_id, time.monotonic())
             await serve_together(first, second)
             assert first.supervisor.in_epoch != second.supervisor.in_epoch
-            assert State.LOADING not in client.states
+            assert ServingState.LOADING not in client.states
             assert len(set(client.answers)) == 1
 
     asyncio.run(story())
@@ -264,7 +266,7 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path)
             assert "model.safetensors ends too early" in failed.reason
             await second.wait_ready()
             assert await say(second) == await say(first)
-            assert client.states == {State.READY}
+            assert client.states == {ServingState.READY}
             assert first.supervisor.epoch == epoch
 
     asyncio.run(story())

@@ -11,23 +11,23 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import End, Health, Request, Tokens
-from mlxtp.cluster.surroundings import Knowledge
+from mlxtp.api.backend import Health, Request, StreamEnd, Tokens
+from mlxtp.cluster.surroundings import PeerInfo
 from mlxtp.config import Settings, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway import forwarding as follower_module
-from mlxtp.gateway.admission import Bounds
-from mlxtp.gateway.forwarding import Follower
+from mlxtp.gateway.admission import AdmissionLimits
+from mlxtp.gateway.forwarding import ForwardingBackend
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.gateway.remote_backend import serve_requests
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
 from mlxtp.models.names import ModelSource
 from mlxtp.wire.blocking import listen
 from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.messages import Cancel, Delta, Finished, Generate
 from mlxtp.wire.tls import Peer, member_context_server
-from mlxtp.wire.tls_acceptor import Doorman
+from mlxtp.wire.tls_acceptor import TlsAcceptor
 
 from ..wire.members import founder, member_of
 from .scenes import run, sees, within
@@ -45,14 +45,16 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         first = founder(folder)
         self.ranks = FakeRanks()
-        self.host = Gateway(lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), Bounds(8))
+        self.host = Gateway(
+            lambda n: Health("ready", 7, 2, "ring", "tiny", None, True, n), AdmissionLimits(8)
+        )
         self.host.serve(cast(Any, self.ranks), MODEL, TEXT)
         self.connections = 0
         self.silent = False
         sock = listen("127.0.0.1")
         self.port = sock.getsockname()[1]
-        self._doorman = Doorman(sock, member_context_server(first.credentials), self._serve)
-        self.knowledge = Knowledge()
+        self._doorman = TlsAcceptor(sock, member_context_server(first.credentials), self._serve)
+        self.knowledge = PeerInfo()
         self.knowledge.addresses[HOST] = (f"10.0.0.9:{self.port}",)
         self.supervisor = Supervisor(Settings(folder, "", 0, 1, "tiny"))
         self.present = True
@@ -69,7 +71,7 @@ class Stage:
             name_of=lambda node_id: f"mac-{node_id[:1]}",
             changed=lambda: None,
         )
-        self.follower = Follower(cast(Any, self.node))
+        self.follower = ForwardingBackend(cast(Any, self.node))
         self.follower.credentials = member_of(first, folder).credentials
 
     async def _serve(self, reader: Any, writer: Any, _peer: Peer) -> None:
@@ -90,9 +92,9 @@ class Stage:
 
     async def follows(self) -> None:
         self.hears(READY)
-        await sees(self.shows(State.READY))
+        await sees(self.shows(ServingState.READY))
 
-    def shows(self, state: State) -> Callable[[], bool]:
+    def shows(self, state: ServingState) -> Callable[[], bool]:
         def look() -> bool:
             self.follower.look()
             return self.supervisor.state is state
@@ -141,7 +143,7 @@ def test_requests_go_to_where_rank_0_is(tmp_path: Path) -> None:
         await sees(lambda: stage.ranks.sent_of(Generate))
         stage.host.on_event(Delta((1,), (0,), (50,)))
         stage.host.on_event(Finished(1, "stop", 1, 1))
-        assert await everything(answer) == [Tokens((50,)), End("stop", 1)]
+        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
 
     play(tmp_path, story)
 
@@ -166,7 +168,7 @@ def test_a_bug_on_the_way_there_is_logged_and_the_way_tried_again(
 def test_requests_here_wait_as_long_as_the_model_takes_to_load_there(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.hears(replace(READY, load_s=63))
-        await sees(stage.shows(State.READY))
+        await sees(stage.shows(ServingState.READY))
         assert stage.supervisor.gateway.load_s == 63
 
     play(tmp_path, story)
@@ -204,7 +206,7 @@ def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, se
         with pytest.raises(RequestError):
             stage.ask()
         stage.host.on_event(Finished(1, "stop", 0, 0))
-        assert await everything(kept) == [End("stop", 0)]
+        assert await everything(kept) == [StreamEnd("stop", 0)]
         stage.host.pause(GroupError("rank 1 is gone", Code.RANK_LOST))
         await sees(lambda: stage.host.open_requests == 0)
         again = FakeRanks()
@@ -214,7 +216,7 @@ def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, se
         assert again.sent == [Generate(3, (1, 2), 9, strikes=1)]
         assert stage.connections == 1
         stage.host.on_event(Finished(3, "stop", 0, 0))
-        assert await everything(lost) == [End("stop", 0)]
+        assert await everything(lost) == [StreamEnd("stop", 0)]
 
     play(tmp_path, story)
 
@@ -227,10 +229,10 @@ def test_a_link_that_breaks_is_opened_again(tmp_path: Path) -> None:
         for task in stage._doorman._tasks:
             task.cancel()
         await sees(lambda: stage.supervisor.gateway.models() == ())
-        await sees(stage.shows(State.READY))
+        await sees(stage.shows(ServingState.READY))
         await sees(lambda: len(stage.ranks.sent_of(Generate)) == 2)
         stage.host.on_event(Finished(2, "stop", 0, 0))
-        assert await everything(answer) == [End("stop", 0)]
+        assert await everything(answer) == [StreamEnd("stop", 0)]
 
     play(tmp_path, story)
 
@@ -246,7 +248,7 @@ def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Pa
         stage.follower.look()
         await sees(lambda: stage.connections == 0)
         stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
-        assert await everything(answer) == [End("stop", 0)]
+        assert await everything(answer) == [StreamEnd("stop", 0)]
         stage.supervisor._current = None
 
     play(tmp_path, story)
@@ -276,7 +278,7 @@ def test_an_address_that_makes_no_sense_is_said_and_tried_again(
         await sees(lambda: stage.follower._opening is None or stage.follower._opening.done())
         assert stage.supervisor.gateway.health().reason == "connecting to rank 0"
         stage.knowledge.addresses[HOST] = (*addresses[:0], *right)
-        await sees(stage.shows(State.READY))
+        await sees(stage.shows(ServingState.READY))
 
     play(tmp_path, story)
 
@@ -299,13 +301,13 @@ def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         source, stage.node.model.source = stage.node.model.source, None
         stage.hears(READY)
-        assert stage.supervisor.state is State.LOADING
+        assert stage.supervisor.state is ServingState.LOADING
         stage.node.model.problem = "/models/x is not here"
         stage.hears(READY)
         health = stage.supervisor.gateway.health()
         assert (health.state, health.reason) == ("idle", "/models/x is not here"), "nothing comes by itself"
         stage.node.model.source, stage.node.model.problem = source, ""
-        await sees(stage.shows(State.READY))
+        await sees(stage.shows(ServingState.READY))
 
     play(tmp_path, story)
 
@@ -313,13 +315,13 @@ def test_a_model_that_is_not_here_yet_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        ("starting", State.FORMING),
-        ("loading", State.LOADING),
-        ("stopped", State.FORMING),
-        ("failed", State.FAILED),
+        ("starting", ServingState.FORMING),
+        ("loading", ServingState.LOADING),
+        ("stopped", ServingState.FORMING),
+        ("failed", ServingState.FAILED),
     ],
 )
-def test_the_state_of_the_group_is_shown(tmp_path: Path, said: str, shown: State) -> None:
+def test_the_state_of_the_group_is_shown(tmp_path: Path, said: str, shown: ServingState) -> None:
     async def story(stage: Stage) -> None:
         stage.hears(replace(READY, state=said, reason="rank 1 is gone"))
         assert (stage.supervisor.state, stage.supervisor.gateway.health().reason) == (shown, "rank 1 is gone")
@@ -331,7 +333,7 @@ def test_a_failure_elsewhere_is_not_kept_as_one_s_own(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.hears(replace(READY, state="failed", reason="it is broken"))
         stage.hears(None)
-        assert stage.supervisor.state is State.IDLE
+        assert stage.supervisor.state is ServingState.IDLE
         assert stage.supervisor.gateway.health().reason == "members come and go"
 
     play(tmp_path, story)
@@ -340,9 +342,9 @@ def test_a_failure_elsewhere_is_not_kept_as_one_s_own(tmp_path: Path) -> None:
 def test_a_failure_of_its_own_stays_until_there_is_something_new(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.supervisor.resting = True
-        stage.supervisor._enter(State.FAILED)
+        stage.supervisor._enter(ServingState.FAILED)
         stage.hears(None)
-        assert stage.supervisor.state is State.FAILED
+        assert stage.supervisor.state is ServingState.FAILED
 
     play(tmp_path, story)
 
@@ -352,9 +354,9 @@ def test_of_several_groups_the_coordinators_counts(tmp_path: Path) -> None:
         stage.knowledge.servings[OTHER] = replace(READY, epoch=9)
         stage.knowledge.servings[HOST] = replace(READY, state="loading")
         stage.follower.look()
-        assert (stage.supervisor.state, stage.supervisor.epoch) == (State.LOADING, 7)
+        assert (stage.supervisor.state, stage.supervisor.epoch) == (ServingState.LOADING, 7)
         stage.present = False
         stage.follower.look()
-        assert stage.supervisor.state is State.IDLE
+        assert stage.supervisor.state is ServingState.IDLE
 
     play(tmp_path, story)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.backend import End, Event, Health, ModelInfo, Progress, Request, Score, Tokens
+from mlxtp.api.backend import Health, ModelInfo, Progress, Request, StreamEnd, TokenEvent, Tokens, TokenScore
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
-from mlxtp.gateway.admission import Bounds
+from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import WARM_UP_TOKENS, Gateway
-from mlxtp.groups.process_group import Ranks
+from mlxtp.groups.process_group import ProcessGroup
 from mlxtp.models import self_test
 from mlxtp.wire.messages import (
     MAX_FRAME_TOKENS,
@@ -62,8 +62,8 @@ class Stage:
             return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
 
         self.ranks = FakeRanks()
-        self.gateway = Gateway(health, Bounds(max_open))
-        self.gateway.serve(cast(Ranks, self.ranks), MODEL, TEXT)
+        self.gateway = Gateway(health, AdmissionLimits(max_open))
+        self.gateway.serve(cast(ProcessGroup, self.ranks), MODEL, TEXT)
 
     @property
     def open(self) -> int:
@@ -77,7 +77,7 @@ class Stage:
         self.gateway.on_event(Finished(uid, reason, generated, generated))
 
 
-async def everything(events: Any) -> list[Event]:
+async def everything(events: Any) -> list[TokenEvent]:
     return [event async for event in events]
 
 
@@ -99,7 +99,7 @@ def test_a_request_goes_to_rank_0_and_its_tokens_come_back() -> None:
         stage.say(1, 50, 51)
         stage.finish(1, "stop", 3)
         assert stage.open == 0
-        assert await everything(answer) == [Tokens((50,)), Tokens((51,)), End("stop", 3)]
+        assert await everything(answer) == [Tokens((50,)), Tokens((51,)), StreamEnd("stop", 3)]
         assert stage.ranks.sent_of(Cancel) == []
 
     play(story)
@@ -129,7 +129,7 @@ def test_an_answer_tells_what_it_waits_for() -> None:
         assert answer.progress() == Progress()
         stage.gateway.pause(LinkError("gone", Code.LINK_LOST))
         assert answer.progress() == Progress("restarting")
-        stage.gateway.serve(cast(Ranks, stage.ranks), MODEL, TEXT)
+        stage.gateway.serve(cast(ProcessGroup, stage.ranks), MODEL, TEXT)
         stage.gateway.on_event(Accepted(2))
         assert answer.progress() == Progress("queued")
         stage.gateway.on_event(Prefilled(2, 5, 0))
@@ -195,9 +195,9 @@ def test_scores_come_with_their_tokens() -> None:
         )
         for uid in (1, 2):
             stage.finish(uid)
-        assert (await everything(answers[0]))[0] == Tokens((50,), (Score(-0.5, ()),))
+        assert (await everything(answers[0]))[0] == Tokens((50,), (TokenScore(-0.5, ()),))
         assert (await everything(answers[1]))[0] == Tokens(
-            (60, 61), (Score(-1.0, ((5, -0.1), (6, -0.2))), Score(-2.0, ((7, -0.3), (8, -0.4))))
+            (60, 61), (TokenScore(-1.0, ((5, -0.1), (6, -0.2))), TokenScore(-2.0, ((7, -0.3), (8, -0.4))))
         )
 
     play(story)
@@ -207,7 +207,7 @@ def test_the_end_tells_what_the_cache_and_the_drafts_were_worth() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
         stage.gateway.on_event(Finished(1, "length", 9, 4, cached=30, drafted=8, accepted=5))
-        assert await everything(answer) == [End("length", 9, 30, 8, 5)]
+        assert await everything(answer) == [StreamEnd("length", 9, 30, 8, 5)]
 
     play(story)
 
@@ -229,7 +229,7 @@ def test_nobody_is_told_accepted_before_rank_0_says_so() -> None:
         await answer.accepted()
         stage.say(1, 50)
         stage.finish(1)
-        assert await everything(answer) == [Tokens((50,)), End("stop", 1)]
+        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
 
     play(story)
 
@@ -444,7 +444,7 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
         assert await anext(answered) == Tokens((50,))
         with pytest.raises(GroupError, match="rank 1 is gone"):
             await anext(answered)
-        assert await everything(answers[2]) == [End("stop", 1)]
+        assert await everything(answers[2]) == [StreamEnd("stop", 1)]
 
     play(story)
 
@@ -454,14 +454,14 @@ def test_a_late_word_of_the_old_epoch_harms_nobody_in_the_new_one() -> None:
         stage.gateway.generate(Request((1,), 9))
         stage.gateway.suspend(GroupError("gone"))
         ranks = FakeRanks()
-        stage.gateway.serve(cast(Ranks, ranks), MODEL, TEXT)
+        stage.gateway.serve(cast(ProcessGroup, ranks), MODEL, TEXT)
         answer = stage.gateway.generate(Request((7,), 9))
         assert ranks.sent == [Generate(2, (7,), 9)]
         stage.say(1, 50)
         stage.finish(1)
         stage.say(2, 60)
         stage.finish(2)
-        assert await everything(answer) == [Tokens((60,)), End("stop", 1)]
+        assert await everything(answer) == [Tokens((60,)), StreamEnd("stop", 1)]
 
     play(story)
 
@@ -471,7 +471,7 @@ def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> Non
         old: Any = stage.gateway.generate(Request((1,), 9))
         stage.gateway.suspend(GroupError("gone"))
         ranks = FakeRanks()
-        stage.gateway.serve(cast(Ranks, ranks), MODEL, TEXT)
+        stage.gateway.serve(cast(ProcessGroup, ranks), MODEL, TEXT)
         await old.aclose()
         assert ranks.sent == []
 
@@ -484,7 +484,7 @@ def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> Non
 def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once() -> None:
     async def story(stage: Stage) -> None:
         golden_prompts = self_test.prompts(5)
-        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), golden_prompts))
+        warming = asyncio.create_task(stage.gateway.warm_up(cast(ProcessGroup, stage.ranks), golden_prompts))
 
         async def sent(count: int) -> list[Generate]:
             for _ in range(20):
@@ -509,7 +509,9 @@ def test_warming_up_answers_golden_prompts_one_by_one_then_two_requests_at_once(
 
 def test_warming_up_fails_as_a_request_would() -> None:
     async def story(stage: Stage) -> None:
-        warming = asyncio.create_task(stage.gateway.warm_up(cast(Ranks, stage.ranks), self_test.prompts(512)))
+        warming = asyncio.create_task(
+            stage.gateway.warm_up(cast(ProcessGroup, stage.ranks), self_test.prompts(512))
+        )
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         stage.gateway.suspend(GroupError("rank 1 is gone"))

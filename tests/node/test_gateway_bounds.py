@@ -11,20 +11,20 @@ import pytest
 from mlxtp.api.backend import Health, Request, Tokens
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.gateway import client_request
-from mlxtp.gateway.admission import Bounds, Memory
+from mlxtp.gateway.admission import AdmissionLimits, SystemMemory
 from mlxtp.gateway.gateway import Gateway
 from mlxtp.wire.messages import Accepted, Cancel, Delta, Finished, Generate, Message
 
 from .test_gateway import MODEL, TEXT, FakeRanks
 
-PLENTY = Memory(1 << 40)
-SIXTEEN = Bounds(16, request_tokens=1)
+PLENTY = SystemMemory(1 << 40)
+SIXTEEN = AdmissionLimits(16, request_tokens=1)
 SOON_S = 0.05
 WAIT_S = 30
 
 
 class Stage:
-    def __init__(self, bounds: Bounds, deadline_s: float) -> None:
+    def __init__(self, bounds: AdmissionLimits, deadline_s: float) -> None:
         def health(open_requests: int) -> Health:
             return Health("ready", 1, 2, "ring", "tiny", None, True, open_requests)
 
@@ -60,7 +60,7 @@ class Stage:
 
 
 def play(
-    story: Callable[[Stage], Awaitable[None]], bounds: Bounds = SIXTEEN, deadline_s: float = 3600
+    story: Callable[[Stage], Awaitable[None]], bounds: AdmissionLimits = SIXTEEN, deadline_s: float = 3600
 ) -> None:
     async def run() -> None:
         async with asyncio.timeout(WAIT_S):
@@ -95,7 +95,7 @@ def test_tokens_of_prompts_and_answers_are_bounded_until_somebody_ends() -> None
         stage.gateway.on_event(Finished(1, "stop", 4, 4))
         stage.ask(40, client="somebody else")
 
-    play(story, Bounds(16, 100, request_tokens=1))
+    play(story, AdmissionLimits(16, 100, request_tokens=1))
 
 
 def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
@@ -106,7 +106,7 @@ def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
         assert stage.gateway.open_requests == 1
         assert stage.refused(prompt=41)[0] == 503
 
-    play(story, Bounds(16, 100, request_tokens=1))
+    play(story, AdmissionLimits(16, 100, request_tokens=1))
 
 
 def test_a_client_cannot_take_every_place() -> None:
@@ -146,7 +146,7 @@ def test_rank_0_hears_whose_request_it_is_but_no_name() -> None:
 def test_no_memory_no_new_requests_but_those_that_are_open_go_on() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ask()
-        stage.memory = Memory(1)
+        stage.memory = SystemMemory(1)
         assert stage.refused()[0] == 503
         with pytest.raises(RequestError, match="short of memory"):
             stage.relay()

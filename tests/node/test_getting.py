@@ -18,7 +18,7 @@ from mlxtp.models import peer_copy
 from mlxtp.models import transfers as getting_module
 from mlxtp.models.download import Fetch
 from mlxtp.models.hub_cache import Repo
-from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, MAX_JOBS, Getting, described
+from mlxtp.models.transfers import AT_ONCE, MAX_ASKED, MAX_JOBS, TransferCoordinator, described
 from mlxtp.wire.cluster_messages import ModelHeld, ModelPull, ModelsHere
 
 from ..hub import COMMIT, NEWER, Hub, Model, embedded, put, running_hub
@@ -36,13 +36,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield running
 
 
-def leads(node: Node) -> Getting:
+def leads(node: Node) -> TransferCoordinator:
     node.cluster.coordination.hand_over(node.cluster.node_id, CLOCK.now)
     node.tick()
     return node.cluster.getting
 
 
-def row(getting: Getting, name: str, node_id: str) -> dict[str, Any]:
+def row(getting: TransferCoordinator, name: str, node_id: str) -> dict[str, Any]:
     return next((each for each in getting.progress(name) if each["node_id"] == node_id), {})
 
 
@@ -116,13 +116,15 @@ class Lending:
         Fetch(self.repo, "main", "main").from_hub()
         hub.models = {}
         self.node_id = self.first.identity.node_id
-        self.lender: peer_copy.Lender | None = None
+        self.lender: peer_copy.PeerServer | None = None
 
     def opens(self) -> None:
         manifest = self.repo.manifest(COMMIT)
         assert manifest is not None
         lent = (self.repo, manifest)
-        self.lender = peer_copy.Lender("127.0.0.1", self.first.credentials, lambda _: lent, lambda _: True)
+        self.lender = peer_copy.PeerServer(
+            "127.0.0.1", self.first.credentials, lambda _: lent, lambda _: True
+        )
 
     def joins(self, node: Node) -> FakeLink:
         link = node.meet(self.node_id)

@@ -14,7 +14,7 @@ from mlxtp.config import Settings
 from mlxtp.engine.prefix_cache import SHORTEST_HIT
 from mlxtp.errors import Code, GroupError
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.process_group import Group, agreement
+from mlxtp.groups.process_group import EpochGroup, agreement
 from mlxtp.models import self_test
 from mlxtp.placement.cost_model import RING_ETHERNET
 
@@ -29,12 +29,12 @@ CLEAR = ((9, -1.0), (5, -1.0 - self_test.NEAR_TIE))
 class Answering:
     """A gateway whose group says `again` to the prompts, and has `top` as most probable tokens."""
 
-    def __init__(self, again: self_test.Answers, top: tuple[tuple[int, float], ...] = TIE) -> None:
+    def __init__(self, again: self_test.SelfTestTokens, top: tuple[tuple[int, float], ...] = TIE) -> None:
         self.again = again
         self.top = top
         self.asked: list[tuple[int, ...]] = []
 
-    async def golden_answers(self, _ranks: Any, prompts: Any) -> self_test.Answers:
+    async def golden_answers(self, _ranks: Any, prompts: Any) -> self_test.SelfTestTokens:
         assert prompts == PROMPTS
         return self.again
 
@@ -52,7 +52,9 @@ def judged(tmp_path: Path, gateway: Answering) -> str:
 
 
 @pytest.mark.parametrize("again", [OTHER, KEPT])
-def test_a_near_tie_that_falls_the_other_way_is_no_finding(tmp_path: Path, again: self_test.Answers) -> None:
+def test_a_near_tie_that_falls_the_other_way_is_no_finding(
+    tmp_path: Path, again: self_test.SelfTestTokens
+) -> None:
     gateway = Answering(again)
     assert judged(tmp_path, gateway) == ""
     assert gateway.asked == [WHERE_THEY_PART]
@@ -73,7 +75,9 @@ def test_the_same_wrong_answer_twice_is_an_error(tmp_path: Path, top: Any) -> No
 
 
 @pytest.mark.parametrize("again", [KEPT, ((1, 2, 3), (4, 9, 8))])
-def test_an_answer_that_does_not_come_again_is_a_warning(tmp_path: Path, again: self_test.Answers) -> None:
+def test_an_answer_that_does_not_come_again_is_a_warning(
+    tmp_path: Path, again: self_test.SelfTestTokens
+) -> None:
     assert "otherwise each time" in judged(tmp_path, Answering(again, CLEAR))
 
 
@@ -101,10 +105,10 @@ def test_sums_of_a_large_mesh_stay_below_what_comes_in_order_of_arrival() -> Non
 
 
 def test_only_a_jaccl_mesh_of_three_varies() -> None:
-    assert Group(1, 3, "jaccl").varies
-    assert not Group(1, 2, "jaccl").varies
-    assert not Group(1, 3, "jaccl", jaccl_ring=True).varies
-    assert not Group(1, 3, "ring", kind=RING_ETHERNET).varies
+    assert EpochGroup(1, 3, "jaccl").varies
+    assert not EpochGroup(1, 2, "jaccl").varies
+    assert not EpochGroup(1, 3, "jaccl", jaccl_ring=True).varies
+    assert not EpochGroup(1, 3, "ring", kind=RING_ETHERNET).varies
 
 
 def test_each_part_of_the_key_counts(tmp_path: Path) -> None:

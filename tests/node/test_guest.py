@@ -16,7 +16,7 @@ import pytest
 from mlxtp.config import Settings
 from mlxtp.diagnostics.failure_store import FOLDER, epoch_id
 from mlxtp.errors import Code, LinkError, ModelError
-from mlxtp.groups.hosted_rank import MAX_ORDERS, Guest
+from mlxtp.groups.hosted_rank import MAX_ORDERS, HostedRank
 from mlxtp.wire.base import Message
 from mlxtp.wire.cluster_messages import (
     EndEpoch,
@@ -60,7 +60,7 @@ class Story:
         self.said: dict[str, list[Message]] = {HOST: [], OTHER: []}
         self.deaf = False
         self._news = asyncio.Event()
-        self.guest = Guest(
+        self.guest = HostedRank(
             Settings(home, "", 0, 1, "tiny", limits=replace(LIMITS, **limits)),
             self._folder,
             self._send,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtp.groups.history import MOST, History, Meter, Now, to_json
+from mlxtp.groups.history import MOST, History, Instant, RateMeter, to_json
 
 
 class Told:
@@ -18,8 +18,8 @@ class Told:
         self.clock = 0.0
 
     @property
-    def now(self) -> Now:
-        return Now(1000 + self.clock, self.clock)
+    def now(self) -> Instant:
+        return Instant(1000 + self.clock, self.clock)
 
     def begins(self, epoch: int, after: float = 0.0) -> None:
         self.clock += after
@@ -140,7 +140,7 @@ def test_an_epoch_of_this_mac_that_has_ended_does_not_begin_again_because_anothe
 
 
 def test_a_rate_is_known_once_somebody_has_looked_twice() -> None:
-    meter = Meter(window_s=4.0, least_s=0.5)
+    meter = RateMeter(window_s=4.0, least_s=0.5)
     assert meter.rate(100, 10.0) is None
     assert meter.rate(110, 10.1) is None
     assert meter.rate(150, 11.0) == 50.0
@@ -148,21 +148,21 @@ def test_a_rate_is_known_once_somebody_has_looked_twice() -> None:
 
 
 def test_what_came_before_the_window_does_not_count() -> None:
-    meter = Meter(window_s=4.0, least_s=0.5)
+    meter = RateMeter(window_s=4.0, least_s=0.5)
     for second in range(10):
         meter.rate(1000 if second else 0, float(second))
     assert meter.rate(1000, 10.0) == 0.0
 
 
 def test_a_rate_is_not_known_when_nobody_has_looked_for_long() -> None:
-    meter = Meter(window_s=4.0, least_s=0.5)
+    meter = RateMeter(window_s=4.0, least_s=0.5)
     meter.rate(0, 0.0)
     assert meter.rate(1_000_000, 60.0) is None
     assert meter.rate(1_000_030, 61.0) == 30.0
 
 
 def test_a_rate_begins_anew_with_a_new_group() -> None:
-    meter = Meter(window_s=4.0, least_s=0.5)
+    meter = RateMeter(window_s=4.0, least_s=0.5)
     meter.rate(0, 0.0)
     meter.forget()
     assert meter.rate(500, 1.0) is None

@@ -13,7 +13,7 @@ import pytest
 
 from mlxtp.agent import Agent
 from mlxtp.api.backend import Request, Tokens
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from ..cluster import START_S, WAIT_S
 from .two_agents import two_agents
@@ -75,7 +75,7 @@ def test_one_rank_that_fails_to_form_ends_the_epoch_for_both(
             two_agents(tmp_path, worker, fabric="jaccl", rdma=DEVICES) as (first, second),
         ):
             leader = first if first.cluster and first.cluster.coordination.leading else second
-            await leader.supervisor.wait_until(State.RESTARTING)
+            await leader.supervisor.wait_until(ServingState.RESTARTING)
             reason = leader.supervisor.reason
             assert reason is not None
             assert words in reason.detail

@@ -20,7 +20,7 @@ from mlxtp.agent import Agent, running_agent
 from mlxtp.api import generation
 from mlxtp.config import Settings
 from mlxtp.errors import ConfigError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 
 from ..cluster import START_S
 from ..engine.small_models import change_weights, write_model
@@ -221,7 +221,9 @@ def test_a_mac_that_lacks_what_is_served_says_so_at_once(tmp_path: Path, other: 
             assert first.agent.cluster is not None
             first.agent.cluster.want("house")  # as `mlxtp serve house`
             supervisor = second.agent.supervisor
-            await sees(lambda: first.agent.supervisor.gateway.models() and supervisor.state is State.IDLE)
+            await sees(
+                lambda: first.agent.supervisor.gateway.models() and supervisor.state is ServingState.IDLE
+            )
             model, said = await first.answer("house")
             assert (model, said) == ("house", right(other))
             health = {"reason": LOOKED_FOR}

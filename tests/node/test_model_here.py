@@ -11,7 +11,7 @@ import pytest
 
 from mlxtp.errors import Code, ModelError
 from mlxtp.models import local_model
-from mlxtp.models.local_model import ModelHere
+from mlxtp.models.local_model import LocalModel
 from mlxtp.models.names import ModelSource, in_folders
 from mlxtp.text.tokenizer import Text
 from mlxtp.wire.cluster_messages import DesiredState, ModelStatus
@@ -30,7 +30,7 @@ class Stage:
         self.finding = 0
         self.opened: list[tuple[str, str]] = []
         self.downloads: list[bool] = []
-        self.model = ModelHere("draft", lambda: self.changes.append(self.model.status))
+        self.model = LocalModel("draft", lambda: self.changes.append(self.model.status))
         patch.setattr(local_model, "find_model", self._find)
         patch.setattr(local_model, "open_model", self._open)
         self.print = ""
@@ -184,7 +184,7 @@ def test_what_is_on_the_hub_comes_by_whoever_gets_it_for_all(tmp_path: Path) -> 
             got.append(name)
             return stage.home / commit
 
-        stage.model = ModelHere("org/draft", lambda: None, get)
+        stage.model = LocalModel("org/draft", lambda: None, get)
         stage.want("org/one", 1)
         await stage.has("org/one")
         assert got == ["org/one", "org/draft"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxtp.cluster import links as neighbours_module
-from mlxtp.cluster.links import ControlLink, Neighbours
+from mlxtp.cluster.links import ControlLink, PeerLinks
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire.base import Message
 from mlxtp.wire.blocking import listen
@@ -20,10 +20,10 @@ from mlxtp.wire.certificates import NodeIdentity
 from mlxtp.wire.cluster_messages import AgentHello, Beat, DesiredState, Members, Prepare, RosterEntry
 from mlxtp.wire.frames import MAX_FRAME, encode
 from mlxtp.wire.messages import Error, Generate, Hello, SessionEnd
-from mlxtp.wire.session import LinkKind, Protocol, Side
-from mlxtp.wire.streams import Connection
+from mlxtp.wire.session import LinkKind, Session, Side
+from mlxtp.wire.streams import StreamLink
 from mlxtp.wire.tls import ALPN_CONTROL, Peer, member_context_client, member_context_server, peer_identity
-from mlxtp.wire.tls_acceptor import Doorman, open_tls
+from mlxtp.wire.tls_acceptor import TlsAcceptor, open_tls
 
 from ..wire.members import Member, founder, member_of
 from .scenes import run, sees, within
@@ -65,10 +65,10 @@ class Agent:
         self.refusal: MlxtpError | None = None
         self.in_one_breath = b""
         """What is said to whoever calls, instead of what should be."""
-        self.neighbours = Neighbours(self.node_id, lambda: self.hello, self._judge, self.events)
+        self.neighbours = PeerLinks(self.node_id, lambda: self.hello, self._judge, self.events)
         sock = listen("127.0.0.1")
         self.port = sock.getsockname()[1]
-        self._doorman = Doorman(sock, member_context_server(member.credentials), self._welcome)
+        self._doorman = TlsAcceptor(sock, member_context_server(member.credentials), self._welcome)
         self.listening = asyncio.ensure_future(self._doorman.run())
 
     def _judge(self, identity: NodeIdentity, hello: AgentHello) -> MlxtpError | None:
@@ -114,9 +114,9 @@ class Stage:
         members = sorted((first, member_of(first, folder)), key=lambda member: member.identity.node_id)
         self.a, self.b = map(Agent, members)
 
-    async def raw(self) -> Connection:
+    async def raw(self) -> StreamLink:
         """A link from `a` to `b` on which `a` has said nothing yet."""
-        return Connection(*await self.a.streams(self.b.port), Protocol(LinkKind.CONTROL, Side.LOWER, 0))
+        return StreamLink(*await self.a.streams(self.b.port), Session(LinkKind.CONTROL, Side.LOWER, 0))
 
 
 def play(tmp_path: Path, story: Callable[[Stage], Awaitable[None]]) -> None:

@@ -13,16 +13,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from mlxtp.admin.handlers import Alone
+from mlxtp.admin.handlers import StandaloneAdmin
 from mlxtp.admin.snapshot import ALONE, Observer, links, pairs
 from mlxtp.cli.watch import picture
 from mlxtp.config import Settings
 from mlxtp.errors import Code, GroupError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.groups.lifecycle import Supervisor
-from mlxtp.groups.process_group import Group
+from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models.names import ModelSource
-from mlxtp.placement.topology import Member, Topology
+from mlxtp.placement.topology import MemberMachine, Topology
 from mlxtp.wire.cluster_messages import Serving
 from mlxtp.wire.machine import Interface, Machine
 
@@ -71,7 +71,7 @@ def test_an_epoch_from_its_beginning_to_its_end(tmp_path: Path, source: ModelSou
         assert found["context"] == 4096
         assert (found["group"]["world_size"], found["group"]["pairs"]) == (1, [])
         assert found["ranks"][0]["node"] == ALONE
-        [rank] = Alone(stage.supervisor, "studio").status()["ranks"]
+        [rank] = StandaloneAdmin(stage.supervisor, "studio").status()["ranks"]
         assert "fake_rank" in " ".join(psutil.Process(rank["pid"]).cmdline())
         assert found["history"][0]["epoch"] == 41
         assert found["history"][0]["ready_s"] > 0
@@ -154,7 +154,7 @@ def test_tokens_are_counted_and_the_rate_is_of_now(tmp_path: Path) -> None:
     async def story() -> None:
         supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
         observer = Observer(supervisor, "studio")
-        supervisor.follow(State.READY, 3, "", Group(0, 2, "ring"))
+        supervisor.follow(ServingState.READY, 3, "", EpochGroup(0, 2, "ring"))
         assert moment(observer)["tokens_per_second"] == {"value": None, "of": "here"}
         await asyncio.sleep(0.5)
         supervisor.gateway.confirmed_tokens += 50
@@ -191,7 +191,9 @@ def test_the_best_way_between_two_macs_is_shown_and_no_other() -> None:
         )
 
     alone = machine(Interface("en1", "192.168.1.9", 24, "wifi", 0, True))
-    topology = Topology([Member("a", "a", at(1)), Member("b", "b", at(2)), Member("c", "c", alone)])
+    topology = Topology(
+        [MemberMachine("a", "a", at(1)), MemberMachine("b", "b", at(2)), MemberMachine("c", "c", alone)]
+    )
     took = {("a", "b"): 310}
     assert links(topology, ["c", "b", "a"], lambda a, b: took.get((a, b))) == [
         {"a": "a", "b": "b", "trip_us": 310, "network": "ethernet", "rdma": False, "mbps": 5000},
@@ -203,4 +205,11 @@ def test_the_best_way_between_two_macs_is_shown_and_no_other() -> None:
 def test_macs_that_do_not_reach_each_other_have_no_link() -> None:
     far = machine(Interface("en0", "10.9.9.9", 24, "ethernet", 0, True))
     near = machine(Interface("en0", "10.0.0.1", 24, "ethernet", 0, True))
-    assert links(Topology([Member("a", "a", near), Member("b", "b", far)]), ["a", "b"], lambda *_: None) == []
+    assert (
+        links(
+            Topology([MemberMachine("a", "a", near), MemberMachine("b", "b", far)]),
+            ["a", "b"],
+            lambda *_: None,
+        )
+        == []
+    )

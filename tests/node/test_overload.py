@@ -5,15 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.errors import Code
-from mlxtp.gateway.admission import Bounds, Load, Memory, client_number, load_of, refusal
+from mlxtp.gateway.admission import AdmissionLimits, OpenLoad, SystemMemory, client_number, load_of, refusal
 from mlxtp.gateway.free_memory import FRESH_S, FreeMemory, look_at_memory
 
-BOUNDS = Bounds(requests=16, tokens=1600, free_bytes=100 << 20, request_tokens=1)
-PLENTY = Memory(1 << 40)
-IDLE = Load(0, 0, 0, 0)
+BOUNDS = AdmissionLimits(requests=16, tokens=1600, free_bytes=100 << 20, request_tokens=1)
+PLENTY = SystemMemory(1 << 40)
+IDLE = OpenLoad(0, 0, 0, 0)
 
 
-def why(load: Load = IDLE, prompt: int = 1, memory: Memory = PLENTY, elsewhere: str = "") -> tuple[int, str]:
+def why(
+    load: OpenLoad = IDLE, prompt: int = 1, memory: SystemMemory = PLENTY, elsewhere: str = ""
+) -> tuple[int, str]:
     refused = refusal(BOUNDS, load, prompt, memory, elsewhere)
     if refused is None:
         return 0, ""
@@ -26,8 +28,8 @@ def test_an_idle_gateway_takes_everything_that_fits_a_model() -> None:
 
 
 def test_as_many_requests_as_there_are_places() -> None:
-    assert why(Load(15, 15, 3, 3)) == (0, "")
-    status, detail = why(Load(16, 16, 3, 3))
+    assert why(OpenLoad(15, 15, 3, 3)) == (0, "")
+    status, detail = why(OpenLoad(16, 16, 3, 3))
     assert status == 503
     assert "16 requests are open" in detail
 
@@ -39,8 +41,8 @@ def test_a_mac_that_only_holds_a_part_is_spared_too() -> None:
 
 
 def test_prompts_and_answers_together_have_a_bound() -> None:
-    assert why(Load(2, 1500, 1, 1), 100) == (0, "")
-    status, detail = why(Load(2, 1500, 1, 1), 101)
+    assert why(OpenLoad(2, 1500, 1, 1), 100) == (0, "")
+    status, detail = why(OpenLoad(2, 1500, 1, 1), 101)
     assert status == 503
     assert "2 requests are open" in detail
     assert "1500 tokens" in detail
@@ -49,41 +51,41 @@ def test_prompts_and_answers_together_have_a_bound() -> None:
 
 
 def test_one_client_leaves_room_for_others() -> None:
-    assert why(Load(13, 13, 13, 13)) == (0, "")
-    status, detail = why(Load(14, 14, 14, 14))
+    assert why(OpenLoad(13, 13, 13, 13)) == (0, "")
+    status, detail = why(OpenLoad(14, 14, 14, 14))
     assert status == 429
     assert "14 of 16" in detail
-    assert why(Load(14, 14, 0, 0)) == (0, "")
+    assert why(OpenLoad(14, 14, 0, 0)) == (0, "")
 
 
 def test_one_client_leaves_tokens_for_others() -> None:
-    assert why(Load(2, 1300, 2, 1300), 100) == (0, "")
-    status, detail = why(Load(2, 1300, 2, 1300), 101)
+    assert why(OpenLoad(2, 1300, 2, 1300), 100) == (0, "")
+    status, detail = why(OpenLoad(2, 1300, 2, 1300), 101)
     assert status == 429
     assert "1400 of 1600" in detail
-    assert why(Load(2, 1300, 0, 0), 101) == (0, "")
+    assert why(OpenLoad(2, 1300, 0, 0), 101) == (0, "")
 
 
 def test_where_there_are_few_places_one_client_may_have_them_all() -> None:
-    assert refusal(Bounds(requests=4), Load(3, 3, 3, 3), 1, PLENTY) is None
+    assert refusal(AdmissionLimits(requests=4), OpenLoad(3, 3, 3, 3), 1, PLENTY) is None
 
 
 def test_little_memory_refuses_before_it_runs_out() -> None:
-    assert why(memory=Memory(100 << 20)) == (0, "")
-    status, detail = why(memory=Memory((100 << 20) - 1))
+    assert why(memory=SystemMemory(100 << 20)) == (0, "")
+    status, detail = why(memory=SystemMemory((100 << 20) - 1))
     assert status == 503
     assert "99 MiB are free" in detail
     assert "100 MiB" in detail
 
 
 def test_the_systems_own_alarm_counts_too() -> None:
-    status, detail = why(memory=Memory(1 << 40, critical=True))
+    status, detail = why(memory=SystemMemory(1 << 40, critical=True))
     assert status == 503
     assert "critical" in detail
 
 
 def test_many_short_requests_are_bounded_by_what_they_cost_and_not_by_their_number() -> None:
-    bounds = Bounds(tokens=256_000)
+    bounds = AdmissionLimits(tokens=256_000)
     for count, status in ((999, None), (1000, 503)):
         load = load_of(1, [(0, 20)] * count, bounds.request_tokens)
         refused = refusal(bounds, load, 20, PLENTY)
@@ -96,7 +98,7 @@ def test_many_short_requests_are_bounded_by_what_they_cost_and_not_by_their_numb
 def test_a_load_counts_everybody_and_each_by_itself(open_: list[tuple[int, int]], client: int) -> None:
     own = [tokens for other, tokens in open_ if other == client]
     everybody = [tokens for _, tokens in open_]
-    assert load_of(client, open_) == Load(len(everybody), sum(everybody), len(own), sum(own))
+    assert load_of(client, open_) == OpenLoad(len(everybody), sum(everybody), len(own), sum(own))
 
 
 def test_a_clients_number_says_nothing_about_it_elsewhere() -> None:
@@ -114,9 +116,9 @@ def test_a_clients_number_says_nothing_about_it_elsewhere() -> None:
 def test_a_crowd_asks_for_free_memory_once() -> None:
     looked, now = [], [0.0]
 
-    def look() -> Memory:
+    def look() -> SystemMemory:
         looked.append(now[0])
-        return Memory(len(looked))
+        return SystemMemory(len(looked))
 
     memory = FreeMemory(look, lambda: now[0])
     assert [memory().available for _ in range(3)] == [1, 1, 1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.groups.warm_pool import Spares
+from mlxtp.groups.warm_pool import WarmPool
 from mlxtp.groups.worker_output import MAX_LINE, log_lines
 
 from ..cluster import WAIT_S
@@ -25,7 +25,7 @@ def said_by(program: str, about: Mapping[str, int], *, close_early: bool = False
 
     async def run() -> None:
         command = (sys.executable, "-c", program)
-        async with Spares(command, Path(), 0, lambda line, of: said.append((line, of))) as spares:
+        async with WarmPool(command, Path(), 0, lambda line, of: said.append((line, of))) as spares:
             started = await spares.start(())
             lines = started.lines
             assert lines is not None
@@ -86,7 +86,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing() -> None:
     before = descriptors()
 
     async def run() -> None:
-        async with Spares(("/no/such/program",), Path(), 0, lambda _line, _about: None) as spares:
+        async with WarmPool(("/no/such/program",), Path(), 0, lambda _line, _about: None) as spares:
             with pytest.raises(OSError, match="such"):
                 await spares.start(())
 

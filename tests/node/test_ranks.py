@@ -18,8 +18,8 @@ from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
 from mlxtp.errors import TERMINATED_STATUS, Code, GroupError, LinkError, MlxtpError, ModelError
 from mlxtp.groups import local_rank, remote_rank
-from mlxtp.groups.health import Report, Watch
-from mlxtp.groups.process_group import MAX_REPORTS, Group, Ranks, canary_s
+from mlxtp.groups.health import FailureReport, RankHealth
+from mlxtp.groups.process_group import MAX_REPORTS, EpochGroup, ProcessGroup, canary_s
 from mlxtp.groups.remote_rank import RankWord, RemoteRank
 from mlxtp.groups.wired_memory import HERE
 from mlxtp.wire.base import Message
@@ -66,7 +66,7 @@ class Peer:
         }
         self.seat: RemoteRank
 
-    def sit(self, ranks: Ranks) -> RemoteRank:
+    def sit(self, ranks: ProcessGroup) -> RemoteRank:
         self.seat = RemoteRank(
             self._hear, f"mini-{self.rank}", Prepare(EPOCH, self.rank, "127.0.0.1", 1), ranks
         )
@@ -105,13 +105,13 @@ class Story:
         own = {name: group.pop(name) for name in ("silence_s", "proof_s") if name in group}
         limits = replace(LIMITS, shutdown_s=2.0, **own)
         settings = Settings(self.home, "", 0, 1, "tiny", name="studio", limits=limits)
-        self.ranks = Ranks(
+        self.ranks = ProcessGroup(
             settings,
             EPOCH,
             lambda _: None,
             self.stages.append,
             worker=self.orders.worker,
-            group=Group(
+            group=EpochGroup(
                 1,
                 world,
                 group.pop("backend", "ring"),
@@ -501,12 +501,12 @@ def test_silence_of_a_rank_elsewhere_is_noticed_like_one_here(tmp_path: Path) ->
 
 
 def test_a_bug_in_what_watches_an_epoch_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def err(_watch: Watch, _now: float) -> None:
+    def err(_watch: RankHealth, _now: float) -> None:
         raise RuntimeError("a bug")
 
     async def story(stage: Story) -> None:
         await stage.serve()
-        monkeypatch.setattr(Watch, "tick", err)
+        monkeypatch.setattr(RankHealth, "tick", err)
         error = await asyncio.shield(stage.ranks.failed)
         assert (error.code, error.detail) == (Code.INTERNAL, "RuntimeError: a bug")
 
@@ -534,8 +534,8 @@ def test_the_mac_of_a_rank_is_named_whoever_reports_its_error_first(
 
     async def story(stage: Story) -> None:
         await stage.serve()
-        here = Report(0, GroupError(JACCL_ENDED, code))
-        there = Report(1, GroupError(f"mini-1: {JACCL_ENDED}", code))
+        here = FailureReport(0, GroupError(JACCL_ENDED, code))
+        there = FailureReport(1, GroupError(f"mini-1: {JACCL_ENDED}", code))
         for report in [(here, there), (there, here)][first]:
             stage.ranks.report(report)
         error = await asyncio.shield(stage.ranks.failed)

@@ -16,7 +16,7 @@ from mlxtp.cluster.own_build import versions_here
 from mlxtp.diagnostics import reachability
 from mlxtp.diagnostics.facts import Attempt
 from mlxtp.diagnostics.local_facts import shared
-from mlxtp.diagnostics.reachability import Answer, attempts
+from mlxtp.diagnostics.reachability import ReachabilityReply, attempts
 from mlxtp.wire.cluster_messages import ReachTold, ReachWanted, Tried
 from mlxtp.wire.machine import Interface
 
@@ -78,7 +78,7 @@ def test_a_member_is_asked_and_its_clock_is_compared(tmp_path: Path, member: Mem
         assert answers[A].clock_s == pytest.approx(61.5, abs=0.5)  # it says it took 3 s for the answer
         assert answers[A].clock_error_s < 0.5
         assert b.heard(ReachWanted) == []
-        assert answers[B] == Answer(unasked="it runs another version of mlxtp")
+        assert answers[B] == ReachabilityReply(unasked="it runs another version of mlxtp")
 
     play(tmp_path, member, story)
 
@@ -91,10 +91,12 @@ def test_who_goes_or_says_nothing_is_not_waited_for(
         asking = asyncio.ensure_future(node.cluster.reach.ask(()))
         await asked(a)
         a.close()
-        assert await asking == {A: Answer(unasked="its link ended")}
+        assert await asking == {A: ReachabilityReply(unasked="its link ended")}
         monkeypatch.setattr(reachability, "ANSWER_S", 0.05)
         alike(node.meet(B))
-        assert await node.cluster.reach.ask(()) == {B: Answer(unasked="it did not answer within 0.05 s")}
+        assert await node.cluster.reach.ask(()) == {
+            B: ReachabilityReply(unasked="it did not answer within 0.05 s")
+        }
 
     play(tmp_path, member, story)
 

@@ -10,14 +10,14 @@ import pytest
 
 from mlxtp.diagnostics import failure_files
 from mlxtp.diagnostics.failure_files import kept
-from mlxtp.diagnostics.failure_store import Failed, RankEnd, keep
+from mlxtp.diagnostics.failure_store import FailedEpoch, RankEnd, keep
 from mlxtp.errors import GroupError
 from mlxtp.wire.cluster_messages import Record, RecordsTold, RecordsWanted
 
 from ..wire.members import Member
 from .one_node import A, B, Node, play
 
-FAILED = Failed(7, "mini", GroupError("its host knows why"))
+FAILED = FailedEpoch(7, "mini", GroupError("its host knows why"))
 ID = "ab" * 6
 
 

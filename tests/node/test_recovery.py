@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import End, Request, Tokens
+from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError
 from mlxtp.gateway import gateway as gateway_module
 from mlxtp.gateway.retry_policy import PROVEN_TOKENS, SUSPECT
@@ -60,7 +60,7 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
         assert again == replace(first, uid=2, tokens=(1, 2, 3, 50, 51), answered=2, strikes=strikes)
         stage.say(2, 60, start=2)
         stage.finish(2, "stop", 4)
-        assert await everything(answer) == [Tokens((50,)), Tokens((51,)), Tokens((60,)), End("stop", 4)]
+        assert await everything(answer) == [Tokens((50,)), Tokens((51,)), Tokens((60,)), StreamEnd("stop", 4)]
         assert stage.open == 0
 
     play(story)
@@ -108,7 +108,7 @@ def test_an_answer_that_lacks_only_its_end_is_not_asked_again() -> None:
         stage.say(1, 50, 51)
         stage.gateway.pause(LOST)
         assert asked(next_group(stage)) == []
-        assert (await everything(answer))[-1] == End("length", 2)
+        assert (await everything(answer))[-1] == StreamEnd("length", 2)
         assert stage.open == 0
 
     play(story)
@@ -132,7 +132,7 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
             await asyncio.sleep(0.05)
             stage.say(alone.uid, 7)
             stage.finish(alone.uid)
-        assert [await everything(answer) for answer in answers] == [[Tokens((7,)), End("stop", 1)]] * 3
+        assert [await everything(answer) for answer in answers] == [[Tokens((7,)), StreamEnd("stop", 1)]] * 3
 
     play(story)
 
@@ -231,7 +231,7 @@ def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
         stage.gateway.on_event(Accepted(2))
         await asyncio.sleep(0.1)
         stage.finish(2)
-        assert await everything(answer) == [End("stop", 1)]
+        assert await everything(answer) == [StreamEnd("stop", 1)]
 
     play(story)
 
@@ -259,7 +259,7 @@ def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
         stage.gateway.pause(LOST)
         [again] = asked(next_group(stage))
         stage.finish(again.uid)
-        assert await everything(answer) == [End("stop", 1)]
+        assert await everything(answer) == [StreamEnd("stop", 1)]
 
     play(story)
 
@@ -314,7 +314,7 @@ def test_of_several_suspects_one_goes_at_a_time() -> None:
         for each in again.values():
             stage.finish(each.uid)
         for answer in (answers[0], answers[2]):
-            assert (await everything(answer))[-1] == End("stop", 1)
+            assert (await everything(answer))[-1] == StreamEnd("stop", 1)
         assert stage.open == 0
 
     play(story)
@@ -430,7 +430,7 @@ def test_what_another_agent_gives_back_is_asked_again(
         await asyncio.sleep(0.05)
         assert asked(ranks)[2:] == [Generate(3, (1, 50), 9, answered=1, strikes=strikes)]
         stage.finish(3, "stop", 2)
-        assert await everything(answer) == [Tokens((50,)), End("stop", 2)]
+        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 2)]
 
     play(story)
 
@@ -487,7 +487,7 @@ def test_while_it_rests_open_requests_stay_where_they_are() -> None:
             stage.gateway.generate(Request((1,), 9))
         stage.say(1, 50)
         stage.gateway.on_event(Finished(1, "stop", 1, 1))
-        assert await everything(answer) == [Tokens((50,)), End("stop", 1)]
+        assert await everything(answer) == [Tokens((50,)), StreamEnd("stop", 1)]
         assert len(ranks.sent) == 1
 
     play(story)

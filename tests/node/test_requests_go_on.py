@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from mlxtp.agent import Agent
-from mlxtp.api.backend import End, Request, Sampling, Tokens
+from mlxtp.api.backend import Request, Sampling, StreamEnd, Tokens
 from mlxtp.errors import Code, GroupError, RequestError
-from mlxtp.gateway.admission import Memory
+from mlxtp.gateway.admission import SystemMemory
 
 from ..cluster import START_S
 from ..reference import prompt_ids
@@ -35,9 +35,9 @@ class Client:
     agent: Agent
     request: Request
     tokens: list[int] = field(default_factory=list)
-    end: End | None = None
+    end: StreamEnd | None = None
 
-    async def read(self) -> tuple[list[int], End | None]:
+    async def read(self) -> tuple[list[int], StreamEnd | None]:
         async for event in self.agent.supervisor.gateway.generate(self.request):
             if isinstance(event, Tokens):
                 self.tokens += event.tokens
@@ -121,7 +121,7 @@ async def interrupted(
     pair: Pair,
     fault: Fault,
     clients: list[tuple[Agent, Request]],
-    right: list[tuple[list[int], End | None]],
+    right: list[tuple[list[int], StreamEnd | None]],
     name: str,
 ) -> None:
     epoch = pair.epoch()
@@ -148,7 +148,7 @@ async def interrupted(
 async def short_of_memory(pair: Pair) -> None:
     """The Mac of rank 1: who asks at the other one is told to come again, until there is some."""
     gateway = pair.other.supervisor.gateway
-    memory, gateway._memory = gateway._memory, lambda: Memory(1)
+    memory, gateway._memory = gateway._memory, lambda: SystemMemory(1)
     cluster = pair.leader.cluster
     assert cluster is not None
     await sees(cluster.short)

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import End, Health, Progress, Request, Score, Tokens
+from mlxtp.api.backend import Health, Progress, Request, StreamEnd, Tokens, TokenScore
 from mlxtp.errors import Code, GroupError, LinkError, MlxtpError, RequestError
 from mlxtp.gateway import client_request, remote_backend
-from mlxtp.gateway.admission import Bounds
+from mlxtp.gateway.admission import AdmissionLimits
 from mlxtp.gateway.gateway import Gateway
-from mlxtp.gateway.remote_backend import RemoteDesk, serve_requests
+from mlxtp.gateway.remote_backend import RemoteBackend, serve_requests
 from mlxtp.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -30,8 +30,8 @@ from mlxtp.wire.messages import (
     Shaping,
     Welcome,
 )
-from mlxtp.wire.session import LinkKind, Protocol, Side
-from mlxtp.wire.streams import Connection
+from mlxtp.wire.session import LinkKind, Session, Side
+from mlxtp.wire.streams import StreamLink
 
 from .scenes import run, sees, within
 from .test_gateway import MODEL, TEXT, FakeRanks, everything
@@ -40,7 +40,9 @@ MAX_OPEN = 4
 
 
 def gateway() -> Gateway:
-    return Gateway(lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), Bounds(MAX_OPEN))
+    return Gateway(
+        lambda open_: Health("ready", 1, 2, "ring", "tiny", None, True, open_), AdmissionLimits(MAX_OPEN)
+    )
 
 
 class Stage:
@@ -63,7 +65,7 @@ class Stage:
 
     async def open(self) -> None:
         reader, self.writer = await self.connect()
-        self.desk = await RemoteDesk.open(reader, self.writer, self.ours.on_event, self.lost.append)
+        self.desk = await RemoteBackend.open(reader, self.writer, self.ours.on_event, self.lost.append)
         self.ours.serve(self.desk, MODEL, TEXT, here=False)
 
     async def asked(self, count: int = 1) -> list[Generate]:
@@ -131,9 +133,11 @@ def test_an_answer_is_the_same_here_as_there() -> None:
             Finished(3, "stop", 3, 3),
         )
         assert await everything(answers[1]) == [
-            Tokens((60, 61), (Score(-1.0, ((5, -0.5), (6, -1.5))), Score(-2.0, ((7, -2.5), (8, -3.5))))),
-            Tokens((62,), (Score(-0.25, ((9, -4.0), (10, -5.0))),)),
-            End("stop", 3),
+            Tokens(
+                (60, 61), (TokenScore(-1.0, ((5, -0.5), (6, -1.5))), TokenScore(-2.0, ((7, -2.5), (8, -3.5))))
+            ),
+            Tokens((62,), (TokenScore(-0.25, ((9, -4.0), (10, -5.0))),)),
+            StreamEnd("stop", 3),
         ]
         assert stage.open_requests == (0, 0)
 
@@ -169,7 +173,7 @@ def test_a_client_that_stops_reading_there_holds_up_nobody_here(monkeypatch: pyt
                 assert await anext(cast(Any, other)) == Tokens((8,))
         await sees(lambda: stage.ranks.sent_of(Cancel) == [Cancel(1)])
         stage.say(Finished(2, "stop", 400, 400))
-        assert await stage.read(other) == [Tokens((8,)), End("stop", 400)]
+        assert await stage.read(other) == [Tokens((8,)), StreamEnd("stop", 400)]
         *tokens, error = await stage.read(deaf)
         assert len(tokens) == 101
         assert error.code is Code.CLIENT_TOO_SLOW
@@ -201,7 +205,7 @@ def test_a_client_that_leaves_stops_the_work_over_there() -> None:
         again = stage.ours.generate(Request((2,), 9))
         await stage.asked(2)
         stage.say(Finished(2, "stop", 0, 0))
-        assert await everything(again) == [End("stop", 0)]
+        assert await everything(again) == [StreamEnd("stop", 0)]
         ledger: Any = stage.desk._connection.protocol.ledger
         assert ledger.tokens == {}, "a request that was cancelled is over on the link, too"
         assert stage.lost == []
@@ -218,7 +222,7 @@ def test_a_cancel_that_crosses_the_end_is_no_error() -> None:
         again = stage.ours.generate(Request((2,), 9))
         await stage.asked(2)
         stage.say(Finished(2, "stop", 0, 0))
-        assert await everything(again) == [End("stop", 0)]
+        assert await everything(again) == [StreamEnd("stop", 0)]
         assert stage.ranks.sent_of(Cancel) == []
 
     play(story)
@@ -235,7 +239,7 @@ def test_when_the_client_s_agent_is_gone_all_of_its_requests_are_cancelled() -> 
         assert stage.ranks.sent_of(Cancel) == [Cancel(2), Cancel(3), Cancel(4)]
         assert stage.theirs.open_requests == 1
         stage.say(Finished(1, "stop", 0, 0))
-        assert await everything(own) == [End("stop", 0)]
+        assert await everything(own) == [StreamEnd("stop", 0)]
 
     play(story)
 
@@ -275,8 +279,8 @@ def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next() -> None:
         assert (second.tokens, second.answered, second.strikes) == ((1,), 0, 1)
         stage.say(Delta((first.uid,), (1,), (51,)))
         stage.say(*(Finished(each.uid, "stop", 0, 0) for each in (first, second)))
-        assert await stage.read(answers[0]) == [Tokens((50,)), Tokens((51,)), End("stop", 0)]
-        assert await stage.read(answers[1]) == [End("stop", 0)]
+        assert await stage.read(answers[0]) == [Tokens((50,)), Tokens((51,)), StreamEnd("stop", 0)]
+        assert await stage.read(answers[1]) == [StreamEnd("stop", 0)]
         assert stage.open_requests == (0, 0)
 
     play(story)
@@ -298,7 +302,7 @@ def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -
     """Not the other gateway's own limit holds it back, but the one of the agent with rank 0."""
 
     async def story(stage: Stage) -> None:
-        flood = Connection(*await stage.connect(), Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        flood = StreamLink(*await stage.connect(), Session(LinkKind.REQUESTS, Side.UPPER, 0))
         serving = stage.serving
         await flood.receive()
         flood.send(Welcome(PROTOCOL_VERSION, b""))
@@ -313,7 +317,7 @@ def test_a_flood_of_requests_is_refused_one_by_one_and_leaves_nothing_behind() -
         answer = stage.ours.generate(Request((2,), 9))  # a place is free, and nobody was cut off
         generates = await stage.asked(MAX_OPEN + 1)
         stage.say(Finished(generates[-1].uid, "stop", 0, 0))
-        assert await everything(answer) == [End("stop", 0)]
+        assert await everything(answer) == [StreamEnd("stop", 0)]
         flood.close()
         await serving
         assert len(stage.ranks.sent_of(Cancel)) == MAX_OPEN - 1
@@ -333,7 +337,7 @@ def test_an_agent_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         mine = stage.serving
         reader, writer = await stage.connect()
         serving, stage.serving = stage.serving, mine
-        idle = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        idle = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
         await idle.receive()
         idle.send(Welcome(PROTOCOL_VERSION, b""))
         idle.send(Generate(1, (1,), 9))
@@ -366,7 +370,7 @@ def test_who_breaks_the_rules_loses_the_link_and_what_it_had_asked_for(
         mine = stage.serving
         reader, writer = await stage.connect()
         serving, stage.serving = stage.serving, mine
-        peer = Connection(reader, writer, Protocol(LinkKind.REQUESTS, Side.UPPER, 0))
+        peer = StreamLink(reader, writer, Session(LinkKind.REQUESTS, Side.UPPER, 0))
         await peer.receive()
         peer.send(Welcome(PROTOCOL_VERSION, b""))
         peer.send(Generate(1, (1,), 9))
@@ -389,7 +393,7 @@ def test_an_agent_whose_rank_0_is_elsewhere_passes_nothing_on() -> None:
         )
         reader, writer = await asyncio.open_connection(sock=one)
         third = gateway()
-        desk = await RemoteDesk.open(reader, writer, third.on_event, stage.lost.append)
+        desk = await RemoteBackend.open(reader, writer, third.on_event, stage.lost.append)
         third.serve(desk, MODEL, TEXT, here=False)
         [refused] = await stage.read(third.generate(Request((1,), 9)))
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)

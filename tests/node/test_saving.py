@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.cluster import persistence, saved_state
-from mlxtp.cluster.cluster_state import Beliefs
+from mlxtp.cluster.cluster_state import ClusterState
 from mlxtp.cluster.persistence import Saving
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import RosterSaved
@@ -17,8 +17,8 @@ from mlxtp.wire.cluster_messages import RosterSaved
 WAIT_S = 20
 
 
-def kept(epoch: int) -> saved_state.Kept:
-    return saved_state.Kept(Beliefs(epoch=epoch))
+def kept(epoch: int) -> saved_state.SavedState:
+    return saved_state.SavedState(ClusterState(epoch=epoch))
 
 
 def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
@@ -26,7 +26,7 @@ def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
 ) -> None:
     began, go_on, alone, written = threading.Event(), threading.Event(), threading.Lock(), list[int]()
 
-    def slow(home: Path, what: saved_state.Kept) -> None:
+    def slow(home: Path, what: saved_state.SavedState) -> None:
         assert alone.acquire(blocking=False)
         began.set()
         assert go_on.wait(WAIT_S)
@@ -50,7 +50,7 @@ def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
         await disk.save(kept(2))  # the file has it
         await disk.close()
         assert written == [1, 2]
-        assert reports == [RosterSaved(Beliefs().roster.digest())]
+        assert reports == [RosterSaved(ClusterState().roster.digest())]
 
     monkeypatch.setattr(persistence, "save", slow)
     asyncio.run(story())
@@ -60,7 +60,7 @@ def test_a_slow_drive_holds_up_nothing_and_the_latest_state_wins(
 def test_the_end_waits_for_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, go_on = threading.Event(), threading.Event()
 
-    def slow(home: Path, what: saved_state.Kept) -> None:
+    def slow(home: Path, what: saved_state.SavedState) -> None:
         began.set()
         assert go_on.wait(WAIT_S)
         saved_state.save(home, what)
@@ -84,7 +84,7 @@ def test_the_end_waits_for_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_could_not_be_written_is_written_later_and_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_home: Path, _kept: saved_state.Kept) -> None:
+    def full(_home: Path, _kept: saved_state.SavedState) -> None:
         raise UserError("no space left")
 
     async def story() -> None:

@@ -17,9 +17,9 @@ import pytest
 
 from mlxtp.config import Settings
 from mlxtp.groups import warm_pool
-from mlxtp.groups.hosted_rank import Guest
-from mlxtp.groups.process_group import Ranks
-from mlxtp.groups.warm_pool import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, Books, Spares, new_pipe
+from mlxtp.groups.hosted_rank import HostedRank
+from mlxtp.groups.process_group import ProcessGroup
+from mlxtp.groups.warm_pool import BUSY_S, MAX_RETRY_S, QUIET_S, RETRY_S, WarmPool, WarmPoolPolicy, new_pipe
 from mlxtp.wire.base import Message
 from mlxtp.wire.cluster_messages import EndEpoch, EpochEnded, Prepare, Prepared, RankStarted, StartRank
 from mlxtp.wire.messages import Bootstrap, Pong
@@ -53,11 +53,11 @@ def pong(phase: str = "idle", phase_s: float = QUIET_S, model: str = "tiny", in_
     ],
 )
 def test_a_spare_is_started_beside_a_rank_that_has_been_idle(word: Pong, due: bool) -> None:
-    assert Books(1).heard(word, 100.0, spares=0, importing=0) == due
+    assert WarmPoolPolicy(1).heard(word, 100.0, spares=0, importing=0) == due
 
 
 def test_a_rank_that_is_never_idle_gets_one_in_the_end() -> None:
-    books = Books(1)
+    books = WarmPoolPolicy(1)
     busy = pong("decode", 0.0)
     due = [books.heard(busy, now, spares=0, importing=0) for now in (5.0, 5.0 + BUSY_S - 1, 5.0 + BUSY_S)]
     assert due == [False, False, True]
@@ -79,11 +79,11 @@ def test_a_rank_that_is_never_idle_gets_one_in_the_end() -> None:
 def test_one_after_the_other_until_there_are_enough(
     wanted: int, spares: int, importing: int, due: bool
 ) -> None:
-    assert Books(wanted).heard(pong(), 5.0, spares=spares, importing=importing) == due
+    assert WarmPoolPolicy(wanted).heard(pong(), 5.0, spares=spares, importing=importing) == due
 
 
 def test_those_that_end_by_themselves_are_replaced_ever_more_slowly() -> None:
-    books, now, waits = Books(1), 100.0, []
+    books, now, waits = WarmPoolPolicy(1), 100.0, []
     for _ in range(15):
         books.lost(now)
         wait = next(w for w in range(10_000) if books.heard(pong(), now + w, spares=0, importing=0))
@@ -107,14 +107,14 @@ class Story:
         limits = replace(LIMITS, heartbeat_s=0.02)
         self.settings = Settings(tmp_path / "home", "", 0, ranks, "tiny", limits=limits)
         self.home = self.settings.home
-        self.spares = Spares(self.orders.worker, self.home / "run", wanted)
-        self.ranks: Ranks | None = None
+        self.spares = WarmPool(self.orders.worker, self.home / "run", wanted)
+        self.ranks: ProcessGroup | None = None
         self.epoch = 0
 
     async def serve(self) -> list[int]:
         """The next epoch, until it has its model; the pids of its ranks."""
         self.epoch += 1
-        self.ranks = Ranks(self.settings, self.epoch, lambda _: None, worker=self.spares)
+        self.ranks = ProcessGroup(self.settings, self.epoch, lambda _: None, worker=self.spares)
         await self.ranks.start()
         await self.ranks.load("/here", ())
         return [process.pid for process in self.ranks.processes]
@@ -347,7 +347,7 @@ def test_a_rank_for_another_mac_is_a_spare_too(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         said: list[Message] = []
         stage.orders.give(1, model="tiny")
-        guest = Guest(
+        guest = HostedRank(
             stage.settings, lambda _: Path("/here"), lambda _, word: said.append(word), stage.spares
         )
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from mlxtp.cluster.cluster_state import Beliefs, Claim, Roster
-from mlxtp.cluster.saved_state import FILE, Kept, forget, from_text, load, save, to_text
+from mlxtp.cluster.cluster_state import ClusterState, LeaderClaim, Roster
+from mlxtp.cluster.saved_state import FILE, SavedState, forget, from_text, load, save, to_text
 from mlxtp.errors import UserError
 from mlxtp.wire.cluster_messages import DesiredState
 
 from ..clustering.desks import unsealed
 
-KEPT = Kept(
-    Beliefs(
-        Claim(7, "a"),
+KEPT = SavedState(
+    ClusterState(
+        LeaderClaim(7, "a"),
         DesiredState(3, "b", "mlx-community/Llama", "2", 3),
         Roster()
         .admitting("a", "studio", "key-a", unsealed)
@@ -62,18 +62,18 @@ def test_a_roster_of_an_earlier_version_has_no_signatures(tmp_path: Path) -> Non
 
 
 def test_a_first_start_remembers_nothing_and_says_nothing(tmp_path: Path) -> None:
-    assert load(tmp_path) == (Kept(), "")
-    assert load(tmp_path / "no such folder") == (Kept(), "")
+    assert load(tmp_path) == (SavedState(), "")
+    assert load(tmp_path / "no such folder") == (SavedState(), "")
 
 
 def test_who_begins_anew_remembers_nothing(tmp_path: Path) -> None:
     save(tmp_path, KEPT)
     for _ in range(2):
         forget(tmp_path)
-        assert load(tmp_path) == (Kept(), "")
+        assert load(tmp_path) == (SavedState(), "")
     (tmp_path / FILE).mkdir()
     forget(tmp_path)
-    assert load(tmp_path) == (Kept(), "")
+    assert load(tmp_path) == (SavedState(), "")
     assert (tmp_path / f"{FILE}.unusable-1").is_dir()
 
 
@@ -98,11 +98,11 @@ def test_whoever_is_killed_while_writing_leaves_the_file_before(
 
     monkeypatch.setattr(os, "fsync", dies)
     with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, Kept())
+        save(tmp_path, SavedState())
     monkeypatch.undo()
     assert load(tmp_path) == (KEPT, "")
-    save(tmp_path, Kept())  # what was left lying about is no obstacle
-    assert load(tmp_path) == (Kept(), "")
+    save(tmp_path, SavedState())  # what was left lying about is no obstacle
+    assert load(tmp_path) == (SavedState(), "")
 
 
 def test_the_new_file_is_on_the_disk_before_it_takes_the_name(
@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_and_the_file_before_stays(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"state\.json cannot be written: No space left on device"):
-        save(tmp_path, Kept())
+        save(tmp_path, SavedState())
     monkeypatch.undo()
     assert load(tmp_path) == (KEPT, "")
 
@@ -162,12 +162,12 @@ def test_what_cannot_be_used_is_told_and_set_aside(tmp_path: Path, text: str, sa
     path = tmp_path / FILE
     path.write_text(text)
     kept, told = load(tmp_path)
-    assert kept == Kept()
+    assert kept == SavedState()
     assert str(path) in told
     assert said in told
     assert f"{FILE}.unusable-1" in told
     assert (tmp_path / f"{FILE}.unusable-1").read_text() == text
-    assert load(tmp_path) == (Kept(), "")
+    assert load(tmp_path) == (SavedState(), "")
 
 
 def test_bytes_that_are_no_text_and_files_that_never_end_are_set_aside(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_bytes_that_are_no_text_and_files_that_never_end_are_set_aside(tmp_path:
 def test_a_folder_in_its_place_is_set_aside(tmp_path: Path) -> None:
     (tmp_path / FILE / "inside").mkdir(parents=True)
     kept, told = load(tmp_path)
-    assert kept == Kept()
+    assert kept == SavedState()
     assert "(it is a folder). It was set aside as state.json.unusable-1" in told
     assert (tmp_path / f"{FILE}.unusable-1" / "inside").is_dir()
     save(tmp_path, KEPT)
@@ -202,10 +202,10 @@ def test_a_home_that_is_not_there_cannot_be_written(tmp_path: Path) -> None:
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     save(tmp_path, KEPT)
     with pytest.raises(ValueError, match="epoch"):
-        save(tmp_path, Kept(Beliefs(epoch=-1)))
+        save(tmp_path, SavedState(ClusterState(epoch=-1)))
     assert load(tmp_path) == (KEPT, "")
 
 
 def test_only_the_latest_addresses_of_a_peer_are_kept() -> None:
     many = tuple(f"10.0.0.{i}:1" for i in range(40))
-    assert from_text(to_text(Kept(peers={"a": many}))).peers == {"a": many[:16]}
+    assert from_text(to_text(SavedState(peers={"a": many}))).peers == {"a": many[:16]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.config import Settings
-from mlxtp.groups.health import MOVES, State, is_legal
+from mlxtp.groups.health import TRANSITIONS, ServingState, is_legal
 from mlxtp.groups.lifecycle import Supervisor
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
@@ -17,7 +17,9 @@ FENCE = "```mermaid\nstateDiagram-v2\n"
 
 def drawing() -> str:
     """The table as a Mermaid diagram, in its own order."""
-    moves = [(before, after) for before in MOVES for after in MOVES if after in MOVES[before]]
+    moves = [
+        (before, after) for before in TRANSITIONS for after in TRANSITIONS if after in TRANSITIONS[before]
+    ]
     lines = ["[*] --> starting", *(f"{before} --> {after}" for before, after in moves), "stopped --> [*]"]
     return "".join(f"    {line}\n" for line in lines)
 
@@ -28,24 +30,28 @@ def test_the_docs_draw_the_table() -> None:
 
 
 def test_every_state_is_reached_and_left_but_the_last() -> None:
-    reached = {after for following in MOVES.values() for after in following}
-    assert reached == set(MOVES) == set(State) - {State.FORMING}
-    assert [state for state in MOVES if not MOVES[state]] == [State.STOPPED]
-    assert all(State.STOPPED in following for state, following in MOVES.items() if state is not State.STOPPED)
+    reached = {after for following in TRANSITIONS.values() for after in following}
+    assert reached == set(TRANSITIONS) == set(ServingState) - {ServingState.FORMING}
+    assert [state for state in TRANSITIONS if not TRANSITIONS[state]] == [ServingState.STOPPED]
+    assert all(
+        ServingState.STOPPED in following
+        for state, following in TRANSITIONS.items()
+        if state is not ServingState.STOPPED
+    )
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (State.STARTING, State.READY),
-        (State.RESTARTING, State.READY),
-        (State.DRAINING, State.READY),
-        (State.FAILED, State.READY),
-        (State.READY, State.FAILED),
-        (State.STOPPED, State.STARTING),
+        (ServingState.STARTING, ServingState.READY),
+        (ServingState.RESTARTING, ServingState.READY),
+        (ServingState.DRAINING, ServingState.READY),
+        (ServingState.FAILED, ServingState.READY),
+        (ServingState.READY, ServingState.FAILED),
+        (ServingState.STOPPED, ServingState.STARTING),
     ],
 )
-def test_what_is_not_in_the_table_is_not_legal(before: State, after: State) -> None:
+def test_what_is_not_in_the_table_is_not_legal(before: ServingState, after: ServingState) -> None:
     assert not is_legal(before, after)
     assert is_legal(before, before)
 
@@ -55,12 +61,12 @@ def test_a_move_that_is_not_legal_is_logged_and_made(
 ) -> None:
     supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
     with caplog.at_level(logging.ERROR):
-        supervisor._enter(State.LOADING)
+        supervisor._enter(ServingState.LOADING)
         assert caplog.records == []
-        supervisor._enter(State.FAILED)
+        supervisor._enter(ServingState.FAILED)
     [record] = caplog.records
     assert record.getMessage() == "epoch 0 went from loading to failed, which is a bug"
-    assert supervisor.state is State.FAILED
+    assert supervisor.state is ServingState.FAILED
 
 
 def test_what_another_mac_goes_through_is_not_judged(
@@ -68,7 +74,7 @@ def test_what_another_mac_goes_through_is_not_judged(
 ) -> None:
     supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
     with caplog.at_level(logging.ERROR):
-        for state in (State.READY, State.FAILED, State.LOADING):
+        for state in (ServingState.READY, ServingState.FAILED, ServingState.LOADING):
             supervisor._show(state)
-        supervisor._enter(State.STARTING)
+        supervisor._enter(ServingState.STARTING)
     assert caplog.records == []

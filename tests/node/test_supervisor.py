@@ -16,15 +16,15 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import End, Request, Tokens
+from mlxtp.api.backend import Request, StreamEnd, Tokens
 from mlxtp.config import Settings
 from mlxtp.diagnostics import failure_store
 from mlxtp.errors import Code, GroupError, MlxtpError
 from mlxtp.groups import health as epoch
 from mlxtp.groups import lifecycle
-from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, State, is_legal
-from mlxtp.groups.lifecycle import Plan, Supervisor
-from mlxtp.groups.process_group import Group
+from mlxtp.groups.health import MAX_FAILURES, RestartPolicy, ServingState, is_legal
+from mlxtp.groups.lifecycle import EpochPlan, Supervisor
+from mlxtp.groups.process_group import EpochGroup
 from mlxtp.models import self_test
 from mlxtp.models.names import ModelSource, open_model
 from mlxtp.wire.messages import Delta, Pong
@@ -47,17 +47,17 @@ class Stage:
             Settings(self.home, "", 0, 1, "tiny", limits=LIMITS), worker=self.orders.worker
         )
         self.gateway = self.supervisor.gateway
-        self._plans: asyncio.Queue[Plan] = asyncio.Queue()
+        self._plans: asyncio.Queue[EpochPlan] = asyncio.Queue()
         self._changes: asyncio.Queue[None] = asyncio.Queue()
         self.asked = 0
         self.instead = False
         self.formed: list[bool] = []
         self.running: asyncio.Future[None]
-        self.states: list[State] = []
+        self.states: list[ServingState] = []
         enter = self.supervisor._enter
         self.supervisor._enter = lambda state: (self.states.append(state), enter(state))[1]  # type: ignore[method-assign, func-returns-value]
 
-    async def next(self) -> Plan:
+    async def next(self) -> EpochPlan:
         self.asked += 1
         return await self._plans.get()
 
@@ -69,16 +69,16 @@ class Stage:
         return self.instead
 
     def plan(self, epoch: int) -> None:
-        self._plans.put_nowait(Plan(epoch, self.source, Group(1, 1, "none", kind="one Mac alone")))
+        self._plans.put_nowait(EpochPlan(epoch, self.source, EpochGroup(1, 1, "none", kind="one Mac alone")))
 
     def change(self) -> None:
         self._changes.put_nowait(None)
 
     async def serves(self, epoch: int) -> None:
         self.plan(epoch)
-        await self.until(State.READY, epoch)
+        await self.until(ServingState.READY, epoch)
 
-    async def until(self, state: State, epoch: int | None = None) -> None:
+    async def until(self, state: ServingState, epoch: int | None = None) -> None:
         await sees(
             lambda: self.supervisor.state is state and epoch in (None, self.supervisor.epoch), f"{state}"
         )
@@ -105,7 +105,7 @@ def play(tmp_path: Path, source: ModelSource, story: Callable[[Stage], Awaitable
             async with asyncio.timeout(WAIT_S):
                 await asyncio.wait({stage.running})
         assert stage.running.cancelled(), stage.running.exception()
-        assert (stage.supervisor.state, stage.gateway.open_requests) == (State.STOPPED, 0)
+        assert (stage.supervisor.state, stage.gateway.open_requests) == (ServingState.STOPPED, 0)
         assert all(is_legal(before, after) for before, after in pairwise(stage.states)), stage.states
         assert stage.gateway.models() == ()
         assert rank_processes(stage.home) == []
@@ -120,14 +120,14 @@ def test_each_epoch_has_the_number_and_the_group_that_were_planned(
     async def story(stage: Stage) -> None:
         await stage.serves(41)
         answer = stage.gateway.generate(Request((5, 6, 7), 2))
-        assert await everything(answer) == [Tokens((5,)), Tokens((6,)), End("length", 2)]
+        assert await everything(answer) == [Tokens((5,)), Tokens((6,)), StreamEnd("length", 2)]
         stage.supervisor.end_epoch(GroupError("a better group is there", Code.REPLANNED))
         await sees(lambda: stage.asked == 2)
         assert stage.orders.notes("shut down"), "it was to end in order"
         assert not stage.supervisor.in_epoch
         await stage.serves(50)
         assert [note["epoch"] for note in stage.orders.notes("started")] == [41, 50]
-        assert State.FAILED not in stage.states
+        assert ServingState.FAILED not in stage.states
 
     play(tmp_path, source, story)
 
@@ -141,7 +141,7 @@ def test_whoever_another_mac_answered_is_answered_here_when_a_group_forms_here(
         answer = stage.gateway.generate(Request((5, 6, 7), 3))
         stage.gateway.on_event(Delta((1,), (0,), (5,)))
         stage.plan(1)
-        expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), End("length", 3)]
+        expected = [Tokens((5,)), Tokens((6,)), Tokens((7,)), StreamEnd("length", 3)]
         assert await everything(answer) == expected
 
     play(tmp_path, source, story)
@@ -202,7 +202,7 @@ def test_after_too_many_failures_it_waits_for_something_to_change(
         answer = stage.gateway.generate(Request((1,), 9))
         stage.orders.give(0, die_on="Init", code="out_of_memory")
         stage.plan(2)
-        await stage.until(State.FAILED)
+        await stage.until(ServingState.FAILED)
         assert (await stage.error_of(answer)).code is Code.OUT_OF_MEMORY
         assert stage.supervisor.resting
         assert stage.gateway.health().reason == "rank 0 ended with out_of_memory"
@@ -227,8 +227,8 @@ def test_groups_that_formed_and_failed_are_counted_although_other_plans_are_left
         stage.orders.give(0, error_on=message, code=code)
         for number in range(1, MAX_FAILURES + 2):
             stage.plan(number)
-        await sees(lambda: State.FAILED in stage.states or stage.asked > MAX_FAILURES)
-        assert stage.supervisor.state is State.FAILED
+        await sees(lambda: ServingState.FAILED in stage.states or stage.asked > MAX_FAILURES)
+        assert stage.supervisor.state is ServingState.FAILED
         assert stage.supervisor.epoch == MAX_FAILURES
         assert stage.formed == [True] * MAX_FAILURES
 
@@ -246,12 +246,12 @@ def test_groups_that_do_not_form_are_replaced_as_long_as_other_plans_are_left(
         stage.orders.give(0, die_on="Init", code="group_form_failed")
         for number in range(1, MAX_FAILURES + 2):
             stage.plan(number)
-        await sees(lambda: State.FAILED in stage.states or stage.asked == MAX_FAILURES + 2)
-        assert State.FAILED not in stage.states
+        await sees(lambda: ServingState.FAILED in stage.states or stage.asked == MAX_FAILURES + 2)
+        assert ServingState.FAILED not in stage.states
         assert stage.formed == [False] * (MAX_FAILURES + 1)
         stage.instead = False
         stage.plan(MAX_FAILURES + 2)
-        await stage.until(State.FAILED)
+        await stage.until(ServingState.FAILED)
 
     play(tmp_path, source, story)
 
@@ -279,7 +279,7 @@ def test_the_reason_of_a_golden_proof_that_failed_reaches_the_postmortem(
 ) -> None:
     """No rank reports it: the agent compares."""
 
-    def kept(*_: object) -> self_test.Answers:
+    def kept(*_: object) -> self_test.SelfTestTokens:
         raise GroupError("golden proof failed: it said so", Code.PROOF_FAILED)
 
     monkeypatch.setattr(self_test, "kept", kept)
@@ -340,7 +340,7 @@ def test_what_another_mac_says_is_shown_until_there_is_a_group_here(
     tmp_path: Path, source: ModelSource
 ) -> None:
     async def story(stage: Stage) -> None:
-        stage.supervisor.follow(State.READY, 7, "", Group(0, 3, "jaccl", kind="JACCL mesh"))
+        stage.supervisor.follow(ServingState.READY, 7, "", EpochGroup(0, 3, "jaccl", kind="JACCL mesh"))
         health = stage.gateway.health()
         assert (health.state, health.epoch, health.world_size, health.backend) == ("ready", 7, 3, "jaccl")
         assert not stage.supervisor.in_epoch
@@ -355,9 +355,9 @@ def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
     async def story() -> None:
         supervisor = Supervisor(Settings(tmp_path, "", 0, 1, "tiny"))
         assert supervisor.progress == "starting"
-        supervisor.follow(State.LOADING, 3, "loading 7 %", Group(0, 2, "ring"))
+        supervisor.follow(ServingState.LOADING, 3, "loading 7 %", EpochGroup(0, 2, "ring"))
         assert supervisor.progress == "loading 7 %"
-        supervisor._own, supervisor._weight_bytes = State.LOADING, 1000
+        supervisor._own, supervisor._weight_bytes = ServingState.LOADING, 1000
         for held, shown in ((0, 0), (204, 40), (900, 99)):  # of each rank; and the rest of it is not the load
             pongs = {rank: Pong("loading", 0.0, 0, 0, 0, 0, 0, held, held, "") for rank in range(2)}
             supervisor._current = supervisor.ranks = cast(Any, SimpleNamespace(pongs=pongs))
@@ -370,16 +370,18 @@ def test_how_far_a_load_is_can_be_told_in_per_cent(tmp_path: Path) -> None:
 
 def test_what_is_on_its_way_until_it_is_served_or_prevented(tmp_path: Path, source: ModelSource) -> None:
     async def story(stage: Stage) -> None:
-        def starting(state: State, reason: str) -> str:
-            stage.supervisor.follow(state, 0, reason, Group(0, 0, "none"))
+        def starting(state: ServingState, reason: str) -> str:
+            stage.supervisor.follow(state, 0, reason, EpochGroup(0, 0, "none"))
             return stage.gateway.health().starting
 
-        assert starting(State.IDLE, "nothing is to be served") == ""
+        assert starting(ServingState.IDLE, "nothing is to be served") == ""
         stage.supervisor.wanted = "org/m"
-        assert starting(State.IDLE, "members come and go") == "org/m is about to load"
-        assert starting(State.IDLE, "org/m is on its way: 1 of 2 GB") == "org/m is on its way: 1 of 2 GB"
-        assert starting(State.LOADING, "") == "org/m is loading"
-        assert starting(State.FAILED, "") == ""
+        assert starting(ServingState.IDLE, "members come and go") == "org/m is about to load"
+        assert (
+            starting(ServingState.IDLE, "org/m is on its way: 1 of 2 GB") == "org/m is on its way: 1 of 2 GB"
+        )
+        assert starting(ServingState.LOADING, "") == "org/m is loading"
+        assert starting(ServingState.FAILED, "") == ""
         await stage.serves(8)
         assert stage.gateway.health().starting == ""
 

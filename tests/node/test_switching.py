@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from mlxtp.api.backend import ModelInfo, Turn
+from mlxtp.api.backend import ModelInfo, ModelLease
 from mlxtp.cluster.leadership import Situation
 from mlxtp.config import Limits, embedded_model_path
 from mlxtp.errors import Code, GroupError, MlxtpError, ModelError, RequestError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.models.names import ModelSource
 from mlxtp.wire.cluster_messages import DesiredState, ModelQueue, ModelStatus, ModelTurn
 from mlxtp.wire.messages import Generate
@@ -34,7 +34,7 @@ WANTED = "tiny"
 class Waiting:
     """A request that waits for its turn."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: ModelLease) -> None:
         self.turn = turn
         self.told: list[str] = []
         self._task = asyncio.ensure_future(self._wait())
@@ -330,7 +330,7 @@ def leading(node: Node) -> FakeLink:
     unplanned(node, "")
     node.cluster.want(LOADED, by_person=False)
     node.cluster.follower.look = lambda: None  # type: ignore[method-assign]
-    node.cluster.supervisor.state = State.READY
+    node.cluster.supervisor.state = ServingState.READY
     served(node, LOADED)
     return link
 
@@ -432,7 +432,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         await loads(node)
         served(node, "")
         supervisor = cluster.supervisor
-        supervisor.resting, supervisor.state = True, State.FAILED
+        supervisor.resting, supervisor.state = True, ServingState.FAILED
         supervisor.reason = why
         node.tick(0.01)
         error = await waiting.refused()
@@ -452,7 +452,7 @@ def test_what_cannot_be_served_gives_way_to_what_was_there_before(
         for _ in range(3):  # the state is still that of the failure
             node.tick(1.0)
         if behind is not None:
-            supervisor.resting, supervisor.state = False, State.READY
+            supervisor.resting, supervisor.state = False, ServingState.READY
             served(node, before)
             await behind.has_come()
         assert cluster.coordination.desired.version == version
@@ -472,7 +472,7 @@ def test_what_a_person_unloaded_does_not_come_back_in_place_of_what_cannot_be_se
         waiting = await ask(node, WANTED)  # before anybody has looked
         await loads(node)
         supervisor = cluster.supervisor
-        supervisor.resting, supervisor.state = True, State.FAILED
+        supervisor.resting, supervisor.state = True, ServingState.FAILED
         supervisor.reason = GroupError("no weights")
         node.tick(0.01)
         assert "no weights" in (await waiting.refused()).detail
@@ -489,7 +489,7 @@ def test_who_waits_for_the_only_model_there_was_is_told_why_it_is_not_there(
         cluster = node.cluster
         cluster.switching._before = None
         supervisor = cluster.supervisor
-        supervisor.resting, supervisor.state = True, State.FAILED
+        supervisor.resting, supervisor.state = True, ServingState.FAILED
         supervisor.reason = GroupError("no weights")
         served(node, "")
         error = await (await ask(node, LOADED)).refused()
@@ -506,7 +506,7 @@ def test_a_model_that_has_no_place_for_a_while_has_none(tmp_path: Path, member: 
         tell(node, link)
         await loads(node)
         served(node, "")
-        cluster.supervisor.state = State.IDLE
+        cluster.supervisor.state = ServingState.IDLE
         unplanned(node, "64 GB are too little")
         for _ in range(11):
             node.live_once(link)
@@ -525,7 +525,7 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
     async def story(node: Node) -> None:
         link, cluster = leading(node), node.cluster
         served(node, "")
-        cluster.supervisor.state = State.IDLE
+        cluster.supervisor.state = ServingState.IDLE
         unplanned(node, "64 GB are too little")
         waiting = await ask(node, "default")
         cluster.want(LOADED)
@@ -540,7 +540,7 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
         tell(node, link, LOADED)
         assert len(link.heard(ModelTurn)) == told + 1, "who waits elsewhere is told, too"
         assert cluster.coordination.desired.pinned
-        cluster.supervisor.resting, cluster.supervisor.state = True, State.FAILED
+        cluster.supervisor.resting, cluster.supervisor.state = True, ServingState.FAILED
         cluster.supervisor.reason = ModelError("no weights")
         tell(node, link, LOADED)
         told_last = link.heard(ModelTurn)[-1]
@@ -548,7 +548,7 @@ def test_what_is_pinned_and_has_no_place_is_not_waited_for(tmp_path: Path, membe
         cluster.supervisor.resting = False
         unplanned(node, "")
         node.live_once(link)
-        cluster.supervisor.state = State.READY
+        cluster.supervisor.state = ServingState.READY
         served(node, LOADED)
         assert (await ask(node, LOADED)).turn.come
 
@@ -607,7 +607,7 @@ def test_what_is_not_on_the_coordinators_disk_may_be_on_another_one(tmp_path: Pa
         tell(node, link)
         await loads(node)
         served(node, "")
-        cluster.supervisor.state = State.IDLE
+        cluster.supervisor.state = ServingState.IDLE
         cluster.model.problem = "tiny is not here"
         unplanned(node, cluster.model.problem)
         node.tick(1.0)
@@ -636,7 +636,7 @@ def test_what_is_too_large_is_refused_before_anything_is_unloaded_for_it(
         error = await waiting.refused()
         assert (error.status, error.code) == (503, Code.NOT_READY)
         assert "(studio) has 0.0 GB for 0.6 GB" in error.detail
-        assert (cluster.coordination.desired.model, cluster.supervisor.state) == (LOADED, State.READY)
+        assert (cluster.coordination.desired.model, cluster.supervisor.state) == (LOADED, ServingState.READY)
         told = link.heard(ModelTurn)[-1]
         assert (told.model, told.refused) == (LOADED, WANTED)
         assert (await ask(node, LOADED)).turn.come

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from mlxtp.errors import Code, GroupError, MlxtpError
-from mlxtp.groups.lifecycle import Plan
+from mlxtp.groups.lifecycle import EpochPlan
 from mlxtp.groups.trials import Trials
-from mlxtp.placement.candidates import Alternative
+from mlxtp.placement.candidates import Candidate
 from mlxtp.placement.cost_model import ALONE, JACCL_MESH, JACCL_RING, RING_ETHERNET
 from mlxtp.placement.fabrics import Fabrics
 from mlxtp.placement.rank_memory import RankMemory
@@ -24,7 +24,7 @@ from ..clustering.desks import cabled, mac
 from .scenes import run, sees
 
 NEEDS = RankMemory("b", "b", 10, 0, 0, 15, 100)
-PAIR = Alternative(RING_ETHERNET, 2, "chosen", ranks=("a", "b"), backend="ring", memory=(NEEDS,))
+PAIR = Candidate(RING_ETHERNET, 2, "chosen", ranks=("a", "b"), backend="ring", memory=(NEEDS,))
 MODEL = object()
 
 MACS = cabled([mac(place) for place in range(3)], [(0, 1), (0, 2), (1, 2)])
@@ -32,11 +32,11 @@ TOPOLOGY = Topology(MACS)
 A, B, C = (each.node_id for each in MACS)
 
 
-def jaccl(*ranks: str, circle: bool = False) -> Alternative:
+def jaccl(*ranks: str, circle: bool = False) -> Candidate:
     """A group over JACCL on Macs of `TOPOLOGY`."""
     fabrics = Fabrics({each.node_id: each for each in MACS}, TOPOLOGY)
     kind, matrix = JACCL_RING if circle else JACCL_MESH, fabrics.matrix(ranks, circle=circle)
-    return Alternative(kind, len(ranks), ranks=ranks, backend="jaccl", jaccl_ring=circle, rdma=matrix)
+    return Candidate(kind, len(ranks), ranks=ranks, backend="jaccl", jaccl_ring=circle, rdma=matrix)
 
 
 def serving(backend: str, *participants: str, held_mib: tuple[int, ...] = ()) -> Serving:
@@ -58,7 +58,7 @@ class Stage:
         self.stages = ["spawned", "linked", "formed", "proven"]
         self.forgotten: list[int] = []
         self.ended: list[MlxtpError | None] = []
-        self.tried: list[Plan] = []
+        self.tried: list[EpochPlan] = []
         self.groups: list[tuple[int, tuple[str, ...]]] = []
         self.go = asyncio.Event()
         self.go.set()
@@ -84,12 +84,12 @@ class Stage:
         )
         self.trials = Trials(cast(Any, cluster), cast(Any, groups))
 
-    def leave_out(self, _chosen: Alternative, error: MlxtpError, *, formed: bool) -> bool:
+    def leave_out(self, _chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
         self.left_out.append(error)
         self.formed.append(formed)
         return self.alternative
 
-    async def try_out(self, plan: Plan, on_stage: Callable[[str], None]) -> Plan:
+    async def try_out(self, plan: EpochPlan, on_stage: Callable[[str], None]) -> EpochPlan:
         self.tried.append(plan)
         await self.go.wait()
         for stage in self.stages:
@@ -99,12 +99,12 @@ class Stage:
         if plan.model is None:
             return plan
         failed = asyncio.get_running_loop().create_future()
-        return Plan(plan.epoch, plan.model, plan.group, ranks=cast(Any, SimpleNamespace(failed=failed)))
+        return EpochPlan(plan.epoch, plan.model, plan.group, ranks=cast(Any, SimpleNamespace(failed=failed)))
 
     async def end_beside(self, error: MlxtpError | None = None) -> None:
         self.ended.append(error)
 
-    async def tries(self, number: int = 5, chosen: Alternative = PAIR) -> None:
+    async def tries(self, number: int = 5, chosen: Candidate = PAIR) -> None:
         self.trials.begin(number, chosen)
         await sees(lambda: not self.trials.busy)
 
@@ -120,13 +120,13 @@ def test_a_loaded_group_waits_until_it_is_taken_over() -> None:
     async def story(stage: Stage) -> None:
         trials = stage.trials
         assert not trials.is_over(PAIR)
-        assert trials.is_over(Alternative(ALONE, 1))
+        assert trials.is_over(Candidate(ALONE, 1))
         await stage.tries()
         assert [plan.model for plan in stage.tried] == [MODEL]
         assert trials.is_over(PAIR)
         assert trials.ranks == PAIR.ranks
         trials.look(PAIR)
-        other = Alternative(RING_ETHERNET, 3, ranks=("a", "b", "c"))
+        other = Candidate(RING_ETHERNET, 3, ranks=("a", "b", "c"))
         assert not trials.is_over(other)
         assert trials.take(other) is None
         taken = trials.take(PAIR)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from mlxtp.groups import wired_memory
-from mlxtp.groups.wired_memory import GB, LOOK_S, LOOKS, Wired, left_bytes, wired_bytes
+from mlxtp.groups.wired_memory import GB, LOOK_S, LOOKS, WiredMemory, left_bytes, wired_bytes
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_is_wired_beyond_what_others_may_have_taken_was_left(
     assert left_bytes(before * GB, after * GB, held * GB) == left * GB
 
 
-class Mac(Wired):
+class Mac(WiredMemory):
     """A machine whose wired memory is in `now`, in GB; after `settles` looks it is as low as before."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, settles: int = -1) -> None:
@@ -93,7 +93,7 @@ def test_only_macos_counts_wired_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(psutil, "virtual_memory", OfMacOs)
     assert wired_bytes("darwin") == 7 * GB
     assert wired_bytes("linux") is None
-    idle = Wired(lambda: None)
+    idle = WiredMemory(lambda: None)
     idle.began()
     asyncio.run(idle.ended(1, 400 * GB))
     assert idle.words == ""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mlxtp.admin.handlers import Member
+from mlxtp.admin.handlers import ClusterAdmin
 from mlxtp.errors import UserError
-from mlxtp.groups.health import State
+from mlxtp.groups.health import ServingState
 from mlxtp.models import selection
 from mlxtp.wire.cluster_messages import ModelsHere, StoredModel
 
@@ -41,7 +41,7 @@ def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def served(node: Node, model: str = "tiny") -> None:
     node.cluster.want(model)
-    node.cluster.supervisor.state = State.READY
+    node.cluster.supervisor.state = ServingState.READY
 
 
 class Coming:
@@ -81,7 +81,7 @@ def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: membe
     (tmp_path / "half" / "config.json").write_bytes(embedded()["config.json"])
 
     async def story(node: Node) -> None:
-        admin, a = Member(node.cluster, member.store), node.meet(A)
+        admin, a = ClusterAdmin(node.cluster, member.store), node.meet(A)
         served(node)
         for model, why in (
             ("org/typo", "the Hub knows no such model"),
@@ -108,7 +108,7 @@ def test_what_has_no_place_leaves_what_is_served(
     tmp_path: Path, member: members.Member, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def story(node: Node) -> None:
-        admin = Member(node.cluster, member.store)
+        admin = ClusterAdmin(node.cluster, member.store)
         served(node)
         for model in ("tiny", MODEL):
             with pytest.raises(UserError, match=r"all stays as it is: .*3 nodes"):
@@ -125,7 +125,7 @@ def test_what_has_no_place_leaves_what_is_served(
 
 def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: members.Member, hub: Hub) -> None:
     async def story(node: Node) -> None:
-        admin, coming = Member(node.cluster, member.store), Coming(node)
+        admin, coming = ClusterAdmin(node.cluster, member.store), Coming(node)
         served(node)
         said = await admin.serve(MODEL, "")
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
@@ -144,7 +144,7 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
 @pytest.mark.parametrize("later", ["serve", "unload", "elsewhere"])
 def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: Hub, later: str) -> None:
     async def story(node: Node) -> None:
-        admin, coming = Member(node.cluster, member.store), Coming(node)
+        admin, coming = ClusterAdmin(node.cluster, member.store), Coming(node)
         served(node)
         await admin.serve(MODEL, "")
         if later == "serve":
@@ -164,7 +164,7 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
 
 def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub: Hub) -> None:
     async def story(node: Node) -> None:
-        admin, coming = Member(node.cluster, member.store), Coming(node)
+        admin, coming = ClusterAdmin(node.cluster, member.store), Coming(node)
         served(node)
         await admin.serve(MODEL, "")
         coming.end("it is gated")
@@ -180,7 +180,7 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     async def story(node: Node) -> None:
-        admin, coming, a = Member(node.cluster, member.store), Coming(node), node.meet(A)
+        admin, coming, a = ClusterAdmin(node.cluster, member.store), Coming(node), node.meet(A)
         node.hear(a, report(MACHINE))
         served(node)
         await admin.serve(MODEL, "2")
@@ -203,7 +203,7 @@ def test_what_was_said_while_the_hub_was_asked_counts(
     tmp_path: Path, member: members.Member, hub: Hub
 ) -> None:
     async def story(node: Node) -> None:
-        admin = Member(node.cluster, member.store)
+        admin = ClusterAdmin(node.cluster, member.store)
         asking = asyncio.ensure_future(admin.serve(MODEL, ""))
         await asyncio.sleep(0)
         await admin.serve("tiny", "")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import End, Event, Tokens
+from mlxtp.api.backend import StreamEnd, TokenEvent, Tokens
 from mlxtp.api.guard import Access
 from mlxtp.api.server import bind, serve
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeBackend, byte_level, save
@@ -165,7 +165,7 @@ class Site:
     def says(self, *parts: str, step: int = 4, error: Exception | None = None) -> None:
         """The next answers: after each part but the last they wait for `go_on`. At the end stands `error`."""
 
-        async def script() -> AsyncIterator[Event]:
+        async def script() -> AsyncIterator[TokenEvent]:
             count = 0
             for number, part in enumerate(parts):
                 while number and not self.go_on.is_set():  # noqa: ASYNC110 - a test's thread sets it
@@ -176,7 +176,7 @@ class Site:
                     yield Tokens(tuple(tokens[i : i + step]))
             if error is not None:
                 raise error
-            yield End("stop", count, cached=3)
+            yield StreamEnd("stop", count, cached=3)
 
         self.backend.script = script
 
@@ -217,7 +217,7 @@ class Running:
 def running_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     tokenizer = byte_level()
     folder = save(tokenizer, tmp_path_factory.mktemp("tokenizer"))
-    backend, observed, admin = FakeBackend(Text(LocalWriter.load(folder))), FakeObserved(), Admin()
+    backend, observed, admin = FakeBackend(Text(LocalRenderer.load(folder))), FakeObserved(), Admin()
     running = Running(backend, observed, admin)
 
     def ids(text: str) -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..api.conftest import FakeBackend, byte_level, save, says
@@ -65,7 +65,9 @@ def page(browser: Browser) -> Iterator[Page]:
 
 @pytest.fixture
 def backend(tmp_path: Path) -> FakeBackend:
-    return FakeBackend(Text(LocalWriter.load(save(byte_level(), tmp_path / "tokenizer"))), says([60, 61, 62]))
+    return FakeBackend(
+        Text(LocalRenderer.load(save(byte_level(), tmp_path / "tokenizer"))), says([60, 61, 62])
+    )
 
 
 def ask(page: Page, server: Door, key: str, path: str = "/v1/chat/completions", body: Any = OPEN) -> Any:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from mlxtp.diagnostics.causes import Case, Cause, Difference, likely_cause
-from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, Step
+from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, RecordedStep
 from mlxtp.errors import Code
 
 S = 1_000_000
-FINISHED = Step(6, started_us=8 * S, queued_us=8 * S, finished_us=9 * S)
-QUEUED = Step(7, started_us=9 * S, queued_us=9 * S)
-BEGUN = Step(7, started_us=9 * S)
+FINISHED = RecordedStep(6, started_us=8 * S, queued_us=8 * S, finished_us=9 * S)
+QUEUED = RecordedStep(7, started_us=9 * S, queued_us=9 * S)
+BEGUN = RecordedStep(7, started_us=9 * S)
 
 WAITING = RankRecord(0, by_agent=True, phase="decode", ended_us=20 * S, steps=(FINISHED, QUEUED))
 HEALTHY = RankRecord(1, by_agent=True, phase="decode", ended_us=20 * S, steps=(FINISHED,))

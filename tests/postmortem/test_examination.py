@@ -8,22 +8,22 @@ import pytest
 
 from mlxtp.diagnostics.causes import Difference
 from mlxtp.diagnostics.examination import behind, examine, first_difference
-from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, Step
+from mlxtp.diagnostics.failure_record import EpochRecord, RankRecord, RecordedStep
 from mlxtp.errors import Code
 
 
-def steps(*seqs: int, **fields: object) -> tuple[Step, ...]:
+def steps(*seqs: int, **fields: object) -> tuple[RecordedStep, ...]:
     """Finished ones, alike on every rank."""
     return tuple(
         replace(
-            Step(seq, "step", 1, seq, seq, seq + 1, seq, 9 * seq, f"d{seq}", f"f{seq}"),
+            RecordedStep(seq, "step", 1, seq, seq, seq + 1, seq, 9 * seq, f"d{seq}", f"f{seq}"),
             **fields,  # type: ignore[arg-type]
         )
         for seq in seqs
     )
 
 
-def rank(number: int, *its: Step, **fields: object) -> RankRecord:
+def rank(number: int, *its: RecordedStep, **fields: object) -> RankRecord:
     return RankRecord(number, steps=its, **fields)  # type: ignore[arg-type]
 
 
@@ -60,7 +60,7 @@ def test_what_one_rank_has_forgotten_is_not_compared() -> None:
 
 
 def test_a_step_that_one_rank_did_not_finish_has_no_digest_to_compare() -> None:
-    half = Step(5, "step", 1, 5, 5, 0, 5, 45)
+    half = RecordedStep(5, "step", 1, 5, 5, 0, 5, 45)
     assert first_difference([rank(0, *steps(4, 5)), rank(1, *steps(4), half)]) is None
 
 
@@ -73,14 +73,14 @@ def test_nobody_to_compare_with() -> None:
     [
         (steps(6), None),
         ((), 1),
-        ((Step(6, started_us=6),), 1),
-        ((Step(6, "step", 1, 6, 6, 0, 6, 54),), 1),
+        ((RecordedStep(6, started_us=6),), 1),
+        ((RecordedStep(6, "step", 1, 6, 6, 0, 6, 54),), 1),
         (steps(6, 7), 0),
         (steps(6, collectives=53), 1),
     ],
     ids=["equal", "not begun", "begun", "queued", "ahead", "fewer collectives"],
 )
-def test_who_is_behind(last: tuple[Step, ...], expected: int | None) -> None:
+def test_who_is_behind(last: tuple[RecordedStep, ...], expected: int | None) -> None:
     assert behind([rank(0, *steps(5, 6)), rank(1, *steps(5), *last)]) == expected
 
 

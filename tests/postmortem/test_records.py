@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from mlxtp.diagnostics.failure_record import epoch_record, rank_record
-from mlxtp.diagnostics.failure_store import Failed, RankEnd, about_epoch, about_rank
+from mlxtp.diagnostics.failure_store import FailedEpoch, RankEnd, about_epoch, about_rank
 from mlxtp.errors import Code, GroupError
 
 RANK: dict[str, Any] = json.loads(json.dumps(about_rank(RankEnd(1, 7, 64, ended_at=1.0), 2.0, 1.0)))
-EPOCH: dict[str, Any] = about_epoch(Failed(3, "a", GroupError("gone", Code.RANK_LOST), ("a",)), 1e9)
+EPOCH: dict[str, Any] = about_epoch(FailedEpoch(3, "a", GroupError("gone", Code.RANK_LOST), ("a",)), 1e9)
 STEPS = {"columns": ["seq", "kind"], "steps": [[5, "step"]]}
 
 

@@ -25,7 +25,7 @@ from mlxtp.client import agent_runs
 from mlxtp.config import default_home, resolve_settings, told
 from mlxtp.errors import UserError
 from mlxtp.service import installed as here
-from mlxtp.service.description import Command, Outcome, Owner, Remove, Write
+from mlxtp.service.description import CommandResult, Owner, Remove, ServiceCommand, Write
 from mlxtp.service.launchd import Launchd
 from mlxtp.service.shell import Shell, owner_here, run
 from mlxtp.service.systemd import Systemd
@@ -34,7 +34,7 @@ from ..api.test_admin import KEY
 from ..cluster import WAIT_S
 from ..commands.test_cluster import Agent
 
-NOT_FOUND = Outcome(113, 'Bad request.\nCould not find service "mlxtp.node" in domain for system')
+NOT_FOUND = CommandResult(113, 'Bad request.\nCould not find service "mlxtp.node" in domain for system')
 
 
 class FakeLaunchd:
@@ -51,45 +51,45 @@ class FakeLaunchd:
         self.lingering = 0
         self.dies = self.refuses = False
 
-    def __call__(self, command: Command) -> Outcome:
+    def __call__(self, command: ServiceCommand) -> CommandResult:
         program, verb, *rest = command.argv
         if program != "/bin/launchctl":
             return run(command)
         if verb != "print":
             self.asked.append(" ".join((verb, *rest)))
-        answer: Outcome = getattr(self, f"_{verb}")(*rest)
+        answer: CommandResult = getattr(self, f"_{verb}")(*rest)
         return answer
 
-    def _print(self, _target: str) -> Outcome:
+    def _print(self, _target: str) -> CommandResult:
         if self.plist is None:
             if not self.lingering:
                 return NOT_FOUND
             self.lingering -= 1
         pid = f"\tpid = {self.pid}\n" if self.pid else ""
-        return Outcome(0, f"system/mlxtp.node = {{\n{pid}\tlast exit code = {self.last}\n}}")
+        return CommandResult(0, f"system/mlxtp.node = {{\n{pid}\tlast exit code = {self.last}\n}}")
 
-    def _enable(self, _target: str) -> Outcome:
-        return Outcome(0)
+    def _enable(self, _target: str) -> CommandResult:
+        return CommandResult(0)
 
-    def _bootstrap(self, _domain: str, path: str) -> Outcome:
+    def _bootstrap(self, _domain: str, path: str) -> CommandResult:
         if self.plist or self.lingering or self.refuses:
             self.lingering = max(0, self.lingering - 1)
-            return Outcome(
+            return CommandResult(
                 5,
                 "Bootstrap failed: 5: Input/output error",
             )
         self.plist = Path(path)
         return self._kickstart("")
 
-    def _kickstart(self, _target: str) -> Outcome:
+    def _kickstart(self, _target: str) -> CommandResult:
         self.pid, self.last = (None, "1") if self.dies else (4711, self.last)
-        return Outcome(0)
+        return CommandResult(0)
 
-    def _bootout(self, _target: str) -> Outcome:
+    def _bootout(self, _target: str) -> CommandResult:
         self.plist = self.pid = None
         if self.lingering:
-            return Outcome(36, "Boot-out failed: 36: Operation now in progress")
-        return Outcome(0)
+            return CommandResult(36, "Boot-out failed: 36: Operation now in progress")
+        return CommandResult(0)
 
 
 class Mac:
@@ -372,16 +372,16 @@ def test_root_installs_into_the_home_of_who_typed_sudo(monkeypatch: pytest.Monke
 
 
 def test_commands_are_run() -> None:
-    done = run(Command(("/bin/sh", "-c", "echo out; echo err >&2; read x || echo closed; exit 3")))
-    assert done == Outcome(3, "out\nerr\nclosed")
-    assert run(Command(("/no/such/program",))).status == 127
-    assert run(Command(("/bin/sleep", "60"), within_s=0.1)).status == 124
+    done = run(ServiceCommand(("/bin/sh", "-c", "echo out; echo err >&2; read x || echo closed; exit 3")))
+    assert done == CommandResult(3, "out\nerr\nclosed")
+    assert run(ServiceCommand(("/no/such/program",))).status == 127
+    assert run(ServiceCommand(("/bin/sleep", "60"), within_s=0.1)).status == 124
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_root_makes_folders_as_their_owner(tmp_path: Path) -> None:
     other = next(each for each in pwd.getpwall() if each.pw_uid and each.pw_gid)
-    done = run(Command(("/bin/sh", "-c", "id -un; id -g; id -G"), user=other.pw_name))
+    done = run(ServiceCommand(("/bin/sh", "-c", "id -un; id -g; id -G"), user=other.pw_name))
     assert done.said.split() == [other.pw_name, str(other.pw_gid), str(other.pw_gid)]
 
 
@@ -397,7 +397,7 @@ def test_files_are_written_whole_and_removed(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing can be written in"):
         shell.take([Write("/proc/nowhere/unit", "x")])
     with pytest.raises(UserError, match="`/bin/false` ended with 1"):
-        shell.take([Command(("/bin/false",)), Write(str(file), "never")])
+        shell.take([ServiceCommand(("/bin/false",)), Write(str(file), "never")])
     assert not file.exists()
 
 

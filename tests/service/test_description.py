@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtp.errors import UserError
-from mlxtp.service.description import Outcome, Owner, State, describe, is_ours
+from mlxtp.service.description import CommandResult, Owner, ServiceState, describe, is_ours
 from mlxtp.service.launchd import Launchd
 from mlxtp.service.systemd import Systemd
 
@@ -152,40 +152,40 @@ system/mlxtp.node = {
 @pytest.mark.parametrize(
     ("outcome", "state"),
     [
-        (Outcome(0, RUNNING), State(True, 1486, "exit status 1")),
+        (CommandResult(0, RUNNING), ServiceState(True, 1486, "exit status 1")),
         (
-            Outcome(0, RUNNING.replace("last exit code = 1", "last exit code = (never exited)")),
-            State(True, 1486),
+            CommandResult(0, RUNNING.replace("last exit code = 1", "last exit code = (never exited)")),
+            ServiceState(True, 1486),
         ),
         (
-            Outcome(0, RUNNING.replace("\tpid = 1486\n", "").replace("= running", "= spawn scheduled")),
-            State(True, None, "exit status 1"),
+            CommandResult(0, RUNNING.replace("\tpid = 1486\n", "").replace("= running", "= spawn scheduled")),
+            ServiceState(True, None, "exit status 1"),
         ),
         (
-            Outcome(0, "\tstate = not running\n\tlast exit code = 78: EX_CONFIG\n"),
-            State(True, None, "exit status 78: EX_CONFIG"),
+            CommandResult(0, "\tstate = not running\n\tlast exit code = 78: EX_CONFIG\n"),
+            ServiceState(True, None, "exit status 78: EX_CONFIG"),
         ),
         (
-            Outcome(0, "\tstate = not running\n\tlast terminating signal = Killed: 9\n"),
-            State(True, None, "ended by signal Killed: 9"),
+            CommandResult(0, "\tstate = not running\n\tlast terminating signal = Killed: 9\n"),
+            ServiceState(True, None, "ended by signal Killed: 9"),
         ),
-        (Outcome(0, "\tstate = not running\n\tlast exit code = 0\n"), State(True)),
+        (CommandResult(0, "\tstate = not running\n\tlast exit code = 0\n"), ServiceState(True)),
         (
-            Outcome(113, 'Bad request.\nCould not find service "mlxtp.node" in domain for system'),
-            State(),
+            CommandResult(113, 'Bad request.\nCould not find service "mlxtp.node" in domain for system'),
+            ServiceState(),
         ),
     ],
 )
-def test_what_launchctl_prints(outcome: Outcome, state: State) -> None:
+def test_what_launchctl_prints(outcome: CommandResult, state: ServiceState) -> None:
     assert DAEMON.state(outcome) == state
 
 
 def test_a_session_that_is_not_there_is_said() -> None:
-    answer = Outcome(125, "Could not print domain: 125: Domain does not support specified action")
+    answer = CommandResult(125, "Could not print domain: 125: Domain does not support specified action")
     with pytest.raises(UserError, match="no login session at this Mac's screen"):
         AGENT.state(answer)
     with pytest.raises(UserError, match="launchctl print: what"):
-        DAEMON.state(Outcome(9, "what"))
+        DAEMON.state(CommandResult(9, "what"))
 
 
 # --- answers of systemctl, written by hand in the form that systemd 252 gives them ----------------------
@@ -194,20 +194,20 @@ def test_a_session_that_is_not_there_is_said() -> None:
 @pytest.mark.parametrize(
     ("properties", "state"),
     [
-        ("active 77 success 0", State(True, 77)),
-        ("activating 0 exit-code 1", State(True, None, "exit status 1")),
-        ("failed 0 exit-code 2", State(False, None, "exit status 2")),
-        ("failed 0 oom-kill 9", State(False, None, "ended by oom-kill")),
-        ("inactive 0 success 0", State()),
+        ("active 77 success 0", ServiceState(True, 77)),
+        ("activating 0 exit-code 1", ServiceState(True, None, "exit status 1")),
+        ("failed 0 exit-code 2", ServiceState(False, None, "exit status 2")),
+        ("failed 0 oom-kill 9", ServiceState(False, None, "ended by oom-kill")),
+        ("inactive 0 success 0", ServiceState()),
     ],
 )
-def test_what_systemctl_shows(properties: str, state: State) -> None:
+def test_what_systemctl_shows(properties: str, state: ServiceState) -> None:
     names = ("ActiveState", "MainPID", "Result", "ExecMainStatus")
     lines = [f"{name}={value}" for name, value in zip(names, properties.split(), strict=True)]
-    assert UNIT.state(Outcome(0, "\n".join(lines))) == state
+    assert UNIT.state(CommandResult(0, "\n".join(lines))) == state
 
 
 def test_a_machine_without_systemd_is_said() -> None:
     said = "System has not been booted with systemd as init system (PID 1). Can't operate."
     with pytest.raises(UserError, match="systemd does not run on this machine"):
-        UNIT.state(Outcome(1, said))
+        UNIT.state(CommandResult(1, said))

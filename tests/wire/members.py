@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtp.identity.store import Identity, Store
-from mlxtp.wire.certificates import Authority, Membership
+from mlxtp.wire.certificates import Authority, MemberCertificates
 from mlxtp.wire.tls import Credentials
 
 
@@ -23,7 +23,7 @@ class Member:
         return self.store.credentials
 
     @property
-    def membership(self) -> Membership:
+    def membership(self) -> MemberCertificates:
         assert self.identity.membership is not None
         return self.identity.membership
 
@@ -44,4 +44,4 @@ def member_of(first: Member, folder: Path) -> Member:
     store = Store(folder / secrets.token_hex(4))
     identity = store.load_or_create()
     certificate = first.authority.certify(identity.node_id, identity.key.public_key())
-    return Member(store, store.save_membership(Membership(certificate, first.authority.certificate)))
+    return Member(store, store.save_membership(MemberCertificates(certificate, first.authority.certificate)))

@@ -10,7 +10,7 @@ import pytest
 from mlxtp.errors import Code, ProtocolError
 from mlxtp.wire.certificates import (
     Authority,
-    Membership,
+    MemberCertificates,
     NodeIdentity,
     authority_hash,
     certificates_from_pem,
@@ -49,7 +49,7 @@ def test_what_a_certificate_says() -> None:
     node = NodeIdentity(NODE, CLUSTER, fingerprint(KEY.public_key()))
     assert check_node(CERTIFICATE, AUTHORITY.certificate) == read_node(CERTIFICATE) == node
     assert cluster_of(AUTHORITY.certificate) == CLUSTER
-    assert Membership(CERTIFICATE, AUTHORITY.certificate).cluster_id == CLUSTER
+    assert MemberCertificates(CERTIFICATE, AUTHORITY.certificate).cluster_id == CLUSTER
     assert len(node.fingerprint) == 64
 
 

@@ -1,4 +1,4 @@
-"""The asyncio shell over a socket pair whose other end is a `Link` or a bare socket."""
+"""The asyncio shell over a socket pair whose other end is a `BlockingLink` or a bare socket."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mlxtp.errors import Code, LinkError, RemoteProtocolError
-from mlxtp.wire.blocking import Link
+from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Cancel, Delta, Finished, Generate, SessionEnd, StepToken
-from mlxtp.wire.session import LinkKind, Received, State
-from mlxtp.wire.streams import Connection
+from mlxtp.wire.session import LinkKind, LinkState, Received
+from mlxtp.wire.streams import StreamLink
 
 from .walk import EPOCH, pair_in
 
 TIMEOUT_S = 5.0
 """Far longer than anything here takes: a test that reaches it fails."""
 
-Story = Callable[[Connection, Link, socket.socket], Awaitable[None]]
+Story = Callable[[StreamLink, BlockingLink, socket.socket], Awaitable[None]]
 
 
-def play(story: Story, kind: LinkKind = LinkKind.PIPE_LEADER, state: State = State.LOADED) -> None:
+def play(story: Story, kind: LinkKind = LinkKind.PIPE_LEADER, state: LinkState = LinkState.LOADED) -> None:
     """Run `story(agent, rank, socket of the rank)` with the agent's end in an event loop."""
 
     async def run() -> None:
         pair = pair_in(kind, state)
         agent_sock, rank_sock = socket.socketpair()
-        rank = Link(rank_sock, pair.lower, TIMEOUT_S)
-        agent = await Connection.from_socket(agent_sock, pair.upper)
+        rank = BlockingLink(rank_sock, pair.lower, TIMEOUT_S)
+        agent = await StreamLink.from_socket(agent_sock, pair.upper)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await story(agent, rank, rank_sock)
@@ -43,7 +43,7 @@ def play(story: Story, kind: LinkKind = LinkKind.PIPE_LEADER, state: State = Sta
 
 
 def test_a_request_and_its_tokens() -> None:
-    async def story(agent: Connection, rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
         seq = agent.send(Generate(2, (5, 6), 10))
         await agent.drain()
         assert rank.receive() == [Received(seq, Generate(2, (5, 6), 10))]
@@ -58,7 +58,7 @@ def test_a_request_and_its_tokens() -> None:
 
 
 def test_a_large_prompt() -> None:
-    async def story(agent: Connection, rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
         prompt = Generate(2, tuple(range(500_000)), 10)
         reading = asyncio.create_task(asyncio.to_thread(rank.receive))
         agent.send(prompt)
@@ -69,17 +69,17 @@ def test_a_large_prompt() -> None:
 
 
 def test_the_end_in_order() -> None:
-    async def story(agent: Connection, rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
         rank.send(SessionEnd())
         rank.close()
         assert [r.message for r in await agent.receive()] == [SessionEnd()]
         assert await agent.receive() == []
 
-    play(story, LinkKind.PIPE, State.ENDED)
+    play(story, LinkKind.PIPE, LinkState.ENDED)
 
 
 def test_a_rank_that_is_gone() -> None:
-    async def story(agent: Connection, rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
         rank.close()
         with pytest.raises(LinkError, match="rank 0 is gone, in state loaded") as caught:
             await agent.receive()
@@ -89,7 +89,7 @@ def test_a_rank_that_is_gone() -> None:
 
 
 def test_a_rank_that_is_gone_with_a_prompt_on_its_way() -> None:
-    async def story(agent: Connection, rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
         agent.send(Generate(2, tuple(range(500_000)), 10))
         rank.close()
         with pytest.raises(LinkError):
@@ -103,7 +103,7 @@ def test_a_rank_that_is_gone_with_a_prompt_on_its_way() -> None:
 
 
 def test_half_a_frame_and_then_the_end() -> None:
-    async def story(agent: Connection, rank: Link, sock: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
         sock.sendall(encode(Delta((1,), (0,), (5,)), EPOCH, rank.protocol.seq + 1)[:9])
         rank.close()
         with pytest.raises(LinkError, match="in the middle of a frame"):
@@ -113,7 +113,7 @@ def test_half_a_frame_and_then_the_end() -> None:
 
 
 def test_a_rank_that_breaks_a_rule() -> None:
-    async def story(agent: Connection, rank: Link, sock: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, sock: socket.socket) -> None:
         sock.sendall(encode(StepToken((1,), (2,)), EPOCH, rank.protocol.seq + 1))
         with pytest.raises(RemoteProtocolError, match="rank 0 may not send StepToken"):
             await agent.receive()
@@ -124,7 +124,7 @@ def test_a_rank_that_breaks_a_rule() -> None:
 
 
 def test_close_wakes_the_reader() -> None:
-    async def story(agent: Connection, _rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, _rank: BlockingLink, _: socket.socket) -> None:
         reading = asyncio.create_task(agent.receive())
         await asyncio.sleep(0)
         agent.close()
@@ -136,7 +136,7 @@ def test_close_wakes_the_reader() -> None:
 
 
 def test_what_was_sent_before_close_still_arrives() -> None:
-    async def story(agent: Connection, rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
         agent.send(Cancel(1))
         agent.close()
         await agent.wait_closed()
@@ -146,7 +146,7 @@ def test_what_was_sent_before_close_still_arrives() -> None:
 
 
 def test_a_cancelled_reader_loses_nothing() -> None:
-    async def story(agent: Connection, rank: Link, _: socket.socket) -> None:
+    async def story(agent: StreamLink, rank: BlockingLink, _: socket.socket) -> None:
         reading = asyncio.create_task(agent.receive())
         await asyncio.sleep(0)
         reading.cancel()

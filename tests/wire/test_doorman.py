@@ -19,8 +19,8 @@ import pytest
 from mlxtp.errors import Code, LinkError, MlxtpError, ProtocolError
 from mlxtp.wire import tls_acceptor as module
 from mlxtp.wire.messages import Delta, Generate, SessionEnd
-from mlxtp.wire.session import LinkKind, Protocol, Side, State
-from mlxtp.wire.streams import Connection
+from mlxtp.wire.session import LinkKind, LinkState, Session, Side
+from mlxtp.wire.streams import StreamLink
 from mlxtp.wire.tls import (
     ALPN_CONTROL,
     ALPN_DECODE,
@@ -32,7 +32,7 @@ from mlxtp.wire.tls import (
     member_context_client,
     member_context_server,
 )
-from mlxtp.wire.tls_acceptor import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Doorman, Handler, open_tls
+from mlxtp.wire.tls_acceptor import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE, Handler, TlsAcceptor, open_tls
 
 from .members import Member, founder, member_of
 from .test_tls import careless
@@ -48,7 +48,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class House:
     """A member that listens on loopback, and what its doorman let in."""
 
-    doorman: Doorman
+    doorman: TlsAcceptor
     port: int
     running: asyncio.Task[None]
     second: Member
@@ -102,7 +102,7 @@ async def house(
         peers.append(peer)
         await handler(reader, writer, peer)
 
-    doorman = Doorman(listener, member_context_server(first.credentials), noting, **options)
+    doorman = TlsAcceptor(listener, member_context_server(first.credentials), noting, **options)
     running = asyncio.create_task(doorman.run())
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -195,7 +195,7 @@ def test_a_link_is_closed_at_once_though_the_other_end_is_silent(members: Member
             to_member = member_context_client(second.credentials, ALPN_CONTROL)
             reader, writer = await open_tls("127.0.0.1", port, to_member, ALPN_CONTROL, TIMEOUT_S)
             with await shaken:  # it reads nothing from here on
-                link = Connection(reader, writer, Protocol(LinkKind.CONTROL, Side.LOWER, 0))
+                link = StreamLink(reader, writer, Session(LinkKind.CONTROL, Side.LOWER, 0))
                 reading = asyncio.create_task(link.receive())
                 await asyncio.sleep(0)
                 for _ in range(2):
@@ -218,11 +218,11 @@ def shake(listener: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
 
 
 def test_frames_between_members(members: Members) -> None:
-    pair = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    pair = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     asked = Generate(2, tuple(range(500_000)), 10)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
-        lower = Connection(reader, writer, pair.lower)
+        lower = StreamLink(reader, writer, pair.lower)
         ((_, request),) = await lower.receive()
         assert request == asked
         lower.send(Delta((2,), (0,), (50,)))
@@ -230,7 +230,7 @@ def test_frames_between_members(members: Members) -> None:
 
     async def story() -> None:
         async with house(members, answer) as here:
-            upper = Connection(*await here.member(), pair.upper)
+            upper = StreamLink(*await here.member(), pair.upper)
             upper.send(asked)
             await upper.drain()
             assert [received.message for received in await upper.receive()] == [Delta((2,), (0,), (50,))]
@@ -383,7 +383,7 @@ def test_an_accept_that_fails_is_tried_again(
 
 def test_a_socket_that_does_not_listen_is_the_end(members: Members) -> None:
     async def story() -> None:
-        doorman = Doorman(socket.socket(), member_context_server(members[0].credentials), echo)
+        doorman = TlsAcceptor(socket.socket(), member_context_server(members[0].credentials), echo)
         with pytest.raises(OSError, match="Invalid argument"):
             await asyncio.wait_for(doorman.run(), TIMEOUT_S)
 

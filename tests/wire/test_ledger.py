@@ -35,7 +35,7 @@ from mlxtp.wire.messages import (
     TimeCollectives,
     Unload,
 )
-from mlxtp.wire.session import LinkKind, Side, State
+from mlxtp.wire.session import LinkKind, LinkState, Side
 
 from .walk import EPOCH, Pair, pair_in, requests, sequences
 
@@ -277,7 +277,7 @@ CASES = [(link, name) for link, cases in TABLES.items() for name in cases]
 
 def after(link: LinkKind, name: str) -> tuple[Pair, Side, Message, Code]:
     said, (side, wrong), code = TABLES[link][name]
-    pair = pair_in(link, State.LINKED if link is LinkKind.PIPE else State.LOADED)
+    pair = pair_in(link, LinkState.LINKED if link is LinkKind.PIPE else LinkState.LOADED)
     for sender, message in said:
         pair.move(sender, message)
     return pair, side, wrong, code
@@ -290,7 +290,7 @@ def test_it_is_not_sent(link: LinkKind, name: str) -> None:
         pair.end(side).send(wrong)
     assert caught.value.code is code
     assert type(wrong).__name__ in caught.value.detail
-    assert pair.end(side).state is State.FAILED
+    assert pair.end(side).state is LinkState.FAILED
 
 
 @pytest.mark.parametrize(("link", "name"), CASES)
@@ -300,21 +300,21 @@ def test_it_is_not_accepted(link: LinkKind, name: str) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         receiver.receive_data(encode(wrong, EPOCH, pair.end(side).seq + 1))
     assert caught.value.code is code
-    assert receiver.state is State.FAILED
+    assert receiver.state is LinkState.FAILED
 
 
 def test_the_seq_of_the_cases() -> None:
-    assert pair_in(LinkKind.DECODE, State.LOADED).upper.seq == FIRST - 1
+    assert pair_in(LinkKind.DECODE, LinkState.LOADED).upper.seq == FIRST - 1
 
 
 def test_a_cancel_may_come_late() -> None:
-    pair = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    pair = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     pair.down(finished(1))
     pair.up(Cancel(1), Cancel(1))
 
 
 def test_sequences_that_begin_alike_start_from_each_other() -> None:
-    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(behind(1, 2, uid=2), behind(1, 1, uid=3))  # copies of a row that runs
     link.up(step(1), kept(1, 3))
     link.up(behind(1, 3, uid=4), behind(1, 2, uid=5), behind(1, 1, uid=6, take=True))
@@ -324,7 +324,7 @@ def test_sequences_that_begin_alike_start_from_each_other() -> None:
 
 
 def test_prompts_together_run_at_once() -> None:
-    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(kept(1, 2), batch((2, 3, 0, 0, 0), (4, 3, 2, 1, 0), (5, 3, 1, 1, 1)))
     link.up(StepToken((2, 4, 5), (3, 3, 3)), kept(4, 4), behind(4, 4, uid=6))
     assert link.upper.outstanding == 3
@@ -332,20 +332,20 @@ def test_prompts_together_run_at_once() -> None:
 
 
 def test_what_was_drafted_may_be_kept_or_rolled_back() -> None:
-    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(wide((4,), 4), wide((), 0, (3,)), wide((2,), 2, (4,)), behind(1, 6), kept(1, 6))
     assert sequences(link.lower).kept == {1: 6}
 
 
 def test_rows_that_feed_different_widths() -> None:
-    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(prompt(2, 0, 3, 3), StepToken((1, 2), (2, 3), (0, 3), (5, 6, 7)))
     link.up(StepToken((2, 1), (6, 3)))
 
 
 @pytest.mark.parametrize("command", [Unload(), Shutdown()])
 def test_a_command_that_ends_everything_is_the_end_of_what_was_kept(command: Message) -> None:
-    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(prompt(2, 0, 1, 1), prompt(3, 0, 9, 1), kept(1, 2))
     for seq in (FIRST, FIRST + 1):
         link.down(ack(seq))
@@ -360,14 +360,14 @@ def test_a_command_that_ends_everything_is_the_end_of_what_was_kept(command: Mes
 
 
 def test_scores_count_as_tokens() -> None:
-    pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    pipe = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     pipe.down(Accepted(1), scored(0, 2, 2, 2, 4), delta((1, 2)), scored(3))
     assert requests(pipe.upper).tokens == {1: 4}
 
 
 def test_nothing_is_kept_of_what_is_over() -> None:
-    decode = pair_in(LinkKind.DECODE, State.LOADED)
-    pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    decode = pair_in(LinkKind.DECODE, LinkState.LOADED)
+    pipe = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     decode.up(stop(1))
     pipe.down(finished(1))
     for uid in range(2, 500):

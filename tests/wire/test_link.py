@@ -12,10 +12,10 @@ from typing import TypeVar
 import pytest
 
 from mlxtp.errors import Code, LinkError, LocalProtocolError, MlxtpError, RemoteProtocolError
-from mlxtp.wire.blocking import Link, connect, listen
+from mlxtp.wire.blocking import BlockingLink, connect, listen
 from mlxtp.wire.frames import encode
 from mlxtp.wire.messages import Ack, Delta, Generate, Ping, PromptTokens, SessionEnd, StepToken
-from mlxtp.wire.session import LinkKind, Received, State
+from mlxtp.wire.session import LinkKind, LinkState, Received
 
 from .walk import EPOCH, pair_in
 
@@ -43,12 +43,12 @@ class Joined:
     """Two links over a socket pair, in LOADED with uid 1 live. `upper_sock` is the upper side's socket."""
 
     def __init__(
-        self, kind: LinkKind, state: State = State.LOADED, upper_timeout_s: float = TIMEOUT_S
+        self, kind: LinkKind, state: LinkState = LinkState.LOADED, upper_timeout_s: float = TIMEOUT_S
     ) -> None:
         pair = pair_in(kind, state)
         self.upper_sock, self.lower_sock = socket.socketpair()
-        self.upper = Link(self.upper_sock, pair.upper, upper_timeout_s)
-        self.lower = Link(self.lower_sock, pair.lower, TIMEOUT_S)
+        self.upper = BlockingLink(self.upper_sock, pair.upper, upper_timeout_s)
+        self.lower = BlockingLink(self.lower_sock, pair.lower, TIMEOUT_S)
 
     def close(self) -> None:
         self.upper.close()
@@ -94,7 +94,7 @@ def test_a_frame_larger_than_the_socket_buffers(decode: Joined) -> None:
 
 
 def test_the_end_in_order() -> None:
-    joined = Joined(LinkKind.PIPE, State.ENDED)
+    joined = Joined(LinkKind.PIPE, LinkState.ENDED)
     joined.lower.send(SessionEnd())
     joined.lower.close()
     ((_, message),) = joined.upper.receive()
@@ -232,15 +232,15 @@ def address_of(listener: socket.socket) -> str:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_connect_and_accept(host: str) -> None:
-    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     try:
         listener = listen(host)
     except OSError:
         pytest.skip(f"{host} is not there")
     with listener:
-        lower = Link(connect(address_of(listener), TIMEOUT_S), pair.lower, TIMEOUT_S)
+        lower = BlockingLink(connect(address_of(listener), TIMEOUT_S), pair.lower, TIMEOUT_S)
         sock, _ = listener.accept()
-        upper = Link(sock, pair.upper, TIMEOUT_S)
+        upper = BlockingLink(sock, pair.upper, TIMEOUT_S)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         upper.send(StepToken((1,), (2,)))
         assert len(lower.receive()) == 1

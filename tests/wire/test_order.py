@@ -15,12 +15,12 @@ from mlxtp.wire.messages import (
     Prefilled,
     ScoredDelta,
 )
-from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.protocol import TABLES, TERMINAL, LinkKind, LinkState, RequestFailed, Side
 
 from .walk import path_to
 
 VOICE: set[type[Message]] = {Accepted, Prefilled, Delta, ScoredDelta, Finished, RequestFailed}
-EVERYWHERE = [(link, state) for link in LinkKind for state in State if state in TABLES[link]]
+EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in TABLES[link]]
 
 
 def senders(link: LinkKind, message: type[Message]) -> set[Side]:
@@ -39,13 +39,13 @@ def test_only_rank_0_has_a_voice() -> None:
 
 
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
-def test_every_state_is_reached_and_can_end(link: LinkKind, state: State) -> None:
+def test_every_state_is_reached_and_can_end(link: LinkKind, state: LinkState) -> None:
     path_to(link, state)
     assert state in TERMINAL or any(TABLES[link][state].values())
 
 
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
-def test_messages_that_cross_lead_both_ends_to_the_same_state(link: LinkKind, state: State) -> None:
+def test_messages_that_cross_lead_both_ends_to_the_same_state(link: LinkKind, state: LinkState) -> None:
     table = TABLES[link]
     for command, commanded in table[state][Side.UPPER].items():
         for answer, answered in table[state][Side.LOWER].items():

@@ -44,12 +44,12 @@ from mlxtp.wire.messages import (
 from mlxtp.wire.protocol import TABLES, TERMINAL, RequestFailed
 from mlxtp.wire.registry import MESSAGES
 from mlxtp.wire.rules import DecodeLedger, PipeLedger
-from mlxtp.wire.session import LinkKind, Protocol, Received, Side, State
+from mlxtp.wire.session import LinkKind, LinkState, Received, Session, Side
 
 from .samples import EXAMPLES, MESSAGE
 from .walk import EPOCH, USUAL, Pair, example, pair_in, path_to, requests, sequences
 
-EVERYWHERE = [(link, state) for link in LinkKind for state in State if state in TABLES[link]]
+EVERYWHERE = [(link, state) for link in LinkKind for state in LinkState if state in TABLES[link]]
 KINDS: list[type[Message]] = [*MESSAGES.values(), RequestFailed]
 
 
@@ -71,7 +71,7 @@ def test_the_life_of_a_decode_link() -> None:
 
     link.up(LoadShard("/models/missing", 512, ()))
     link.down(Error(Code.MODEL_INVALID, "no such folder", 0))
-    assert link.upper.state is State.PROVEN, "a load that failed leaves the group usable"
+    assert link.upper.state is LinkState.PROVEN, "a load that failed leaves the group usable"
     link.up(Unload())  # other ranks could load it
     link.down(Done())
     link.up(LoadShard("/models/tiny", 512, ()))
@@ -93,10 +93,10 @@ def test_the_life_of_a_decode_link() -> None:
     link.up(PromptTokens(3, 3, 5, (30, 31), 1, take=True))
     link.down(Ack(link.upper.seq, 7, 14, 94))
     link.up(SanityCheck())
-    assert link.lower.state is State.CHECKING
+    assert link.lower.state is LinkState.CHECKING
     link.down(say("SanityDone"))
     link.up(say("TimeCollectives"))
-    assert link.lower.state is State.MEASURING
+    assert link.lower.state is LinkState.MEASURING
     link.down(say("CollectivesTimed"))
     link.up(StepToken((2, 3), (4, 5)))
     link.down(Ack(link.upper.seq, 8, 16, 93))
@@ -166,13 +166,13 @@ def test_the_life_of_a_join_link() -> None:
 
 
 def test_a_joiner_that_is_refused() -> None:
-    link = pair_in(LinkKind.JOIN, State.ASKED)
+    link = pair_in(LinkKind.JOIN, LinkState.ASKED)
     link.up(Error(Code.JOIN_REFUSED, "the token has expired", 0))
     assert link.lower.closed
 
 
-@pytest.mark.parametrize("state", [State.NEW, State.OFFERED, State.ASKED])
-def test_who_joins_is_given_little_room_to_the_end(state: State) -> None:
+@pytest.mark.parametrize("state", [LinkState.NEW, LinkState.OFFERED, LinkState.ASKED])
+def test_who_joins_is_given_little_room_to_the_end(state: LinkState) -> None:
     pair = pair_in(LinkKind.JOIN, state)
     for end in (pair.upper, pair.lower):
         with pytest.raises(RemoteProtocolError) as caught:
@@ -182,7 +182,7 @@ def test_who_joins_is_given_little_room_to_the_end(state: State) -> None:
 
 @pytest.mark.parametrize("kind", [LinkKind.PIPE, LinkKind.PIPE_LEADER])
 def test_the_side_channel_of_a_rank_that_forms(kind: LinkKind) -> None:
-    pipe = pair_in(kind, State.LINKED)
+    pipe = pair_in(kind, LinkState.LINKED)
     if kind is LinkKind.PIPE_LEADER:
         pipe.up(Init())
     pipe.down(SideChannel(1, b"abcd"))
@@ -197,9 +197,9 @@ def test_the_side_channel_of_a_rank_that_forms(kind: LinkKind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "state"), [(LinkKind.PIPE, State.LINKED), (LinkKind.PIPE_LEADER, State.FORMING)]
+    ("kind", "state"), [(LinkKind.PIPE, LinkState.LINKED), (LinkKind.PIPE_LEADER, LinkState.FORMING)]
 )
-def test_a_round_that_crosses_what_ends_it(kind: LinkKind, state: State) -> None:
+def test_a_round_that_crosses_what_ends_it(kind: LinkKind, state: LinkState) -> None:
     pipe = pair_in(kind, state)
     error = pipe.upper.send(Gathered(0, b"", "rank 1 is gone"))
     late = pipe.lower.send(SideChannel(1, b"abcd"))
@@ -214,14 +214,14 @@ def test_a_round_that_crosses_what_ends_it(kind: LinkKind, state: State) -> None
 
 
 def test_a_hello_that_is_refused() -> None:
-    link = pair_in(LinkKind.DECODE, State.GREETED)
+    link = pair_in(LinkKind.DECODE, LinkState.GREETED)
     link.up(Error(Code.NOT_AUTHENTIC, "another epoch's key", 0))
     assert link.lower.closed
     link.lower.receive_eof()
 
 
 def test_tokens_on_their_way_when_shutdown_was_sent() -> None:
-    pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    pipe = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     shutdown = pipe.upper.send(Shutdown())
     late = pipe.lower.send(Delta((1,), (0,), (50,))) + pipe.lower.send(Finished(1, "stop", 1, 1))
     assert len(pipe.upper.receive_data(late)) == 2
@@ -233,15 +233,15 @@ def test_tokens_on_their_way_when_shutdown_was_sent() -> None:
 @pytest.mark.parametrize(
     ("state", "reply"),
     [
-        (State.LINKING, "Done"),
-        (State.FORMING, "InitDone"),
-        (State.PROVING, "SanityDone"),
-        (State.LOADING, "Loaded"),
-        (State.LOADING, "Error"),
-        (State.UNLOADING, "Done"),
+        (LinkState.LINKING, "Done"),
+        (LinkState.FORMING, "InitDone"),
+        (LinkState.PROVING, "SanityDone"),
+        (LinkState.LOADING, "Loaded"),
+        (LinkState.LOADING, "Error"),
+        (LinkState.UNLOADING, "Done"),
     ],
 )
-def test_shutdown_of_a_busy_rank_gets_both_replies(state: State, reply: str, crossed: bool) -> None:
+def test_shutdown_of_a_busy_rank_gets_both_replies(state: LinkState, reply: str, crossed: bool) -> None:
     pipe = pair_in(LinkKind.PIPE_LEADER, state)
     shutdown = pipe.upper.send(Shutdown())
     if crossed:
@@ -258,7 +258,7 @@ def test_shutdown_of_a_busy_rank_gets_both_replies(state: State, reply: str, cro
 
 
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
-def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: State) -> None:
+def test_every_legal_move_leads_where_the_table_says(link: LinkKind, state: LinkState) -> None:
     for side in Side:
         for kind, end in TABLES[link][state][side].items():
             pair = pair_in(link, state)
@@ -292,7 +292,7 @@ def legal(pair: Pair, kind: type[Message]) -> Message:
 
 
 @pytest.mark.parametrize(("link", "state"), EVERYWHERE)
-def test_every_illegal_move_is_refused_at_both_ends(link: LinkKind, state: State) -> None:
+def test_every_illegal_move_is_refused_at_both_ends(link: LinkKind, state: LinkState) -> None:
     for side in Side:
         for kind in KINDS:
             if kind not in TABLES[link][state][side]:
@@ -300,7 +300,7 @@ def test_every_illegal_move_is_refused_at_both_ends(link: LinkKind, state: State
                 refuse_to_receive(link, state, side, example(kind))
 
 
-def refuse_to_send(link: LinkKind, state: State, side: Side, message: Message) -> None:
+def refuse_to_send(link: LinkKind, state: LinkState, side: Side, message: Message) -> None:
     sender = pair_in(link, state).end(side)
     if state in TERMINAL:
         with pytest.raises(LinkError, match=f"in state {state}"):
@@ -313,14 +313,14 @@ def refuse_to_send(link: LinkKind, state: State, side: Side, message: Message) -
         assert caught.value.code is Code.OUT_OF_ORDER
         for part in (str(link), link.who(side), type(message).__name__, f"in state {state}"):
             assert part in caught.value.detail
-    assert sender.state is State.FAILED
+    assert sender.state is LinkState.FAILED
     with pytest.raises(LocalProtocolError):
         sender.receive_data(b"")
     with pytest.raises(LocalProtocolError):
         sender.receive_eof()
 
 
-def refuse_to_receive(link: LinkKind, state: State, side: Side, message: Message) -> None:
+def refuse_to_receive(link: LinkKind, state: LinkState, side: Side, message: Message) -> None:
     pair = pair_in(link, state)
     receiver = pair.end(side.peer)
     frame = encode(message, EPOCH, pair.end(side).seq + 1)
@@ -333,7 +333,7 @@ def refuse_to_receive(link: LinkKind, state: State, side: Side, message: Message
     assert caught.value.code is Code.OUT_OF_ORDER
     for part in (str(link), link.who(side), type(message).__name__, f"in state {state}"):
         assert part in caught.value.detail
-    assert receiver.state is State.FAILED
+    assert receiver.state is LinkState.FAILED
     with pytest.raises(RemoteProtocolError, match="may not send"):
         receiver.receive_data(b"")
     with pytest.raises(RemoteProtocolError, match="may not send"):
@@ -341,7 +341,7 @@ def refuse_to_receive(link: LinkKind, state: State, side: Side, message: Message
 
 
 def test_a_rank_other_than_0_that_speaks() -> None:
-    pipe = pair_in(LinkKind.PIPE, State.LINKED)
+    pipe = pair_in(LinkKind.PIPE, LinkState.LINKED)
     with pytest.raises(LocalProtocolError, match="pipe: the rank may not send Delta in state linked"):
         pipe.lower.send(say("Delta"))
 
@@ -350,7 +350,7 @@ def test_a_rank_other_than_0_that_speaks() -> None:
 
 
 def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
-    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     stale = encode(SessionEnd(), EPOCH - 1, 1) + encode(Ack(1, 1, 1, 1), EPOCH + 1, 900)
     assert pair.upper.receive_data(stale) == []
     assert pair.upper.dropped == 2
@@ -360,13 +360,13 @@ def test_a_frame_of_another_epoch_is_dropped_and_counted() -> None:
 
 @pytest.mark.parametrize("offset", [-1, 0, 2, 1000])
 def test_a_wrong_seq(offset: int) -> None:
-    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     last = pair.upper.seq
     with pytest.raises(RemoteProtocolError) as caught:
         pair.lower.receive_data(encode(StepToken((1,), (2,)), EPOCH, last + offset))
     assert caught.value.code is Code.WRONG_SEQ
     assert f"numbered {last + offset}, expected {last + 1}" in caught.value.detail
-    assert pair.lower.state is State.FAILED
+    assert pair.lower.state is LinkState.FAILED
 
 
 def test_frames_are_numbered_from_1_in_each_direction() -> None:
@@ -378,15 +378,15 @@ def test_frames_are_numbered_from_1_in_each_direction() -> None:
 
 
 def test_a_bad_value_is_not_sent() -> None:
-    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     with pytest.raises(LocalProtocolError) as caught:
         pair.upper.send(Evict(()))
     assert caught.value.code is Code.FIELD_INVALID
-    assert pair.upper.state is State.FAILED
+    assert pair.upper.state is LinkState.FAILED
 
 
 def test_an_error_does_not_repeat_secrets() -> None:
-    pair = pair_in(LinkKind.PIPE, State.OPEN)
+    pair = pair_in(LinkKind.PIPE, LinkState.OPEN)
     bad = replace(say("Bootstrap"), world_size=99)  # type: ignore[type-var]
     with pytest.raises(LocalProtocolError) as caught:
         pair.upper.send(bad)
@@ -395,7 +395,7 @@ def test_an_error_does_not_repeat_secrets() -> None:
 
 
 def test_the_frame_limit_rises_with_welcome_even_in_the_middle_of_a_read() -> None:
-    pair = pair_in(LinkKind.DECODE, State.GREETED)
+    pair = pair_in(LinkKind.DECODE, LinkState.GREETED)
     data = pair.upper.send(say("Welcome"))
     long = LoadShard("x" * 4000, 512, (1,) * 64)
     stray = encode(long, EPOCH, 2)
@@ -404,14 +404,14 @@ def test_the_frame_limit_rises_with_welcome_even_in_the_middle_of_a_read() -> No
         pair.lower.receive_data(data + stray)
     assert caught.value.code is Code.OUT_OF_ORDER, "judged by its order, not by its size"
     with pytest.raises(RemoteProtocolError) as caught:
-        Protocol(LinkKind.DECODE, Side.LOWER, EPOCH).receive_data(stray)
+        Session(LinkKind.DECODE, Side.LOWER, EPOCH).receive_data(stray)
     assert caught.value.code is Code.FRAME_OVERSIZE
 
 
 @given(st.lists(st.integers(1, 200), max_size=30))
 def test_how_the_stream_is_cut_does_not_matter(sizes: list[int]) -> None:
     stream, expected = STREAM
-    lower = pair_in(LinkKind.DECODE, State.LOADED).lower
+    lower = pair_in(LinkKind.DECODE, LinkState.LOADED).lower
     received: list[Received] = []
     for size in [*sizes, len(stream)]:
         received += lower.receive_data(stream[:size])
@@ -420,7 +420,7 @@ def test_how_the_stream_is_cut_does_not_matter(sizes: list[int]) -> None:
 
 
 def _recorded() -> tuple[bytes, list[Received]]:
-    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     messages: list[Message] = [
         PromptTokens(2, 0, 9, tuple(range(8)), sampling=Sampling(0.7, seed=2**63 - 1)),
         PromptTokens(2, 8, 9, (1,), exchange="logits", agreement="broadcast"),
@@ -443,41 +443,41 @@ STREAM = _recorded()
 
 
 @pytest.mark.parametrize(("link", "state"), [(k, s) for k, s in EVERYWHERE if s not in TERMINAL])
-def test_eof_before_session_end_is_a_lost_link(link: LinkKind, state: State) -> None:
+def test_eof_before_session_end_is_a_lost_link(link: LinkKind, state: LinkState) -> None:
     upper = pair_in(link, state).upper
     with pytest.raises(LinkError, match=f"is gone, in state {state}") as caught:
         upper.receive_eof()
     assert caught.value.code is Code.LINK_LOST
-    assert upper.state is State.FAILED
+    assert upper.state is LinkState.FAILED
     with pytest.raises(LinkError):
         upper.send(Ping())
 
 
 def test_eof_in_the_middle_of_a_frame() -> None:
-    pair = pair_in(LinkKind.DECODE, State.LOADED)
+    pair = pair_in(LinkKind.DECODE, LinkState.LOADED)
     pair.upper.receive_data(encode(Ack(1, 1, 1, 1), EPOCH, 1)[:-1])
     with pytest.raises(LinkError, match="the rank is gone, in the middle of a frame"):
         pair.upper.receive_eof()
 
 
 def test_rank_0_reports_its_end_to_the_others() -> None:
-    link = pair_in(LinkKind.DECODE, State.LOADED)
+    link = pair_in(LinkKind.DECODE, LinkState.LOADED)
     link.up(StepToken((1,), (2,)))
     ack = link.lower.send(Ack(link.upper.seq, 1, 1, 0))
     link.lower.receive_data(link.upper.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
-    assert link.lower.state is State.FAILED
+    assert link.lower.state is LinkState.FAILED
     assert link.upper.receive_data(ack) == []
     with pytest.raises(LinkError, match="the rank may not send Ack in state failed"):
         link.lower.send(Ack(2, 1, 1, 0))
 
 
 def test_a_rank_that_reported_its_end_hears_nothing_more() -> None:
-    pipe = pair_in(LinkKind.PIPE_LEADER, State.LOADED)
+    pipe = pair_in(LinkKind.PIPE_LEADER, LinkState.LOADED)
     ping = pipe.upper.send(Ping())
     pipe.upper.receive_data(pipe.lower.send(Error(Code.FORWARD_FAILED, "NaN", 0)))
     assert pipe.lower.receive_data(ping) == []
     pipe.lower.receive_eof()
-    assert pipe.upper.state is State.FAILED
+    assert pipe.upper.state is LinkState.FAILED
     with pytest.raises(LinkError, match="is gone, in state failed"):
         pipe.upper.receive_eof()
 
@@ -485,12 +485,12 @@ def test_a_rank_that_reported_its_end_hears_nothing_more() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(LinkKind), st.sampled_from(Side), MESSAGE)
 def test_whatever_a_peer_says_is_taken_or_refused(link: LinkKind, side: Side, message: Message) -> None:
-    pair = pair_in(link, USUAL.get(link, State.LOADED))
+    pair = pair_in(link, USUAL.get(link, LinkState.LOADED))
     receiver = pair.end(side)
     try:
         received = receiver.receive_data(encode(message, EPOCH, pair.end(side.peer).seq + 1))
     except RemoteProtocolError:
-        assert receiver.state is State.FAILED
+        assert receiver.state is LinkState.FAILED
     else:
         assert [r.message for r in received] == [message]
 
@@ -520,7 +520,7 @@ def test_lawful_ends_never_accuse_each_other(link: LinkKind, seed: int) -> None:
     assert ended or pair.upper.state is pair.lower.state
 
 
-def anything_legal(rng: random.Random, end: Protocol) -> Message | None:
+def anything_legal(rng: random.Random, end: Session) -> Message | None:
     kinds = list(TABLES[end.link][end.state][end.side])
     rng.shuffle(kinds)
     for kind in kinds:
@@ -531,7 +531,7 @@ def anything_legal(rng: random.Random, end: Protocol) -> Message | None:
     return None
 
 
-def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | None:
+def lawful(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
     """A message of this kind that the ledger allows, if there is one."""
     if end.link is LinkKind.DECODE:
         return lawful_on_decode(rng, end, kind)
@@ -560,7 +560,7 @@ def lawful(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | 
     return Finished(uid, "stop", 1, 1) if kind is Finished else Error(Code.INTERNAL, "", uid)
 
 
-def lawful_round(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | None:
+def lawful_round(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
     """A rank takes part until it hears of an error; the agent answers, or gives up at any time."""
     ledger = end.ledger
     assert isinstance(ledger, PipeLedger)
@@ -600,7 +600,7 @@ def lawful_prompts(rng: random.Random, ledger: DecodeLedger) -> PromptBatch:
     )
 
 
-def lawful_on_decode(rng: random.Random, end: Protocol, kind: type[Message]) -> Message | None:
+def lawful_on_decode(rng: random.Random, end: Session, kind: type[Message]) -> Message | None:
     ledger = sequences(end)
     if kind is PromptTokens:
         if ledger.prompts and rng.random() < 0.7:

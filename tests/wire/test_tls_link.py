@@ -1,4 +1,4 @@
-"""The stories of `test_link.py` once more, over TLS: a `Link` must not notice what carries it."""
+"""The stories of `test_link.py` once more, over TLS: a `BlockingLink` must not notice what carries it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import LinkError
-from mlxtp.wire.blocking import Link
+from mlxtp.wire.blocking import BlockingLink
 from mlxtp.wire.messages import Ack, PromptTokens, SessionEnd, StepToken
-from mlxtp.wire.session import LinkKind, State
+from mlxtp.wire.session import LinkKind, LinkState
 from mlxtp.wire.tls import ALPN_DECODE, member_context_client, member_context_server
 
 from .members import founder, member_of
@@ -56,7 +56,7 @@ class Secured(Joined):
         self,
         folder: Path,
         kind: LinkKind = LinkKind.DECODE,
-        state: State = State.LOADED,
+        state: LinkState = LinkState.LOADED,
         upper_timeout_s: float = TIMEOUT_S,
     ) -> None:
         first = founder(folder)
@@ -67,8 +67,8 @@ class Secured(Joined):
         )
         self.upper_sock, self.lower_sock = server.result(), client.result()  # type: ignore[assignment]
         pair = pair_in(kind, state)
-        self.upper = Link(self.upper_sock, pair.upper, upper_timeout_s)
-        self.lower = Link(self.lower_sock, pair.lower, TIMEOUT_S)
+        self.upper = BlockingLink(self.upper_sock, pair.upper, upper_timeout_s)
+        self.lower = BlockingLink(self.lower_sock, pair.lower, TIMEOUT_S)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def pipe(tmp_path: Path) -> Iterator[Joined]:
 
 
 def test_the_end_in_order(tmp_path: Path) -> None:
-    joined = Secured(tmp_path, LinkKind.PIPE, State.ENDED)
+    joined = Secured(tmp_path, LinkKind.PIPE, LinkState.ENDED)
     joined.lower.send(SessionEnd())
     joined.lower.close()
     ((_, message),) = joined.upper.receive(timeout_s=TIMEOUT_S)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from mlxtp.errors import Code
 from mlxtp.wire.messages import Ack, Error, Generate, Message, PromptTokens
-from mlxtp.wire.protocol import TABLES, LinkKind, RequestFailed, Side, State
+from mlxtp.wire.protocol import TABLES, LinkKind, LinkState, RequestFailed, Side
 from mlxtp.wire.rules import DecodeLedger, RequestLedger
-from mlxtp.wire.session import Protocol, Received
+from mlxtp.wire.session import Received, Session
 
 from .samples import EXAMPLES
 
@@ -18,10 +18,10 @@ EPOCH = 7
 Move = tuple[Side, type[Message]]
 
 USUAL = {
-    LinkKind.PIPE: State.LINKED,
-    LinkKind.CONTROL: State.OPEN,
-    LinkKind.REQUESTS: State.OPEN,
-    LinkKind.JOIN: State.OFFERED,
+    LinkKind.PIPE: LinkState.LINKED,
+    LinkKind.CONTROL: LinkState.OPEN,
+    LinkKind.REQUESTS: LinkState.OPEN,
+    LinkKind.JOIN: LinkState.OFFERED,
 }
 """Where a link stands most of its time, unless that is LOADED."""
 
@@ -35,14 +35,14 @@ def example(kind: type[Message]) -> Message:
 class Pair:
     """Both ends of one link; what one sends, the other receives at once."""
 
-    upper: Protocol
-    lower: Protocol
+    upper: Session
+    lower: Session
 
     @classmethod
     def of(cls, link: LinkKind) -> Pair:
-        return cls(Protocol(link, Side.UPPER, EPOCH), Protocol(link, Side.LOWER, EPOCH))
+        return cls(Session(link, Side.UPPER, EPOCH), Session(link, Side.LOWER, EPOCH))
 
-    def end(self, side: Side) -> Protocol:
+    def end(self, side: Side) -> Session:
         return self.upper if side is Side.UPPER else self.lower
 
     def move(self, side: Side, message: Message) -> list[Received]:
@@ -61,18 +61,18 @@ class Pair:
             assert [r.message for r in self.move(Side.LOWER, message)] == [message]
 
 
-def path_to(link: LinkKind, target: State) -> list[Move]:
+def path_to(link: LinkKind, target: LinkState) -> list[Move]:
     """A legal way from NEW to `target`: through LOADED if that can be, the shortest otherwise."""
-    ways = _ways(link, State.NEW)
-    if State.LOADED in ways and target not in _before_loaded(ways):
-        after = _ways(link, State.LOADED)
+    ways = _ways(link, LinkState.NEW)
+    if LinkState.LOADED in ways and target not in _before_loaded(ways):
+        after = _ways(link, LinkState.LOADED)
         if target in after:
-            return [*ways[State.LOADED], *after[target]]
+            return [*ways[LinkState.LOADED], *after[target]]
     return ways[target]
 
 
-def _ways(link: LinkKind, start: State) -> dict[State, list[Move]]:
-    ways: dict[State, list[Move]] = {start: []}
+def _ways(link: LinkKind, start: LinkState) -> dict[LinkState, list[Move]]:
+    ways: dict[LinkState, list[Move]] = {start: []}
     waiting = deque([start])
     while waiting:
         state = waiting.popleft()
@@ -84,12 +84,12 @@ def _ways(link: LinkKind, start: State) -> dict[State, list[Move]]:
     return ways
 
 
-def _before_loaded(ways: dict[State, list[Move]]) -> set[State]:
-    whole = ways[State.LOADED]
+def _before_loaded(ways: dict[LinkState, list[Move]]) -> set[LinkState]:
+    whole = ways[LinkState.LOADED]
     return {state for state, way in ways.items() if way == whole[: len(way)]}
 
 
-def pair_in(link: LinkKind, target: State) -> Pair:
+def pair_in(link: LinkKind, target: LinkState) -> Pair:
     """A pair in `target`. Where the way leads through LOADED, uid 1 is live there."""
     pair = Pair.of(link)
     for side, kind in path_to(link, target):
@@ -103,18 +103,18 @@ def pair_in(link: LinkKind, target: State) -> Pair:
 def start_uid_1(pair: Pair) -> None:
     """Where requests or sequences may live: one request, or one sequence with its prompt complete."""
     link, state = pair.upper.link, pair.upper.state
-    if state is USUAL.get(link, State.LOADED) and Generate in TABLES[link][state][Side.UPPER]:
+    if state is USUAL.get(link, LinkState.LOADED) and Generate in TABLES[link][state][Side.UPPER]:
         pair.up(Generate(1, (5, 6), 10))
-    elif state is State.LOADED:
+    elif state is LinkState.LOADED:
         pair.up(PromptTokens(1, 0, 2, (5, 6)))
         pair.down(Ack(pair.upper.seq, 1, 1, 0))
 
 
-def requests(end: Protocol) -> RequestLedger:
+def requests(end: Session) -> RequestLedger:
     assert isinstance(end.ledger, RequestLedger)
     return end.ledger
 
 
-def sequences(end: Protocol) -> DecodeLedger:
+def sequences(end: Session) -> DecodeLedger:
     assert isinstance(end.ledger, DecodeLedger)
     return end.ledger

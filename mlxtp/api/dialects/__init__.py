@@ -1,1 +1,3 @@
-"""The dialects of HTTP: each turns its own bodies into an `Ask`, and events into its own answers."""
+"""The dialects of HTTP: each turns its own bodies into a `GenerationRequest`, and events into its own
+answers.
+"""

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import Code, MlxtpError, RequestError
-from ...text.events import Whole
+from ...text.events import WholeAnswer
 from ..adapter import SSE, About, Json
 from ..generation import Generation
 from ..openapi import Operation
@@ -59,7 +59,7 @@ class Anthropic:
             Route("/v1/messages/count_tokens", generation.endpoint(self, count), methods=["POST"]),
         ]
 
-    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+    def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         [answer] = wholes
         return whole_body(about, answer)
 

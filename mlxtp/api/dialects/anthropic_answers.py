@@ -8,12 +8,20 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 from ...errors import Code, MlxtpError
-from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
+from ...text.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    WholeAnswer,
+)
 from ..adapter import About, Json
-from ..backend import ModelInfo, Stored
+from ..backend import ModelInfo, StoredModelInfo
 from ..http_errors import error_status
 from ..request_context import current
-from .anthropic_request import Asked
+from .anthropic_request import AnthropicAnswerOptions
 
 SIGNATURE = "mlxtp"
 """Of every thinking block. It proves nothing; clients drop blocks that have none."""
@@ -54,13 +62,13 @@ def _message_body(about: About, content: Sequence[Json], stop: Mapping[str, str 
     }
 
 
-def _asked(about: About) -> Asked:
+def _asked(about: About) -> AnthropicAnswerOptions:
     asked = about.ask.dialect
-    assert isinstance(asked, Asked)
+    assert isinstance(asked, AnthropicAnswerOptions)
     return asked
 
 
-def _content(answer: Whole, hide_thoughts: bool) -> list[Json]:
+def _content(answer: WholeAnswer, hide_thoughts: bool) -> list[Json]:
     """The blocks of a whole answer. A call that the budget cut off is none: half an input must not be taken
     for the input. The stop reason `max_tokens` says that something is missing.
     """
@@ -90,7 +98,7 @@ def _input(arguments: str) -> Json | None:
     return input_ if isinstance(input_, dict) else None
 
 
-def whole_body(about: About, answer: Whole) -> Json:
+def whole_body(about: About, answer: WholeAnswer) -> Json:
     """The whole answer to a request that does not stream."""
     finish = answer.finish
     assert finish is not None
@@ -119,11 +127,11 @@ class MessageWriter:
         message = _message_body(self._about, [], nothing, _usage(self._about.prompt_tokens[0], 0, 0))
         return _event({"type": "message_start", "message": message}) + _PING
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: AnswerEvent) -> bytes:
         match event:
-            case Said(text=text):
+            case ContentDelta(text=text):
                 return self._said(text)
-            case Thought(text=text):
+            case ReasoningDelta(text=text):
                 return self._thought(text)
             case CallBegan(id=id_, name=name):
                 return self._begin({"type": "tool_use", "id": id_, "name": name, "input": {}})
@@ -222,7 +230,7 @@ def request_id() -> str:
     return f"req_{uuid.uuid4().hex if account is None else account.id}"
 
 
-def model_body(model: ModelInfo | Stored) -> Json:
+def model_body(model: ModelInfo | StoredModelInfo) -> Json:
     """One model, as Anthropic's `GET /v1/models/{id}` shows it."""
     created = datetime.fromtimestamp(model.created, UTC)
     return {
@@ -236,7 +244,7 @@ def model_body(model: ModelInfo | Stored) -> Json:
     }
 
 
-def models_body(models: Sequence[ModelInfo | Stored]) -> Json:
+def models_body(models: Sequence[ModelInfo | StoredModelInfo]) -> Json:
     """All of them on one page, as Anthropic's `GET /v1/models` lists them."""
     return {
         "data": [model_body(model) for model in models],

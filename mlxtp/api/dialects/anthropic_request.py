@@ -15,7 +15,18 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...errors import RequestError
-from ...text.conversation import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Options, Role, Tool, Turn
+from ...text.conversation import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Call,
+    ChatMessage,
+    Conversation,
+    GenerationOptions,
+    GenerationRequest,
+    Role,
+    Tool,
+)
 from ..adapter import Json
 from ..schema import Schema, checked, in_range, not_supported, parsed, shown
 from .client_tools import log_left_out
@@ -28,7 +39,7 @@ _MOST_MESSAGES = 100_000  # as in the API
 # --- what a request may say. None means absent, everywhere ------------------------------------------------
 
 
-class InputMessage(Schema):
+class AnthropicInputMessage(Schema):
     role: str
     content: Any
 
@@ -51,7 +62,7 @@ class ToolChoice(Schema):
     disable_parallel_tool_use: bool | None = None
 
 
-class CustomTool(Schema):
+class AnthropicTool(Schema):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     input_schema: Json
@@ -69,7 +80,9 @@ class Format(Schema):
 class CountRequest(Schema):
     """The body of `POST /v1/messages/count_tokens`: all that becomes part of the prompt."""
 
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[AnthropicInputMessage], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    ]
     model: str | None = None
     system: Any = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
@@ -113,17 +126,18 @@ class _ToolResult(Schema):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AnthropicAnswerOptions:
     """What the answer repeats, and how. `model`: the client's own name for it, or None for ours."""
 
     model: str | None = None
     hide_thoughts: bool = False
 
 
-# --- from a body to an Ask ----------------------------------------------------------------------------------
+# --- from a body to a request
+# ----------------------------------------------------------------------------------
 
 
-def parse_messages(body: bytes) -> Ask:
+def parse_messages(body: bytes) -> GenerationRequest:
     """The request. Raises RequestError that names the field, the reason and the value."""
     request = parsed(MessagesRequest, body)
     ask = _ask(request)
@@ -137,7 +151,7 @@ def parse_messages(body: bytes) -> Ask:
             "end with a message of the user",
             f"messages[{len(request.messages) - 1}].role",
         )
-    options = Options(
+    options = GenerationOptions(
         max_tokens=request.max_tokens,
         stop=tuple(request.stop_sequences or ()),
         temperature=request.temperature,
@@ -149,13 +163,13 @@ def parse_messages(body: bytes) -> Ask:
     return replace(ask, options=options, stream=bool(request.stream), user=user or "")
 
 
-def parse_count(body: bytes) -> Ask:
+def parse_count(body: bytes) -> GenerationRequest:
     """A request whose prompt is counted only. Raises RequestError."""
     request = parsed(CountRequest, body)
-    return replace(_ask(request), options=Options(format=_format(request)))
+    return replace(_ask(request), options=GenerationOptions(format=_format(request)))
 
 
-def _ask(request: CountRequest) -> Ask:
+def _ask(request: CountRequest) -> GenerationRequest:
     """All of it that becomes part of the prompt."""
     theirs = request.model is not None and request.model.startswith("claude-")
     thinking = request.thinking or Thinking(type="")
@@ -166,8 +180,8 @@ def _ask(request: CountRequest) -> Ask:
         parallel=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=_thinking(request.thinking),
     )
-    asked = Asked(request.model if theirs else None, thinking.display == "omitted")
-    return Ask(None if theirs else request.model, conversation, dialect=asked)
+    asked = AnthropicAnswerOptions(request.model if theirs else None, thinking.display == "omitted")
+    return GenerationRequest(None if theirs else request.model, conversation, dialect=asked)
 
 
 _THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
@@ -215,7 +229,7 @@ def _tools(request: CountRequest) -> tuple[Tool, ...]:
     for i, given in enumerate(request.tools or ()):
         kind, where = given.get("type"), f"tools[{i}]"
         if kind in (None, "custom"):
-            tool = checked(CustomTool, given, where)
+            tool = checked(AnthropicTool, given, where)
             tools.append(Tool(tool.name, tool.description or "", tool.input_schema))
         else:
             theirs.append((str(kind), str(given.get("name")), f"{where}.type"))
@@ -246,20 +260,20 @@ def _format(request: CountRequest) -> Json | None:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def _turns(request: CountRequest) -> tuple[Turn, ...]:
+def _turns(request: CountRequest) -> tuple[ChatMessage, ...]:
     """System prompt and messages. Neighbours of one role become one turn, as many templates want it."""
     called: dict[str, str] = {}
     turns = [] if request.system is None else _system(request.system, "system")
     for i, message in enumerate(request.messages):
         turns += _message(message, f"messages[{i}]", called)
-    joined: list[Turn] = []
+    joined: list[ChatMessage] = []
     for role, group in groupby(turns, key=lambda turn: turn.role):
         run = list(group)
         joined += run if role == "tool" else [_together(role, run)]
     return tuple(joined)
 
 
-def _message(message: InputMessage, where: str, called: dict[str, str]) -> list[Turn]:
+def _message(message: AnthropicInputMessage, where: str, called: dict[str, str]) -> list[ChatMessage]:
     """`called` has the names of all calls so far, by id."""
     content = f"{where}.content"
     match message.role:
@@ -276,7 +290,7 @@ Blocks = Sequence[tuple[str, Json, str]]
 """Type, block and where it stands."""
 
 
-def _user(blocks: Blocks, called: Mapping[str, str]) -> list[Turn]:
+def _user(blocks: Blocks, called: Mapping[str, str]) -> list[ChatMessage]:
     """What tools answered comes first: it belongs to the calls before."""
     results, texts = [], []
     for kind, block, where in blocks:
@@ -286,10 +300,10 @@ def _user(blocks: Blocks, called: Mapping[str, str]) -> list[Turn]:
             results.append(_result(checked(_ToolResult, block, where), where, called))
         else:
             raise _unfit(kind, where, "a user's message", "text, tool_result")
-    return [*results, Turn("user", _joined(texts))] if texts or not results else results
+    return [*results, ChatMessage("user", _joined(texts))] if texts or not results else results
 
 
-def _result(result: _ToolResult, where: str, called: Mapping[str, str]) -> Turn:
+def _result(result: _ToolResult, where: str, called: Mapping[str, str]) -> ChatMessage:
     id_ = result.tool_use_id
     if id_ not in called:
         raise RequestError(
@@ -300,10 +314,10 @@ def _result(result: _ToolResult, where: str, called: Mapping[str, str]) -> Turn:
     text = _joined(_texts(_blocks(content, f"{where}.content"), "a tool_result"))
     if result.is_error:
         text = f"Error: {text}"
-    return Turn("tool", text, call_id=id_, name=called[id_])
+    return ChatMessage("tool", text, call_id=id_, name=called[id_])
 
 
-def _assistant(blocks: Blocks, called: dict[str, str]) -> Turn:
+def _assistant(blocks: Blocks, called: dict[str, str]) -> ChatMessage:
     texts, thoughts, calls = [], [], []
     for kind, block, where in blocks:
         if kind == "text":
@@ -316,16 +330,16 @@ def _assistant(blocks: Blocks, called: dict[str, str]) -> Turn:
             calls.append(Call(use.id, use.name, json.dumps(use.input, ensure_ascii=False)))
         elif kind != "redacted_thinking":  # only whoever wrote it can read it
             raise _unfit(kind, where, "an assistant's message", "text, thinking, redacted_thinking, tool_use")
-    return Turn("assistant", _joined(texts), _joined(thoughts), tuple(calls))
+    return ChatMessage("assistant", _joined(texts), _joined(thoughts), tuple(calls))
 
 
-def _system(content: object, where: str) -> list[Turn]:
+def _system(content: object, where: str) -> list[ChatMessage]:
     """A system prompt, unless it is empty: without the line with which Claude Code begins. Its hash differs
     from request to request, so that no prompt would begin like the one before.
     """
     texts = _texts(_blocks(content, where), "a system prompt")
     lasting = _joined(text.partition("\n")[2] if text.startswith(_BILLING) else text for text in texts)
-    return [Turn("system", lasting)] if lasting else []
+    return [ChatMessage("system", lasting)] if lasting else []
 
 
 def _texts(blocks: Blocks, whose: str) -> list[str]:
@@ -360,9 +374,11 @@ def _joined(texts: Iterable[str]) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def _together(role: Role, turns: Sequence[Turn]) -> Turn:
+def _together(role: Role, turns: Sequence[ChatMessage]) -> ChatMessage:
     calls = tuple(call for turn in turns for call in turn.calls)
-    return Turn(role, _joined(turn.text for turn in turns), _joined(turn.reasoning for turn in turns), calls)
+    return ChatMessage(
+        role, _joined(turn.text for turn in turns), _joined(turn.reasoning for turn in turns), calls
+    )
 
 
 def _unfit(kind: str, where: str, whose: str, allowed: str) -> RequestError:

@@ -12,7 +12,9 @@ from pydantic import Field
 
 from .openai_schema import Shape
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+AnthropicStopReason = Literal[
+    "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+]
 
 
 class MessageUsage(Shape):
@@ -53,7 +55,7 @@ class AnthropicMessage(Shape):
     role: Literal["assistant"]
     model: str
     content: list[Block]
-    stop_reason: StopReason | None
+    stop_reason: AnthropicStopReason | None
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -105,7 +107,7 @@ class MessageStart(Shape):
     message: AnthropicMessage
 
 
-class Ping(Shape):
+class PingEvent(Shape):
     type: Literal["ping"]
 
 
@@ -146,14 +148,14 @@ class BlockStop(Shape):
     index: int
 
 
-class Stop(Shape):
-    stop_reason: StopReason
+class StopDelta(Shape):
+    stop_reason: AnthropicStopReason
     stop_sequence: str | None
 
 
 class MessageDelta(Shape):
     type: Literal["message_delta"]
-    delta: Stop
+    delta: StopDelta
     usage: MessageUsage
 
 
@@ -162,6 +164,13 @@ class MessageStop(Shape):
 
 
 StreamEvent = Annotated[
-    MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | AnthropicError,
+    MessageStart
+    | PingEvent
+    | BlockStart
+    | BlockDelta
+    | BlockStop
+    | MessageDelta
+    | MessageStop
+    | AnthropicError,
     Field(discriminator="type"),
 ]

@@ -21,7 +21,7 @@ from ..schema import shown
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["function", "custom", "tool_search"]
+ToolKind = Literal["function", "custom", "tool_search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class ClientTool:
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
-    kind: Kind = "function"
+    kind: ToolKind = "function"
     namespace: str | None = None
     where: str = ""
 

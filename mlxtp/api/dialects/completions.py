@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
-from ...text.events import Whole
+from ...text.events import WholeAnswer
 from ..adapter import SSE, About, Json
 from ..generation import Generation
 from ..http_errors import error_body_of
@@ -45,7 +45,7 @@ class Completions:
             *unserved.routes(lambda handler: generation.endpoint(self, handler)),
         ]
 
-    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+    def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         return whole_body(about, wholes)
 
     def writer(self, about: About) -> CompletionWriter:

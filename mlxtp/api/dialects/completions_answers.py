@@ -6,9 +6,9 @@ import codecs
 from collections.abc import Sequence
 
 from ...errors import MlxtpError
-from ...text.events import Event, Finish, Said, Scored, Whole
+from ...text.events import AnswerEvent, ContentDelta, Finish, Scored, WholeAnswer
 from ..adapter import About, Json
-from ..backend import End
+from ..backend import StreamEnd
 from ..http_errors import error_body_of
 from ..streaming import COMMENT
 from .openai_answers import LEAST_LOGPROB, finishes, first_open, sse, usage
@@ -62,7 +62,7 @@ def _echo(about: About, choice: int) -> str:
     return about.prompts[choice // about.ask.options.n] if about.ask.dialect.echo else ""
 
 
-def whole_body(about: About, wholes: Sequence[Whole]) -> Json:
+def whole_body(about: About, wholes: Sequence[WholeAnswer]) -> Json:
     """The whole answer to a request that does not stream."""
     scored = about.ask.options.logprobs >= 0
     ends = finishes(wholes)
@@ -79,7 +79,7 @@ class CompletionWriter:
         self._head = _head(about)
         self._include_usage = about.ask.dialect.include_usage
         self._logprobs = [Logprobs(about) for _ in range(about.choices)]
-        self._ends: dict[int, End] = {}
+        self._ends: dict[int, StreamEnd] = {}
 
     def open(self) -> bytes:
         return COMMENT
@@ -88,9 +88,9 @@ class CompletionWriter:
         texts = [_echo(self._about, choice) for choice in range(self._about.choices)]
         return b"".join([self._chunk(choice, text) for choice, text in enumerate(texts) if text])
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: AnswerEvent) -> bytes:
         match event:
-            case Said(choice, text, scores):
+            case ContentDelta(choice, text, scores):
                 known = self._logprobs[choice].of(scores) if scores else None
                 return self._chunk(choice, text, known) if text or scores else b""
             case Finish(choice, reason, end):

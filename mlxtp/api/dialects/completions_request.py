@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from ...errors import RequestError
-from ...text.conversation import Ask, Prompt
+from ...text.conversation import GenerationRequest, Prompt
 from ..adapter import Json
 from ..generation import MAX_CHOICES
 from ..schema import in_range, not_supported, parsed, shown, wrong
@@ -44,10 +44,11 @@ class CompletionRequest(Tuning):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-# --- from a body to an Ask ----------------------------------------------------------------------------------
+# --- from a body to a request
+# ----------------------------------------------------------------------------------
 
 
-def parse(body: bytes) -> Ask:
+def parse(body: bytes) -> GenerationRequest:
     """The request; whether its tokens are among the model's is not known yet. Raises RequestError that names
     the field, the reason and the value.
     """
@@ -85,7 +86,7 @@ def parse(body: bytes) -> Ask:
         format_=request.response_format,
     )
     user = request.user if isinstance(request.user, str) else ""
-    return Ask(request.model, prompts, options, bool(request.stream), user, request)
+    return GenerationRequest(request.model, prompts, options, bool(request.stream), user, request)
 
 
 def _prompts(given: object) -> tuple[Prompt, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...tokenizer_file import content_of, text_of
-from ..backend import ModelInfo, Stored
+from ..backend import ModelInfo, StoredModelInfo
 
 Json = dict[str, Any]
 
@@ -45,7 +45,7 @@ class ModelCard:
         return None
 
 
-def read_card(model: ModelInfo | Stored) -> ModelCard:
+def read_card(model: ModelInfo | StoredModelInfo) -> ModelCard:
     """Reads the small files of the model's folder. Blocks: call it in a thread."""
     config = _read_json(model.path / "config.json")
     weights = _weights(model.path)

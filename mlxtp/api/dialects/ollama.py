@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
-from ...text.conversation import Ask
-from ...text.events import Whole
-from ..adapter import NDJSON, About, Json, Writer
-from ..backend import ModelInfo, Stored
+from ...text.conversation import GenerationRequest
+from ...text.events import WholeAnswer
+from ..adapter import NDJSON, About, AnswerWriter, Json
+from ..backend import ModelInfo, StoredModelInfo
 from ..generation import Generation
 from ..openapi import Operation
 from ..sampling_defaults import load_defaults
@@ -26,8 +26,8 @@ from .model_card import read_card
 from .ollama_answers import LineWriter, list_row, no_answer, running_row, show_body, whole_body
 from .ollama_request import (
     Arrival,
-    Asked,
     NoPrompt,
+    OllamaAnswerOptions,
     OllamaChat,
     OllamaGenerate,
     OllamaShow,
@@ -128,11 +128,11 @@ class Ollama:
             *[route(*each, _not_managed) for each in _MANAGED],
         ]
 
-    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+    def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         [answer] = wholes
         return whole_body(about, answer)
 
-    def writer(self, about: About) -> Writer:
+    def writer(self, about: About) -> AnswerWriter:
         return LineWriter(about)
 
     def error(self, error: MlxtpError, status: int) -> Json:
@@ -167,13 +167,15 @@ class _Models:
         return JSONResponse(await asyncio.to_thread(_shown, model, capabilities))
 
 
-def _shown(model: ModelInfo | Stored, capabilities: Sequence[str]) -> Json:
+def _shown(model: ModelInfo | StoredModelInfo, capabilities: Sequence[str]) -> Json:
     """Reads the small files of the model's folder."""
     defaults = model.defaults if isinstance(model, ModelInfo) else load_defaults(model.path)
     return show_body(model, defaults, read_card(model), capabilities)
 
 
-def _answering(adapter: Ollama, generation: Generation, parse: Callable[[Arrival, bytes], Ask]) -> Handler:
+def _answering(
+    adapter: Ollama, generation: Generation, parse: Callable[[Arrival, bytes], GenerationRequest]
+) -> Handler:
     """The endpoint that generates, for bodies that `parse` reads."""
 
     async def answer(request: Request) -> Response:
@@ -189,7 +191,7 @@ def _answering(adapter: Ollama, generation: Generation, parse: Callable[[Arrival
     return answer
 
 
-async def _unloaded(generation: Generation, name: str, asked: Asked) -> Response:
+async def _unloaded(generation: Generation, name: str, asked: OllamaAnswerOptions) -> Response:
     """What is loaded stays so: it is there for others, too."""
     model = await generation.catalog.find(name)
     if isinstance(model, ModelInfo):

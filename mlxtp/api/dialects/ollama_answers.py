@@ -10,11 +10,20 @@ from datetime import UTC, datetime
 
 from ...errors import MlxtpError
 from ...text.conversation import Call
-from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
+from ...text.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    Scored,
+    WholeAnswer,
+)
 from ..adapter import About, Json
-from ..backend import GREEDY, Health, ModelInfo, Sampling, Stored
+from ..backend import GREEDY, Health, ModelInfo, Sampling, StoredModelInfo
 from .model_card import ModelCard
-from .ollama_request import Asked
+from .ollama_request import OllamaAnswerOptions
 
 FOREVER = "9999-12-31T23:59:59Z"
 """Until when a model stays loaded, as far as clients are concerned: no `keep_alive` ends it."""
@@ -41,13 +50,13 @@ class LineWriter:
     def begin(self) -> bytes:
         return b""
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: AnswerEvent) -> bytes:
         match event:
-            case Said(text=text, scores=scores):
+            case ContentDelta(text=text, scores=scores):
                 # Scores alone may come in the middle of a call.
                 before = self._end_call() if text else b""
                 return before + (self._line(text, scores=scores) if text or scores else b"")
-            case Thought(text=text):
+            case ReasoningDelta(text=text):
                 return self._end_call() + self._line("", text)
             case CallBegan():
                 before, self._call = self._end_call(), event
@@ -89,7 +98,7 @@ class LineWriter:
         return _encode(line | _logprobs(scores, self._about))
 
 
-def whole_body(about: About, answer: Whole) -> Json:
+def whole_body(about: About, answer: WholeAnswer) -> Json:
     """The answer to a request that does not stream."""
     assert answer.finish is not None
     cut_off, calls = _told_apart(answer.calls)
@@ -98,14 +107,14 @@ def whole_body(about: About, answer: Whole) -> Json:
     return _head(about) | said | _counts(about, answer.finish) | _logprobs(answer.scores, about)
 
 
-def no_answer(asked: Asked, model: ModelInfo | Stored, reason: str) -> Json:
+def no_answer(asked: OllamaAnswerOptions, model: ModelInfo | StoredModelInfo, reason: str) -> Json:
     """To a request without a prompt, whose `reason` is to "load" or to "unload" the model."""
     head = {"model": asked.model or model.id, "created_at": _rfc3339(time.time())}
     return head | _message(asked, "") | {"done": True, "done_reason": reason}
 
 
-def _asked(about: About) -> Asked:
-    asked: Asked = about.ask.dialect
+def _asked(about: About) -> OllamaAnswerOptions:
+    asked: OllamaAnswerOptions = about.ask.dialect
     return asked
 
 
@@ -113,7 +122,7 @@ def _head(about: About) -> Json:
     return {"model": _asked(about).model or about.model, "created_at": _rfc3339(time.time())}
 
 
-def _message(asked: Asked, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> Json:
+def _message(asked: OllamaAnswerOptions, text: str, thinking: str = "", calls: Sequence[Json] = ()) -> Json:
     """A piece of an answer, or all of it, in the shape of its endpoint."""
     more: Json = {"thinking": thinking} if thinking else {}
     if calls:
@@ -203,7 +212,7 @@ _SHAPE = {
 """What Ollama calls numbers of config.json."""
 
 
-def list_row(model: ModelInfo | Stored, card: ModelCard) -> Json:
+def list_row(model: ModelInfo | StoredModelInfo, card: ModelCard) -> Json:
     """A model in `/api/tags`."""
     return {
         "name": model.id,
@@ -236,7 +245,7 @@ def running_row(model: ModelInfo, card: ModelCard, health: Health) -> Json:
 
 
 def show_body(
-    model: ModelInfo | Stored, defaults: Sampling, card: ModelCard, capabilities: Sequence[str]
+    model: ModelInfo | StoredModelInfo, defaults: Sampling, card: ModelCard, capabilities: Sequence[str]
 ) -> Json:
     """The answer to `/api/show`. `parameters` has one setting a line, as in a Modelfile: `defaults`."""
     settings: dict[str, object] = {"num_ctx": model.context}

@@ -17,7 +17,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from ...errors import RequestError
-from ...text.conversation import Ask, Call, Conversation, Options, Role, Tool, Turn
+from ...text.conversation import (
+    Call,
+    ChatMessage,
+    Conversation,
+    GenerationOptions,
+    GenerationRequest,
+    Role,
+    Tool,
+)
 from ..adapter import Json
 from ..backend import ModelInfo
 from ..schema import Schema, in_range, not_supported, parsed, shown
@@ -77,7 +85,7 @@ def _think(value: object) -> bool | str | None:
 
 
 def _format(value: object) -> Json | None:
-    """As `Options.format` has it."""
+    """As `GenerationOptions.format` has it."""
     if value is None or value == "":
         return None
     if value == "json":
@@ -177,11 +185,12 @@ class OllamaShow(Schema):
     name: str | None = None
 
 
-# --- from a body to an Ask ----------------------------------------------------------------------------------
+# --- from a body to a request
+# ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OllamaAnswerOptions:
     """What the answer has to know of its request. `model` is called as the client calls it."""
 
     chat: bool
@@ -200,33 +209,33 @@ class Arrival:
 class NoPrompt(Exception):
     """The request is there to load or to unload the model."""
 
-    def __init__(self, asked: Asked, unload: bool) -> None:
+    def __init__(self, asked: OllamaAnswerOptions, unload: bool) -> None:
         super().__init__(asked, unload)
         self.asked = asked
         self.unload = unload
 
 
-def parse_chat(arrival: Arrival, body: bytes) -> Ask:
+def parse_chat(arrival: Arrival, body: bytes) -> GenerationRequest:
     """Raises RequestError that names the field, and NoPrompt when there are no messages."""
     chat = parsed(OllamaChat, body)
-    asked = Asked(True, chat.model or "", arrival.at_ns)
+    asked = OllamaAnswerOptions(True, chat.model or "", arrival.at_ns)
     if not chat.messages:
         raise NoPrompt(asked, chat.keep_alive is False)
     conversation = Conversation(_turns(chat.messages), _tools(chat.tools or ()))
     return _ask(chat, asked, arrival, _thinking(conversation, chat))
 
 
-def parse_generate(arrival: Arrival, body: bytes) -> Ask:
+def parse_generate(arrival: Arrival, body: bytes) -> GenerationRequest:
     """Raises RequestError that names the field, and NoPrompt when there is no prompt."""
     generate = parsed(OllamaGenerate, body)
-    asked = Asked(False, generate.model or "", arrival.at_ns)
+    asked = OllamaAnswerOptions(False, generate.model or "", arrival.at_ns)
     _check_supported(generate)
     if not generate.prompt:
         raise NoPrompt(asked, generate.keep_alive is False)
     if generate.raw:
         return _ask(generate, asked, arrival, (generate.prompt,))
-    system = (Turn("system", generate.system),) if generate.system else ()
-    conversation = Conversation((*system, Turn("user", generate.prompt)))
+    system = (ChatMessage("system", generate.system),) if generate.system else ()
+    conversation = Conversation((*system, ChatMessage("user", generate.prompt)))
     return _ask(generate, asked, arrival, _thinking(conversation, generate))
 
 
@@ -237,8 +246,10 @@ def served_name(name: str, models: Sequence[ModelInfo]) -> str:
     return name.removesuffix(LATEST)
 
 
-def _ask(body: OllamaBody, asked: Asked, arrival: Arrival, prompt: Conversation | tuple[str, ...]) -> Ask:
-    return Ask(
+def _ask(
+    body: OllamaBody, asked: OllamaAnswerOptions, arrival: Arrival, prompt: Conversation | tuple[str, ...]
+) -> GenerationRequest:
+    return GenerationRequest(
         model=served_name(asked.model, arrival.models),
         prompt=prompt,
         options=_options(body),
@@ -247,10 +258,10 @@ def _ask(body: OllamaBody, asked: Asked, arrival: Arrival, prompt: Conversation 
     )
 
 
-def _options(body: OllamaBody) -> Options:
+def _options(body: OllamaBody) -> GenerationOptions:
     given = body.options or OllamaOptions()
     budget = given.num_predict or 0
-    return Options(
+    return GenerationOptions(
         max_tokens=budget if budget > 0 else None,  # -1 and -2 set no limit, nor does 0 with Ollama
         stop=given.stop,
         temperature=given.temperature,
@@ -293,12 +304,12 @@ def _check_supported(body: OllamaGenerate) -> None:
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def _turns(messages: Sequence[OllamaMessage]) -> tuple[Turn, ...]:
+def _turns(messages: Sequence[OllamaMessage]) -> tuple[ChatMessage, ...]:
     """Most of Ollama's clients send no ids: calls are numbered, and answered by their name or in their order.
 
     A number has nine letters and digits: Mistral's templates take nothing else.
     """
-    turns: list[Turn] = []
+    turns: list[ChatMessage] = []
     unanswered: list[Call] = []
     count = 0
     for i, message in enumerate(messages):
@@ -310,9 +321,9 @@ def _turns(messages: Sequence[OllamaMessage]) -> tuple[Turn, ...]:
             count += 1
         if role == "tool":
             call = _answered(message, unanswered)
-            turns.append(Turn(role, message.content or "", call_id=call.id, name=call.name))
+            turns.append(ChatMessage(role, message.content or "", call_id=call.id, name=call.name))
         else:
-            turns.append(Turn(role, message.content or "", message.thinking or "", tuple(calls)))
+            turns.append(ChatMessage(role, message.content or "", message.thinking or "", tuple(calls)))
             unanswered += calls
     return tuple(turns)
 

@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError
-from ...text.events import Whole
-from ..adapter import SSE, About, Json, Writer
+from ...text.events import WholeAnswer
+from ..adapter import SSE, About, AnswerWriter, Json
 from ..generation import Generation
 from ..http_errors import error_body_of
 from ..openapi import Operation
 from . import anthropic_answers
 from . import openai_answers as answers
-from .openai_request import Asked, ChatRequest, parse_chat
-from .openai_schema import ChatCompletion, Health, Model, ModelList, OpenAIError
+from .openai_request import ChatRequest, OpenAIAnswerOptions, parse_chat
+from .openai_schema import ChatCompletion, HealthBody, ListedModel, ModelList, OpenAIError
 
 MODELS = "/v1/models"
 
@@ -32,11 +32,11 @@ class OpenAIChat:
     too_long = answers.TOO_LONG
     media_type = SSE
     operations = (
-        Operation("GET", "/health", "The state of the cluster", None, Health, Health),
+        Operation("GET", "/health", "The state of the cluster", None, HealthBody, HealthBody),
         Operation(
             "GET", "/v1/models", "What can be served, the loaded model first", None, ModelList, OpenAIError
         ),
-        Operation("GET", "/v1/models/{id}", "One model", None, Model, OpenAIError),
+        Operation("GET", "/v1/models/{id}", "One model", None, ListedModel, OpenAIError),
         Operation(
             "POST", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, OpenAIError, SSE
         ),
@@ -61,12 +61,12 @@ class OpenAIChat:
             Route(f"{MODELS}/{{id:path}}", model, methods=["GET"]),
         ]
 
-    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
-        asked: Asked = about.ask.dialect
+    def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
+        asked: OpenAIAnswerOptions = about.ask.dialect
         return answers.completion_body(about, wholes, asked.custom)
 
-    def writer(self, about: About) -> Writer:
-        asked: Asked = about.ask.dialect
+    def writer(self, about: About) -> AnswerWriter:
+        asked: OpenAIAnswerOptions = about.ask.dialect
         return answers.ChunkWriter(about, asked.include_usage, asked.custom)
 
     def error(self, error: MlxtpError, status: int) -> Json:

@@ -7,10 +7,19 @@ from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 from ...errors import MlxtpError
-from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought, Whole
+from ...text.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    Scored,
+    WholeAnswer,
+)
 from ...text.tokenizer import Name
 from ..adapter import About
-from ..backend import End, Health, ModelInfo, Stored
+from ..backend import Health, ModelInfo, StoredModelInfo, StreamEnd
 from ..http_errors import error_body_of
 from ..streaming import COMMENT
 from .client_tools import TextReader, text_of
@@ -26,7 +35,7 @@ LEAST_LOGPROB = -9999.0
 """What OpenAI says of tokens that are next to impossible; JSON has no minus infinity."""
 
 
-def usage(about: About, ends: Sequence[End]) -> Json:
+def usage(about: About, ends: Sequence[StreamEnd]) -> Json:
     """What all answers took. Of each prompt, only what no answer had to compute counts as cached."""
     prompt, n = sum(about.prompt_tokens), about.ask.options.n
     completion = sum(end.generated for end in ends)
@@ -49,12 +58,12 @@ def first_open(about: About, ends: Container[int]) -> int:
     return next(choice for choice in range(about.choices) if choice not in ends)
 
 
-def finishes(wholes: Sequence[Whole]) -> list[Finish]:
+def finishes(wholes: Sequence[WholeAnswer]) -> list[Finish]:
     """How each choice ended."""
     return [whole.finish for whole in wholes if whole.finish is not None]
 
 
-def completion_body(about: About, wholes: Sequence[Whole], custom: Collection[str] = ()) -> Json:
+def completion_body(about: About, wholes: Sequence[WholeAnswer], custom: Collection[str] = ()) -> Json:
     """The whole answer to a request that does not stream. `custom` names the tools that take plain text."""
     ends = finishes(wholes)
     scored = about.ask.options.logprobs >= 0
@@ -71,7 +80,7 @@ def completion_body(about: About, wholes: Sequence[Whole], custom: Collection[st
     return _head(about, "chat.completion") | {"choices": rows, "usage": counts}
 
 
-def _message(whole: Whole, custom: Collection[str]) -> Json:
+def _message(whole: WholeAnswer, custom: Collection[str]) -> Json:
     message: Json = {"role": "assistant", "content": whole.text, "refusal": None}
     if whole.reasoning:
         message["reasoning_content"] = whole.reasoning
@@ -117,7 +126,7 @@ class ChunkWriter:
         self._include_usage = include_usage
         self._silent = set(range(about.choices))
         """Choices that have said nothing yet, not even their role."""
-        self._ends: dict[int, End] = {}
+        self._ends: dict[int, StreamEnd] = {}
 
     def open(self) -> bytes:
         return COMMENT
@@ -134,7 +143,7 @@ class ChunkWriter:
     def begin(self) -> bytes:
         return b""
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: AnswerEvent) -> bytes:
         return self._role(event.choice) + self._rest(event)
 
     def close(self) -> bytes:
@@ -155,13 +164,13 @@ class ChunkWriter:
         self._silent.remove(index)
         return self._chunk(index, b'{"role":"assistant","content":""}')
 
-    def _rest(self, event: Event) -> bytes:
+    def _rest(self, event: AnswerEvent) -> bytes:
         index = event.choice
         match event:
-            case Said(text=text, scores=scores):
+            case ContentDelta(text=text, scores=scores):
                 known = _encode(logprobs(scores, self._about.names)) if scores else b"null"
                 return self._chunk(index, b'{"content":%b}' % json.dumps(text).encode(), known)
-            case Thought(text=text):
+            case ReasoningDelta(text=text):
                 return self._chunk(index, b'{"reasoning_content":%b}' % json.dumps(text).encode())
             case CallBegan() | CallArguments():
                 return self._call(event)
@@ -202,7 +211,7 @@ def sse(data: Json) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
-def model_body(model: ModelInfo | Stored) -> Json:
+def model_body(model: ModelInfo | StoredModelInfo) -> Json:
     known: Json = {"supported_features": list(model.features)} if isinstance(model, ModelInfo) else {}
     return {
         "id": model.id,
@@ -214,7 +223,7 @@ def model_body(model: ModelInfo | Stored) -> Json:
     } | known
 
 
-def models_body(models: Sequence[ModelInfo | Stored]) -> Json:
+def models_body(models: Sequence[ModelInfo | StoredModelInfo]) -> Json:
     return {"object": "list", "data": [model_body(model) for model in models]}
 
 

@@ -14,7 +14,16 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...errors import RequestError
-from ...text.conversation import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Role, Turn
+from ...text.conversation import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Call,
+    ChatMessage,
+    Conversation,
+    GenerationRequest,
+    Role,
+)
 from ..adapter import Json
 from ..generation import MAX_CHOICES
 from ..schema import Schema, in_range, not_supported, parsed, shown
@@ -29,25 +38,25 @@ class Function(Schema):
     arguments: str | Json | None = None
 
 
-class CustomCall(Schema):
+class CustomCallInput(Schema):
     name: Annotated[str, Field(min_length=1)]
     input: str
 
 
-class ToolCall(Schema):
+class ToolCallInput(Schema):
     id: str | None = None
     type: str | None = None
     function: Function | None = None
-    custom: CustomCall | None = None
+    custom: CustomCallInput | None = None
 
 
-class Message(Schema):
+class MessageInput(Schema):
     role: str
     content: Any = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: Any = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallInput] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
 
@@ -79,7 +88,7 @@ class StreamOptions(Schema):
 class ChatRequest(Tuning):
     """The body of `POST /v1/chat/completions`. None means absent, everywhere."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]  # errors take memory, too
+    messages: Annotated[list[MessageInput], Field(min_length=1, fail_fast=True)]  # errors take memory, too
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -114,17 +123,18 @@ class ChatRequest(Tuning):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpenAIAnswerOptions:
     """Options of the answer. `custom`: names of the tools that take plain text."""
 
     include_usage: bool
     custom: frozenset[str]
 
 
-# --- from a body to an Ask ----------------------------------------------------------------------------------
+# --- from a body to a request
+# ----------------------------------------------------------------------------------
 
 
-def parse_chat(body: bytes) -> Ask:
+def parse_chat(body: bytes) -> GenerationRequest:
     """The checked request. Raises RequestError that names the field, the reason and the value."""
     request = parsed(ChatRequest, body)
     if request.max_tokens and request.max_completion_tokens not in (None, request.max_tokens):
@@ -139,7 +149,9 @@ def parse_chat(body: bytes) -> Ask:
         )
     _check_supported(request)
     tools = _tools(request.tools or ())
-    asked = Asked(request.include_usage, frozenset(tool.name for tool in tools if tool.kind == "custom"))
+    asked = OpenAIAnswerOptions(
+        request.include_usage, frozenset(tool.name for tool in tools if tool.kind == "custom")
+    )
     conversation = Conversation(
         turns(request.messages),
         tuple(tool.function(tool.name) for tool in tools),
@@ -155,12 +167,12 @@ def parse_chat(body: bytes) -> Ask:
         logprobs=(request.top_logprobs or 0) if request.logprobs else -1,
         format_=request.response_format,
     )
-    return Ask(request.model, conversation, options, bool(request.stream), user, asked)
+    return GenerationRequest(request.model, conversation, options, bool(request.stream), user, asked)
 
 
-def turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
+def turns(messages: Sequence[MessageInput]) -> tuple[ChatMessage, ...]:
     """A conversation's turns: `developer` is read as `system`, parts of text are joined."""
-    found: list[Turn] = []
+    found: list[ChatMessage] = []
     names: dict[str, str] = {}
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
@@ -183,7 +195,7 @@ def turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
         call_id = message.tool_call_id or ""
         reasoning = message.reasoning_content or message.reasoning
         found.append(
-            Turn(
+            ChatMessage(
                 role,
                 _content(message, where),
                 reasoning if isinstance(reasoning, str) and role == "assistant" else "",
@@ -262,7 +274,7 @@ def _role(role: str, where: str) -> Role:
     return _ROLES[role]
 
 
-def _call(call: ToolCall, where: str) -> Call:
+def _call(call: ToolCallInput, where: str) -> Call:
     if call.type == "custom" and call.custom is not None:
         return Call(call.id or "", call.custom.name, text_arguments(call.custom.input))
     if call.type not in (None, "function", "custom"):
@@ -295,7 +307,7 @@ def _tools(given: Sequence[OfferedTool]) -> list[ClientTool]:
     return tools
 
 
-def _content(message: Message, where: str) -> str:
+def _content(message: MessageInput, where: str) -> str:
     where = f"{where}.content"
     match message.content:
         case str(text):

@@ -143,7 +143,7 @@ class DeltaCustomCall(Shape):
     type: Literal["custom"] = "custom"
 
 
-class Delta(Shape):
+class ChatDelta(Shape):
     """One of the fields; `role` with empty `content` in the first one of a choice, none in the last."""
 
     role: Literal["assistant"] = "assistant"
@@ -154,7 +154,7 @@ class Delta(Shape):
 
 class ChunkChoice(Shape):
     index: int
-    delta: Delta
+    delta: ChatDelta
     logprobs: ChoiceLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
@@ -170,7 +170,7 @@ class ChatCompletionChunk(Shape):
     usage: Usage | None = None
 
 
-class Model(Shape):
+class ListedModel(Shape):
     """`supported_features`, of "tools" and "reasoning", is set for the loaded model."""
 
     id: str
@@ -184,10 +184,10 @@ class Model(Shape):
 
 class ModelList(Shape):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ListedModel]
 
 
-class Health(Shape):
+class HealthBody(Shape):
     """One moment of the cluster. `reason`: why it is not ready."""
 
     status: Literal["ok", "unavailable"]

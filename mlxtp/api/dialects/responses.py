@@ -17,8 +17,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ...errors import MlxtpError, RequestError
-from ...text.conversation import Ask
-from ...text.events import Whole
+from ...text.conversation import GenerationRequest
+from ...text.events import WholeAnswer
 from ..adapter import SSE, About, Json
 from ..generation import Generation
 from ..http_errors import error_body_of
@@ -31,7 +31,7 @@ from .responses_output import (
     items_of_whole,
     status_of,
 )
-from .responses_request import ResponseRequest, Wanted, parse
+from .responses_request import ResponseRequest, ResponsesAnswerOptions, parse
 from .responses_schema import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from .responses_store import ResponseStore
 
@@ -110,7 +110,7 @@ class Responses:
             for method, path, handler in table
         ]
 
-    def whole(self, about: About, wholes: Sequence[Whole]) -> Json:
+    def whole(self, about: About, wholes: Sequence[WholeAnswer]) -> Json:
         [whole], [finish] = wholes, finishes(wholes)
         output = items_of_whole(about, whole, finish)
         response = response_body(about, status_of(finish), output, finish=finish, completed_at=self._clock())
@@ -123,11 +123,11 @@ class Responses:
     def error(self, error: MlxtpError, status: int) -> Json:
         return error_body_of(error)
 
-    def _parse(self, body: bytes) -> Ask:
+    def _parse(self, body: bytes) -> GenerationRequest:
         return parse(body, self._store)
 
     def _keep(self, about: About, response: Json) -> None:
-        wanted: Wanted = about.ask.dialect
+        wanted: ResponsesAnswerOptions = about.ask.dialect
         if wanted.input is not None:
             self._store.put(response, wanted.input)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...errors import MlxtpError
-from ...text.events import CallArguments, CallBegan, Event, Finish, Said, Scored, Thought
+from ...text.events import AnswerEvent, CallArguments, CallBegan, ContentDelta, Finish, ReasoningDelta, Scored
 from ..adapter import About, Json
 from ..http_errors import error_status
 from .openai_answers import sse
 from .responses_items import CALLS
 from .responses_output import (
-    Item,
-    Message,
-    Reasoning,
-    ToolCall,
+    ItemInProgress,
+    MessageOutput,
+    ReasoningOutput,
+    ToolCallOutput,
     logprobs,
     place,
     scores_of_first,
@@ -22,7 +22,7 @@ from .responses_output import (
     status_of,
     tool_call,
 )
-from .responses_request import Wanted
+from .responses_request import ResponsesAnswerOptions
 
 
 class ResponseWriter:
@@ -34,7 +34,7 @@ class ResponseWriter:
         self._clock = clock
         self._number = 0
         self._output: list[Json] = []
-        self._item: Item | None = None
+        self._item: ItemInProgress | None = None
         self._late: list[Scored] = []
         """Scores of tokens of which it is not known yet whether they belong to what is said."""
         self._finish: Finish | None = None
@@ -47,16 +47,16 @@ class ResponseWriter:
     def begin(self) -> bytes:
         return b""
 
-    def write(self, event: Event) -> bytes:
+    def write(self, event: AnswerEvent) -> bytes:
         match event:
-            case Thought(text=text):
+            case ReasoningDelta(text=text):
                 return self._think(text)
-            case Said(text=text, scores=scores):
+            case ContentDelta(text=text, scores=scores):
                 return self._say(text, scores)
             case CallBegan(id=id_, name=name):
                 return self._begin(tool_call(self._about, self._place(), id_, name))
             case CallArguments(text=text):
-                assert isinstance(self._item, ToolCall)
+                assert isinstance(self._item, ToolCallOutput)
                 return b"".join(map(self._sent, self._item.more(text)))
             case Finish():
                 return self._finished(event)
@@ -81,26 +81,26 @@ class ResponseWriter:
 
     def _think(self, text: str) -> bytes:
         before = b""
-        if not isinstance(self._item, Reasoning):
-            before = self._begin(Reasoning(self._place()))
-        assert isinstance(self._item, Reasoning)
+        if not isinstance(self._item, ReasoningOutput):
+            before = self._begin(ReasoningOutput(self._place()))
+        assert isinstance(self._item, ReasoningOutput)
         return before + self._sent(self._item.more(text))
 
     def _say(self, text: str, scores: Sequence[Scored]) -> bytes:
         """Scores without a text are those of thoughts and calls, or of what ends the answer."""
         if not text:
-            if isinstance(self._item, Message):
+            if isinstance(self._item, MessageOutput):
                 self._late += scores
             return b""
         before = b""
-        if not isinstance(self._item, Message):
+        if not isinstance(self._item, MessageOutput):
             if self._item is not None:
                 scores = scores_of_first(self._about, text, scores)
-            before = self._begin(Message(self._place()))
+            before = self._begin(MessageOutput(self._place()))
         return before + self._more(text, scores)
 
     def _more(self, text: str, scores: Sequence[Scored]) -> bytes:
-        assert isinstance(self._item, Message)
+        assert isinstance(self._item, MessageOutput)
         scores = [*self._late, *scores]
         self._late = []
         return self._sent(self._item.more(text, logprobs(self._about, scores)))
@@ -110,7 +110,7 @@ class ResponseWriter:
         kinds = {item["type"] for item in self._output} | ({self._item.kind} if self._item else set())
         before = b""
         if "message" not in kinds and speaks(finish, "reasoning" in kinds, not kinds.isdisjoint(CALLS)):
-            before = self._begin(Message(self._place()))
+            before = self._begin(MessageOutput(self._place()))
         elif self._late:
             before = self._more("", ())
         return before + self._end(status_of(finish))
@@ -118,7 +118,7 @@ class ResponseWriter:
     def _place(self) -> str:
         return place(self._about, len(self._output) + (self._item is not None))
 
-    def _begin(self, item: Item) -> bytes:
+    def _begin(self, item: ItemInProgress) -> bytes:
         before = self._end("completed")
         self._item, self._late = item, []
         added = {"type": "response.output_item.added", "item": item.json("in_progress")}
@@ -159,7 +159,7 @@ def response_body(
     completed_at: float | None = None,
 ) -> Json:
     """The response at one moment: "in_progress", "completed", "incomplete" or "failed"."""
-    wanted: Wanted = about.ask.dialect
+    wanted: ResponsesAnswerOptions = about.ask.dialect
     request = wanted.request
     reasoning = request.reasoning
     return {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...errors import RequestError
-from ...text.conversation import Call, Turn
+from ...text.conversation import Call, ChatMessage
 from ..schema import shown
 from .client_tools import joined, text_arguments
 from .responses_items import CALLS, OUTPUTS, ROLES
@@ -16,7 +16,9 @@ from .responses_tools import Tools, read_tools
 Json = dict[str, Any]
 
 
-def turns_of(instructions: str | None, items: Sequence[Json], known: int, tools: Tools) -> tuple[Turn, ...]:
+def turns_of(
+    instructions: str | None, items: Sequence[Json], known: int, tools: Tools
+) -> tuple[ChatMessage, ...]:
     """Return the conversation. The first `known` items are those of earlier answers.
 
     `tools` are by the model's names. Consecutive thoughts, text and calls of the assistant are one turn. So
@@ -56,7 +58,7 @@ class _Reader:
     """Reads items one after the other."""
 
     def __init__(self, instructions: str | None, names: Mapping[tuple[str | None, str], str]) -> None:
-        self.turns: list[Turn] = []
+        self.turns: list[ChatMessage] = []
         self._known = names
         self._system = [instructions] if instructions else []
         self._names: dict[str, str] = {}  # names of called functions, by call id
@@ -83,11 +85,11 @@ class _Reader:
     def close(self) -> None:
         """End a turn. Thoughts alone are dropped."""
         if self._system:
-            self.turns.append(Turn("system", "\n\n".join(self._system)))
+            self.turns.append(ChatMessage("system", "\n\n".join(self._system)))
             self._system = []
         if self._said or self._calls:
             reasoning = "\n".join(self._thoughts)
-            self.turns.append(Turn("assistant", self._text, reasoning, tuple(self._calls)))
+            self.turns.append(ChatMessage("assistant", self._text, reasoning, tuple(self._calls)))
         self._begin()
 
     def _begin(self) -> None:
@@ -131,12 +133,12 @@ class _Reader:
             text = f"These tools can be called now: {', '.join(names) or 'none'}"
         else:
             text = item["output"] if isinstance(item["output"], str) else _text(item["output"])
-        self.turns.append(Turn("tool", text, call_id=call_id, name=self._names[call_id]))
+        self.turns.append(ChatMessage("tool", text, call_id=call_id, name=self._names[call_id]))
 
     def _read_message(self, role: Literal["user", "system"], text: str) -> None:
         if role == "user":
             self.close()
-            self.turns.append(Turn("user", text))
+            self.turns.append(ChatMessage("user", text))
         else:
             if self._said or self._calls:
                 self.close()

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...text.conversation import Call
-from ...text.events import Finish, Scored, Whole
+from ...text.events import Finish, Scored, WholeAnswer
 from ..adapter import About
 from . import openai_answers as answers
 from .client_tools import ClientTool, TextReader, called
 from .responses_items import call_item, object_in, output_text, search_call
-from .responses_request import Wanted
+from .responses_request import ResponsesAnswerOptions
 
 Json = dict[str, Any]
 
 
-class Item(Protocol):
+class ItemInProgress(Protocol):
     """One item of the output while it is made. Events lack their numbers and the item's place."""
 
     kind: str
@@ -35,7 +35,7 @@ class Item(Protocol):
         ...
 
 
-class Message:
+class MessageOutput:
     """What the model says."""
 
     kind = "message"
@@ -75,7 +75,7 @@ class Message:
         return {"type": kind, "item_id": self.id, "content_index": 0} | fields
 
 
-class Reasoning:
+class ReasoningOutput:
     """What the model thinks."""
 
     kind = "reasoning"
@@ -113,7 +113,7 @@ _FORMS: Mapping[str, tuple[str, str, str, str]] = {  # item, prefix of its id, i
 }
 
 
-class ToolCall:
+class ToolCallOutput:
     """A call. Custom tools get its text, others its arguments; searches have no events of their own."""
 
     def __init__(self, place: str, call_id: str, tool: ClientTool) -> None:
@@ -147,11 +147,11 @@ class ToolCall:
         return [{"type": f"{self._events}.{step}", "item_id": self.id} | fields] if self._events else []
 
 
-def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCall:
+def tool_call(about: About, place: str, call_id: str, name: str) -> ToolCallOutput:
     """Return the item of a call. `name` is the model's; the item has the client's."""
-    wanted: Wanted = about.ask.dialect
+    wanted: ResponsesAnswerOptions = about.ask.dialect
     tool = called(name, wanted.tools)
-    return ToolCall(place, call_id, tool)
+    return ToolCallOutput(place, call_id, tool)
 
 
 def _reasoning_text(text: str) -> Json:
@@ -175,15 +175,15 @@ def place(about: About, index: int) -> str:
     return f"{about.id}_{index}"
 
 
-def items_of_whole(about: About, whole: Whole, finish: Finish) -> list[Json]:
+def items_of_whole(about: About, whole: WholeAnswer, finish: Finish) -> list[Json]:
     """The output of an answer that is not streamed. What was cut off is the last item."""
-    items: list[Item] = []
+    items: list[ItemInProgress] = []
     if whole.reasoning:
-        thoughts = Reasoning(place(about, 0))
+        thoughts = ReasoningOutput(place(about, 0))
         thoughts.more(whole.reasoning)
         items.append(thoughts)
     if whole.text or speaks(finish, bool(whole.reasoning), bool(whole.calls)):
-        message = Message(place(about, len(items)))
+        message = MessageOutput(place(about, len(items)))
         message.more(whole.text, logprobs(about, _of_text(about, whole)))
         items.append(message)
     for call in whole.calls:
@@ -209,7 +209,7 @@ def scores_of_first(about: About, text: str, scores: Sequence[Scored]) -> Sequen
     return _overlapping(about, scores, start, None) if start >= 0 else scores
 
 
-def _of_text(about: About, whole: Whole) -> Sequence[Scored]:
+def _of_text(about: About, whole: WholeAnswer) -> Sequence[Scored]:
     """The scores of what was said, without those of thoughts before and calls after it."""
     if not (whole.reasoning or whole.calls):
         return whole.scores

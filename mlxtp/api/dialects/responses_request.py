@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from ...errors import RequestError
-from ...text.conversation import Ask, Conversation
+from ...text.conversation import Conversation, GenerationRequest
 from ..schema import Schema, check_finite, in_range, not_supported, parsed, shown, wrong
 from .client_tools import unfold
 from .responses_items import items_of
@@ -39,7 +39,7 @@ _MOST_PAIRS, _MOST_KEY_CHARS, _MOST_VALUE_CHARS = 16, 64, 512  # of metadata, as
 _MOST_PIECES = 20_000  # items of a conversation, and their parts
 
 
-class Reasoning(Schema):
+class ReasoningSettings(Schema):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -65,7 +65,7 @@ class ResponseRequest(Tuning):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSettings | None = None
     include: list[str] | None = None
     top_logprobs: Annotated[int, in_range(0, 20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -86,7 +86,7 @@ class ResponseRequest(Tuning):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResponsesAnswerOptions:
     """A checked request, as its answer needs it, without what nobody understands.
 
     `input` is a JSON list, in which the items of earlier answers are, too; None where it is not to be kept.
@@ -101,7 +101,7 @@ class Wanted:
     format: Json
 
 
-def parse(body: bytes, store: ResponseStore) -> Ask:
+def parse(body: bytes, store: ResponseStore) -> GenerationRequest:
     """Raises RequestError that names the field, the reason and the value."""
     request = parsed(ResponseRequest, body)
     _check_supported(request)
@@ -128,7 +128,7 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
     options = request.options(
         max_tokens=request.max_output_tokens, logprobs=logprobs, format_=_format(format_)
     )
-    wanted = Wanted(
+    wanted = ResponsesAnswerOptions(
         request,
         encoded(worth_keeping(items), store.most_bytes) if request.kept else None,
         tools,
@@ -136,7 +136,9 @@ def parse(body: bytes, store: ResponseStore) -> Ask:
         repeated_choice(request.tool_choice),
         format_ or {"type": "text"},
     )
-    return Ask(request.model, conversation, options, bool(request.stream), _user(request), wanted)
+    return GenerationRequest(
+        request.model, conversation, options, bool(request.stream), _user(request), wanted
+    )
 
 
 def _check_supported(request: ResponseRequest) -> None:
@@ -254,11 +256,11 @@ def _format(given: Json | None) -> Json | None:
             return given
 
 
-def _thinking(reasoning: Reasoning | None) -> bool | None:
+def _thinking(reasoning: ReasoningSettings | None) -> bool | None:
     return None if reasoning is None or reasoning.effort is None else reasoning.effort != "none"
 
 
-def _template_options(reasoning: Reasoning | None) -> Json:
+def _template_options(reasoning: ReasoningSettings | None) -> Json:
     """For the templates of models that do have degrees."""
     return {} if reasoning is None or reasoning.effort is None else {"reasoning_effort": reasoning.effort}
 

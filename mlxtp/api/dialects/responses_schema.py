@@ -8,7 +8,7 @@ from pydantic import Field
 
 from .openai_schema import Shape
 
-Status = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputCandidate(Shape):
@@ -39,7 +39,7 @@ class OutputMessage(Shape):
     type: Literal["message"]
     id: str
     role: Literal["assistant"]
-    status: Status
+    status: ResponseStatus
     content: list[OutputText]
 
 
@@ -63,7 +63,7 @@ class FunctionCallItem(Shape):
     name: str
     namespace: str = ""
     arguments: str
-    status: Status
+    status: ResponseStatus
 
 
 class CustomCallItem(Shape):
@@ -75,7 +75,7 @@ class CustomCallItem(Shape):
     name: str
     namespace: str = ""
     input: str
-    status: Status
+    status: ResponseStatus
 
 
 class SearchCallItem(Shape):
@@ -84,7 +84,7 @@ class SearchCallItem(Shape):
     call_id: str
     execution: Literal["client"]
     arguments: dict[str, Any]
-    status: Status
+    status: ResponseStatus
 
 
 class SearchOutput(Shape):
@@ -126,7 +126,7 @@ class ReasoningItem(Shape):
 
     type: Literal["reasoning"]
     id: str
-    status: Status
+    status: ResponseStatus
     summary: list[SummaryText]
     content: list[ReasoningText]
 

@@ -22,7 +22,7 @@ OVERHEAD_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredResponse:
     """An answer as the client saw it, and everything that it answered: what went before it, too. As JSON.
 
     `output` has its items by their ids, once more. `until` on the clock of the store.
@@ -82,7 +82,7 @@ class ResponseStore:
         self._age_s = age_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, StoredResponse] = {}
         self._items: dict[str, bytes] = {}
         self.size = 0
         """Bytes of all that is kept."""
@@ -90,7 +90,7 @@ class ResponseStore:
     def put(self, body: Json, input_: bytes) -> None:
         """Keep an answer with its whole input, a JSON list. One that is too large by itself is not kept."""
         output = {item["id"]: json_bytes(item) for item in body["output"]}
-        kept = Kept(json_bytes(body), input_, output, self._clock() + self._age_s)
+        kept = StoredResponse(json_bytes(body), input_, output, self._clock() + self._age_s)
         with self._lock:
             if kept.size > self.most_bytes:
                 return
@@ -99,7 +99,7 @@ class ResponseStore:
             self.size += kept.size
             self._make_room()
 
-    def get(self, id_: str, param: str | None = None) -> Kept:
+    def get(self, id_: str, param: str | None = None) -> StoredResponse:
         """Raises RequestError 404 that says how long answers are kept."""
         with self._lock:
             self._make_room()

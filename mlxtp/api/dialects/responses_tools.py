@@ -40,7 +40,7 @@ class _Namespace(Schema):
     tools: list[Json]
 
 
-class _Search(Schema):
+class _SearchTool(Schema):
     """A search for more tools that the client runs."""
 
     type: Literal["tool_search"]
@@ -68,7 +68,7 @@ def read_tools(
                 tools.append(tool)
                 repeated.append(said)
             case "tool_search" if each.get("execution") == "client":
-                search = checked(_Search, each, at)
+                search = checked(_SearchTool, each, at)
                 tools.append(
                     ClientTool(
                         "tool_search", search.description or "", search.parameters, "tool_search", where=at

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ...text.conversation import Options
+from ...text.conversation import GenerationOptions
 from ..schema import Schema, in_range
 
 MOST_TOKENS = 2**31 - 1
@@ -34,10 +34,10 @@ class Tuning(Schema):
 
     def options(
         self, *, n: int = 1, max_tokens: int | None, logprobs: int, format_: Mapping[str, Any] | None
-    ) -> Options:
+    ) -> GenerationOptions:
         """The rest is what each dialect says in its own way."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return Options(
+        return GenerationOptions(
             n=n,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..conftest import SPECIAL, VOCABULARY, Server, save
@@ -38,7 +38,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Text]
     )
     tokenizer.train_from_iterator(["hello wide world, 日本語 😀 weather city arguments"] * 3, trainer)
     folder: Path = save(tokenizer, tmp_path_factory.mktemp("thinking"), TEMPLATE)
-    return tokenizer, Text(LocalWriter.load(folder))
+    return tokenizer, Text(LocalRenderer.load(folder))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import httpx
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from mlxtp.api.access_log import Accounting
+from mlxtp.api.access_log import AccessLog
 from mlxtp.api.app import create_app
 from mlxtp.api.backend import ModelInfo
 from mlxtp.api.dialects.anthropic_answers import SIGNATURE, models_body
@@ -34,7 +34,7 @@ from mlxtp.api.dialects.anthropic_schema import (
     MessageStart,
     MessageStop,
     MessageUsage,
-    Ping,
+    PingEvent,
     SignatureDelta,
     StreamEvent,
     TextDelta,
@@ -42,11 +42,20 @@ from mlxtp.api.dialects.anthropic_schema import (
     TokenCount,
 )
 from mlxtp.api.dialects.client_tools import log_left_out
-from mlxtp.api.request_metrics import Tally
+from mlxtp.api.request_metrics import RequestMetrics
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
-from mlxtp.text.conversation import AUTO, NONE, REQUIRED, Ask, Call, Conversation, Tool, Turn
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.conversation import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Call,
+    ChatMessage,
+    Conversation,
+    GenerationRequest,
+    Tool,
+)
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..conftest import WAIT_S, FakeBackend, Server, byte_level, forever, save, says, then
@@ -100,9 +109,10 @@ class AnthropicServer(Server):
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnthropicServer]:
     tokenizer = byte_level()
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    backend = Thinker(Text(LocalWriter.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE))))
-    app = Accounting(
-        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7), Tally(monotonic)
+    backend = Thinker(Text(LocalRenderer.load(save(tokenizer, tmp_path_factory.mktemp("thinker"), TEMPLATE))))
+    app = AccessLog(
+        create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7),
+        RequestMetrics(monotonic),
     )
     sock = bind("127.0.0.1", 0)
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
@@ -168,8 +178,8 @@ def complete(response: httpx.Response) -> list[Any]:
     start, *events = events_of(response)
     assert isinstance(start, MessageStart)
     assert (start.message.content, start.message.stop_reason) == ([], None)
-    assert isinstance(events[0], Ping)
-    events = [event for event in events if not isinstance(event, Ping)]
+    assert isinstance(events[0], PingEvent)
+    events = [event for event in events if not isinstance(event, PingEvent)]
     *blocks, delta, stop = events
     assert isinstance(delta, MessageDelta)
     assert isinstance(stop, MessageStop)
@@ -628,7 +638,7 @@ def test_pings_come_while_nothing_else_does(server: AnthropicServer) -> None:
 # --- what a request may say -------------------------------------------------------------------------------
 
 
-def parse(**fields: Any) -> Ask:
+def parse(**fields: Any) -> GenerationRequest:
     return parse_messages(json.dumps(body(**fields)).encode())
 
 
@@ -638,7 +648,7 @@ def conversation(**fields: Any) -> Conversation:
     return prompt
 
 
-def turns(*messages: dict[str, Any], **fields: Any) -> list[Turn]:
+def turns(*messages: dict[str, Any], **fields: Any) -> list[ChatMessage]:
     return list(conversation(messages=list(messages), **fields).turns)
 
 
@@ -666,9 +676,9 @@ def test_neighbours_of_one_role_are_one_turn() -> None:
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, USE]},
         {"role": "user", "content": "e"},
     ) == [
-        Turn("user", "a\nb\nc"),
-        Turn("assistant", "d", "hm", (Call("toolu_1", "weather", '{"city": "Bonn"}'),)),
-        Turn("user", "e"),
+        ChatMessage("user", "a\nb\nc"),
+        ChatMessage("assistant", "d", "hm", (Call("toolu_1", "weather", '{"city": "Bonn"}'),)),
+        ChatMessage("user", "e"),
     ]
 
 
@@ -678,8 +688,8 @@ def test_what_the_system_says_may_come_later_too() -> None:
         *HELLO,
         {"role": "system", "content": [text("c")]},
         system=[text("a")],
-    ) == [Turn("system", "a\nb"), Turn("user", "hello"), Turn("system", "c")]
-    assert turns(*HELLO, system="") == [Turn("user", "hello")]
+    ) == [ChatMessage("system", "a\nb"), ChatMessage("user", "hello"), ChatMessage("system", "c")]
+    assert turns(*HELLO, system="") == [ChatMessage("user", "hello")]
 
 
 def test_what_tools_answered_comes_before_what_the_user_says() -> None:
@@ -696,9 +706,9 @@ def test_what_tools_answered_comes_before_what_the_user_says() -> None:
             ],
         },
     )[2:] == [
-        Turn("tool", "", call_id="toolu_2", name="time"),
-        Turn("tool", "Error: no city", call_id="toolu_1", name="weather"),
-        Turn("user", "and?"),
+        ChatMessage("tool", "", call_id="toolu_2", name="time"),
+        ChatMessage("tool", "Error: no city", call_id="toolu_1", name="weather"),
+        ChatMessage("user", "and?"),
     ]
 
 
@@ -838,4 +848,4 @@ def test_a_count_takes_what_an_answer_does_not() -> None:
     half = {"messages": [*HELLO, {"role": "assistant", "content": "I"}]}
     asked = parse_count(json.dumps(half).encode()).prompt
     assert isinstance(asked, Conversation)
-    assert asked.turns[-1] == Turn("assistant", "I")
+    assert asked.turns[-1] == ChatMessage("assistant", "I")

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types import Completion
 
-from mlxtp.api.backend import End, Score, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens, TokenScore
 from mlxtp.api.dialects import completions_schema as shapes
 from mlxtp.errors import GroupError
 
@@ -226,8 +226,8 @@ def test_logprobs_in_the_older_shape(server: Server, top: int, step: int) -> Non
 
 def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> None:
     async def script() -> Any:
-        yield Tokens((70,), (Score(-math.inf, ((71, -math.inf), (72, 0.1))),))
-        yield End("stop", 1)
+        yield Tokens((70,), (TokenScore(-math.inf, ((71, -math.inf), (72, 0.1))),))
+        yield StreamEnd("stop", 1)
 
     server.backend.script = script
     found = create(server, logprobs=2).choices[0].logprobs

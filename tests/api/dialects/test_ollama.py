@@ -18,7 +18,7 @@ import pytest
 from pydantic import BaseModel
 
 from mlxtp.api.app import create_app
-from mlxtp.api.backend import End, Event, Health, ModelInfo, Sampling, Tokens
+from mlxtp.api.backend import Health, ModelInfo, Sampling, StreamEnd, TokenEvent, Tokens
 from mlxtp.api.dialects.model_card import read_card
 from mlxtp.api.dialects.ollama_request import Arrival, parse_chat
 from mlxtp.api.dialects.ollama_schema import (
@@ -37,7 +37,7 @@ from mlxtp.api.dialects.ollama_schema import (
 from mlxtp.api.server import bind, serve
 from mlxtp.errors import Code, GroupError, MlxtpError, RequestError
 from mlxtp.text.conversation import Conversation
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..conftest import (
@@ -109,7 +109,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "model-2.safetensors").write_bytes(b"x" * 400)
     index = {"metadata": {"total_size": 1000, "total_parameters": 8_030_261_248}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    backend = Backend(Text(LocalWriter.load(folder)), folder=folder)
+    backend = Backend(Text(LocalRenderer.load(folder)), folder=folder)
     app = create_app(backend, max_body_bytes=300_000, keep_alive_s=0.5, retry_after_s=7)
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
@@ -247,12 +247,12 @@ def test_durations_are_measured(thinker: Server, stream: bool) -> None:
     tokens = thinker.ids("hello wide world")
     before_s, between_s = 0.2, 0.1
 
-    async def slow() -> AsyncIterator[Event]:
+    async def slow() -> AsyncIterator[TokenEvent]:
         await asyncio.sleep(before_s)
         yield Tokens(tuple(tokens[:1]))
         await asyncio.sleep(between_s)
         yield Tokens(tuple(tokens[1:]))
-        yield End("stop", len(tokens))
+        yield StreamEnd("stop", len(tokens))
 
     thinker.backend.script = slow
     began = time.perf_counter()

@@ -4,13 +4,21 @@ import json
 from typing import Any
 
 from mlxtp.api.adapter import About
-from mlxtp.api.backend import End, Score
+from mlxtp.api.backend import StreamEnd, TokenScore
 from mlxtp.api.dialects import openai_answers as answers
 from mlxtp.api.dialects.openai_answers import ChunkWriter
 from mlxtp.api.http_errors import error_body_of, error_status
 from mlxtp.errors import GroupError, LinkError, LocalProtocolError, ModelError, RequestError
-from mlxtp.text.conversation import Ask, Call, Conversation, Options
-from mlxtp.text.events import CallArguments, CallBegan, Event, Finish, Said, Thought, Whole
+from mlxtp.text.conversation import Call, Conversation, GenerationOptions, GenerationRequest
+from mlxtp.text.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    ContentDelta,
+    Finish,
+    ReasoningDelta,
+    WholeAnswer,
+)
 from mlxtp.text.tokenizer import Name
 
 HEAD = {"id": 'chatcmpl-i"\\u0000', "created": 5, "model": '"m\0'}
@@ -21,7 +29,7 @@ def name(token: int) -> Name:
 
 
 def about(n: int = 1, logprobs: int = -1, prompts: tuple[int, ...] = (7,)) -> About:
-    ask = Ask(None, Conversation(()), Options(n=n, logprobs=logprobs))
+    ask = GenerationRequest(None, Conversation(()), GenerationOptions(n=n, logprobs=logprobs))
     return About('i"\\u0000', 5.9, '"m\0', prompts, (), name, ask)
 
 
@@ -33,10 +41,10 @@ def chunks_of(written: bytes) -> list[Any]:
     return [json.loads(event[6:]) for event in events]
 
 
-def deltas(event: Event) -> Any:
+def deltas(event: AnswerEvent) -> Any:
     """What a choice that has spoken before adds to its message."""
     writer = ChunkWriter(about(event.choice + 1), False)
-    writer.write(Said(event.choice, ""))
+    writer.write(ContentDelta(event.choice, ""))
     (chunk,) = chunks_of(writer.write(event))
     (choice,) = chunk["choices"]
     return choice
@@ -45,7 +53,7 @@ def deltas(event: Event) -> Any:
 def test_chunks_are_ascii_and_decode_to_what_went_in() -> None:
     text = 'a"\n\u2028😀\\%b%d\0'
     for include_usage in (True, False):
-        _, chunk = chunks_of(ChunkWriter(about(12), include_usage).write(Said(11, text)))
+        _, chunk = chunks_of(ChunkWriter(about(12), include_usage).write(ContentDelta(11, text)))
         choice = {"index": 11, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
         usage = {"usage": None} if include_usage else {}
         assert chunk == HEAD | usage | {"object": "chat.completion.chunk", "choices": [choice]}
@@ -53,7 +61,7 @@ def test_chunks_are_ascii_and_decode_to_what_went_in() -> None:
 
 def test_the_first_chunk_of_each_choice_has_its_role() -> None:
     writer = ChunkWriter(about(2), False)
-    written = [writer.write(Said(index, "x")) for index in (1, 1, 0)]
+    written = [writer.write(ContentDelta(index, "x")) for index in (1, 1, 0)]
     rows = [[chunk["choices"][0] for chunk in chunks_of(each)] for each in written]
     role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     assert [row[0] == {"index": row[0]["index"]} | role for row in rows] == [True, False, True]
@@ -61,7 +69,7 @@ def test_the_first_chunk_of_each_choice_has_its_role() -> None:
 
 
 def test_what_is_thought_and_what_is_called() -> None:
-    assert deltas(Thought(0, "hm"))["delta"] == {"reasoning_content": "hm"}
+    assert deltas(ReasoningDelta(0, "hm"))["delta"] == {"reasoning_content": "hm"}
     call = {"index": 2, "id": "c", "type": "function", "function": {"name": "add", "arguments": ""}}
     assert deltas(CallBegan(0, 2, "c", "add"))["delta"] == {"tool_calls": [call]}
     more = {"index": 2, "function": {"arguments": '{"a'}}
@@ -69,13 +77,13 @@ def test_what_is_thought_and_what_is_called() -> None:
 
 
 def test_the_last_chunk_of_a_choice() -> None:
-    assert deltas(Finish(2, "length", End("length", 3))) == {
+    assert deltas(Finish(2, "length", StreamEnd("length", 3))) == {
         "index": 2, "delta": {}, "logprobs": None, "finish_reason": "length",
     }  # fmt: skip
 
 
 def test_the_close_has_usage_only_when_it_was_asked_for() -> None:
-    end = End("stop", 3)
+    end = StreamEnd("stop", 3)
     plain, counted = ChunkWriter(about(), False), ChunkWriter(about(), True)
     for writer in (plain, counted):
         writer.write(Finish(0, "stop", end))
@@ -91,12 +99,12 @@ def test_a_failure_is_no_end() -> None:
     assert chunks_of(written)[0]["error"]["message"] == "gone"
 
 
-def whole(text: str = "", **fields: Any) -> Whole:
-    return Whole(text, finish=Finish(0, "stop", End("stop", 1)), **fields)
+def whole(text: str = "", **fields: Any) -> WholeAnswer:
+    return WholeAnswer(text, finish=Finish(0, "stop", StreamEnd("stop", 1)), **fields)
 
 
 def test_scores_have_the_shape_of_openai() -> None:
-    scores = [(5, Score(-0.5, ((5, -0.5), (12, -1.5)))), (12, Score(-1e9, ()))]
+    scores = [(5, TokenScore(-0.5, ((5, -0.5), (12, -1.5)))), (12, TokenScore(-1e9, ()))]
     expected = {
         "content": [
             {
@@ -112,13 +120,13 @@ def test_scores_have_the_shape_of_openai() -> None:
         ],
         "refusal": None,
     }
-    assert deltas(Said(0, "x", scores))["logprobs"] == expected
+    assert deltas(ContentDelta(0, "x", scores))["logprobs"] == expected
     body = answers.completion_body(about(logprobs=2), [whole("x", scores=scores)])
     assert json.loads(json.dumps(body))["choices"][0]["logprobs"] == expected
 
 
 def test_a_score_is_a_number_that_json_has() -> None:
-    scores = [(1, Score(float("-inf"), ())), (1, Score(1e-6, ()))]
+    scores = [(1, TokenScore(float("-inf"), ())), (1, TokenScore(1e-6, ()))]
     assert [row["logprob"] for row in answers.logprobs(scores, name)["content"]] == [-9999.0, 0.0]
 
 
@@ -143,7 +151,7 @@ def test_a_whole_message_has_what_it_thought_and_what_it_called() -> None:
 
 
 def test_usage_adds_the_answers_and_counts_each_prompt_once() -> None:
-    ends = [End("stop", 5, 30, 8, 6), End("length", 7, 39, 2, 0)]
+    ends = [StreamEnd("stop", 5, 30, 8, 6), StreamEnd("length", 7, 39, 2, 0)]
     expected = {
         "prompt_tokens": 40,
         "completion_tokens": 12,

@@ -7,7 +7,7 @@ import pytest
 
 from mlxtp.api.dialects import openai_request
 from mlxtp.errors import Code, RequestError
-from mlxtp.text.conversation import Ask, Call, Conversation, Tool, Turn
+from mlxtp.text.conversation import Call, ChatMessage, Conversation, GenerationRequest, Tool
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -16,7 +16,7 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"messages": HELLO} | fields).encode()
 
 
-def parse(**fields: Any) -> Ask:
+def parse(**fields: Any) -> GenerationRequest:
     return openai_request.parse_chat(body(**fields))
 
 
@@ -33,7 +33,7 @@ def refusal(**fields: Any) -> RequestError:
     return caught.value
 
 
-def turns(*given: dict[str, Any]) -> tuple[Turn, ...]:
+def turns(*given: dict[str, Any]) -> tuple[ChatMessage, ...]:
     return talk(messages=list(given)).turns
 
 
@@ -85,15 +85,15 @@ def test_developer_is_system_and_parts_are_joined() -> None:
         {"role": "developer", "content": "be"},
         {"role": "user", "content": parts},
         {"role": "assistant", "content": None, "tool_calls": []},
-    ) == (Turn("system", "be"), Turn("user", "a\nb"), Turn("assistant", ""))
+    ) == (ChatMessage("system", "be"), ChatMessage("user", "a\nb"), ChatMessage("assistant", ""))
 
 
 def test_calls_and_what_they_returned_are_kept_together() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     asked = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
     assert turns(HELLO[0], asked, {"role": "tool", "tool_call_id": "c1", "content": "2"})[1:] == (
-        Turn("assistant", "", "hm", (Call("c1", "add", '{"a": 1}'),)),
-        Turn("tool", "2", call_id="c1", name="add"),
+        ChatMessage("assistant", "", "hm", (Call("c1", "add", '{"a": 1}'),)),
+        ChatMessage("tool", "2", call_id="c1", name="add"),
     )
 
 
@@ -130,8 +130,8 @@ def test_a_custom_call_is_a_call_with_one_string() -> None:
     call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a "b"\n'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
     assert turns(HELLO[0], asked, {"role": "tool", "tool_call_id": "c1", "content": "2"})[1:] == (
-        Turn("assistant", "", "", (Call("c1", "patch", '{"input": "a \\"b\\"\\n"}'),)),
-        Turn("tool", "2", call_id="c1", name="patch"),
+        ChatMessage("assistant", "", "", (Call("c1", "patch", '{"input": "a \\"b\\"\\n"}'),)),
+        ChatMessage("tool", "2", call_id="c1", name="patch"),
     )
 
 

@@ -13,13 +13,13 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 
-from mlxtp.api.backend import End, Score, Tokens
+from mlxtp.api.backend import StreamEnd, Tokens, TokenScore
 from mlxtp.api.dialects import responses as responses_module
 from mlxtp.api.dialects.responses_request import parse
 from mlxtp.api.dialects.responses_schema import InputItems, InputTokens, ResponseBody, ResponseDeleted
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.errors import GroupError, RequestError
-from mlxtp.text.conversation import Ask
+from mlxtp.text.conversation import GenerationRequest
 
 from ..conftest import (
     CONTEXT,
@@ -359,8 +359,8 @@ def test_logprobs_of_thoughts_are_not_those_of_the_text(thinker: Server, stream:
 
 def test_a_token_that_cannot_be_has_a_number_that_json_knows(server: Server) -> None:
     async def script() -> Any:
-        yield Tokens((70,), (Score(-math.inf, ((71, -math.inf),)),))
-        yield End("stop", 1)
+        yield Tokens((70,), (TokenScore(-math.inf, ((71, -math.inf),)),))
+        yield StreamEnd("stop", 1)
 
     server.backend.script = script
     body = post(server, include=LOGPROBS, top_logprobs=1).json()
@@ -688,7 +688,7 @@ def test_what_takes_long_is_not_done_where_others_tokens_are_sent(
     """A body is checked, and a conversation that was kept is read, in another thread than the server's."""
     threads: list[str] = []
 
-    def noting(body: bytes, store: ResponseStore) -> Ask:
+    def noting(body: bytes, store: ResponseStore) -> GenerationRequest:
         threads.append(threading.current_thread().name)
         return parse(body, store)
 

@@ -16,7 +16,7 @@ from mlxtp.api.dialects.responses_request import parse
 from mlxtp.api.dialects.responses_schema import InputItems
 from mlxtp.api.dialects.responses_store import ResponseStore
 from mlxtp.errors import RequestError
-from mlxtp.text.conversation import Ask, Conversation
+from mlxtp.text.conversation import Conversation, GenerationRequest
 
 from ..conftest import Server, says
 from .test_responses import (
@@ -75,11 +75,11 @@ def answered(server: Server, stream: bool, words: str, **fields: Any) -> dict[st
     return body
 
 
-def parsed(**fields: Any) -> Ask:
+def parsed(**fields: Any) -> GenerationRequest:
     return parse(json.dumps({"input": "hello"} | fields).encode(), ResponseStore())
 
 
-def offered(ask: Ask) -> dict[str, Any]:
+def offered(ask: GenerationRequest) -> dict[str, Any]:
     assert isinstance(ask.prompt, Conversation)
     return {tool.name: tool for tool in ask.prompt.tools}
 

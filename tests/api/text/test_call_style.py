@@ -14,8 +14,17 @@ from tokenizers import AddedToken
 from mlxtp.api.guidance import Guidance, guidance
 from mlxtp.engine.grammar import Grammars, Matcher, unpack
 from mlxtp.text.call_style import Separators
-from mlxtp.text.conversation import AUTO, REQUIRED, Ask, Call, Conversation, Options, Tool, Turn
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.conversation import (
+    AUTO,
+    REQUIRED,
+    Call,
+    ChatMessage,
+    Conversation,
+    GenerationOptions,
+    GenerationRequest,
+    Tool,
+)
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..conftest import byte_level, save
@@ -130,17 +139,17 @@ def loaded(name: str, folder: Path) -> tuple[Text, Path, int]:
     path = save(tokenizer, folder, family.template)
     end = tokenizer.token_to_id(IM[1] if IM[1] in family.specials else family.end)
     assert end is not None
-    return Text(LocalWriter.load(path)), path, end
+    return Text(LocalRenderer.load(path)), path, end
 
 
 def held(text: Text, end: int, choice: str, format_: Any = None, tools: tuple[Tool, ...] = TOOLS) -> Guidance:
-    prompt = Conversation((Turn("user", "go"),), tools, choice, thinking=False)
-    return guidance(Ask(None, prompt, Options(format=format_)), text, (end,))
+    prompt = Conversation((ChatMessage("user", "go"),), tools, choice, thinking=False)
+    return guidance(GenerationRequest(None, prompt, GenerationOptions(format=format_)), text, (end,))
 
 
-def rest_of_prompt(text: Text, answer: Turn) -> str:
+def rest_of_prompt(text: Text, answer: ChatMessage) -> str:
     """What the next turn's prompt has in place of an answer."""
-    asked = (Turn("user", "go"),)
+    asked = (ChatMessage("user", "go"),)
     prompt = text.rendered(Conversation(asked, TOOLS, thinking=False))
     written = text.rendered(Conversation((*asked, answer), TOOLS, thinking=False), False)
     if not written.startswith(prompt):  # an earlier turn has no empty thought
@@ -164,7 +173,7 @@ FOLLOWED = [name for name in FAMILIES if name != "numbered"]
 def test_a_forced_call_is_written_as_the_template_writes_it(name: str, tmp_path: Path) -> None:
     text, path, end = loaded(name, tmp_path)
     written = rest_of_prompt(
-        text, Turn("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
+        text, ChatMessage("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
     )
     tokens = text.encoded(written.partition(FAMILIES[name].end)[0], special=False)
     grammars = Grammars(path, text._backend.get_vocab_size(), frozenset({end}))
@@ -187,7 +196,7 @@ def test_a_forced_call_is_written_as_the_template_writes_it(name: str, tmp_path:
 def test_a_forced_call_is_read_back(name: str, tmp_path: Path) -> None:
     text, _, end = loaded(name, tmp_path)
     written = rest_of_prompt(
-        text, Turn("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
+        text, ChatMessage("assistant", "", calls=(Call("call_1", "write", json.dumps(ARGUMENTS)),))
     )
     required = held(text, end, REQUIRED)
     assert required.calls is text.tool_calls

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtp.text.markup import Markup, thinking_markup
-from mlxtp.text.reasoning import Channels, Kind, Plan
+from mlxtp.text.reasoning import PartKind, ReadingPlan, ReasoningParser
 from mlxtp.text.tool_calls import JSON_CALLS, LLAMA_CALLS, CallReader, ToolFormat, tool_format
 
 from .test_calls import TOOLS
@@ -20,18 +20,18 @@ from .test_stops import cut, quick, sizes
 THINK = Markup(("<think>", "</think>"))
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 SAID, THOUGHT, CALLED = "said", "thought", "called"
-_NAMES = {Kind.SAID: SAID, Kind.THOUGHT: THOUGHT}
+_NAMES = {PartKind.SAID: SAID, PartKind.THOUGHT: THOUGHT}
 
 
-def plan(format_: ToolFormat | None = None, thinking: bool = False, forced: bool = False) -> Plan:
+def plan(format_: ToolFormat | None = None, thinking: bool = False, forced: bool = False) -> ReadingPlan:
     if format_ is None:
-        return Plan(THINK, thinking)
-    return Plan(THINK.with_calls(format_), thinking, CallReader(format_, TOOLS, forced), forced)
+        return ReadingPlan(THINK, thinking)
+    return ReadingPlan(THINK.with_calls(format_), thinking, CallReader(format_, TOOLS, forced), forced)
 
 
-def read(parts: Sequence[str | tuple[str]], how: Plan, cut_off: bool = False) -> list[tuple[str, str]]:
+def read(parts: Sequence[str | tuple[str]], how: ReadingPlan, cut_off: bool = False) -> list[tuple[str, str]]:
     """What comes of pieces of text; a tuple is a special token. Neighbours of one kind are joined."""
-    channels, found = Channels(how), []
+    channels, found = ReasoningParser(how), []
     for part in parts:
         found += channels.push(part) if isinstance(part, str) else channels.push(part[0], special=True)
     found += channels.finish(cut_off)
@@ -50,7 +50,7 @@ def read(parts: Sequence[str | tuple[str]], how: Plan, cut_off: bool = False) ->
 
 
 ADDED = (CALLED, 'add {"a": 1}')
-STORIES: dict[str, tuple[str, Plan, list[tuple[str, str]]]] = {
+STORIES: dict[str, tuple[str, ReadingPlan, list[tuple[str, str]]]] = {
     "text alone": (" a <b> c ", plan(JSON_CALLS), [(SAID, " a <b> c ")]),
     "nothing": ("", plan(JSON_CALLS), []),
     "a thought": ("<think>\nhm \n</think>\n\nyes", plan(), [(THOUGHT, "hm"), (SAID, "yes")]),
@@ -107,11 +107,13 @@ def test_an_answer_in_any_pieces(name: str, steps: list[int]) -> None:
     assert read(cut(text, steps), fresh(how)) == expected
 
 
-def fresh(how: Plan) -> Plan:
+def fresh(how: ReadingPlan) -> ReadingPlan:
     """Plans hold the reader of one answer."""
     if how.calls is None:
         return how
-    return Plan(how.markup, how.thinking, CallReader(how.calls.format, TOOLS, how.calls.forced), how.forced)
+    return ReadingPlan(
+        how.markup, how.thinking, CallReader(how.calls.format, TOOLS, how.calls.forced), how.forced
+    )
 
 
 def test_special_tokens_are_not_said_but_mark_and_fill_calls() -> None:
@@ -125,7 +127,7 @@ def test_special_tokens_are_not_said_but_mark_and_fill_calls() -> None:
 
 
 def test_a_special_token_that_could_begin_a_marker_is_not_said_either() -> None:
-    how = Plan(Markup(("<|open|>think<|sep|>", "<|close|>think<|sep|>")))
+    how = ReadingPlan(Markup(("<|open|>think<|sep|>", "<|close|>think<|sep|>")))
     parts: list[str | tuple[str]] = [("<|open|>",), "response", ("<|sep|>",), "yes"]
     assert read(parts, how) == [(SAID, "responseyes")]
     thought: list[str | tuple[str]] = [("<|open|>",), "think", ("<|sep|>",), "hm", ("<|close|>",), "think"]
@@ -152,10 +154,10 @@ HARMONY: dict[str, tuple[list[str | tuple[str]], list[tuple[str, str]]]] = {
 }  # fmt: skip
 
 
-def gpt_oss() -> Plan:
+def gpt_oss() -> ReadingPlan:
     harmony = tool_format("harmony")
     markup = thinking_markup({"<|start|>", "<|channel|>", "<|message|>", "<|call|>"}).with_calls(harmony)
-    return Plan(markup, calls=CallReader(harmony, TOOLS))
+    return ReadingPlan(markup, calls=CallReader(harmony, TOOLS))
 
 
 @pytest.mark.parametrize("name", HARMONY)
@@ -173,7 +175,7 @@ def test_a_header_without_an_end() -> None:
 
 
 def test_a_header_for_a_tool_where_there_are_none() -> None:
-    plain = Plan(gpt_oss().markup)
+    plain = ReadingPlan(gpt_oss().markup)
     assert read([CHANNEL, "commentary to=functions.add ", *ARGUMENTS], plain) == [(SAID, '{"a": 1}')]
 
 
@@ -189,7 +191,7 @@ def test_a_cut_call_of_a_family_that_is_read_at_the_end_is_shown_as_it_is() -> N
     assert read([text], plan(tool_format("mistral")), cut_off=True) == [(SAID, text)]
 
 
-DROPPED: dict[str, tuple[Plan, list[str | tuple[str]], list[tuple[str, str]]]] = {
+DROPPED: dict[str, tuple[ReadingPlan, list[str | tuple[str]], list[tuple[str, str]]]] = {
     "JSON": (plan(JSON_CALLS), [f"Sure. <tool_call>{CALL}</tool_call> Done."], [(SAID, "Sure.Done.")]),
     "bare": (plan(LLAMA_CALLS), ['{"name": "add", "parameters": {"a": 1}}'], []),
     "another object": (plan(LLAMA_CALLS), ['{"name": "Ada"}'], [(SAID, '{"name": "Ada"}')]),
@@ -205,7 +207,7 @@ def test_calls_that_must_not_come_are_left_out(name: str) -> None:
 
 
 def test_calls_are_counted() -> None:
-    channels = Channels(plan(JSON_CALLS))
+    channels = ReasoningParser(plan(JSON_CALLS))
     for expected in (1, 2):
         list(channels.push(f"<tool_call>{CALL}</tool_call>"))
         assert channels.calls == expected
@@ -221,7 +223,7 @@ def test_calls_are_counted() -> None:
     ],
 )  # fmt: skip
 def test_braces_wait_as_long_as_they_may_open_a_call(text: str, shown: str) -> None:
-    channels = Channels(plan(LLAMA_CALLS))
+    channels = ReasoningParser(plan(LLAMA_CALLS))
     said = [part.text for piece in text for part in channels.push(piece)]
     assert "".join(said) == shown
 
@@ -245,7 +247,7 @@ def handled(act: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("before", ["", "a", "<think>a", "[{"])
 def test_an_endless_row_of_blanks_takes_linear_work(before: str) -> None:
-    channels, blanks, times = Channels(plan(LLAMA_CALLS)), " " * 10, 2000
+    channels, blanks, times = ReasoningParser(plan(LLAMA_CALLS)), " " * 10, 2000
     list(channels.push(before))
     work = handled(lambda: [list(channels.push(blanks)) for _ in range(times)])
     assert work < 20 * times * len(blanks)

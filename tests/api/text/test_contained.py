@@ -17,10 +17,10 @@ import pytest
 
 from mlxtp.errors import Code, ModelError, RequestError
 from mlxtp.text import sandbox, worker_queue
-from mlxtp.text.conversation import Conversation, Turn
+from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.json_limits import SHORT
-from mlxtp.text.renderer import LocalWriter
-from mlxtp.text.sandbox import ContainedWriter
+from mlxtp.text.renderer import LocalRenderer
+from mlxtp.text.sandbox import SandboxedRenderer
 from mlxtp.text.tokenizer import Text
 
 from ..conftest import TEMPLATE, WAIT_S, FakeBackend, Loaded, byte_level, save, says, serving
@@ -43,7 +43,7 @@ def hostile(kind: str) -> str:
 
 
 def saying(words: str) -> Conversation:
-    return Conversation((Turn("user", words),))
+    return Conversation((ChatMessage("user", words),))
 
 
 def children() -> list[psutil.Process]:
@@ -58,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, Loaded]) -> None:
     for each in loaded.values():
-        text = Text(ContainedWriter(each.folder))
+        text = Text(SandboxedRenderer(each.folder))
         for words in ("hello wide world", "日本語 😀", "x" * 100_000, 'quotes " and \\ and \u2028'):
             assert text.conversation_ids(saying(words)) == each.text.conversation_ids(saying(words))
             assert text.continued_ids(words) == each.text.continued_ids(words)
@@ -83,7 +83,7 @@ def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, L
 def test_a_hostile_template_fails_the_request_alone(
     tmp_path: Path, kind: str, status: int, words: str
 ) -> None:
-    text = Text(ContainedWriter(save(byte_level(), tmp_path, hostile(kind))))
+    text = Text(SandboxedRenderer(save(byte_level(), tmp_path, hostile(kind))))
     usual = text.conversation_ids(saying("hello"))
     for _ in range(2):
         with pytest.raises(RequestError, match=words) as caught:
@@ -104,7 +104,7 @@ def test_a_panic_while_encoding_is_an_error_of_the_request(tmp_path: Path) -> No
     folder = change_tokenizer(
         save(byte_level(), tmp_path), lambda found: found["post_processor"].update(special_tokens={})
     )
-    text = Text(ContainedWriter(folder))
+    text = Text(SandboxedRenderer(folder))
     for _ in range(2):
         with pytest.raises(RequestError, match="PanicException: no entry found for key") as caught:
             text.continued_ids("hello")
@@ -116,14 +116,14 @@ def test_a_tokenizer_that_never_works_is_a_broken_model(tmp_path: Path) -> None:
     empty = {"type": "FixedLength", "length": 0}
     folder = change_tokenizer(save(byte_level(), tmp_path), lambda found: found.update(pre_tokenizer=empty))
     with pytest.raises(ModelError, match="PanicException: chunk size must be non-zero"):
-        Text(ContainedWriter(folder))
+        Text(SandboxedRenderer(folder))
 
 
 def test_a_panic_while_reading_is_a_broken_model(tmp_path: Path) -> None:
     folder = change_tokenizer(
         save(byte_level(), tmp_path), lambda found: found["model"].update(continuing_subword_prefix="z" * 40)
     )
-    for load in (LocalWriter.load, ContainedWriter):
+    for load in (LocalRenderer.load, SandboxedRenderer):
         with pytest.raises(ModelError, match="cannot be read"):
             load(folder)
 
@@ -134,14 +134,14 @@ def test_a_tokenizer_that_takes_too_long_to_read_is_refused(
     monkeypatch.setattr(sandbox, "START_BYTES", 1)
     before = children()
     with pytest.raises(ModelError, match="memory"):
-        ContainedWriter(loaded["byte_level"].folder)
+        SandboxedRenderer(loaded["byte_level"].folder)
     assert children() == before
 
 
 def test_after_its_end_the_next_request_gets_another_process(loaded: dict[str, Loaded]) -> None:
     usual = loaded["byte_level"]
     before = children()
-    text = Text(ContainedWriter(usual.folder))
+    text = Text(SandboxedRenderer(usual.folder))
     [process] = [each for each in children() if each not in before]
     process.kill()
     process.wait()
@@ -156,7 +156,7 @@ def test_a_stopped_process_is_ended_and_its_request_gets_504(
     monkeypatch.setattr(sandbox, "STILL_S", 0.3)
     usual = loaded["byte_level"]
     before = children()
-    text = Text(ContainedWriter(usual.folder))
+    text = Text(SandboxedRenderer(usual.folder))
     for words in ("hello", "x" * 500_000):  # one that fits into the socket's buffer, and one that does not
         text.continued_ids(words)
         for process in [each for each in children() if each not in before]:
@@ -187,7 +187,7 @@ def test_only_a_process_that_neither_works_nor_waits_for_a_core_stands_still() -
 def test_a_process_that_was_killed_leaves_one_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = Text(ContainedWriter(save(byte_level(), tmp_path, hostile("endless"))))
+    text = Text(SandboxedRenderer(save(byte_level(), tmp_path, hostile("endless"))))
 
     def kill() -> None:
         [process] = [each for each in children() if str(tmp_path) in each.cmdline()]
@@ -223,7 +223,7 @@ def test_a_process_that_was_killed_leaves_one_line_in_the_log(
 
 def test_short_texts_pass_long_ones_and_both_processes_end_with_the_text(loaded: dict[str, Loaded]) -> None:
     before = children()
-    text = Text(ContainedWriter(loaded["byte_level"].folder))
+    text = Text(SandboxedRenderer(loaded["byte_level"].folder))
     text.continued_ids("x" * 100_000)
     assert len(children()) == len(before) + 2
     del text
@@ -234,7 +234,7 @@ def test_short_texts_pass_the_long_text_that_a_template_makes_of_a_short_body(tm
     wide = "{% if messages[-1].content == 'wide' %}{{ 'x' * 100000 }}{% endif %}" + TEMPLATE
     begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
 
-    class Watched(ContainedWriter):
+    class Watched(SandboxedRenderer):
         def line(self, size: int) -> sandbox._Lane:
             if size > SHORT:
                 waits.set()
@@ -275,7 +275,7 @@ def test_a_reply_that_was_not_read_is_never_the_next_request_s(
     loaded: dict[str, Loaded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = loaded["byte_level"]
-    text = Text(ContainedWriter(usual.folder))
+    text = Text(SandboxedRenderer(usual.folder))
     receive = sandbox._Process._receive
 
     def interrupted(*_arguments: Any) -> Any:
@@ -290,7 +290,7 @@ def test_a_reply_that_was_not_read_is_never_the_next_request_s(
 
 def test_a_template_that_writes_far_more_than_it_reads_is_refused(tmp_path: Path) -> None:
     wide = "{% if messages[-1].content == 'wide' %}{{ 'x' * 30000000 }}{% endif %}" + TEMPLATE
-    text = Text(ContainedWriter(save(byte_level(), tmp_path, wide)))
+    text = Text(SandboxedRenderer(save(byte_level(), tmp_path, wide)))
     with pytest.raises(RequestError, match="memory"):
         text.conversation_ids(saying("wide"))
     assert text.conversation_ids(saying("hello"))
@@ -305,7 +305,7 @@ def test_work_that_has_not_begun_in_time_is_refused(monkeypatch: pytest.MonkeyPa
         return go_on.wait(WAIT_S)
 
     async def story() -> None:
-        queue = worker_queue.Line()
+        queue = worker_queue.WorkerQueue()
         first = asyncio.create_task(queue.run(long))
         await asyncio.to_thread(begun.wait, WAIT_S)
         with pytest.raises(RequestError, match="kept the tokenizer busy") as caught:

@@ -7,8 +7,8 @@ import pytest
 
 from mlxtp.errors import RequestError
 from mlxtp.text.chat_template import characters, template_messages, template_options
-from mlxtp.text.conversation import Call, Conversation, Tool, Turn
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.conversation import Call, ChatMessage, Conversation, Tool
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 from mlxtp.text.tool_calls import tool_json
 
@@ -16,10 +16,10 @@ from ..conftest import byte_level, save
 
 ADD = Tool("add", "Adds", {"type": "object", "properties": {"a": {"type": "integer"}}})
 TURNS = (
-    Turn("user", "1 + 1?"),
-    Turn("assistant", "Let me see.", "hm", (Call("c1", "add", '{"a": 1}'),)),
-    Turn("tool", "2", call_id="c1", name="add"),
-    Turn("tool", "3", call_id="c2", name="add"),
+    ChatMessage("user", "1 + 1?"),
+    ChatMessage("assistant", "Let me see.", "hm", (Call("c1", "add", '{"a": 1}'),)),
+    ChatMessage("tool", "2", call_id="c1", name="add"),
+    ChatMessage("tool", "3", call_id="c2", name="add"),
 )
 
 
@@ -34,7 +34,7 @@ def test_a_template_that_knows_tools_gets_them_as_objects() -> None:
 
 
 def test_a_template_that_knows_none_is_told_in_words() -> None:
-    for turns, system in ((TURNS, ""), ((Turn("system", "Be brief."), *TURNS), "Be brief.\n\n")):
+    for turns, system in ((TURNS, ""), ((ChatMessage("system", "Be brief."), *TURNS), "Be brief.\n\n")):
         messages = template_messages(Conversation(turns, (ADD,)), knows_tools=False)
         assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
         assert all(set(message) == {"role", "content"} for message in messages)
@@ -55,7 +55,7 @@ def test_without_tools_nothing_is_added() -> None:
 
 
 def test_arguments_that_are_no_object_stay_visible() -> None:
-    turn = Turn("assistant", "", calls=(Call("c", "add", "[1"),))
+    turn = ChatMessage("assistant", "", calls=(Call("c", "add", "[1"),))
     (message,) = template_messages(Conversation((turn,)), knows_tools=True)
     assert message["tool_calls"][0]["function"]["arguments"] == {"arguments": "[1"}
 
@@ -96,23 +96,23 @@ GRANITE = """{% for t in tools or [] %}<|tool|>{{ t.function.name }}{% endfor %}
 
 
 def prompt(folder: Path, template: str, conversation: Conversation) -> str:
-    text = Text(LocalWriter.load(save(byte_level(), folder, template)))
+    text = Text(LocalRenderer.load(save(byte_level(), folder, template)))
     return text.decoded(text.conversation_ids(conversation))
 
 
-def called(*calls: tuple[str, str], text: str = "") -> Turn:
-    return Turn("assistant", text, calls=tuple(Call(id_, name, "{}") for id_, name in calls))
+def called(*calls: tuple[str, str], text: str = "") -> ChatMessage:
+    return ChatMessage("assistant", text, calls=tuple(Call(id_, name, "{}") for id_, name in calls))
 
 
-def returned(text: str, id_: str) -> Turn:
-    return Turn("tool", text, call_id=id_, name="add")
+def returned(text: str, id_: str) -> ChatMessage:
+    return ChatMessage("tool", text, call_id=id_, name="add")
 
 
 def test_calls_at_once_are_told_one_by_one_where_the_template_takes_no_more(tmp_path: Path) -> None:
     ids = ("call_1", "call_2")
     turns = (
-        Turn("user", "?"), called((ids[0], "add"), (ids[1], "say")),
-        returned("two", ids[1]), returned("one", ids[0]), Turn("assistant", "done"),
+        ChatMessage("user", "?"), called((ids[0], "add"), (ids[1], "say")),
+        returned("two", ids[1]), returned("one", ids[0]), ChatMessage("assistant", "done"),
     )  # fmt: skip
     assert prompt(tmp_path, LLAMA, Conversation(turns, (ADD, SAY))) == (
         "add;say;<user>?[add {}]<tool>one[say {}]<tool>two<assistant>done"
@@ -127,7 +127,7 @@ def test_ids_get_the_length_that_the_template_wants(tmp_path: Path) -> None:
 
 
 def test_user_and_assistant_take_turns_where_the_template_insists_on_it(tmp_path: Path) -> None:
-    turns = (Turn("system", "Be brief."), *TURNS, Turn("user", "So?"))
+    turns = (ChatMessage("system", "Be brief."), *TURNS, ChatMessage("user", "So?"))
     said = prompt(tmp_path, GEMMA, Conversation(turns, (ADD,)))
     assert said.startswith("<user>Be brief.\n\nYou can call functions")
     assert "\n\n1 + 1?<assistant>Let me see." in said
@@ -135,7 +135,7 @@ def test_user_and_assistant_take_turns_where_the_template_insists_on_it(tmp_path
 
 
 def test_what_no_way_of_saying_it_mends_is_refused_in_the_templates_first_words(tmp_path: Path) -> None:
-    turns = (Turn("assistant", "I"), Turn("system", "S"))
+    turns = (ChatMessage("assistant", "I"), ChatMessage("system", "S"))
     with pytest.raises(RequestError, match="must alternate") as caught:
         prompt(tmp_path, GEMMA, Conversation(turns))
     assert caught.value.status == 400

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxtp.config import embedded_model_path
 from mlxtp.errors import Code, ModelError, RequestError
-from mlxtp.text.renderer import LocalWriter
+from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Detokenizer, Text
 
 from ..conftest import BYTE_FALLBACK, BYTE_LEVEL, KINDS, METASPACE, Loaded, byte_level, save
@@ -143,7 +143,7 @@ def test_what_the_template_refuses_is_the_clients_mistake(loaded: dict[str, Load
 
 
 def test_a_model_without_template_says_so(tmp_path: Path) -> None:
-    text = Text(LocalWriter.load(save(byte_level(), tmp_path, template=None)))
+    text = Text(LocalRenderer.load(save(byte_level(), tmp_path, template=None)))
     with pytest.raises(RequestError, match="no chat template") as caught:
         text.prompt_ids([{"role": "user", "content": "hello"}])
     assert caught.value.code == Code.NOT_SUPPORTED
@@ -151,14 +151,14 @@ def test_a_model_without_template_says_so(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_model_is_a_model_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a folder"):
-        Text(LocalWriter.load(tmp_path / "missing"))
+        Text(LocalRenderer.load(tmp_path / "missing"))
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        Text(LocalWriter.load(tmp_path))
+        Text(LocalRenderer.load(tmp_path))
     for broken in ("{", "{}", "[]", '{"model": 1, "added_tokens": []}'):
         folder = save(byte_level(), tmp_path / "broken")
         (folder / "tokenizer.json").write_text(broken)
         with pytest.raises(ModelError, match="cannot be read"):
-            Text(LocalWriter.load(folder))
+            Text(LocalRenderer.load(folder))
 
 
 def test_a_models_own_code_is_never_run(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_models_own_code_is_never_run(tmp_path: Path) -> None:
     config["tokenizer_class"] = "Own"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError):
-        Text(LocalWriter.load(folder))
+        Text(LocalRenderer.load(folder))
     assert not (tmp_path / "ran").exists()
 
 
@@ -191,6 +191,6 @@ def test_the_http_side_computes_nothing_and_starts_quickly(loaded: dict[str, Loa
 
 
 def test_the_embedded_model_speaks() -> None:
-    text = Text(LocalWriter.load(TINY))
+    text = Text(LocalRenderer.load(TINY))
     ids = text.prompt_ids([{"role": "user", "content": "Hello 😀"}])
     assert "".join(push_all(text.detokenizer(), list(ids), [])).removeprefix(" ") == "Hello 😀"

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtp.api.backend import Score
-from mlxtp.text.events import CallArguments, CallBegan, Event, Said, Scored, Thought
+from mlxtp.api.backend import TokenScore
+from mlxtp.text.events import AnswerEvent, CallArguments, CallBegan, ContentDelta, ReasoningDelta, Scored
 from mlxtp.text.markup import Markup
-from mlxtp.text.reasoning import Plan
+from mlxtp.text.reasoning import ReadingPlan
 from mlxtp.text.stop_strings import StopFinder
 from mlxtp.text.tool_calls import JSON_CALLS, CallReader
 from mlxtp.text.transcript import Transcript
@@ -22,9 +22,9 @@ def finder_of(stops: Sequence[str]) -> StopFinder | None:
     return StopFinder(stops) if stops else None
 
 
-def said_in(events: Iterable[Event]) -> tuple[str, list[Scored]]:
+def said_in(events: Iterable[AnswerEvent]) -> tuple[str, list[Scored]]:
     """The text and the scores of events that are nothing else."""
-    said = [event for event in events if isinstance(event, Said)]
+    said = [event for event in events if isinstance(event, ContentDelta)]
     return "".join(event.text for event in said), [scored for event in said for scored in event.scores]
 
 
@@ -142,7 +142,7 @@ def test_scores_that_do_not_match_the_tokens_are_a_bug() -> None:
     with pytest.raises(ValueError, match="0 scores for 2 tokens"):
         Transcript(Pieces(["a", "b"]), None, True).push((0, 1))
     with pytest.raises(ValueError, match="1 scores for 2 tokens"):
-        Transcript(Pieces(["a", "b"]), None, True).push((0, 1), (Score(0.0, ()),))
+        Transcript(Pieces(["a", "b"]), None, True).push((0, 1), (TokenScore(0.0, ()),))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,19 +186,24 @@ THINKS = Markup(("<think>", "</think>"))
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 
 
-def read(pieces: Sequence[str], plan: Plan, stops: Sequence[str] = (), most_calls: int = 0) -> list[Event]:
+def read(
+    pieces: Sequence[str], plan: ReadingPlan, stops: Sequence[str] = (), most_calls: int = 0
+) -> list[AnswerEvent]:
     transcript = Transcript(Pieces(pieces), finder_of(stops), plan=plan, most_calls=most_calls)
     return [*transcript.push(range(len(pieces))), *transcript.finish()]
 
 
 def test_a_stop_string_counts_in_what_is_said_only() -> None:
     pieces = ["<think>", "the end?", "</think>", "not ", "the end", "."]
-    assert read(pieces, Plan(THINKS), ["end"]) == [Thought(0, "the end?"), Said(0, "not the ")]
+    assert read(pieces, ReadingPlan(THINKS), ["end"]) == [
+        ReasoningDelta(0, "the end?"),
+        ContentDelta(0, "not the "),
+    ]
 
 
 def test_scores_wait_for_a_marker_and_none_is_lost() -> None:
     pieces = [" <", "think", ">", "b", "</think>", "c"]
-    transcript = Transcript(Pieces(pieces), None, True, plan=Plan(THINKS))
+    transcript = Transcript(Pieces(pieces), None, True, plan=ReadingPlan(THINKS))
     counts, events = [], []
     for token in range(len(pieces)):
         events += (new := transcript.push((token,), (score(token),)))
@@ -209,7 +214,7 @@ def test_scores_wait_for_a_marker_and_none_is_lost() -> None:
 
 
 def test_one_call_is_enough_where_no_more_are_wanted() -> None:
-    plan = Plan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    plan = ReadingPlan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
     pieces = [f"<tool_call>{CALL}</tool_call>"] * 2
     transcript = Transcript(Pieces(pieces), plan=plan, most_calls=1)
     began, arguments = transcript.push((0, 1))
@@ -219,14 +224,14 @@ def test_one_call_is_enough_where_no_more_are_wanted() -> None:
 
 
 def test_a_stop_string_does_not_reach_across_a_call() -> None:
-    plan = Plan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    plan = ReadingPlan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
     said = read(["a", f"<tool_call>{CALL}</tool_call>", "bcdef"], plan, ["ab"])
-    assert "".join(event.text for event in said if isinstance(event, Said)) == "abcdef"
+    assert "".join(event.text for event in said if isinstance(event, ContentDelta)) == "abcdef"
 
 
 @pytest.mark.parametrize("stop", ["\n\n", "b\n", "b \n"])
 def test_a_stop_string_ends_the_answer_with_its_last_blank(stop: str) -> None:
-    plan = Plan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
+    plan = ReadingPlan(THINKS.with_calls(JSON_CALLS), calls=CallReader(JSON_CALLS, ()))
     text = f"a {stop}"
     transcript = Transcript(Pieces(text), StopFinder([stop]), plan=plan)
     events = transcript.push(range(len(text)))
@@ -236,4 +241,4 @@ def test_a_stop_string_ends_the_answer_with_its_last_blank(stop: str) -> None:
 
 def test_blanks_around_thoughts_stop_nothing() -> None:
     pieces = ["\n\n", "<think>", "\n\nhm", "</think>", "\n\n", "yes", "\n\n", "no"]
-    assert read(pieces, Plan(THINKS), ["\n\n"]) == [Thought(0, "hm"), Said(0, "yes")]
+    assert read(pieces, ReadingPlan(THINKS), ["\n\n"]) == [ReasoningDelta(0, "hm"), ContentDelta(0, "yes")]

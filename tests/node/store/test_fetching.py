@@ -216,7 +216,7 @@ def test_what_is_here_behind_a_gap_is_left_as_it_is(hub: Hub) -> None:
     honest, repo = model.files[BIG], Repo(NAME)
     manifest = look_up(NAME, "main")
     repo.keep(manifest)
-    part = hub_cache.Part(repo, next(f for f in manifest.files if f.path == BIG), lambda: False)
+    part = hub_cache.PartialFile(repo, next(f for f in manifest.files if f.path == BIG), lambda: False)
     part.open()
     part.write(3 * CHUNK, honest[3 * CHUNK : 5 * CHUNK])
     part.came(3)
@@ -295,7 +295,7 @@ def test_sizes_that_no_disk_has_are_refused_before_anything_is_kept(
         ]
         return json.dumps({"id": NAME, "sha": COMMIT, "siblings": [*small, *weights]}).encode()
 
-    monkeypatch.setattr("mlxtp.models.download.Part", lambda *_: pytest.fail("pieces are counted"))
+    monkeypatch.setattr("mlxtp.models.download.PartialFile", lambda *_: pytest.fail("pieces are counted"))
     hub.models[NAME].answer = claimed(1 << 43, 4000)
     with pytest.raises(ModelError, match="bytes in all cannot be right"):
         fetch().from_hub()
@@ -416,7 +416,7 @@ class Pair:
         self.two = member_of(self.one, tmp_path)
         self.welcome = {self.two.identity.node_id}
         self.cache = tmp_path / "other"
-        self.lender = peer_copy.Lender("127.0.0.1", self.one.credentials, self._lent, self._may)
+        self.lender = peer_copy.PeerServer("127.0.0.1", self.one.credentials, self._lent, self._may)
         self.asked: list[str] = []
 
     def _lent(self, name: str) -> tuple[Repo, manifests.Manifest] | None:
@@ -427,7 +427,7 @@ class Pair:
     def _may(self, identity: object) -> bool:
         return getattr(identity, "node_id", "") in self.welcome
 
-    def connect(self) -> peer_copy.Channel:
+    def connect(self) -> peer_copy.PeerConnection:
         address = f"127.0.0.1:{self.lender.port}"
         return peer_copy.connect([address], self.one.identity.node_id, self.two.credentials)
 
@@ -540,7 +540,7 @@ def test_a_copy_takes_what_the_lender_itself_still_gets(pair: Pair) -> None:
     whole = pair.theirs.blob(next(f for f in pair.theirs.manifest(COMMIT).files if f.path == BIG))  # type: ignore[union-attr]
     body, file = whole.read_bytes(), hub_cache.ModelFile(BIG, EXTRA, whole.name)
     whole.unlink()
-    part = hub_cache.Part(pair.theirs, file, lambda: False)
+    part = hub_cache.PartialFile(pair.theirs, file, lambda: False)
     part.open()
     ours = fetch(pair.cache)
     done: list[Path] = []
@@ -646,7 +646,7 @@ def test_a_lender_that_gets_another_revision_meanwhile_is_left(
 
 def test_a_bug_in_one_thread_ends_the_copy(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: dict[str, object] = {}
-    monkeypatch.setattr(peer_copy.Board, "take", lambda *_: nothing["a bug"])
+    monkeypatch.setattr(peer_copy.PieceQueue, "take", lambda *_: nothing["a bug"])
     with pytest.raises(KeyError, match="a bug"):
         pair.copy()
 
@@ -662,7 +662,9 @@ def test_a_lender_without_a_piece_is_not_waited_for_all_day(
 
 
 def test_nor_is_one_that_drips(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drip(channel: peer_copy.Channel, repo: Repo, manifest: manifests.Manifest, file: int, _: int) -> None:
+    def drip(
+        channel: peer_copy.PeerConnection, repo: Repo, manifest: manifests.Manifest, file: int, _: int
+    ) -> None:
         channel.send(PieceHeld(min(CHUNK, manifest.blobs[file].size)))
         while True:
             channel.send_bytes(b"\0")
@@ -723,7 +725,7 @@ def test_a_lender_among_more_than_1024_descriptors_lends(pair: Pair) -> None:
         while held[-1] <= 1024:
             held.append(os.dup(held[0]))
         pair.lender.close()
-        pair.lender = peer_copy.Lender("127.0.0.1", pair.one.credentials, pair._lent, pair._may)
+        pair.lender = peer_copy.PeerServer("127.0.0.1", pair.one.credentials, pair._lent, pair._may)
         assert same(pair.copy(), with_weights(EXTRA))
     finally:
         for each in held:

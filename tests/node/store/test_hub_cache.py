@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxtp.errors import ModelError
-from mlxtp.models.hub_cache import Part, Repo, Stopped, hash_of
+from mlxtp.models.hub_cache import PartialFile, Repo, Stopped, hash_of
 from mlxtp.models.manifest import Manifest, ModelFile, wanted
 
 from ...hub import COMMIT, NEWER, blob_name, embedded
@@ -127,14 +127,14 @@ def test_a_name_in_other_letters_is_the_model_where_the_disk_says_so(
 def test_pieces_that_come_when_nobody_wants_them_any_more_are_left_out(tmp_path: Path) -> None:
     repo = Repo(NAME, tmp_path)
     repo.keep(Manifest(NAME, COMMIT, (NOTE,)))
-    part = Part(repo, NOTE, lambda: False)
+    part = PartialFile(repo, NOTE, lambda: False)
     part.open()
     part.close()
     for late in (part.open, lambda: part.write(0, b"late"), lambda: part.came(0), part.forget):
         with pytest.raises(Stopped):
             late()
     assert repo.part(NOTE).read_bytes() == bytes(4)
-    done = Part(repo, NOTE, lambda: False)
+    done = PartialFile(repo, NOTE, lambda: False)
     done.open()
     worker = threading.Thread(target=done.finish)
     worker.start()

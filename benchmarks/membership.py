@@ -92,7 +92,7 @@ class Crowd:
             name: Leadership(name, ClusterState(roster=roster), self.now) for name in names
         }
         for coordination in self._coordinations.values():
-            coordination.want("a model")
+            coordination.set_desired("a model")
         pairs = list(itertools.combinations(names, 2))
         chance = random.Random(seed)
         self._comes_up = [(chance.randrange(_LINKING_TICKS), link, *pair) for link, pair in enumerate(pairs)]
@@ -141,7 +141,7 @@ class Crowd:
             membership, coordination = self._memberships[name], self._coordinations[name]
             for other, link in links.items():
                 membership.beat(link, self.now)
-                coordination.heard(other, f"{other}-1", beats[other], self.now)
+                coordination.received_beat(other, f"{other}-1", beats[other], self.now)
 
     def _link(self) -> None:
         due = round(self.now / _TICK_S) - 1

@@ -40,9 +40,9 @@ async def measure(stage: Stage) -> list[Row]:
 async def _spare_memory(agent: Agent) -> float:
     """Bytes, once there is a spare for each rank."""
     async with asyncio.timeout(_SPARES_S):
-        while len(agent.spares.ready) < RANKS:  # noqa: ASYNC110
+        while len(agent.warm_pool.ready) < RANKS:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-    return float(psutil.Process(agent.spares.ready[0]).memory_full_info().uss)
+    return float(psutil.Process(agent.warm_pool.ready[0]).memory_full_info().uss)
 
 
 async def _recover(agent: Agent) -> float:

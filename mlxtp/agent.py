@@ -60,7 +60,7 @@ class Agent:
     supervisor: Supervisor
     url: str
     """Where the endpoint answers programs of this Mac, such as http://127.0.0.1:52415."""
-    spares: WarmPool
+    warm_pool: WarmPool
     drain: Drain
     over: asyncio.Future[None]
     """Done when this agent has no more to do: it belongs to no cluster any more, or a bug, as an error."""
@@ -108,14 +108,14 @@ async def running_agent(
     with watched_loop(), _own_home(settings.home), open_endpoint(settings) as endpoint:
         wanted = settings.ranks if settings.spare else 0
         heard = log_lines if settings.log_file or settings.log_format == "json" else None
-        async with WarmPool(worker, settings.home / "run", wanted, heard) as spares:
+        async with WarmPool(worker, settings.home / "run", wanted, heard) as warm_pool:
             if settings.cluster:
-                async with _among_others(settings, endpoint, on_stage, spares) as agent:
+                async with _among_others(settings, endpoint, on_stage, warm_pool) as agent:
                     yield agent
                 return
             name = in_folders(settings.model, settings.model_folders)
             model = await open_model(name, settings.draft_model)
-            async with _running(settings, endpoint, model, on_stage, spares) as agent:
+            async with _running(settings, endpoint, model, on_stage, warm_pool) as agent:
                 yield agent
 
 
@@ -125,9 +125,9 @@ async def _running(
     endpoint: Endpoint,
     model: ModelSource,
     on_stage: StageListener,
-    spares: WarmPool,
+    warm_pool: WarmPool,
 ) -> AsyncIterator[Agent]:
-    supervisor = Supervisor(settings, on_stage, spares)
+    supervisor = Supervisor(settings, on_stage, warm_pool)
     stop = asyncio.Event()
     admin = StandaloneAdmin(supervisor, settings.name or socket.gethostname().partition(".")[0])
     admin.checkup = AgentCheckup(settings, supervisor, endpoint)
@@ -146,7 +146,7 @@ async def _running(
             yield Agent(
                 supervisor,
                 endpoint.url,
-                spares,
+                warm_pool,
                 admin.draining,
                 over,
                 certificate=certificate,
@@ -165,7 +165,7 @@ async def _running(
 
 @asynccontextmanager
 async def _among_others(
-    settings: Settings, endpoint: Endpoint, on_stage: StageListener, spares: WarmPool
+    settings: Settings, endpoint: Endpoint, on_stage: StageListener, warm_pool: WarmPool
 ) -> AsyncIterator[Agent]:
     """An agent that belongs to a cluster. Raises UserError when it cannot."""
     started_with = settings
@@ -177,20 +177,20 @@ async def _among_others(
     with contextlib.closing(control):
         entered = await enter(settings, store)
         machine = await hardware.probe(settings.interface)
-        supervisor = Supervisor(settings, on_stage, spares)
-        cluster = NodeLoop(settings, entered.identity, supervisor, machine, worker=spares)
+        supervisor = Supervisor(settings, on_stage, warm_pool)
+        cluster = NodeLoop(settings, entered.identity, supervisor, machine, worker=warm_pool)
         port: int = control.getsockname()[1]
         cluster.listens_at = partial(_control_addresses, settings, port)
-        cluster.http = endpoint.told
+        cluster.http = endpoint.summary
         supervisor.gateway.elsewhere = cluster.short
-        cluster.follower.credentials = cluster.getting.credentials = store.credentials
-        door = ControlPort(control, store, entered.identity, cluster)
+        cluster.forwarding.credentials = cluster.transfers.credentials = store.credentials
+        control_port = ControlPort(control, store, entered.identity, cluster)
         settings = replace(settings, peers=(*settings.peers, *entered.peers))
         dialer = Dialer(settings, entered.identity, store.credentials, cluster, port)
         if entered.joined and settings.model_given:
             log.warning("--model is left aside: what a cluster serves is said with `mlxtp serve`")
         elif settings.model_given or entered.founded:
-            cluster.want(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
+            cluster.set_desired(lasting_name(settings.model), settings.nodes, by_person=settings.model_given)
         stop = asyncio.Event()
         admin = ClusterAdmin(cluster, store)
         admin.checkup = AgentCheckup(settings, supervisor, endpoint, cluster, dialer)
@@ -202,10 +202,12 @@ async def _among_others(
             dialer.woke()
 
         sleep = watch_sleep(
-            woke, lambda: supervisor.in_epoch or cluster.guest.epoch > 0, _keep_awake(settings)
+            woke, lambda: supervisor.in_epoch or cluster.hosted_rank.epoch > 0, _keep_awake(settings)
         )
-        tasks = [asyncio.create_task(work) for work in (door.run(), dialer.run(), cluster.live(), sleep)]
-        supervising = asyncio.create_task(supervisor.run(None, cluster.conductor))
+        tasks = [
+            asyncio.create_task(work) for work in (control_port.run(), dialer.run(), cluster.live(), sleep)
+        ]
+        supervising = asyncio.create_task(supervisor.run(None, cluster.controller))
         for task in (*tasks, supervising):
             task.add_done_callback(partial(_report_bug, cluster.end))
         try:
@@ -214,7 +216,7 @@ async def _among_others(
                 yield Agent(
                     supervisor,
                     endpoint.url,
-                    spares,
+                    warm_pool,
                     admin.draining,
                     cluster.over,
                     cluster,

@@ -55,7 +55,7 @@ class AgentClient:
         """Have something done. Raises as `get` does."""
         return self._ask("POST", what, body)
 
-    def moment(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """What runs now, as `docs/page.md` has it. Raises as `get` does."""
         status, answer = self._request("GET", "/cluster", None, self.key)
         if status != http.client.OK:

@@ -41,7 +41,7 @@ class EndpointAnswer:
     first_at: float | None = None
     last_at: float = 0.0
 
-    def hear(self, piece: Piece, at: float) -> None:
+    def add(self, piece: Piece, at: float) -> None:
         """One more piece, which came `at` that time."""
         self.text += piece.text
         self.thoughts += piece.thought

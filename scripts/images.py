@@ -120,7 +120,7 @@ async def main() -> None:
         folder = Path(name)
         async with running_agent(settings(folder, "left")) as first:
             assert first.cluster is not None
-            token = await first.cluster.issuing.token()
+            token = await first.cluster.token_issuing.token()
             more = {"join": token, "peers": first.cluster.addresses}
             async with (
                 running_agent(settings(folder, "right", **more)) as second,

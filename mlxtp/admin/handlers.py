@@ -77,7 +77,7 @@ class StandaloneAdmin:
             "backend": group.backend if group is not None else "none",
             "kind": group.kind if group is not None else "",
             "open_requests": supervisor.gateway.open_requests,
-            "left_wired": wired_memory.HERE.words,
+            "left_wired": wired_memory.HERE.summary,
             "ranks": [
                 {
                     "rank": rank,
@@ -228,20 +228,20 @@ class ClusterAdmin(StandaloneAdmin):
         super().__init__(cluster.supervisor, cluster.name)
         self.draining = Drain(cluster.supervisor, cluster)
         self.observer = Observer(cluster.supervisor, cluster.name, cluster)
-        self.wishes = cluster.wishes
+        self.selection = cluster.selection
         self._cluster = cluster
         self._store = store
 
     def status(self) -> Json:
         """One moment of the cluster as this member sees it."""
         cluster = self._cluster
-        desired = cluster.coordination.desired
-        claim = cluster.coordination.claim
+        desired = cluster.leadership.desired
+        claim = cluster.leadership.claim
         return {
             **super().status(),
             "problem": cluster.problem,
             "waiting": cluster.waiting,
-            "left_out": cluster.conductor.left_out_lines(),
+            "left_out": cluster.controller.left_out_lines(),
             "cluster": cluster.identity.cluster_id,
             "node_id": cluster.node_id,
             "coordinator": cluster.name_of(claim.node_id) if claim.node_id else "",
@@ -252,7 +252,7 @@ class ClusterAdmin(StandaloneAdmin):
                 "version": desired.version,
                 "pinned": desired.pinned,
             },
-            "coming": self.wishes.told(),
+            "coming": self.selection.progress(),
             "fabric": self._fabric(),
             "members": self._members(),
         }
@@ -261,7 +261,7 @@ class ClusterAdmin(StandaloneAdmin):
         """What was measured of the group that serves; None for nothing."""
         cluster = self._cluster
         for serving in self._servings():
-            found = cluster.fabric.of(serving.participants, serving.kind)
+            found = cluster.fabric_bench.of(serving.participants, serving.kind)
             if serving.state == "ready" and found is not None:
                 return to_json(found)
         return None
@@ -270,39 +270,39 @@ class ClusterAdmin(StandaloneAdmin):
         """The machines of the members that are present, for `mlxtp plan`."""
         cluster = self._cluster
         return {
-            "coordinator": cluster.coordination.claim.node_id,
-            "fabric": [to_json(each) for each in cluster.fabric.results],
+            "coordinator": cluster.leadership.claim.node_id,
+            "fabric": [to_json(each) for each in cluster.fabric_bench.results],
             "nodes": [
                 {
                     "node_id": member.node_id,
                     "name": member.name,
-                    "machine": asdict(cluster.knowledge.machines[member.node_id]),
+                    "machine": asdict(cluster.peer_info.machines[member.node_id]),
                     "held_bytes": member.held_bytes,
                 }
-                for member in cluster.conductor.members()
+                for member in cluster.controller.members()
             ],
         }
 
     async def token(self) -> Json:
         """A new join token."""
-        return {"token": await self._cluster.issuing.token(), "valid_s": 900}
+        return {"token": await self._cluster.token_issuing.token(), "valid_s": 900}
 
     async def bench_fabric(self) -> Json:
         """What collectives take in the group that serves, measured now, wherever its rank 0 is."""
-        result = await self._cluster.fabric.bench()
+        result = await self._cluster.fabric_bench.bench()
         return {**to_json(result), "names": [self._cluster.name_of(node) for node in result.nodes]}
 
     async def records(self, epoch: str, epoch_id: str) -> Json:
         """What other members keep of a failure."""
         if not epoch.isdecimal() or not int(epoch[:19]) > 0 or len(epoch_id) > 40:
             raise UserError(f"{epoch!r:.40} is no number of an epoch")
-        return {"files": await self._cluster.records.gather(int(epoch[:19]), epoch_id)}
+        return {"files": await self._cluster.failure_files.gather(int(epoch[:19]), epoch_id)}
 
     async def serve(self, model: str, nodes: str) -> Json:
         """What the cluster should serve from now on, or from when it is here."""
         if not model:
             raise UserError("which model? A folder that every Mac has, or an id on the Hub")
-        said = await self.wishes.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
+        said = await self.selection.serve(model, parse_nodes(nodes, "--nodes") if nodes else "")
         desired = said.desired
         return {
             "model": said.model,
@@ -314,54 +314,54 @@ class ClusterAdmin(StandaloneAdmin):
 
     async def pull(self, model: str, everywhere: str) -> Json:
         """Begin to get a model of the Hub, here or on all members that are present."""
-        return {"model": await self._cluster.getting.pull(model, everywhere=bool(everywhere))}
+        return {"model": await self._cluster.transfers.pull(model, everywhere=bool(everywhere))}
 
     def pulling(self, model: str) -> Json:
         """How far that is, of each member that is to have it."""
-        return {"members": self._cluster.getting.progress(model)}
+        return {"members": self._cluster.transfers.progress(model)}
 
     def stored(self) -> Json:
         """Where models are here, and what other members have on their disks."""
         cluster = self._cluster
-        cluster.getting.look_at_disk()
+        cluster.transfers.report_stored()
         return {
             **super().stored(),
             "elsewhere": [
                 {"node": cluster.name_of(node), "node_id": node, **asdict(model)}
-                for node, models in sorted(cluster.getting.stored.items())
+                for node, models in sorted(cluster.transfers.stored.items())
                 for model in models
             ],
         }
 
     def _needed(self, repo: Repo) -> str:
         cluster = self._cluster
-        wanted = cluster.coordination.desired.model
+        wanted = cluster.leadership.desired.model
         if is_hub_id(wanted) and hub_name(wanted)[0].as_here().name == repo.name:
             return "the cluster serves it, or is to; `mlxtp unload`, or `mlxtp serve` another model, first"
-        if cluster.getting.is_getting(repo.name):
+        if cluster.transfers.is_getting(repo.name):
             return COMING
         return super()._needed(repo)
 
     def _in_use(self, repo: Repo) -> str:
         cluster = self._cluster
-        if cluster.getting.is_getting(repo.name):
+        if cluster.transfers.is_getting(repo.name):
             return COMING
-        if cluster.guest.epoch and _has_one(repo, (cluster.guest.model,)):
+        if cluster.hosted_rank.epoch and _has_one(repo, (cluster.hosted_rank.model,)):
             return "a rank of this Mac has it open; `mlxtp unload` first"
         return super()._in_use(repo)
 
     def _is_elsewhere(self, model: str) -> bool:
-        return self._cluster.getting.is_elsewhere(model)
+        return self._cluster.transfers.is_elsewhere(model)
 
     def removed(self, model: str) -> Json:
         """A command has removed or got files of OWNER/NAME by itself: look again, and tell the others."""
-        self._cluster.getting.changed(hub_name(model)[0].name)
+        self._cluster.transfers.changed(hub_name(model)[0].name)
         return super().removed(model)
 
     def unload(self) -> Json:
         """Serve nothing."""
-        self.wishes.forget()
-        desired = self._cluster.want("")
+        self.selection.cancel()
+        desired = self._cluster.set_desired("")
         return {"model": "", "nodes": desired.nodes, "version": desired.version}
 
     def members(self) -> Json:
@@ -381,8 +381,8 @@ class ClusterAdmin(StandaloneAdmin):
         cluster, node_id = self._cluster, self._other(node)
         name, let_in = cluster.name_of(node_id), self._admitted(node_id)
         cluster.remove(node_id, *(each["node_id"] for each in let_in if with_admitted))
-        others = cluster.coordination.roster.members().keys() - {cluster.node_id}
-        there = others & cluster.neighbours.nodes()
+        others = cluster.leadership.roster.members().keys() - {cluster.node_id}
+        there = others & cluster.links.nodes()
         saved_by = await cluster.saved_elsewhere() if there else []
         return {
             "removed": name,
@@ -395,13 +395,13 @@ class ClusterAdmin(StandaloneAdmin):
 
     def _admitted(self, node_id: str) -> list[dict[str, str]]:
         cluster = self._cluster
-        found = cluster.coordination.roster.let_in(node_id)
+        found = cluster.leadership.roster.let_in(node_id)
         return [{"node_id": each, "name": cluster.name_of(each)} for each in found if each != cluster.node_id]
 
     def _other(self, node: str) -> str:
         """Return the node id of another member, by name, or by the start of its id."""
         cluster = self._cluster
-        members = cluster.coordination.roster.members()
+        members = cluster.leadership.roster.members()
         found = [each for each in members if cluster.name_of(each) == node]
         found = found or [each for each in members if each.startswith(node)]
         if not node or len(found) != 1:
@@ -415,7 +415,7 @@ class ClusterAdmin(StandaloneAdmin):
     def leave(self, force: str) -> Json:
         """This Mac belongs to no cluster any more. Its agent ends. The founder's leaving takes `force`."""
         cluster = self._cluster
-        others = [each for each in cluster.coordination.roster.members() if each != cluster.node_id]
+        others = [each for each in cluster.leadership.roster.members() if each != cluster.node_id]
         if others and cluster.identity.authority is not None and not force:
             raise UserError(
                 "this Mac founded the cluster and alone can let others in: when it leaves, nobody can join "
@@ -429,8 +429,8 @@ class ClusterAdmin(StandaloneAdmin):
 
     def _servings(self) -> list[Serving]:
         """What this node and others say of their groups."""
-        mine = self._cluster.conductor.serving()
-        return [*([mine] if mine is not None else []), *self._cluster.knowledge.servings.values()]
+        mine = self._cluster.controller.serving()
+        return [*([mine] if mine is not None else []), *self._cluster.peer_info.servings.values()]
 
     def _members(self) -> list[Json]:
         cluster = self._cluster
@@ -441,25 +441,25 @@ class ClusterAdmin(StandaloneAdmin):
             for rank, node_id in enumerate(serving.participants)
         }
         found: list[Json] = []
-        for node_id, entry in cluster.coordination.roster.members().items():
-            machine = cluster.knowledge.machines.get(node_id)
+        for node_id, entry in cluster.leadership.roster.members().items():
+            machine = cluster.peer_info.machines.get(node_id)
             model = (
-                cluster.model.status if node_id == cluster.node_id else cluster.knowledge.models.get(node_id)
+                cluster.model.status if node_id == cluster.node_id else cluster.peer_info.models.get(node_id)
             )
-            link = cluster.neighbours.to(node_id)
+            link = cluster.links.to(node_id)
             found.append(
                 {
                     "node_id": node_id,
                     "name": cluster.name_of(node_id) or entry.name,
-                    "state": str(cluster.membership.standing(node_id).state),
-                    "draining": node_id in cluster.coordination.draining,
+                    "state": str(cluster.membership.status_of(node_id).state),
+                    "draining": node_id in cluster.leadership.draining,
                     "self": node_id == cluster.node_id,
-                    "coordinator": node_id == cluster.coordination.claim.node_id,
+                    "coordinator": node_id == cluster.leadership.claim.node_id,
                     "rank": ranks.get(node_id),
                     "address": link.remote if link is not None else "",
                     "http": cluster.http
                     if node_id == cluster.node_id
-                    else cluster.knowledge.https.get(node_id, ""),
+                    else cluster.peer_info.https.get(node_id, ""),
                     "chip": machine.chip if machine is not None else "",
                     "memory_bytes": machine.memory_bytes if machine is not None else 0,
                     "notes": list(machine.notes) if machine is not None else [],
@@ -468,7 +468,9 @@ class ClusterAdmin(StandaloneAdmin):
                     "joined_from": entry.address,
                     "joined_at": entry.at,
                     "model_problem": model.problem if model is not None else "",
-                    "model_progress": cluster.getting.said(cluster.coordination.desired.model, node_id),
+                    "model_progress": cluster.transfers.progress_text(
+                        cluster.leadership.desired.model, node_id
+                    ),
                 }
             )
         return found

@@ -33,18 +33,18 @@ Samples = Iterable[tuple[Labels, float]]
 
 def observed(app: Starlette, supervisor: Supervisor) -> ASGIApp:
     """`app`, with `GET /metrics` and everything counted that goes through it and the supervisor's gateway."""
-    tally = RequestMetrics(time.perf_counter)
-    supervisor.gateway.meter = tally
-    app.router.routes.insert(0, metrics_route(Metrics(supervisor, tally).collect))
-    return AccessLog(app, tally, lambda: supervisor.epoch)
+    counted = RequestMetrics(time.perf_counter)
+    supervisor.gateway.meter = counted
+    app.router.routes.insert(0, metrics_route(Metrics(supervisor, counted).collect))
+    return AccessLog(app, counted, lambda: supervisor.epoch)
 
 
 class Metrics:
     """All metrics of one agent. Nothing of it is shared with another one in the same process."""
 
-    def __init__(self, supervisor: Supervisor, tally: RequestMetrics) -> None:
+    def __init__(self, supervisor: Supervisor, counted: RequestMetrics) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Agent(supervisor, tally))
+        self._registry.register(_Agent(supervisor, counted))
         if sys.platform == "linux":
             ProcessCollector(registry=self._registry)
         else:
@@ -56,25 +56,25 @@ class Metrics:
 
 
 class _Agent(Collector):
-    def __init__(self, supervisor: Supervisor, tally: RequestMetrics) -> None:
+    def __init__(self, supervisor: Supervisor, counted: RequestMetrics) -> None:
         self._supervisor = supervisor
-        self._tally = tally
+        self._metrics = counted
         self._versions = tuple(each.partition("=")[2] for each in versions_here())
 
     def collect(self) -> Iterator[Metric]:
         says = "1; the versions of what runs here are in the labels."
         yield _gauge("mlxtp_build_info", says, ("version", "mlx", "mlx_lm"), [(self._versions, 1)])
         yield from self._requests()
-        yield from _models(self._tally.models)
+        yield from _models(self._metrics.models)
         yield from self._http()
         yield from self._group()
         yield from self._ranks()
 
     def _requests(self) -> Iterator[Metric]:
-        census = self._supervisor.gateway.census()
+        census = self._supervisor.gateway.count_open()
         name = census.model
         if name:
-            self._tally.model(name)  # so that its counters are there, at 0, before the first request
+            self._metrics.model(name)  # so that its counters are there, at 0, before the first request
         by_model = ("model_name",)
         open_here = name or census.running or census.waiting
         yield _gauge(
@@ -111,27 +111,27 @@ class _Agent(Collector):
         )
 
     def _http(self) -> Iterator[Metric]:
-        tally = self._tally
+        counted = self._metrics
         yield _counter(
             "mlxtp_http_requests",
             "HTTP requests by method, path of the route and status; 499: the client left before an answer.",
             ("method", "path", "status"),
             [
                 ((method, path, str(status)), count)
-                for (method, path, status), count in tally.answered.items()
+                for (method, path, status), count in counted.answered.items()
             ],
         )
         yield _counter(
             "mlxtp_requests_refused",
             "HTTP requests that were answered with an error, by path of the route and code.",
             ("path", "code"),
-            tally.refused.items(),
+            counted.refused.items(),
         )
         yield _counter(
             "mlxtp_requests_failed",
             "HTTP requests whose answer broke off with an error after it had begun, by path and code.",
             ("path", "code"),
-            tally.failed.items(),
+            counted.failed.items(),
         )
 
     def _group(self) -> Iterator[Metric]:

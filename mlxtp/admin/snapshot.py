@@ -41,7 +41,7 @@ class Observer:
         self._cluster = cluster
         self._meter = RateMeter()
 
-    def moment(self) -> Json:
+    def snapshot(self) -> Json:
         """Everything that is known now, as JSON; `docs/page.md` names the fields."""
         supervisor = self._supervisor
         health = supervisor.gateway.health()
@@ -77,8 +77,8 @@ class Observer:
 
     def _serving(self, cluster: NodeLoop) -> Serving | None:
         """What is said of the group whose epoch this node shows."""
-        mine = cluster.conductor.serving()
-        told = [*([mine] if mine is not None else []), *cluster.knowledge.servings.values()]
+        mine = cluster.controller.serving()
+        told = [*([mine] if mine is not None else []), *cluster.peer_info.servings.values()]
         mentioned = [each for each in told if each.epoch == self._supervisor.epoch and each.participants]
         return mentioned[0] if mentioned else None
 
@@ -98,7 +98,7 @@ class Observer:
     def _fabric(self, participants: Sequence[str], kind: str) -> Json | None:
         """What a collective takes, the best that is known: measured for it, or by the last proof."""
         cluster = self._cluster
-        if cluster is not None and (found := cluster.fabric.of(tuple(participants), kind)) is not None:
+        if cluster is not None and (found := cluster.fabric_bench.of(tuple(participants), kind)) is not None:
             return _measured(found)
         pongs = self._supervisor.ranks.pongs if self._supervisor.ranks is not None else {}
         slowest_us = max((pong.collective_us for pong in pongs.values()), default=0)
@@ -125,7 +125,7 @@ class Observer:
         """Of all requests where rank 0 is, elsewhere only of those that were asked here."""
         supervisor = self._supervisor
         if supervisor.state not in (ServingState.READY, ServingState.DRAINING):
-            self._meter.forget()
+            self._meter.reset()
             return {"value": None, "of": "group"}
         rate = self._meter.rate(supervisor.gateway.confirmed_tokens, time.monotonic())
         return {"value": rate, "of": "group" if supervisor.ranks is not None else "here"}
@@ -153,39 +153,42 @@ class Observer:
                 "desired": desired, "coming": [], "links": [], "nodes": [node]}  # fmt: skip
 
     def _of(self, cluster: NodeLoop) -> Json:
-        desired, claim = cluster.coordination.desired, cluster.coordination.claim
+        desired, claim = cluster.leadership.desired, cluster.leadership.claim
         return {
             "cluster": cluster.identity.cluster_id,
             "coordinator": claim.node_id or None,
             "problem": cluster.problem or None,
             "waiting": cluster.waiting or None,
             "desired": {"model": desired.model, "nodes": desired.nodes},
-            "coming": cluster.wishes.told(),
-            "nodes": [self._node(cluster, node_id) for node_id in cluster.coordination.roster.members()],
-            "links": links(cluster.conductor.topology(), self._present(cluster), cluster.echoes.between),
+            "coming": cluster.selection.progress(),
+            "nodes": [self._node(cluster, node_id) for node_id in cluster.leadership.roster.members()],
+            "links": links(
+                cluster.controller.topology(), self._present(cluster), cluster.round_trips.between
+            ),
         }
 
     def _present(self, cluster: NodeLoop) -> list[str]:
-        return [member.node_id for member in cluster.conductor.members()]
+        return [member.node_id for member in cluster.controller.members()]
 
     def _node(self, cluster: NodeLoop, node_id: str) -> Json:
-        machine = cluster.knowledge.machines.get(node_id)
+        machine = cluster.peer_info.machines.get(node_id)
         here = node_id == cluster.node_id
-        model = cluster.model.status if here else cluster.knowledge.models.get(node_id)
-        link = cluster.neighbours.to(node_id)
+        model = cluster.model.status if here else cluster.peer_info.models.get(node_id)
+        link = cluster.links.to(node_id)
         return {
             "node_id": node_id,
             "name": cluster.name_of(node_id),
-            "state": str(cluster.membership.standing(node_id).state),
+            "state": str(cluster.membership.status_of(node_id).state),
             "self": here,
-            "coordinator": node_id == cluster.coordination.claim.node_id,
-            "draining": node_id in cluster.coordination.draining,
+            "coordinator": node_id == cluster.leadership.claim.node_id,
+            "draining": node_id in cluster.leadership.draining,
             "address": link.remote if link is not None else None,
             "chip": machine.chip or None if machine is not None else None,
             "memory_bytes": machine.memory_bytes or None if machine is not None else None,
             "notes": list(machine.notes) if machine is not None else [],
             "model_problem": model.problem or None if model is not None else None,
-            "model_progress": cluster.getting.said(cluster.coordination.desired.model, node_id) or None,
+            "model_progress": cluster.transfers.progress_text(cluster.leadership.desired.model, node_id)
+            or None,
         }
 
 

@@ -37,14 +37,14 @@ class AccessLog:
     def __init__(self, app: Starlette, tally: RequestMetrics, epoch: Callable[[], int] = lambda: 0) -> None:
         self._app = app
         self._routes = app.router.routes
-        self._tally = tally
+        self._metrics = tally
         self._epoch = epoch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        clock = self._tally.clock
+        clock = self._metrics.clock
         began = clock()
         account = RequestContext(request_id(scope["headers"]), began)
         exchange = _Exchange(account, clock, receive, send)
@@ -61,7 +61,7 @@ class AccessLog:
         path = self._path(scope)
         is_error = status >= 400 and status != _NO_READER and not probe
         code = account.code or (f"http_{status}" if is_error else "")
-        self._tally.over(scope["method"], path, status, code)
+        self._metrics.over(scope["method"], path, status, code)
         fields = described(account) | {
             "method": scope["method"],
             "path": quote(scope["path"][:_SHOWN_PATH], safe="/:@!$&'()*+,;=~", errors="replace"),

@@ -79,7 +79,7 @@ class KeyRing:
     def refusal(self, given: Sequence[str]) -> Refusal | None:
         """Why a request that shows the keys `given` gets no answer; None when it does."""
         now = self._clock()
-        self._look(now)
+        self._reload(now)
         if not self.needed or self._is_own(given):
             return None
         if self._problem:
@@ -93,7 +93,7 @@ class KeyRing:
 
     def admits(self, given: Sequence[str]) -> bool:
         """Return True where one of `given` counts or none is needed. Counts no use of a key."""
-        self._look(self._clock())
+        self._reload(self._clock())
         return not self.needed or self._is_own(given) or self._find(given) is not None
 
     def _is_own(self, given: Sequence[str]) -> bool:
@@ -137,7 +137,7 @@ class KeyRing:
             challenge += ', error="invalid_token"'
         return Refusal(401, Code.KEY_INVALID, why, {"www-authenticate": challenge})
 
-    def _look(self, now: float) -> None:
+    def _reload(self, now: float) -> None:
         """Read the file again if it is another. What cannot be read lets nobody in."""
         if now - self._looked_at < LOOK_S:
             return

@@ -251,7 +251,7 @@ class Backend(Protocol):
         """What would be loaded for a request that names it: nothing where requests load nothing."""
         ...
 
-    async def turn(self, name: str | None, within_s: float = 0.0) -> ModelLease:
+    async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
         """The turn of a request for the model `name`, which waits `within_s`; 0 is the server's own limit.
 
         Raises RequestError: 404 when a pinned model is in its way, 400 when its configuration tells that it

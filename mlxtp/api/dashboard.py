@@ -52,7 +52,7 @@ class Observed(Protocol):
 
     over: asyncio.Event
 
-    def moment(self) -> Json:
+    def snapshot(self) -> Json:
         """Everything that is known now; what is not known is None."""
         ...
 
@@ -89,7 +89,7 @@ class _Shared:
         clock = time.monotonic()
         if fresh or clock >= self._until:
             self._until = clock + LOOK_S / 2
-            self._text = json.dumps(self._observed.moment(), separators=(",", ":")).encode()
+            self._text = json.dumps(self._observed.snapshot(), separators=(",", ":")).encode()
         return self._text
 
 

@@ -45,7 +45,7 @@ class Endpoint:
     sock: socket.socket
     url: str
     """For programs on this Mac, such as http://127.0.0.1:52415."""
-    told: str
+    summary: str
     """The same for people and other Macs: an address that others reach, if there is one."""
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
@@ -172,7 +172,7 @@ def _reached(names: tuple[str, ...], addresses: tuple[str, ...], tls: Tls | None
 def _announce(endpoint: Endpoint, home: Path, *, beyond: bool) -> None:
     if endpoint.tls is not None:
         log.info(
-            "HTTPS at %s, with a certificate whose SHA-256 is %s", endpoint.told, endpoint.tls.fingerprint
+            "HTTPS at %s, with a certificate whose SHA-256 is %s", endpoint.summary, endpoint.tls.fingerprint
         )
         if endpoint.own is not None:
             log.info("clients have to trust %s", home / OWN_CERTIFICATE)
@@ -188,20 +188,20 @@ def _announce(endpoint: Endpoint, home: Path, *, beyond: bool) -> None:
         log.warning(
             "whoever reaches %s can use it: --api-keys never asks nobody for a key. Leave it away, or use "
             "--http 127.0.0.1:52415",
-            endpoint.told,
+            endpoint.summary,
         )
     elif not endpoint.keys.names:
         log.warning(
             "%s asks other machines for an API key, and there is none yet, so nobody is answered: "
             "`mlxtp key create NAME --home %s` makes one",
-            endpoint.told,
+            endpoint.summary,
             f"'{home}'",
         )
     if endpoint.tls is None:
         log.warning(
             "%s is plain HTTP: whoever is on the network can read prompts, answers and keys. --http-tls, or "
             "--http-cert with --http-key, encrypts it",
-            endpoint.told,
+            endpoint.summary,
         )
 
 

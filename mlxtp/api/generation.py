@@ -116,7 +116,7 @@ class _QueuedRequest:
     ask: GenerationRequest
     body: Body
     client: str
-    turn: ModelLease
+    lease: ModelLease
     arrived: float | None
 
     def now(self) -> GenerationRequest:
@@ -125,7 +125,7 @@ class _QueuedRequest:
         if options.deadline_s and self.arrived is not None:
             left_s = options.deadline_s - (time.monotonic() - self.arrived)
             options = replace(options, deadline_s=max(left_s, 0.001))
-        return replace(ask, model=self.turn.model or ask.model, options=options)
+        return replace(ask, model=self.lease.model or ask.model, options=options)
 
 
 class Generation:
@@ -176,12 +176,12 @@ class Generation:
 
         Raises RequestError when there is no such model, or it never will be loaded.
         """
-        turn = await self._backend.turn(name)
+        lease = await self._backend.acquire_model(name)
         try:
-            await unless_gone(request.receive, _come(turn))
-            return (await self.catalog.loaded(turn.model or name))[0]
+            await unless_gone(request.receive, _come(lease))
+            return (await self.catalog.loaded(lease.model or name))[0]
         finally:
-            turn.close()
+            lease.close()
 
     async def answer(
         self,
@@ -199,20 +199,22 @@ class Generation:
         async with AsyncExitStack() as open_:
             body = await open_.enter_async_context(self._bodies.read(request))
             ask = await body.parsed(parse, slow=slow)
-            turn = await self._backend.turn(ask.model, ask.options.deadline_s)
-            open_.callback(turn.close)
-            wish = _QueuedRequest(ask, body, _client(address), turn, None if turn.come else time.monotonic())
+            lease = await self._backend.acquire_model(ask.model, ask.options.deadline_s)
+            open_.callback(lease.close)
+            queued = _QueuedRequest(
+                ask, body, _client(address), lease, None if lease.come else time.monotonic()
+            )
             about, answers = _about(ask), Choices()
             open_.push_async_callback(answers.aclose)
-            asking = asyncio.create_task(self._asked(wish, about, answers))
+            asking = asyncio.create_task(self._asked(queued, about, answers))
             open_.push_async_callback(_end, asking)
             if ask.stream:
                 await unless_gone(request.receive, asyncio.wait({asking}, timeout=ACCEPT_S))
                 if asking.done():
                     asking.result()  # a refusal that still gets its status
                 # The model has one name in all events, from the first one on.
-                about.model = about.model or turn.model or ask.model or "default"
-                waiting = LoadingStream(dialect, about, asking, partial(_progress, turn, answers))
+                about.model = about.model or lease.model or ask.model or "default"
+                waiting = LoadingStream(dialect, about, asking, partial(_progress, lease, answers))
                 source = open_.pop_all()  # from here on the stream closes them
                 return AnswerStream(
                     waiting.parts(), source, self._keep_alive_s, waiting.idle, dialect.media_type
@@ -252,16 +254,16 @@ class Generation:
         return JSONResponse(body, status, headers=headers)
 
     async def _asked(
-        self, wish: _QueuedRequest, about: About, answers: Choices
+        self, queued: _QueuedRequest, about: About, answers: Choices
     ) -> AsyncGenerator[AnswerEvent]:
         """Return the events of `answers` once rank 0 has accepted the request.
 
         Completes `about`. The caller closes `answers`.
         """
-        await _come(wish.turn)
-        ask = wish.now()
-        job = await self._job(ask, about, wish.body, wish.client)
-        wish.body.release()
+        await _come(queued.lease)
+        ask = queued.now()
+        job = await self._job(ask, about, queued.body, queued.client)
+        queued.body.release()
         for wanted in job.requests:
             answers.add(self._backend.generate(wanted))
         try:
@@ -335,9 +337,9 @@ class Adapter(Dialect, Protocol):
         ...
 
 
-async def _come(turn: ModelLease) -> None:
+async def _come(lease: ModelLease) -> None:
     """Until the turn has come. Raises RequestError as its `wait` does."""
-    async for _ in turn.wait():
+    async for _ in lease.wait():
         pass
 
 
@@ -355,8 +357,10 @@ def _written(
         raise not_supported(
             f"needs_thinking: {shown(model.id)} does not support thinking; leave it out", "needs_thinking"
         )
-    budget.check_may_fit(characters(conversation), text.longest_token, model, turns=len(conversation.turns))
-    arguments = [call.arguments for turn in conversation.turns for call in turn.calls]
+    budget.check_may_fit(
+        characters(conversation), text.longest_token, model, turns=len(conversation.messages)
+    )
+    arguments = [call.arguments for lease in conversation.messages for call in lease.calls]
     check_extent(
         *arguments, where="what is called in messages", param="messages"
     )  # it is parsed for templates
@@ -400,8 +404,8 @@ def _about(ask: GenerationRequest) -> About:
     return About(uuid.uuid4().hex, time.time(), "", (0,) * prompts, (), lambda _token: ("", None), ask)
 
 
-def _progress(turn: ModelLease, answers: Choices) -> Progress:
-    return answers.progress() if turn.come else Progress(turn.progress())
+def _progress(lease: ModelLease, answers: Choices) -> Progress:
+    return answers.progress() if lease.come else Progress(lease.progress())
 
 
 async def _wholes(asking: asyncio.Task[AsyncGenerator[AnswerEvent]], count: int) -> list[WholeAnswer]:

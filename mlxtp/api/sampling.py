@@ -48,44 +48,47 @@ def choices(first: Request, count: int) -> tuple[Request, ...]:
     return tuple(replace(first, sampling=replace(first.sampling, seed=seed)) for seed in seeds)
 
 
-def sampling(wish: GenerationOptions, defaults: Sampling, seed: int) -> Sampling:
+def sampling(options: GenerationOptions, defaults: Sampling, seed: int) -> Sampling:
     """How tokens are chosen for choice 0. `seed` has 63 bits."""
-    top_p = _given(wish.top_p, defaults.top_p)
-    top_k = max(0, _given(wish.top_k, defaults.top_k))
+    top_p = _given(options.top_p, defaults.top_p)
+    top_k = max(0, _given(options.top_k, defaults.top_k))
     if top_p == 0:  # nothing but the most probable token
         top_p, top_k = 1.0, 1
     return Sampling(
-        temperature=_given(wish.temperature, defaults.temperature),
+        temperature=_given(options.temperature, defaults.temperature),
         top_p=top_p,
         top_k=top_k,
-        min_p=_given(wish.min_p, defaults.min_p),
-        xtc_probability=_given(wish.xtc_probability, defaults.xtc_probability),
-        xtc_threshold=_given(wish.xtc_threshold, defaults.xtc_threshold),
+        min_p=_given(options.min_p, defaults.min_p),
+        xtc_probability=_given(options.xtc_probability, defaults.xtc_probability),
+        xtc_threshold=_given(options.xtc_threshold, defaults.xtc_threshold),
         seed=seed,
     )
 
 
 def shaping(
-    wish: GenerationOptions, vocabulary: int, grammar: tuple[str, str] = ("", ""), banned: Sequence[int] = ()
+    options: GenerationOptions,
+    vocabulary: int,
+    grammar: tuple[str, str] = ("", ""),
+    banned: Sequence[int] = (),
 ) -> Shaping:
     """Return what is done to the logits before: `grammar` (kind and text), and `banned` tokens.
 
     Raises RequestError.
     """
-    biases = _biases(wish.logit_bias, vocabulary, MAX_BIASES - len(banned)) | dict.fromkeys(banned, BAN)
+    biases = _biases(options.logit_bias, vocabulary, MAX_BIASES - len(banned)) | dict.fromkeys(banned, BAN)
     kind, text = grammar
     if len(text) > MAX_GRAMMAR:
-        field = "tools" if wish.format is None else "response_format"
+        field = "tools" if options.format is None else "response_format"
         raise RequestError(
             f"{field} makes a grammar of {len(text)} characters; at most {MAX_GRAMMAR}", param=field
         )
     return Shaping(
-        repetition_penalty=_given(wish.repetition_penalty, 1.0),
-        presence_penalty=_given(wish.presence_penalty, 0.0),
-        frequency_penalty=_given(wish.frequency_penalty, 0.0),
+        repetition_penalty=_given(options.repetition_penalty, 1.0),
+        presence_penalty=_given(options.presence_penalty, 0.0),
+        frequency_penalty=_given(options.frequency_penalty, 0.0),
         bias_tokens=tuple(biases),
         bias_values=tuple(biases.values()),
-        min_tokens=wish.min_tokens,
+        min_tokens=options.min_tokens,
         grammar_kind=kind,
         grammar=text,
     )

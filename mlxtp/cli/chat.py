@@ -110,7 +110,7 @@ class Talk:
             {**self.options, "messages": [*self.all(), {"role": "user", "content": text}]}
         )
 
-    def said(self, text: str, answer: str) -> None:
+    def add_exchange(self, text: str, answer: str) -> None:
         """A question and its answer, of which both go into the next request."""
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
@@ -139,7 +139,7 @@ def _ask_once(talk: Talk, asked: str, *, as_json: bool) -> None:
     answer = EndpointAnswer(time.monotonic())
     with closing(talk.ask(asked)) as pieces:
         for piece in pieces:
-            answer.hear(piece, time.monotonic())
+            answer.add(piece, time.monotonic())
             if not as_json:
                 typer.echo(piece.text, nl=False)
     typer.echo(json.dumps(_as_json(answer), ensure_ascii=False) if as_json else "")
@@ -261,13 +261,13 @@ class ChatScreen:
         if note:
             self._say(note)
         if answer.text:
-            self._talk.said(text, answer.text)
+            self._talk.add_exchange(text, answer.text)
 
     def _write(self, pieces: Iterator[Piece], answer: EndpointAnswer) -> None:
         """On a terminal that can only go on writing."""
         try:
             for piece in pieces:
-                answer.hear(piece, time.monotonic())
+                answer.add(piece, time.monotonic())
                 self._console.out(piece.text, end="")
         finally:
             self._console.print()
@@ -283,7 +283,7 @@ class ChatScreen:
         try:
             with Live(console=self._console, transient=True, auto_refresh=False) as live:
                 for piece in chain([Piece()], pieces):
-                    answer.hear(piece, time.monotonic())
+                    answer.add(piece, time.monotonic())
                     end = standing + settled(answer.text[standing:])
                     if end > standing:
                         live.update("")
@@ -301,7 +301,7 @@ class ChatScreen:
         """Show that something is on its way, until there is a first text, or no more of anything."""
         with self._console.status("", spinner="line") as shown:
             for piece in pieces:
-                answer.hear(piece, time.monotonic())
+                answer.add(piece, time.monotonic())
                 if answer.text:
                     return
                 shown.update(Text(_waiting(piece, answer), "dim"))

@@ -154,7 +154,7 @@ def ask(
     }
     answer = endpoint_client.EndpointAnswer(time.monotonic())
     for piece in endpoint_client.ask(connection_to(url, certificate, ANSWER_TIMEOUT_S), key, body):
-        answer.hear(piece, time.monotonic())
+        answer.add(piece, time.monotonic())
         if piece.text:
             on_text(piece.text)
     return DemoAnswer(answer.text, answer.tokens, round(answer.ttft_s, 4), round(answer.tokens_per_second, 1))

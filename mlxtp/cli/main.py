@@ -192,7 +192,9 @@ async def _serve(agent: Agent, settings: Settings) -> None:
     log = logging.getLogger("mlxtp")
     if agent.founded and agent.cluster is not None:
         # A file is read by others than who watches a terminal.
-        token = "TOKEN, from `mlxtp token`" if settings.log_file else await agent.cluster.issuing.token()
+        token = (
+            "TOKEN, from `mlxtp token`" if settings.log_file else await agent.cluster.token_issuing.token()
+        )
         log.info("another Mac joins with: mlxtp node --join %s", token)
     try:
         await agent.wait_ready()

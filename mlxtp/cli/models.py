@@ -213,7 +213,7 @@ def _by_itself(repo: Repo, revision: str, as_json: bool) -> Mapping[str, Any]:
             while not work.done():
                 wait([work], LOOK_S)
                 if fetch.manifest is not None:
-                    bars.show([(repo.name, fetch.held, fetch.manifest.size, False)])
+                    bars.show([(repo.name, fetch.held_bytes, fetch.manifest.size, False)])
     except KeyboardInterrupt:
         print("mlxtp: it ends; what has come stays, and the same command goes on", file=sys.stderr)
         fetch.stop()

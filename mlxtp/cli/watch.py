@@ -36,8 +36,8 @@ def watch(home: Path) -> None:
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             last: Moment | None = None
-            for moment, away in _looks(home):
-                last = moment or last
+            for snapshot, away in _looks(home):
+                last = snapshot or last
                 shown = picture(last, time.time(), away)
                 live.update(shown, refresh=True)
     except KeyboardInterrupt:
@@ -48,8 +48,8 @@ def tell(home: Path) -> None:
     """One JSON object a line whenever something has changed, until Ctrl-C."""
     told = ""
     try:
-        for moment, away in _looks(home):
-            line = json.dumps({"error": away} if moment is None else moment, ensure_ascii=False)
+        for snapshot, away in _looks(home):
+            line = json.dumps({"error": away} if snapshot is None else snapshot, ensure_ascii=False)
             if line != told:
                 told = line
                 print(line, flush=True)
@@ -61,13 +61,13 @@ def _looks(home: Path) -> Iterator[tuple[Moment | None, Mapping[str, str] | None
     """What the agent says, or why it says nothing."""
     while True:
         try:
-            yield AgentClient(home, _ANSWER_S).moment(), None
+            yield AgentClient(home, _ANSWER_S).snapshot(), None
         except MlxtpError as error:
             yield None, {"code": error.code, "message": error.detail}
         time.sleep(LOOK_S)
 
 
-def picture(moment: Moment | None, now: float, away: Mapping[str, str] | None = None) -> Group:
+def picture(snapshot: Moment | None, now: float, away: Mapping[str, str] | None = None) -> Group:
     """One moment, as `docs/page.md` has it, for a terminal. `now` in seconds since 1970.
 
     `away`: why there is no newer one.
@@ -75,48 +75,48 @@ def picture(moment: Moment | None, now: float, away: Mapping[str, str] | None = 
     parts: list[RenderableType] = []
     if away is not None:
         parts += [Text(away["message"], "red"), Text("waiting for it; Ctrl-C ends this", "dim"), ""]
-    if moment is None:
+    if snapshot is None:
         return Group(*parts)
-    parts += [_state(moment, now), _speed(moment)]
-    nodes = moment["nodes"]
+    parts += [_state(snapshot, now), _speed(snapshot)]
+    nodes = snapshot["nodes"]
     told = {node.get(name) for node in nodes for name in ("model_problem", "model_progress")}  # with its name
     for name, style in (("reason", ""), ("waiting", "yellow"), ("problem", "red")):
-        if (words := moment[name]) and words not in told and not (name == "reason" and moment["ready"]):
+        if (words := snapshot[name]) and words not in told and not (name == "reason" and snapshot["ready"]):
             parts.append(Text(f"  {words}", style))
             told.add(words)
-    wanted = moment["desired"]
-    if wanted and wanted["model"] and wanted["model"] != moment["model"]:
+    wanted = snapshot["desired"]
+    if wanted and wanted["model"] and wanted["model"] != snapshot["model"]:
         parts.append(Text(f"wanted: {wanted['model']}"))
-    parts += ["", _nodes(moment)]
+    parts += ["", _nodes(snapshot)]
     parts += [
         Text(f"{node['name']}: {node[name]}", style)
         for node in nodes
         for name, style in (("model_problem", "red"), ("model_progress", "cyan"))
         if node.get(name)
     ]
-    if (before := _ended(moment["history"])) is not None:
+    if (before := _ended(snapshot["history"])) is not None:
         parts += ["", before]
     return Group(*parts)
 
 
-def _state(moment: Moment, now: float) -> Text:
-    group = moment["group"]
-    line = Text.assemble((moment["state"], f"bold {_COLOURS.get(moment['state'], 'yellow')}"))
-    if moment["model"]:
-        line.append(" ").append(moment["model"], "cyan")
-    if moment["model"] and group is not None:
+def _state(snapshot: Moment, now: float) -> Text:
+    group = snapshot["group"]
+    line = Text.assemble((snapshot["state"], f"bold {_COLOURS.get(snapshot['state'], 'yellow')}"))
+    if snapshot["model"]:
+        line.append(" ").append(snapshot["model"], "cyan")
+    if snapshot["model"] and group is not None:
         count = group["world_size"]
         line.append(f" on {count} {'rank' if count == 1 else 'ranks'}")
         line.append(f", {group['kind']}" if group["kind"] else "")
-    line.append(f"   epoch {moment['epoch']}" if moment["epoch"] else "")
-    running = next((each for each in moment["history"] if each["lasted_s"] is None), None)
+    line.append(f"   epoch {snapshot['epoch']}" if snapshot["epoch"] else "")
+    running = next((each for each in snapshot["history"] if each["lasted_s"] is None), None)
     if running is not None:
         line.append(f" for {_duration(now - running['began'])}")
     return line
 
 
-def _speed(moment: Moment) -> Text:
-    speed, requests = moment["tokens_per_second"], moment["requests"]
+def _speed(snapshot: Moment) -> Text:
+    speed, requests = snapshot["tokens_per_second"], snapshot["requests"]
     line = Text("- tokens/s" if speed["value"] is None else f"{speed['value']:.1f} tokens/s")
     line.append(" (of what was asked here)" if speed["of"] == "here" else "")
     parts = [f"{requests[name]} {words}" for name, words in _OPEN.items() if requests.get(name)]
@@ -124,16 +124,16 @@ def _speed(moment: Moment) -> Text:
     return line
 
 
-def _nodes(moment: Moment) -> Table:
+def _nodes(snapshot: Moment) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "state", "rank", "phase", "memory", "step", ""):
         table.add_column(column, justify="right" if column in ("rank", "memory", "step") else "left")
-    for node in moment["nodes"]:
+    for node in snapshot["nodes"]:
         roles = {"this Mac": node["self"], "coordinator": node["coordinator"]}
         roles["about to stop"] = node["draining"]
         said = ", ".join(role for role, is_so in roles.items() if is_so)
         name, state = Text(node["name"]), Text(node["state"], _COLOURS.get(node["state"], "dim"))
-        for cells in _ranks(node["node_id"], moment["ranks"]):
+        for cells in _ranks(node["node_id"], snapshot["ranks"]):
             table.add_row(name, state, *cells, said)
             name, state, said = Text(""), Text(""), ""
     return table

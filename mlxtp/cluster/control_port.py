@@ -68,14 +68,14 @@ class ControlPort:
         self._cluster = cluster
         assert identity.membership is not None
         self._membership = identity.membership
-        self._desk: TokenIssuer | None = None
+        self._issuer: TokenIssuer | None = None
         if identity.authority is not None:
-            self._desk = TokenIssuer(identity.cluster_id, authority_hash(identity.membership.authority))
-            cluster.issuing.desk = self.token
+            self._issuer = TokenIssuer(identity.cluster_id, authority_hash(identity.membership.authority))
+            cluster.token_issuing.issuer = self.token
         self._requests: dict[asyncio.StreamWriter, NodeIdentity] = {}
         cluster.on_roster = self._cut_removed
         cluster.on_gone = self._cut_gone
-        self._doorman = TlsAcceptor(
+        self._acceptor = TlsAcceptor(
             sock,
             member_context_server(store.credentials),
             self._welcome,
@@ -87,19 +87,19 @@ class ControlPort:
 
         Raises UserError when too many are open.
         """
-        assert self._desk is not None
+        assert self._issuer is not None
         asked_by = asked_by or self._identity.node_id
-        return self._desk.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), asked_by).text()
+        return self._issuer.issue(secrets.token_bytes(SECRET_BYTES), time.monotonic(), asked_by).text()
 
     async def run(self) -> None:
         """Run until cancelled."""
-        await self._doorman.run()
+        await self._acceptor.run()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer) -> None:
         if peer.identity is None:
             await self._join(reader, writer, peer.address)
         elif peer.alpn == ALPN_CONTROL:
-            await self._cluster.neighbours.called(reader, writer, peer.identity)
+            await self._cluster.links.called(reader, writer, peer.identity)
         elif peer.alpn == ALPN_REQUESTS and self._may_ask(peer.identity):
             self._requests[writer] = peer.identity
             try:
@@ -108,17 +108,17 @@ class ControlPort:
                 del self._requests[writer]
 
     def _is_removed(self, identity: NodeIdentity) -> bool:
-        return self._cluster.coordination.roster.removed(identity.fingerprint)
+        return self._cluster.leadership.roster.removed(identity.fingerprint)
 
     def _may_ask(self, identity: NodeIdentity) -> bool:
         """Tell whether a member may send requests. Only a control link shows that it vanished."""
-        return not self._is_removed(identity) and identity.node_id in self._cluster.neighbours.nodes()
+        return not self._is_removed(identity) and identity.node_id in self._cluster.links.nodes()
 
     def _cut_removed(self) -> None:
         """End the requests of a node that is no longer a member, and void the tokens that it requested."""
         self._cut(self._is_removed)
-        if self._desk is not None:
-            self._desk.keep(self._cluster.coordination.roster.members())
+        if self._issuer is not None:
+            self._issuer.keep(self._cluster.leadership.roster.members())
 
     def _cut_gone(self, node_id: str) -> None:
         """End the requests of a node that vanished: no client reads the replies."""
@@ -145,21 +145,21 @@ class ControlPort:
     def _offer(self, joiner_at: str) -> Host | JoinOffer:
         cluster, nonce = self._cluster, secrets.token_bytes(NONCE_BYTES)
         authority = self._identity.authority
-        if authority is None or self._desk is None:
-            founder = cluster.knowledge.authority
-            link = cluster.neighbours.to(founder)
+        if authority is None or self._issuer is None:
+            founder = cluster.peer_info.authority
+            link = cluster.links.to(founder)
             near = link.remote if link is not None else ""
             at = sorted(_sendable(cluster, founder), key=lambda address: not address.startswith(f"{near}:"))
             name = cluster.name_of(founder) if founder else "the Mac that founded this cluster"
             return redirect(self._membership.authority, nonce, name, tuple(at[:MAX_ADDRESSES]))
         members = {
-            node_id: entry.fingerprint for node_id, entry in cluster.coordination.roster.members().items()
+            node_id: entry.fingerprint for node_id, entry in cluster.leadership.roster.members().items()
         }
         peers = tuple(address for node in members for address in _sendable(cluster, node))
         return Host(
             authority,
             self._membership.certificate,
-            self._desk,
+            self._issuer,
             nonce,
             members=members,
             peers=(*cluster.addresses, *peers)[:MAX_PEERS],
@@ -169,5 +169,5 @@ class ControlPort:
 
 def _sendable(cluster: NodeLoop, node_id: str) -> tuple[str, ...]:
     """Return the addresses of a node that fit into an offer. An invalid one must not keep joiners out."""
-    addresses = cluster.knowledge.addresses.get(node_id, ())
+    addresses = cluster.peer_info.addresses.get(node_id, ())
     return tuple(each for each in addresses if len(each) <= MAX_ADDRESS and host_and_port(each))

@@ -39,7 +39,7 @@ class Debounce:
     settle_most_s: float = 2.0
     start_s: float = 2.0
     patience_s: float = 10.0
-    shaky_s: float = 10.0
+    flapping_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Following:
     `boot_id` is the claimant's own, once it spoke; `over` says that this start of it ended.
     """
 
-    pulse: int = 0
+    heartbeat_seq: int = 0
     at: float = 0.0
     spoke: float = -math.inf
     boot_id: str = ""
@@ -72,7 +72,7 @@ class _Following:
 class _Flapping:
     first: float
     last: float
-    shaky: dict[str, float] = field(default_factory=dict)
+    flapping: dict[str, float] = field(default_factory=dict)
 
 
 class Leadership:
@@ -93,7 +93,7 @@ class Leadership:
     ) -> None:
         self.self_id = self_id
         self._founder = founder
-        self.calm = calm or Debounce()
+        self.debounce = calm or Debounce()
         self.claim = NOBODY
         self.desired = kept.desired
         self.overfull = False
@@ -103,10 +103,10 @@ class Leadership:
         self._floor = kept.claim.term
         self._following = _Following(at=now)
         self._started = now
-        self._told: dict[str, str] = {}
+        self._synced: dict[str, str] = {}
         self._leaving: set[str] = set()
         """Nodes that are about to stop, and whose present start has not ended; perhaps this node."""
-        self._unrest = _Flapping(now, now)
+        self._flapping = _Flapping(now, now)
         self._waiting_since: float | None = None
 
     # --- what is believed
@@ -121,7 +121,7 @@ class Leadership:
         """Return the nodes that are about to stop."""
         return frozenset(self._leaving)
 
-    def kept(self) -> ClusterState:
+    def persistent_state(self) -> ClusterState:
         """Return the beliefs that have to survive a restart of the agent."""
         claim = self.claim if self.claim.term >= self._floor else LeaderClaim(self._floor)
         return ClusterState(claim, self.desired, self.roster, self.epoch)
@@ -129,7 +129,7 @@ class Leadership:
     def beat(self, *, healthy: bool, short: bool = False) -> Beat:
         """The next beat, for all links. Also due at once on a new link and after a claim has changed."""
         if self.leading:
-            self._following.pulse += 1
+            self._following.heartbeat_seq += 1
         return Beat(
             self.claim.term,
             self.claim.node_id,
@@ -137,7 +137,7 @@ class Leadership:
             self._digest,
             self.epoch,
             healthy,
-            self._following.pulse,
+            self._following.heartbeat_seq,
             self.self_id in self._leaving,
             short,
         )
@@ -148,14 +148,14 @@ class Leadership:
 
     # --- what is heard
 
-    def heard(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
+    def received_beat(self, sender: str, boot_id: str, beat: Beat, now: float) -> bool:
         """A member's beat, over a link that counts. True when this node follows another claim now."""
         _check_leaps(
             (beat.term, max(self.claim.term, self._floor)),
             (beat.epoch, self.epoch),
-            (beat.pulse, self._following.pulse),
+            (beat.pulse, self._following.heartbeat_seq),
         )
-        self._told[sender] = boot_id
+        self._synced[sender] = boot_id
         if beat.draining:
             self._leaving.add(sender)
         else:
@@ -167,8 +167,8 @@ class Leadership:
         anew = claim != self.claim
         if anew:
             following = self._follow(claim, now)
-        if beat.pulse > following.pulse:
-            following.pulse, following.at = beat.pulse, now
+        if beat.pulse > following.heartbeat_seq:
+            following.heartbeat_seq, following.at = beat.pulse, now
         if sender == claim.node_id:
             following.spoke, following.boot_id = now, boot_id
         return anew
@@ -203,7 +203,7 @@ class Leadership:
 
     # --- what is said here
 
-    def want(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
+    def set_desired(self, model: str, nodes: str = "auto", *, by_person: bool = True) -> DesiredState:
         """Keep and send on a desired state, by the word of a person or a request here."""
         version = self.desired.version + 1
         said = version if by_person else self.desired.said
@@ -234,20 +234,20 @@ class Leadership:
             if isinstance(change, Change):
                 self._take_in(change, now)
         self._excuse(membership.stood_still_s, now)
-        standings = membership.standings()
-        self._told = {
+        statuses = membership.statuses()
+        self._synced = {
             node_id: boot_id
-            for node_id, boot_id in self._told.items()
-            if node_id in standings and standings[node_id].boot_id == boot_id
+            for node_id, boot_id in self._synced.items()
+            if node_id in statuses and statuses[node_id].boot_id == boot_id
         }
-        self._leaving &= {self.self_id, *self._told}
+        self._leaving &= {self.self_id, *self._synced}
         if (
             not self._is_lost(membership, now)
-            or self._untold(standings)
-            or not self._has_waited(standings, now)
+            or self._unsynced(statuses)
+            or not self._has_waited(statuses, now)
         ):
             return False
-        present = {node_id for node_id, standing in standings.items() if standing.present}
+        present = {node_id for node_id, status in statuses.items() if status.present}
         if min(present - self._leaving or present) != self.self_id:
             return False
         self._follow(self._next_claim(self.self_id), now)
@@ -255,24 +255,24 @@ class Leadership:
 
     def view(self, membership: Membership, situation: Situation, now: float) -> ClusterView:
         """Everything that a decision depends on."""
-        standings = membership.standings()
+        statuses = membership.statuses()
         return ClusterView(
             now=now,
             self_id=self.self_id,
             leading=self.leading,
             claim=self.claim,
-            standings=standings,
+            statuses=statuses,
             desired=self.desired,
             running=situation.running,
             others=situation.others,
             plan=situation.plan,
             refusal=situation.refusal,
             epoch=self.epoch,
-            untold=self._untold(standings),
+            unsynced=self._unsynced(statuses),
             settled_at=self._settled_at(),
-            shaky=self._unrest.shaky,
+            flapping=self._flapping.flapping,
             waiting_since=self._waiting_since,
-            patience_s=self.calm.patience_s,
+            patience_s=self.debounce.patience_s,
             hold_until=situation.hold_until,
             hold=situation.hold,
             names=self._names,
@@ -305,23 +305,25 @@ class Leadership:
     def _take_in(self, change: Change, now: float) -> None:
         self._changed(now)
         if change.after in (MemberState.DEAD, MemberState.LEFT, MemberState.REMOVED):
-            if self._told.get(change.node_id) == change.boot_id:
-                del self._told[change.node_id]
+            if self._synced.get(change.node_id) == change.boot_id:
+                del self._synced[change.node_id]
             if change.node_id == self.claim.node_id and change.boot_id == self._following.boot_id:
                 self._following.over |= change.why is not ChangeCause.GIVEN_UP
         if change.after is MemberState.DEAD or change.why is ChangeCause.BROKEN:
-            self._unrest.shaky[change.node_id] = now + self.calm.shaky_s
+            self._flapping.flapping[change.node_id] = now + self.debounce.flapping_s
         if change.after is MemberState.REMOVED:
-            self._unrest.shaky.pop(change.node_id, None)
+            self._flapping.flapping.pop(change.node_id, None)
 
     def _changed(self, now: float) -> None:
-        unrest = self._unrest
-        if now - unrest.last >= self.calm.settle_s:
+        unrest = self._flapping
+        if now - unrest.last >= self.debounce.settle_s:
             unrest.first = now
         unrest.last = now
 
     def _settled_at(self) -> float:
-        return min(self._unrest.last + self.calm.settle_s, self._unrest.first + self.calm.settle_most_s)
+        return min(
+            self._flapping.last + self.debounce.settle_s, self._flapping.first + self.debounce.settle_most_s
+        )
 
     def _is_lost(self, membership: Membership, now: float) -> bool:
         """Tell whether no node coordinates, as far as this node knows."""
@@ -330,7 +332,7 @@ class Leadership:
             return False
         if claim.node_id in ("", self.self_id) or following.over:
             return True
-        state = membership.standing(claim.node_id).state
+        state = membership.status_of(claim.node_id).state
         if state in (MemberState.LEFT, MemberState.REMOVED):
             return True
         # Also who is here must pulse: else it does not know of its claim. What is passed on comes in jerks.
@@ -343,19 +345,19 @@ class Leadership:
         self._following.at = min(self._following.at + stood_still_s, now)
         self._following.spoke = min(self._following.spoke + stood_still_s, now)
 
-    def _untold(self, standings: Mapping[str, MemberStatus]) -> list[str]:
+    def _unsynced(self, statuses: Mapping[str, MemberStatus]) -> list[str]:
         """Members that are present and have not yet told what they believe: they may know better."""
         return [
             node_id
-            for node_id, standing in standings.items()
-            if standing.present and node_id != self.self_id and node_id not in self._told
+            for node_id, status in statuses.items()
+            if status.present and node_id != self.self_id and node_id not in self._synced
         ]
 
-    def _has_waited(self, standings: Mapping[str, MemberStatus], now: float) -> bool:
+    def _has_waited(self, statuses: Mapping[str, MemberStatus], now: float) -> bool:
         """Tell whether nodes that were started together with this one had time to show up."""
-        missing = any(standing.state is MemberState.AWAY for standing in standings.values())
-        missing |= not self._founder and len(standings) == 1  # a member let it in that it has yet to meet
-        return not missing or now - self._started >= self.calm.start_s
+        missing = any(status.state is MemberState.AWAY for status in statuses.values())
+        missing |= not self._founder and len(statuses) == 1  # a member let it in that it has yet to meet
+        return not missing or now - self._started >= self.debounce.start_s
 
 
 def _check_leaps(*counts: tuple[int, int]) -> None:

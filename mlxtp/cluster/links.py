@@ -92,7 +92,7 @@ class _End:
             raise LinkError("the other agent does not read what it is sent", Code.LINK_TIMEOUT)
         self.connection.send(message)
 
-    async def hear_hello(self) -> AgentHello:
+    async def receive_hello(self) -> AgentHello:
         """Who the other end is. What it said after that is kept for `rest`."""
         async with asyncio.timeout(GREETING_S):
             batch = await self.connection.receive()
@@ -128,7 +128,7 @@ class PeerLinks:
         self._numbers = itertools.count(1)
         self._links: dict[int, ControlLink] = {}
         self._readers: set[asyncio.Task[None]] = set()
-        self._said: dict[tuple[str, str], float] = {}
+        self._logged: dict[tuple[str, str], float] = {}
 
     def to(self, node_id: str) -> ControlLink | None:
         """The link to a node. Where there are two, both ends mean the one that the smaller id dialled."""
@@ -151,7 +151,7 @@ class PeerLinks:
             raise LinkError(f"there is no link to node {node_id}")
         link.send(message)
 
-    def tell_all(self, message: Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """To every node that has a link; who has lost its link notices that elsewhere."""
         for node_id in self.nodes():
             with contextlib.suppress(MlxtpError):
@@ -163,7 +163,7 @@ class PeerLinks:
         """Somebody dialled us and showed a certificate of the cluster. Returns when the link ends."""
         end = _End(reader, writer, dialled=False)
         try:
-            hello = await end.hear_hello()
+            hello = await end.receive_hello()
             if refusal := self._judge(identity, hello):
                 self._say_refused(f"{hello.name or hello.node_id} at {end.remote}", refusal.detail)
                 end.refuse(refusal)
@@ -178,9 +178,9 @@ class PeerLinks:
     def _say_refused(self, who: str, why: str) -> None:
         """Once in a while: whoever is refused calls again and again."""
         now = time.monotonic()
-        self._said = {words: at for words, at in self._said.items() if now - at < SAID_S}
-        if (who, why) not in self._said:
-            self._said[who, why] = now
+        self._logged = {words: at for words, at in self._logged.items() if now - at < SAID_S}
+        if (who, why) not in self._logged:
+            self._logged[who, why] = now
             log.warning("%s is refused: %s", who, why)
 
     async def dialled(
@@ -193,7 +193,7 @@ class PeerLinks:
         end = _End(reader, writer, dialled=True)
         try:
             end.send(self._hello())
-            hello = await end.hear_hello()
+            hello = await end.receive_hello()
             if refusal := self._judge(identity, hello):
                 end.refuse(refusal)
                 raise refusal

@@ -29,7 +29,7 @@ class MachineReports:
         self._cluster = cluster
         self._probe_at = time.monotonic() + PROBE_S
         self._looking: asyncio.Task[None] | None = None
-        self._to_look = False
+        self._read_due = False
         self._asked_by: set[str] = set()
         """Members that want a report."""
         self._awaited: set[str] = set()
@@ -38,27 +38,27 @@ class MachineReports:
 
     def report(self) -> MachineReport:
         """Return what this machine is, as the others hear it."""
-        machine = self._cluster.knowledge.machines[self._cluster.node_id]
+        machine = self._cluster.peer_info.machines[self._cluster.node_id]
         return MachineReport(*(getattr(machine, name) for name in Machine.__match_args__))
 
-    def wanted(self, node_id: str) -> None:
+    def report_to(self, node_id: str) -> None:
         """Read the machine for a member, and report it whether or not it changed."""
         self._asked_by.add(node_id)
-        self.look_again()
+        self.read_again()
 
     def reported(self, node_id: str) -> None:
         """Note that a member has reported its machine, or is gone."""
         self._awaited.discard(node_id)
         self._reported.set()
 
-    async def look_now(self, nodes: Iterable[str]) -> None:
+    async def read_machine_now(self, nodes: Iterable[str]) -> None:
         """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
-        neighbours = self._cluster.neighbours
-        for node_id in neighbours.nodes() & set(nodes):
+        links = self._cluster.links
+        for node_id in links.nodes() & set(nodes):
             with contextlib.suppress(MlxtpError):  # it has just gone
-                neighbours.send(node_id, MachineWanted())
+                links.send(node_id, MachineWanted())
                 self._awaited.add(node_id)
-        looking = self.look_again()
+        looking = self.read_again()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 await asyncio.wait({looking})
@@ -67,11 +67,11 @@ class MachineReports:
                     await self._reported.wait()
         self._awaited.clear()
 
-    def look_again(self) -> asyncio.Task[None]:
+    def read_again(self) -> asyncio.Task[None]:
         """Read this machine in the background, and once more where a reading is under way."""
-        self._to_look = True
+        self._read_due = True
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.ensure_future(self._look())
+            self._looking = asyncio.ensure_future(self._read())
             self._looking.add_done_callback(_log_failure)
         return self._looking
 
@@ -80,25 +80,25 @@ class MachineReports:
         if self._looking is not None:
             self._looking.cancel()
 
-    async def _look(self) -> None:
+    async def _read(self) -> None:
         cluster = self._cluster
         interface = cluster.settings.interface
-        while self._to_look:
+        while self._read_due:
             everything = self.rewired or time.monotonic() >= self._probe_at
             if everything:
                 self._probe_at = time.monotonic() + PROBE_S
-            self.rewired = self._to_look = False
+            self.rewired = self._read_due = False
             asked_by, self._asked_by = self._asked_by, set()
-            before = cluster.knowledge.machines[cluster.node_id]
+            before = cluster.peer_info.machines[cluster.node_id]
             machine = await (hardware.probe(interface) if everything else hardware.refresh(before, interface))
             if machine != before:
-                cluster.knowledge.machines[cluster.node_id] = machine
-                cluster.neighbours.tell_all(self.report())
+                cluster.peer_info.machines[cluster.node_id] = machine
+                cluster.links.broadcast(self.report())
                 cluster.changed()
                 continue
             for node_id in asked_by:
                 with contextlib.suppress(MlxtpError):  # it is gone
-                    cluster.neighbours.send(node_id, self.report())
+                    cluster.links.send(node_id, self.report())
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

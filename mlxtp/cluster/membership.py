@@ -40,7 +40,7 @@ class _Link:
     node_id: str
     boot_id: str
     address: str
-    heard: float
+    last_heard: float
     beats: int = 0
     """Since the youngest link of the same member came up."""
 
@@ -49,7 +49,7 @@ class _Link:
 class _Member:
     state: MemberState = MemberState.AWAY
     boot_id: str = ""
-    heard: float = 0.0
+    last_heard: float = 0.0
     broken: float | None = None
     """Since when its incarnation has had no link, while it is a suspect."""
     links: dict[int, _Link] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Membership:
         self._members: dict[str, _Member] = {}
         self._of_link: dict[int, str] = {}
         self._events: list[Change | Duplicate] = []
-        self._told_of_twin = False
+        self._reported_duplicates = False
         self._last_tick = now
         self._unwell_until = now
         for node_id in known:
@@ -103,7 +103,7 @@ class Membership:
         """What all limits are multiplied by at the moment."""
         return 1.0 if self.healthy else 2.0
 
-    def standing(self, node_id: str) -> MemberStatus:
+    def status_of(self, node_id: str) -> MemberStatus:
         """Of one member, this node included; who is unknown counts as away."""
         if node_id == self.self_id:
             return MemberStatus(MemberState.ALIVE, self.boot_id, True)
@@ -112,9 +112,9 @@ class Membership:
             return MemberStatus(MemberState.AWAY, "", False)
         return MemberStatus(member.state, member.boot_id, member.linked(member.boot_id))
 
-    def standings(self) -> dict[str, MemberStatus]:
+    def statuses(self) -> dict[str, MemberStatus]:
         """Of everybody, this node included."""
-        return {node_id: self.standing(node_id) for node_id in (self.self_id, *self._members)}
+        return {node_id: self.status_of(node_id) for node_id in (self.self_id, *self._members)}
 
     def counts(self, link: int) -> bool:
         """Whether this link is still one; else close it."""
@@ -155,8 +155,8 @@ class Membership:
         if link in self._of_link:
             raise ValueError(f"link {link} is up already")
         if node_id == self.self_id:
-            if boot_id != self.boot_id and not self._told_of_twin:
-                self._told_of_twin = True
+            if boot_id != self.boot_id and not self._reported_duplicates:
+                self._reported_duplicates = True
                 self._events.append(Duplicate(node_id, (self.boot_id, boot_id), ("", address)))
             return False
         member = self._members.get(node_id)
@@ -179,10 +179,10 @@ class Membership:
         node_id = self._of_link[link]
         member = self._members[node_id]
         one = member.links[link]
-        one.heard = now
+        one.last_heard = now
         one.beats += 1
         if one.boot_id == member.boot_id:
-            member.heard = now
+            member.last_heard = now
             if member.state is MemberState.SUSPECT:
                 self._move(node_id, member, ChangeCause.HEARD)
 
@@ -233,22 +233,22 @@ class Membership:
         self._unwell_until = now + 2 * self.pace.dead_s
         for member in self._members.values():
             # What came while we stood still may not have been read yet.
-            member.heard = min(member.heard + lag_s, now)
+            member.last_heard = min(member.last_heard + lag_s, now)
             if member.broken is not None:
                 member.broken = min(member.broken + lag_s, now)
             for link in member.links.values():
-                link.heard = min(link.heard + lag_s, now)
+                link.last_heard = min(link.last_heard + lag_s, now)
 
     def _judge(self, node_id: str, member: _Member, now: float) -> None:
         pace, patience = self.pace, self.patience
         beating = {one.boot_id: one for one in member.links.values() if one.beats >= _PROOF_BEATS}
         if len(beating) > 1:
-            self._tell_twins(node_id, member, *list(beating.values())[:2])
+            self._report_duplicates(node_id, member, *list(beating.values())[:2])
             return
         for link, one in list(member.links.items()):
-            if now - one.heard >= pace.dead_s * patience:
+            if now - one.last_heard >= pace.dead_s * patience:
                 self.link_down(link, now)
-        silent_s = now - member.heard
+        silent_s = now - member.last_heard
         if member.state is MemberState.ALIVE and silent_s >= pace.suspect_s * patience:
             self._move(node_id, member, ChangeCause.SILENT)
         if member.state is not MemberState.SUSPECT:
@@ -273,9 +273,9 @@ class Membership:
         current = next((one for one in member.links.values() if one.boot_id == member.boot_id), None)
         if member.retired[boot_id] >= _PROOF_LINKS and current is not None:
             member.retired[boot_id] = 0
-            self._tell_twins(node_id, member, current, _Link(node_id, boot_id, address, 0.0))
+            self._report_duplicates(node_id, member, current, _Link(node_id, boot_id, address, 0.0))
 
-    def _tell_twins(self, node_id: str, member: _Member, one: _Link, other: _Link) -> None:
+    def _report_duplicates(self, node_id: str, member: _Member, one: _Link, other: _Link) -> None:
         self._events.append(Duplicate(node_id, (one.boot_id, other.boot_id), (one.address, other.address)))
         for boot_id in {link.boot_id for link in member.links.values()}:
             self._end(member, boot_id)
@@ -289,7 +289,7 @@ class Membership:
                 self._move(node_id, member, ChangeCause.ENDED)
             if not member.linked(before):
                 member.retire(before)
-        member.boot_id, member.heard, member.broken = boot_id, now, None
+        member.boot_id, member.last_heard, member.broken = boot_id, now, None
         if member.state is MemberState.ALIVE:
             return
         if before and member.state in (MemberState.DEAD, MemberState.LEFT):

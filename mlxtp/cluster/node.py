@@ -127,7 +127,7 @@ class NodeLoop:
     """Why there is no group yet."""
     _unplanned = ""
     """Why there can be none for what is wanted, however long one waits."""
-    _told_why: tuple[str, str] = ("", "")
+    _logged_reason: tuple[str, str] = ("", "")
     """For which model the log says why, and why, without figures: memory comes and goes."""
 
     def __init__(
@@ -149,33 +149,33 @@ class NodeLoop:
         self.name = printable(settings.name)  # the system's name of a Mac is not ours to refuse
         self.boot_id = secrets.token_hex(8)
         self._versions, self._flags = versions_here(), flags_of(settings)
-        self.knowledge = PeerInfo(machines={self.node_id: machine})
+        self.peer_info = PeerInfo(machines={self.node_id: machine})
         self.listens_at: Callable[[Machine], tuple[str, ...]] = lambda _machine: ()
         self._doubles: dict[str, tuple[tuple[str, ...], str]] = {}
         """By node id: the boot ids of two machines that had it at once, and what was said about it."""
         self.supervisor = supervisor
         self._proofs = RosterProofs(identity)
-        self.coordination = self._remembered(kept.beliefs, now)
-        others = [node for node in self.coordination.roster.members() if node != self.node_id]
+        self.leadership = self._remembered(kept.beliefs, now)
+        others = [node for node in self.leadership.roster.members() if node != self.node_id]
         self.membership = Membership(self.node_id, self.boot_id, others, now)
-        self.neighbours = PeerLinks(self.node_id, self.hello, self._judge, self)
-        self._saving = Saving(settings.home, self.neighbours.tell_all)
-        self.getting = TransferCoordinator(self)
+        self.links = PeerLinks(self.node_id, self.hello, self._judge, self)
+        self._saving = Saving(settings.home, self.links.broadcast)
+        self.transfers = TransferCoordinator(self)
         self.model = LocalModel(
-            settings.draft_model, self._model_changed, self.getting.get, settings.model_folders
+            settings.draft_model, self._model_changed, self.transfers.get, settings.model_folders
         )
-        self.guest = HostedRank(settings, self.model.folder, self.neighbours.send, worker)
-        self.guest.last_epoch = kept.beliefs.epoch
-        self.trial_guest = HostedRank(settings, self.model.folder, self.neighbours.send, worker)
+        self.hosted_rank = HostedRank(settings, self.model.folder, self.links.send, worker)
+        self.hosted_rank.last_epoch = kept.beliefs.epoch
+        self.trial_rank = HostedRank(settings, self.model.folder, self.links.send, worker)
         self.machine = MachineReports(self)
-        self.conductor = GroupController(self)
-        self.fabric = FabricBench(self, self.conductor)
-        self.records = FailureFiles(self)
-        self.echoes, self.reach = RoundTripTimes(self.node_id, self.neighbours), Reachability(self)
-        self.issuing = TokenIssuing(self)
-        self.follower = ForwardingBackend(self)
-        self.switching = ModelSwitcher(self, lambda: self._unplanned, self.conductor.no_place)
-        self.wishes = ModelSelection(self, self.conductor.no_place)
+        self.controller = GroupController(self)
+        self.fabric_bench = FabricBench(self, self.controller)
+        self.failure_files = FailureFiles(self)
+        self.round_trips, self.reachability = RoundTripTimes(self.node_id, self.links), Reachability(self)
+        self.token_issuing = TokenIssuing(self)
+        self.forwarding = ForwardingBackend(self)
+        self.model_switcher = ModelSwitcher(self, lambda: self._unplanned, self.controller.no_place)
+        self.selection = ModelSelection(self, self.controller.no_place)
         self.on_roster: Callable[[], None] = lambda: None
         """Called when somebody became a member or is none any more."""
         self.on_gone: Callable[[str], None] = lambda _node_id: None
@@ -187,7 +187,7 @@ class NodeLoop:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when this agent has no more to do: this node is no member any more, or a bug, as an error."""
         self.over.add_done_callback(_retrieved)
-        self.model.want(self.coordination.desired)
+        self.model.resolve(self.leadership.desired)
 
     def _remembered(self, kept: ClusterState, now: float) -> Leadership:
         """Begin with what was kept, signed where this node can, and with this node as a member."""
@@ -202,7 +202,7 @@ class NodeLoop:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where others find this agent now: interfaces come and go."""
-        return self.listens_at(self.knowledge.machines[self.node_id])
+        return self.listens_at(self.peer_info.machines[self.node_id])
 
     def hello(self) -> AgentHello:
         """How this node introduces itself."""
@@ -223,20 +223,20 @@ class NodeLoop:
         """What people call a node."""
         if node_id == self.node_id:
             return self.name
-        entry = self.coordination.roster.members().get(node_id)
-        return self.knowledge.names.get(node_id) or (entry.name if entry else "") or node_id[:8]
+        entry = self.leadership.roster.members().get(node_id)
+        return self.peer_info.names.get(node_id) or (entry.name if entry else "") or node_id[:8]
 
     def measured(self) -> Measured:
         """What placement takes over its assumptions."""
-        return self.fabric.measured()
+        return self.fabric_bench.measured()
 
     def coming(self, model: str) -> str:
         """How far a model is on its way to this node, for people; empty when it is not."""
-        return self.getting.said(model)
+        return self.transfers.progress_text(model)
 
     # --- what people want ----------------------------------------------------------------------------
 
-    def want(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
+    def set_desired(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
         """What the cluster should run from now on; `by_person`: whatever requests name, unless it is nothing.
 
         What is wanted already stays as it is, unless its group has failed or a member has not got it: asking
@@ -247,47 +247,47 @@ class NodeLoop:
             raise UserError(
                 f"a model is called by at most {MAX_MODEL} printable characters, not {model[:200]!r}"
             )
-        present = self.coordination.desired
+        present = self.leadership.desired
         nodes = nodes or present.nodes
         wanted = (model, nodes, by_person and bool(model))
         there = (present.model, present.nodes, present.pinned)
         lacking = self.model.problem or any(
-            told.desired == present.version and told.problem for told in self.knowledge.models.values()
+            told.desired == present.version and told.problem for told in self.peer_info.models.values()
         )
         if wanted == there and self.supervisor.state is not Serves.FAILED and not lacking:
             return present
-        desired = self.coordination.want(model, nodes, by_person=by_person)
+        desired = self.leadership.set_desired(model, nodes, by_person=by_person)
         self._desire(present, desired)
         return desired
 
     def remove(self, *node_ids: str) -> None:
         """Take members out. Raises UserError when one is none, or founded the cluster and is another Mac."""
-        if (founder := self.coordination.roster.founder()) in node_ids and founder != self.node_id:
+        if (founder := self.leadership.roster.founder()) in node_ids and founder != self.node_id:
             raise UserError(
                 f"{self.name_of(founder)} founded this cluster, and no other Mac can remove it; run "
                 "`mlxtp cluster leave --force` there"
             )
         for node_id in node_ids:
             log.info("%s removes %s from the cluster", self.name, self.name_of(node_id))
-            self.coordination.remove(node_id, self._proofs.removal)
+            self.leadership.remove(node_id, self._proofs.removal)
         self._roster_changed()
 
     async def saved_elsewhere(self) -> list[str]:
         """Return the members whose disks have this node's roster: see `Saving.elsewhere`."""
         await self._save()
-        return await self._saving.elsewhere(lambda: self.coordination.roster)
+        return await self._saving.elsewhere(lambda: self.leadership.roster)
 
     def drain(self) -> None:
         """This node is about to stop: the others hear it, and plan without it."""
-        self.coordination.drain()
+        self.leadership.drain()
         self.may_leave = False
-        self._tell_beat()
+        self._send_beat()
         self.changed()
 
     def admit(self, node_id: str, name: str, fingerprint: str, by: str = "", address: str = "") -> None:
         """A new member, by a token that `by` asked for. Raises UserError when it cannot be one."""
         seal = partial(self._proofs.admission, admitted_by=by, address=address, at=int(time.time()))
-        self.coordination.admit(node_id, name, fingerprint, seal)
+        self.leadership.admit(node_id, name, fingerprint, seal)
         self._roster_changed()
         how = f", by a token that {self.name_of(by)} asked for" if by else ""
         log.info("%s is a member now%s", name or node_id[:8], how)
@@ -302,7 +302,7 @@ class NodeLoop:
             return ProtocolError("its certificate names another node than it does", Code.NOT_AUTHENTIC)
         if hello.node_id == self.node_id:
             return self._our_own(hello)
-        roster = self.coordination.roster
+        roster = self.leadership.roster
         if roster.removed(identity.fingerprint):
             return ProtocolError(
                 f"{hello.name or hello.node_id[:8]} was removed from this cluster; on it, "
@@ -341,7 +341,7 @@ class NodeLoop:
     def opened(self, link: ControlLink) -> bool:
         """A peer was welcomed."""
         hello, now = link.hello, time.monotonic()
-        if self.coordination.roster.members().get(link.node_id) is None:
+        if self.leadership.roster.members().get(link.node_id) is None:
             try:  # its certificate says that it was let in; who did has not told us yet
                 self.admit(hello.node_id, hello.name, link.fingerprint, address=link.remote)
             except UserError as error:
@@ -349,32 +349,32 @@ class NodeLoop:
                 return False
         self.membership.admitted(link.node_id)
         if not self.membership.link_up(link.number, link.node_id, hello.boot_id, link.remote, now):
-            if self.membership.standing(link.node_id).boot_id != hello.boot_id:
+            if self.membership.status_of(link.node_id).boot_id != hello.boot_id:
                 what = f"another agent has the identity of {hello.name}, or this one was given up"
                 link.refuse(ProtocolError(f"{what}; if it persists, restart it", Code.DUPLICATE_NODE))
             return False
         _, what = self._doubles.pop(link.node_id, ((), ""))  # this start of it counts
         if what and self.problem == what:
             self.problem = ""
-        knowledge = self.knowledge
+        knowledge = self.peer_info
         knowledge.names[link.node_id] = hello.name
         knowledge.met_at.setdefault(link.node_id, now)
         knowledge.https[link.node_id] = hello.http
         knowledge.addresses[link.node_id] = hello.addresses
-        if hello.authority and self.coordination.roster.founder() in ("", link.node_id):
+        if hello.authority and self.leadership.roster.founder() in ("", link.node_id):
             knowledge.authority = link.node_id
         with contextlib.suppress(MlxtpError):
-            link.send(self.coordination.beat(healthy=self.membership.healthy))
-            link.send(self.coordination.desired)
-            for members in self.coordination.roster.messages():
+            link.send(self.leadership.beat(healthy=self.membership.healthy))
+            link.send(self.leadership.desired)
+            for members in self.leadership.roster.messages():
                 link.send(members)
             link.send(self.machine.report())
             link.send(self.model.status)
-            if (serving := self.conductor.serving()) is not None:
+            if (serving := self.controller.serving()) is not None:
                 link.send(serving)
-            if (turn := self.switching.met()) is not None:
+            if (turn := self.model_switcher.met()) is not None:
                 link.send(turn)
-            for word in (*self.fabric.told(), *self.getting.met()):
+            for word in (*self.fabric_bench.report(), *self.transfers.met()):
                 link.send(word)
         self.changed()
         return True
@@ -386,17 +386,17 @@ class NodeLoop:
             self.membership.goodbye(link.number, now)
         else:
             self.membership.link_down(link.number, now)
-        if link.node_id not in self.neighbours.nodes():
-            self.knowledge.forget(link.node_id)
+        if link.node_id not in self.links.nodes():
+            self.peer_info.drop(link.node_id)
             self.machine.reported(link.node_id)
-            self.conductor.lost(link.node_id, why)
-            self.guest.lost(link.node_id)
-            self.trial_guest.lost(link.node_id)
+            self.controller.lost(link.node_id, why)
+            self.hosted_rank.lost(link.node_id)
+            self.trial_rank.lost(link.node_id)
             self.on_gone(link.node_id)
-            self.fabric.lost(link.node_id)
-            self.records.lost(link.node_id)
-            self.reach.lost(link.node_id)
-            self.getting.lost(link.node_id)
+            self.fabric_bench.lost(link.node_id)
+            self.failure_files.lost(link.node_id)
+            self.reachability.lost(link.node_id)
+            self.transfers.lost(link.node_id)
             log.info("the link to %s ended: %s", self.name_of(link.node_id), why)
         self.changed()
 
@@ -409,10 +409,10 @@ class NodeLoop:
             case Beat():
                 self._beat(link, message)
             case Echo():
-                self.echoes.received(link, message, time.monotonic())
+                self.round_trips.received(link, message, time.monotonic())
             case DesiredState():
-                before = self.coordination.desired
-                if self.coordination.desires(message):
+                before = self.leadership.desired
+                if self.leadership.desires(message):
                     self._desire(before, message)
             case Members():
                 self._enrol(node_id, message)
@@ -422,11 +422,11 @@ class NodeLoop:
                 self._prepare(node_id, message)
             case StartRank() | EndEpoch() | RankGathered():
                 if isinstance(message, EndEpoch) and not message.in_order:
-                    self.machine.look_again()
-                of_trial = message.epoch == self.trial_guest.epoch
-                (self.trial_guest if of_trial else self.guest).received(node_id, message)
+                    self.machine.read_again()
+                of_trial = message.epoch == self.trial_rank.epoch
+                (self.trial_rank if of_trial else self.hosted_rank).received(node_id, message)
             case Prepared() | RankStarted() | RankPong() | RankTrouble() | EpochEnded() | RankSide():
-                self.conductor.received(node_id, message)
+                self.controller.received(node_id, message)
             case _:
                 self._about_commands(node_id, message)
 
@@ -434,45 +434,45 @@ class NodeLoop:
         """What somebody typed on one Mac and another one has to do, and complaints."""
         match message:
             case MachineWanted():
-                self.machine.wanted(node_id)
+                self.machine.report_to(node_id)
             case TokenWanted() | TokenIssued():
-                self.issuing.received(node_id, message)
+                self.token_issuing.received(node_id, message)
             case ModelTurn() | ModelQueue():
-                self.switching.received(node_id, message, time.monotonic())
+                self.model_switcher.received(node_id, message, time.monotonic())
             case FabricWanted() | FabricReport() | FabricAnswer():
-                self.fabric.received(node_id, message)
+                self.fabric_bench.received(node_id, message)
             case ModelHeld() | ModelLender() | ModelPull() | ModelsHere():
-                self.getting.received(node_id, message)
+                self.transfers.received(node_id, message)
             case RosterSaved():
                 self._saving.received(node_id, message)
             case RecordsWanted() | Record() | RecordsTold():
-                self.records.received(node_id, message)
+                self.failure_files.received(node_id, message)
             case ReachWanted() | ReachTold():
-                self.reach.received(node_id, message)
+                self.reachability.received(node_id, message)
             case Error() if message.code == Code.DUPLICATE_NODE and message.detail != self.problem:
                 self.problem = message.detail
                 log.error("%s: %s", self.name_of(node_id), message.detail)
 
     def _desire(self, before: DesiredState, desired: DesiredState) -> None:
         if (desired.model, desired.nodes) == (before.model, before.nodes):
-            self.conductor.still_wanted(before, desired)
+            self.controller.still_wanted(before, desired)
         if desired.model != before.model:
             why = f"{desired.model} is wanted now" if desired.model else f"{before.model} was unloaded"
-            self.supervisor.gateway.suspend(GroupError(why, Code.SHUTTING_DOWN))
-        self.model.want(desired)
-        self.neighbours.tell_all(desired)
+            self.supervisor.gateway.fail_all(GroupError(why, Code.SHUTTING_DOWN))
+        self.model.resolve(desired)
+        self.links.broadcast(desired)
         self.changed()
 
     def _enrol(self, node_id: str, members: Members) -> None:
-        full = self.coordination.overfull
-        before = self.coordination.roster
-        if self.coordination.enrols(self._proofs.proven(members.entries, before)):
-            for entry in self.coordination.roster.entries:
+        full = self.leadership.overfull
+        before = self.leadership.roster
+        if self.leadership.enrols(self._proofs.proven(members.entries, before)):
+            for entry in self.leadership.roster.entries:
                 if entry.removed and not before.removed(entry.fingerprint):
-                    by = self.coordination.roster.by_key(remover_of(entry))
+                    by = self.leadership.roster.by_key(remover_of(entry))
                     log.info("%s removed %s", self.name_of(by.node_id) if by else "a member", entry.name)
             self._roster_changed()
-        if self.coordination.overfull and not full:
+        if self.leadership.overfull and not full:
             log.warning(
                 "%s tells of more than %d members; those beyond are left out",
                 self.name_of(node_id),
@@ -482,45 +482,48 @@ class NodeLoop:
     def _learn(self, node_id: str, message: MachineReport | ModelStatus | Serving) -> None:
         match message:
             case MachineReport():
-                self.knowledge.machines[node_id] = message
+                self.peer_info.machines[node_id] = message
                 self.machine.reported(node_id)
             case ModelStatus():
-                self.knowledge.models[node_id] = message
+                self.peer_info.models[node_id] = message
             case Serving():
-                self.knowledge.servings[node_id] = message
-                self.coordination.saw_epoch(message.epoch)
-                if (node_id, message.epoch) == (self.trial_guest.host, self.trial_guest.epoch):
-                    self.guest, self.trial_guest = self.trial_guest, self.guest  # its group serves now
+                self.peer_info.servings[node_id] = message
+                self.leadership.saw_epoch(message.epoch)
+                if (node_id, message.epoch) == (self.trial_rank.host, self.trial_rank.epoch):
+                    self.hosted_rank, self.trial_rank = (
+                        self.trial_rank,
+                        self.hosted_rank,
+                    )  # its group serves now
                     why = f"{self.name_of(node_id)} serves as epoch {message.epoch}"
-                    self.trial_guest.clear(why)
+                    self.trial_rank.clear(why)
                     self.supervisor.end_epoch(GroupError(why, Code.REPLANNED))
-                if node_id == self.guest.host and message.epoch > self.guest.epoch:
-                    self.guest.clear(f"its host is at epoch {message.epoch}")
+                if node_id == self.hosted_rank.host and message.epoch > self.hosted_rank.epoch:
+                    self.hosted_rank.clear(f"its host is at epoch {message.epoch}")
         self.changed()
 
     def _beat(self, link: ControlLink, beat: Beat) -> None:
         now = time.monotonic()
         self.membership.beat(link.number, now)
         if beat.short:
-            self.knowledge.short.add(link.node_id)
+            self.peer_info.short.add(link.node_id)
         else:
-            self.knowledge.short.discard(link.node_id)
-        draining = self.coordination.draining
-        anew = self.coordination.heard(link.node_id, link.hello.boot_id, beat, now)
-        if anew or draining != self.coordination.draining:
+            self.peer_info.short.discard(link.node_id)
+        draining = self.leadership.draining
+        anew = self.leadership.received_beat(link.node_id, link.hello.boot_id, beat, now)
+        if anew or draining != self.leadership.draining:
             self.changed()
-        desired, roster = self.coordination.lacks(beat)
+        desired, roster = self.leadership.lacks(beat)
         with contextlib.suppress(MlxtpError):
             if desired:
-                link.send(self.coordination.desired)
+                link.send(self.leadership.desired)
             if roster:
-                for members in self.coordination.roster.messages():
+                for members in self.leadership.roster.messages():
                     link.send(members)
 
     def _prepare(self, node_id: str, order: Prepare) -> None:
-        last = max(self.guest.last_epoch, self.trial_guest.last_epoch)
-        no = refusal(node_id, order.epoch, self.coordination.claim, last)
-        if no is None and self.node_id in self.coordination.draining:
+        last = max(self.hosted_rank.last_epoch, self.trial_rank.last_epoch)
+        no = refusal(node_id, order.epoch, self.leadership.claim, last)
+        if no is None and self.node_id in self.leadership.draining:
             no = f"{self.name} is about to stop"
         if no is None and self.supervisor.in_epoch and not order.trial:
             no = f"{self.name} still ends an epoch of its own"
@@ -531,11 +534,11 @@ class NodeLoop:
         if no is not None:
             with contextlib.suppress(MlxtpError):
                 trouble = RankTrouble(order.epoch, order.rank, Code.NOT_READY, no, outside=False)
-                self.neighbours.send(node_id, trouble)
+                self.links.send(node_id, trouble)
             return
-        self.coordination.saw_epoch(order.epoch)
-        self.trial_guest.clear(f"epoch {order.epoch} comes")
-        (self.trial_guest if order.trial else self.guest).received(node_id, order)
+        self.leadership.saw_epoch(order.epoch)
+        self.trial_rank.clear(f"epoch {order.epoch} comes")
+        (self.trial_rank if order.trial else self.hosted_rank).received(node_id, order)
 
     # --- what follows --------------------------------------------------------------------------------
 
@@ -544,20 +547,20 @@ class NodeLoop:
         self._wake.set()
 
     def _model_changed(self) -> None:
-        self.neighbours.tell_all(self.model.status)
+        self.links.broadcast(self.model.status)
         self.changed()
 
     def _roster_changed(self) -> None:
-        for message in self.coordination.roster.messages():
-            self.neighbours.tell_all(message)
-        members = self.coordination.roster.members()
-        for node_id in list(self.membership.standings()):
+        for message in self.leadership.roster.messages():
+            self.links.broadcast(message)
+        members = self.leadership.roster.members()
+        for node_id in list(self.membership.statuses()):
             if node_id not in members and node_id != self.node_id:
                 self.membership.removed(node_id)
         for node_id in members:
             if node_id != self.node_id:
                 self.membership.admitted(node_id)
-        if self.coordination.roster.removed(self.identity.fingerprint):
+        if self.leadership.roster.removed(self.identity.fingerprint):
             self.problem = (
                 "this Mac was removed from its cluster; `mlxtp cluster leave`, then "
                 "`mlxtp node --join TOKEN` bring it back"
@@ -586,23 +589,23 @@ class NodeLoop:
         """Beat, judge, decide, until cancelled."""
         beat_at = echo_at = 0.0
         report_at = time.monotonic() + REPORT_S
-        self.getting.look_at_disk()
+        self.transfers.report_stored()
         while True:
             now = time.monotonic()
             if now >= beat_at:
                 beat_at = max(beat_at + BEAT_S, now)
-                self._tell_beat()
-                if (serving := self.conductor.serving()) is not None:
-                    self.neighbours.tell_all(serving)
-                self.switching.remind()
+                self._send_beat()
+                if (serving := self.controller.serving()) is not None:
+                    self.links.broadcast(serving)
+                self.model_switcher.remind()
             if now >= echo_at:
                 echo_at = now + ASK_S
-                self.echoes.ask(now)
+                self.round_trips.ask(now)
             if now >= report_at or self.machine.rewired:
                 report_at = now + REPORT_S
-                self.machine.look_again()
-                self.model.look_again()
-                self.getting.look_at_disk()
+                self.machine.read_again()
+                self.model.retry()
+                self.transfers.report_stored()
             self._tick(now)
             self._wake.clear()
             await self._save()  # what changes meanwhile wakes
@@ -615,31 +618,31 @@ class NodeLoop:
     def _tick(self, now: float) -> None:
         events = self.membership.tick(now)
         for event in events:
-            self._tell(event)
-        for link in self.neighbours.links():
+            self._notify(event)
+        for link in self.links.links():
             if not self.membership.counts(link.number):
                 link.close()
-        if self.coordination.tick(self.membership, events, now):
-            log.info("%s coordinates (term %d)", self.name, self.coordination.claim.term)
-            self._tell_beat()
+        if self.leadership.tick(self.membership, events, now):
+            log.info("%s coordinates (term %d)", self.name, self.leadership.claim.term)
+            self._send_beat()
         self._decide(now)
-        self.follower.look()
-        self.getting.look()
-        self.switching.look(now)
+        self.forwarding.follow()
+        self.transfers.advance()
+        self.model_switcher.advance(now)
         self._announce()
 
-    def _tell_beat(self) -> None:
+    def _send_beat(self) -> None:
         short = self.supervisor.gateway.short
-        self.neighbours.tell_all(self.coordination.beat(healthy=self.membership.healthy, short=short))
+        self.links.broadcast(self.leadership.beat(healthy=self.membership.healthy, short=short))
 
     def short(self) -> str:
         """A Mac whose rank works on what is asked here and that is short of memory; empty for none."""
-        servings = [self.conductor.serving(), *self.knowledge.servings.values()]
+        servings = [self.controller.serving(), *self.peer_info.servings.values()]
         groups = [each.participants for each in servings if each is not None and each.state == Serves.READY]
-        short = [node for nodes in groups for node in nodes if node in self.knowledge.short]
+        short = [node for nodes in groups for node in nodes if node in self.peer_info.short]
         return self.name_of(short[0]) if short else ""
 
-    def _tell(self, event: Change | Duplicate) -> None:
+    def _notify(self, event: Change | Duplicate) -> None:
         if isinstance(event, Change):
             level = logging.INFO if event.after is not MemberState.DEAD else logging.WARNING
             log.log(level, "%s is %s: %s", self.name_of(event.node_id), event.after, event.why)
@@ -650,7 +653,7 @@ class NodeLoop:
         )
         if event.node_id != self.node_id:
             self._doubles[event.node_id] = (event.boot_ids, self.problem)
-        for link in self.neighbours.links():
+        for link in self.links.links():
             if link.node_id == event.node_id:
                 link.refuse(ProtocolError(self.problem, Code.DUPLICATE_NODE))
 
@@ -665,31 +668,31 @@ class NodeLoop:
         self._announced = ready
 
     def _decide(self, now: float) -> None:
-        situation = self.conductor.situation()
-        view = self.coordination.view(self.membership, situation, now)
+        situation = self.controller.situation()
+        view = self.leadership.view(self.membership, situation, now)
         self.may_leave = may_leave(view)
-        action = self.coordination.decide(self.membership, situation, now)
+        action = self.leadership.decide(self.membership, situation, now)
         self._until = now + BEAT_S
-        self.waiting = "" if self.coordination.desired.model else NOTHING_WANTED
+        self.waiting = "" if self.leadership.desired.model else NOTHING_WANTED
         self._unplanned = self._why_unplanned(situation, action, now)
         prevented = self.model.problem or self._unplanned
-        self.supervisor.wanted = "" if prevented else self.coordination.desired.model
-        self._tell_why()
+        self.supervisor.wanted = "" if prevented else self.leadership.desired.model
+        self._log_reason()
         match action:
             case FormEpoch():
-                self.conductor.form(action)
+                self.controller.form(action)
             case TryGroup():
-                self.conductor.try_out(action)
+                self.controller.try_out(action)
             case StopEpoch(reason, lost):
-                if self.guest.epoch and not self.supervisor.in_epoch:
-                    self.guest.clear(reason)
+                if self.hosted_rank.epoch and not self.supervisor.in_epoch:
+                    self.hosted_rank.clear(reason)
                 else:
                     code = Code.RANK_LOST if lost else Code.REPLANNED
                     self.supervisor.end_epoch(GroupError(reason, code))
             case HandOver(node_id):
                 log.info("%s shall coordinate", self.name_of(node_id))
-                self.coordination.hand_over(node_id, now)
-                self._tell_beat()
+                self.leadership.hand_over(node_id, now)
+                self._send_beat()
             case Wait(reason, until):
                 self.waiting = reason
                 self._until = min(until, self._until)
@@ -699,15 +702,15 @@ class NodeLoop:
         """Why there is no group for what is wanted although everybody has looked for it."""
         looked = (self.model.problem or self.model.source is not None) and now >= situation.hold_until
         waits = isinstance(action, Wait) and situation.plan is None and action.reason == situation.refusal
-        return situation.refusal if waits and looked and self.coordination.desired.model else ""
+        return situation.refusal if waits and looked and self.leadership.desired.model else ""
 
-    def _tell_why(self) -> None:
+    def _log_reason(self) -> None:
         """One line for each reason why nothing comes; a model that is not here has had its own."""
-        said = (self.coordination.desired.model, re.sub(r"\d+", "", self._unplanned))
+        said = (self.leadership.desired.model, re.sub(r"\d+", "", self._unplanned))
         if self.supervisor.in_epoch:
-            self._told_why = ("", "")
-        elif self._unplanned and not self.model.problem and said != self._told_why:
-            self._told_why = said
+            self._logged_reason = ("", "")
+        elif self._unplanned and not self.model.problem and said != self._logged_reason:
+            self._logged_reason = said
             log.warning("%s is not served: %s", said[0], self._unplanned)
 
     def _why_draining(self, view: ClusterView) -> str:
@@ -719,14 +722,14 @@ class NodeLoop:
         return ""
 
     async def _save(self) -> None:
-        await self._saving.save(SavedState(self.coordination.kept(), self.peers()))
+        await self._saving.save(SavedState(self.leadership.persistent_state(), self.peers()))
 
     def woke(self, slept_s: float) -> None:
         """This machine slept: the others have given it up meanwhile, and their links say so only later."""
         self.supervisor.woke(slept_s)
-        for guest in (self.guest, self.trial_guest):
-            guest.clear(f"{self.name} slept for {slept_s:.0f} s")
-        for link in self.neighbours.links():
+        for hosted in (self.hosted_rank, self.trial_rank):
+            hosted.clear(f"{self.name} slept for {slept_s:.0f} s")
+        for link in self.links.links():
             link.close()
         self.machine.rewired = True
         self.changed()
@@ -736,25 +739,25 @@ class NodeLoop:
         self.machine.rewired = True
         self.changed()
 
-    async def look_now(self, nodes: Iterable[str]) -> None:
+    async def read_machine_now(self, nodes: Iterable[str]) -> None:
         """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
-        await self.machine.look_now(nodes)
+        await self.machine.read_machine_now(nodes)
 
     async def close(self) -> None:
         """Say goodbye and end what runs here for others."""
         await self.machine.close()
-        await self.fabric.close()
-        await self.records.close()
-        await self.reach.close()
-        await self.follower.close()
-        await self.switching.close()
-        await self.wishes.close()
-        await self.conductor.close()
-        await self.guest.close()
-        await self.trial_guest.close()
-        await self.neighbours.close()
+        await self.fabric_bench.close()
+        await self.failure_files.close()
+        await self.reachability.close()
+        await self.forwarding.close()
+        await self.model_switcher.close()
+        await self.selection.close()
+        await self.controller.close()
+        await self.hosted_rank.close()
+        await self.trial_rank.close()
+        await self.links.close()
         await self.model.close()
-        await self.getting.close()
+        await self.transfers.close()
         await self._save()
         await self._saving.close()
 

@@ -133,16 +133,16 @@ class ClusterView:
     self_id: str
     leading: bool
     claim: LeaderClaim
-    standings: Mapping[str, MemberStatus]
+    statuses: Mapping[str, MemberStatus]
     desired: DesiredState
     running: RunningEpoch | None = None
     others: Sequence[RunningEpoch] = ()
     plan: GroupPlan | None = None
     refusal: str = ""
     epoch: int = 0
-    untold: Sequence[str] = ()
+    unsynced: Sequence[str] = ()
     settled_at: float = 0.0
-    shaky: Mapping[str, float] = field(default_factory=dict)
+    flapping: Mapping[str, float] = field(default_factory=dict)
     waiting_since: float | None = None
     patience_s: float = 10.0
     hold_until: float = 0.0
@@ -155,12 +155,12 @@ class ClusterView:
         return self.names.get(node_id) or node_id[:8]
 
     def boot_id(self, node_id: str) -> str:
-        standing = self.standings.get(node_id)
-        return standing.boot_id if standing else ""
+        status = self.statuses.get(node_id)
+        return status.boot_id if status else ""
 
     def present(self, node_id: str) -> bool:
-        standing = self.standings.get(node_id)
-        return standing is not None and standing.present
+        status = self.statuses.get(node_id)
+        return status is not None and status.present
 
 
 def better(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -232,8 +232,8 @@ def _lost(view: ClusterView, mine: RunningEpoch) -> str:
     for rank in watched:
         node_id = mine.ranks[rank]
         if not view.present(node_id):
-            standing = view.standings.get(node_id)
-            state = standing.state if standing else MemberState.AWAY
+            status = view.statuses.get(node_id)
+            state = status.state if status else MemberState.AWAY
             how = "its link broke" if state is MemberState.SUSPECT else f"it is {state}"
             return f"epoch {mine.number} lost {view.name(node_id)} (rank {rank}): {how}"
         if view.boot_id(node_id) != mine.boots[rank]:
@@ -281,7 +281,7 @@ def _replace(view: ClusterView, mine: RunningEpoch, plan: GroupPlan) -> Action:
     if set(plan.ranks) == set(mine.ranks) and plan.backend == mine.backend:
         return NoAction()
     newcomers = [node_id for node_id in plan.ranks if node_id not in mine.ranks]
-    relied_on = max((view.shaky.get(node_id, 0.0) for node_id in newcomers), default=0.0)
+    relied_on = max((view.flapping.get(node_id, 0.0) for node_id in newcomers), default=0.0)
     if view.now < relied_on:
         return Wait("a member that was lost a moment ago has yet to show that it stays", relied_on)
     if not plan.proven:
@@ -308,7 +308,7 @@ def _form(view: ClusterView) -> Action:
 def _form_plan(view: ClusterView, plan: GroupPlan) -> Action:
     if plan.ranks[0] != view.self_id:
         return HandOver(plan.ranks[0])
-    silent = [node_id for node_id in plan.ranks if view.standings[node_id].state is not MemberState.ALIVE]
+    silent = [node_id for node_id in plan.ranks if view.statuses[node_id].state is not MemberState.ALIVE]
     if silent:
         return Wait(f"{view.name(silent[0])} is silent")
     if view.now < view.hold_until:
@@ -342,8 +342,8 @@ def _best(epochs: Iterable[RunningEpoch]) -> RunningEpoch | None:
 
 
 def _unrest(view: ClusterView) -> Wait | None:
-    if view.untold:
-        return Wait(f"{view.name(view.untold[0])} has not yet told what it knows")
+    if view.unsynced:
+        return Wait(f"{view.name(view.unsynced[0])} has not yet told what it knows")
     if view.now < view.settled_at:
         return Wait("members come and go", view.settled_at)
     return None

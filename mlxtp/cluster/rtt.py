@@ -18,29 +18,29 @@ _KEPT = 15
 class RoundTripTimes:
     """Asked every ASK_S, answered at once. Times are in seconds of a clock that does not jump."""
 
-    def __init__(self, node_id: str, neighbours: PeerLinks) -> None:
+    def __init__(self, node_id: str, links: PeerLinks) -> None:
         self._node_id = node_id
-        self._neighbours = neighbours
+        self._links = links
         self._asked: dict[str, int] = {}
         """By node id: the question that is open, named by its time in microseconds."""
         self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_KEPT))
-        self._told: dict[str, Mapping[str, int]] = {}
+        self._reported: dict[str, Mapping[str, int]] = {}
 
     def ask(self, now: float) -> None:
         """Ask every node that has a link."""
-        nodes, asked_us = self._neighbours.nodes(), round(now * 1e6)
-        for known in (self._took, self._told):
+        nodes, asked_us = self._links.nodes(), round(now * 1e6)
+        for known in (self._took, self._reported):
             for gone in known.keys() - nodes:
                 del known[gone]
         self._asked = dict.fromkeys(nodes, asked_us)
         trips = tuple(Trip(node, min(took)) for node, took in self._took.items())
-        self._neighbours.tell_all(Echo(asked_us, False, trips))
+        self._links.broadcast(Echo(asked_us, False, trips))
 
     def received(self, link: ControlLink, echo: Echo, now: float) -> None:
         """Answers a question; an answer is counted if it is that to the last question."""
         node_id = link.node_id
         if not echo.answer:
-            self._told[node_id] = {trip.node_id: trip.us for trip in echo.trips}
+            self._reported[node_id] = {trip.node_id: trip.us for trip in echo.trips}
             with contextlib.suppress(MlxtpError):
                 link.send(Echo(echo.asked_us, True, ()))
         elif self._asked.get(node_id) == echo.asked_us:
@@ -52,4 +52,4 @@ class RoundTripTimes:
         if self._node_id in (a, b):
             took = self._took.get(b if a == self._node_id else a)
             return min(took) if took else None
-        return self._told.get(a, {}).get(b, self._told.get(b, {}).get(a))
+        return self._reported.get(a, {}).get(b, self._reported.get(b, {}).get(a))

@@ -52,13 +52,13 @@ class SavedState:
 
 def to_text(kept: SavedState) -> str:
     """The file's text. Raises ValueError for what could not be read back."""
-    beliefs = kept.beliefs
+    state = kept.beliefs
     values: dict[str, Any] = {
-        "desired": beliefs.desired,
-        "roster": beliefs.roster.entries,
-        "epoch": beliefs.epoch,
-        "term": beliefs.claim.term,
-        "coordinator": beliefs.claim.node_id,
+        "desired": state.desired,
+        "roster": state.roster.entries,
+        "epoch": state.epoch,
+        "term": state.claim.term,
+        "coordinator": state.claim.node_id,
     }
     table = {"format": FORMAT} | {name: codec.to_wire(values[name]) for name, codec in _FIELDS.items()}
     table["peers"] = {node_id: list(addresses[:MAX_ADDRESSES]) for node_id, addresses in kept.peers.items()}
@@ -87,13 +87,13 @@ def from_text(text: str) -> SavedState:
             values[name] = codec.from_wire(table[name])
         except ValueError as error:
             raise ValueError(f"{name}: expected {error}") from None
-    beliefs = ClusterState(
+    state = ClusterState(
         LeaderClaim(values["term"], values["coordinator"]),
         values["desired"],
         Roster().merged(values["roster"]),
         values["epoch"],
     )
-    return SavedState(beliefs, _peers(table["peers"]))
+    return SavedState(state, _peers(table["peers"]))
 
 
 def _said(desired: Any) -> Any:

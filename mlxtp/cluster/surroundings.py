@@ -36,7 +36,7 @@ class PeerInfo:
     authority: str = ""
     """Who can let others in, once that node was heard of."""
 
-    def forget(self, node_id: str) -> None:
+    def drop(self, node_id: str) -> None:
         """It has no link any more: what it said of its model and group is old."""
         self.models.pop(node_id, None)
         self.servings.pop(node_id, None)
@@ -53,13 +53,13 @@ class Surroundings(Protocol):
     boot_id: str
     name: str
     waiting: str
-    knowledge: PeerInfo
-    coordination: Leadership
+    peer_info: PeerInfo
+    leadership: Leadership
     membership: Membership
-    neighbours: PeerLinks
+    links: PeerLinks
     supervisor: Supervisor
     model: LocalModel
-    guest: HostedRank
+    hosted_rank: HostedRank
 
     def name_of(self, node_id: str) -> str:
         """What people call a node."""
@@ -67,13 +67,13 @@ class Surroundings(Protocol):
     def measured(self) -> Measured:
         """What placement takes over its assumptions."""
 
-    def want(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
+    def set_desired(self, model: str, nodes: str = "", *, by_person: bool = True) -> DesiredState:
         """What the cluster should run from now on."""
 
     def coming(self, model: str) -> str:
         """How far a model is on its way to this node, for people; empty when it is not."""
 
-    async def look_now(self, nodes: Iterable[str]) -> None:
+    async def read_machine_now(self, nodes: Iterable[str]) -> None:
         """Read this machine again and have the others of `nodes` report theirs, ports of RDMA among it."""
 
     def changed(self) -> None:

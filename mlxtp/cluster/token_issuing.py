@@ -23,29 +23,29 @@ class TokenIssuing:
     """`desk` makes a new token for the member that asks, on the Mac that can; None elsewhere."""
 
     def __init__(self, cluster: Surroundings) -> None:
-        self.desk: Callable[[str], str] | None = None
+        self.issuer: Callable[[str], str] | None = None
         self._cluster = cluster
         self._answers: dict[bytes, asyncio.Future[str]] = {}
         """What is waited for, by nonce."""
 
     async def token(self) -> str:
         """A new join token, from whoever can issue one. Raises UserError when nobody can now."""
-        if self.desk is not None:
-            return self.desk("")
+        if self.issuer is not None:
+            return self.issuer("")
         cluster = self._cluster
-        founder = cluster.knowledge.authority
-        if founder and founder not in cluster.coordination.roster.members():
+        founder = cluster.peer_info.authority
+        if founder and founder not in cluster.leadership.roster.members():
             raise UserError(
                 "the Mac that founded this cluster has left it, so nobody can join any more; found a new one"
             )
-        if founder not in cluster.neighbours.nodes():
+        if founder not in cluster.links.nodes():
             who = cluster.name_of(founder) if founder else "the Mac that founded this cluster"
             raise UserError(f"only {who} can issue join tokens, and it is away; start it, or ask there")
         nonce = secrets.token_bytes(16)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[nonce] = answer
         try:
-            cluster.neighbours.send(founder, TokenWanted(nonce))
+            cluster.links.send(founder, TokenWanted(nonce))
             async with asyncio.timeout(ANSWER_S):
                 return self._checked(await answer, founder)
         except TimeoutError:
@@ -76,14 +76,14 @@ class TokenIssuing:
 
     def _issue(self, node_id: str, wanted: TokenWanted) -> None:
         token, problem = "", "this Mac cannot issue join tokens"
-        if self.desk is not None:
+        if self.issuer is not None:
             try:
-                token, problem = self.desk(node_id), ""
+                token, problem = self.issuer(node_id), ""
                 log.info("%s asked for a join token", self._cluster.name_of(node_id))
             except UserError as error:
                 problem = error.detail
         with contextlib.suppress(MlxtpError):
-            self._cluster.neighbours.send(node_id, TokenIssued(wanted.nonce, token, problem))
+            self._cluster.links.send(node_id, TokenIssued(wanted.nonce, token, problem))
 
     def _issued(self, issued: TokenIssued) -> None:
         answer = self._answers.get(issued.nonce)

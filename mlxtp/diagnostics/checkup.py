@@ -293,7 +293,7 @@ class AgentCheckup(Checkup):
         supervisor, cluster = self._supervisor, self._cluster
         health = supervisor.gateway.health()
         model = next(iter(supervisor.gateway.models()), None)
-        guest = cluster is not None and cluster.guest.epoch > 0
+        hosted = cluster is not None and cluster.hosted_rank.epoch > 0
         return AgentFacts(
             runs_here=True,
             url=self._endpoint.url,
@@ -302,12 +302,12 @@ class AgentCheckup(Checkup):
             reason=health.reason or "",
             problem_of_cluster=cluster.problem if cluster is not None else "",
             waiting=cluster.waiting if cluster is not None else "",
-            left_out=tuple(cluster.conductor.left_out_lines()) if cluster is not None else (),
+            left_out=tuple(cluster.controller.left_out_lines()) if cluster is not None else (),
             proof=supervisor.proof,
             model=model.id if model is not None else "",
-            has_rank=supervisor.in_epoch or guest,
+            has_rank=supervisor.in_epoch or hosted,
             keep_awake=self._settings.keep_awake,
-            left_wired=wired_memory.HERE.words,
+            left_wired=wired_memory.HERE.summary,
             failures=len(list((self._settings.home / failure_store.FOLDER).glob(failure_store.PATTERN))),
         )
 
@@ -315,18 +315,18 @@ class AgentCheckup(Checkup):
         if self._cluster is None:
             return ModelFacts()
         here = self._cluster.model
-        return ModelFacts(self._cluster.coordination.desired.model, here.fingerprint, here.problem)
+        return ModelFacts(self._cluster.leadership.desired.model, here.fingerprint, here.problem)
 
     async def _identity(self) -> IdentityFacts:
         found = await super()._identity()
         cluster = self._cluster
         if cluster is None:
             return replace(found, cluster_id="")
-        founder = cluster.knowledge.authority
+        founder = cluster.peer_info.authority
         return replace(
             found,
             authority=cluster.name_of(founder) if founder else "",
-            authority_linked=founder in cluster.neighbours.nodes(),
+            authority_linked=founder in cluster.links.nodes(),
         )
 
     def _ports(self) -> tuple[PortFacts, ...]:
@@ -345,9 +345,9 @@ class AgentCheckup(Checkup):
         cluster = self._cluster
         if cluster is None:
             return ()
-        others = [each for each in cluster.coordination.roster.members() if each != cluster.node_id]
+        others = [each for each in cluster.leadership.roster.members() if each != cluster.node_id]
         remembered = cluster.peers()
-        found = [cluster.knowledge.addresses.get(each) or remembered.get(each, ()) for each in others]
+        found = [cluster.peer_info.addresses.get(each) or remembered.get(each, ()) for each in others]
         answers, tried = await asyncio.gather(self._answers(cluster), asyncio.gather(*map(attempts, found)))
         heard = {each.node_id for each in self._dialer.sightings} if self._dialer is not None else set()
         return tuple(
@@ -362,10 +362,10 @@ class AgentCheckup(Checkup):
         try:
             drawn = await asyncio.start_server(local_facts.hang_up, self._settings.control_host, 0)
         except OSError:
-            return await cluster.reach.ask(own)
+            return await cluster.reachability.ask(own)
         async with drawn:
             port = drawn.sockets[0].getsockname()[1]
-            answers = await cluster.reach.ask((*own, *(f"{host}:{port}" for host in hosts)))
+            answers = await cluster.reachability.ask((*own, *(f"{host}:{port}" for host in hosts)))
         return {node_id: _with_drawn(answer, port) for node_id, answer in answers.items()}
 
     def _member(
@@ -378,18 +378,18 @@ class AgentCheckup(Checkup):
         *,
         heard: bool,
     ) -> MemberFacts:
-        told = answer or ReachabilityReply(unasked="there is no link to it")
-        status, theirs = cluster.knowledge.models.get(node_id), cluster.knowledge.machines.get(node_id)
+        told = answer or ReachabilityReply(not_asked="there is no link to it")
+        status, theirs = cluster.peer_info.models.get(node_id), cluster.peer_info.machines.get(node_id)
         return MemberFacts(
             name=cluster.name_of(node_id),
-            state=str(cluster.membership.standing(node_id).state),
-            linked=node_id in cluster.neighbours.nodes(),
+            state=str(cluster.membership.status_of(node_id).state),
+            linked=node_id in cluster.links.nodes(),
             heard=heard,
             ours=local_facts.shared(ours, machine),
             theirs=local_facts.shared(told.tries, theirs)
             if told.tries is not None and theirs is not None
             else told.tries,
-            unasked=told.unasked,
+            unasked=told.not_asked,
             clock_s=told.clock_s,
             clock_error_s=told.clock_error_s,
             fingerprint=status.fingerprint if status is not None else "",

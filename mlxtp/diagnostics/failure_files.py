@@ -40,14 +40,14 @@ class FailureFiles:
         nonce = secrets.token_bytes(16)
         asked = self._asked[nonce] = _PendingReply()
         try:
-            for node_id in sorted(self._cluster.neighbours.nodes()):
+            for node_id in sorted(self._cluster.links.nodes()):
                 with contextlib.suppress(MlxtpError):  # it has just gone
-                    self._cluster.neighbours.send(node_id, RecordsWanted(nonce, number, epoch_id))
+                    self._cluster.links.send(node_id, RecordsWanted(nonce, number, epoch_id))
                     asked.waiting.add(node_id)
                     asked.files[node_id] = []
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
-                    await asked.all_told()
+                    await asked.all_answered()
         finally:
             del self._asked[nonce]
         return [
@@ -67,7 +67,7 @@ class FailureFiles:
         if asked is None or node_id not in asked.waiting:
             return
         if isinstance(message, RecordsTold):
-            asked.told(node_id)
+            asked.answered(node_id)
         elif len(asked.files[node_id]) < asked.share:
             with contextlib.suppress(ValueError, RecursionError):
                 if isinstance(fields := json.loads(message.body), dict):
@@ -76,15 +76,15 @@ class FailureFiles:
     def lost(self, node_id: str) -> None:
         """The last link to an agent has ended."""
         for asked in self._asked.values():
-            asked.told(node_id)
+            asked.answered(node_id)
 
     async def _answer(self, node_id: str, wanted: RecordsWanted) -> None:
         home = self._cluster.settings.home
         bodies = await asyncio.to_thread(kept, home, wanted.number, wanted.epoch_id)
         with contextlib.suppress(MlxtpError):  # it is gone
             for body in bodies:
-                self._cluster.neighbours.send(node_id, Record(wanted.nonce, body))
-            self._cluster.neighbours.send(node_id, RecordsTold(wanted.nonce))
+                self._cluster.links.send(node_id, Record(wanted.nonce, body))
+            self._cluster.links.send(node_id, RecordsTold(wanted.nonce))
 
     async def close(self) -> None:
         """Answer nobody more."""
@@ -107,11 +107,11 @@ class _PendingReply:
         """How many files each may tell."""
         return max(_MAX_FILES // len(self.files), _FILES_OF_A_MEMBER)
 
-    def told(self, node_id: str) -> None:
+    def answered(self, node_id: str) -> None:
         self.waiting.discard(node_id)
         self._changed.set()
 
-    async def all_told(self) -> None:
+    async def all_answered(self) -> None:
         while self.waiting:
             self._changed.clear()
             await self._changed.wait()

@@ -31,7 +31,7 @@ class ReachabilityReply:
     """
 
     tries: tuple[Attempt, ...] | None = None
-    unasked: str = ""
+    not_asked: str = ""
     clock_s: float | None = None
     clock_error_s: float = 0.0
 
@@ -70,16 +70,16 @@ class Reachability:
 
     async def ask(self, addresses: Sequence[str]) -> Mapping[str, ReachabilityReply]:
         """Which of these addresses of ours each member with a link reaches, by node id."""
-        nodes = sorted(self._cluster.neighbours.nodes())
+        nodes = sorted(self._cluster.links.nodes())
         answers = await asyncio.gather(*(self._ask(node_id, addresses[:MAX_TRIES]) for node_id in nodes))
         return dict(zip(nodes, answers, strict=True))
 
     async def _ask(self, node_id: str, addresses: Sequence[str]) -> ReachabilityReply:
-        link = self._cluster.neighbours.to(node_id)
+        link = self._cluster.links.to(node_id)
         if link is None:
-            return ReachabilityReply(unasked="it has just gone")
+            return ReachabilityReply(not_asked="it has just gone")
         if link.hello.versions != versions_here():  # an older one would end the link over a new question
-            return ReachabilityReply(unasked="it runs another version of mlxtp")
+            return ReachabilityReply(not_asked="it runs another version of mlxtp")
         key = node_id, secrets.token_bytes(16)
         answer = self._asked[key] = asyncio.get_running_loop().create_future()
         try:
@@ -89,9 +89,9 @@ class Reachability:
                 found: ReachabilityReply = await answer
                 return found
         except TimeoutError:
-            return ReachabilityReply(unasked=f"it did not answer within {ANSWER_S:g} s")
+            return ReachabilityReply(not_asked=f"it did not answer within {ANSWER_S:g} s")
         except MlxtpError:
-            return ReachabilityReply(unasked="it has just gone")
+            return ReachabilityReply(not_asked="it has just gone")
         finally:
             del self._asked[key], self._sent_at[key[1]]
 
@@ -110,7 +110,7 @@ class Reachability:
         """The last link to an agent has ended."""
         for (asked, _), answer in self._asked.items():
             if asked == node_id and not answer.done():
-                answer.set_result(ReachabilityReply(unasked="its link ended"))
+                answer.set_result(ReachabilityReply(not_asked="its link ended"))
 
     async def _answer(self, node_id: str, wanted: ReachWanted) -> None:
         heard_us = _now_us()
@@ -120,12 +120,12 @@ class Reachability:
         )
         told = tuple(Tried(each.address, each.errno, each.problem) for each in tries)
         with contextlib.suppress(MlxtpError):  # it is gone
-            self._cluster.neighbours.send(node_id, ReachTold(wanted.nonce, heard_us, _now_us(), told))
+            self._cluster.links.send(node_id, ReachTold(wanted.nonce, heard_us, _now_us(), told))
 
     def _hosts_of(self, node_id: str) -> frozenset[str]:
         """Where a member may have itself looked for: nobody else is knocked at in its name."""
-        link = self._cluster.neighbours.to(node_id)
-        announced = map(_host, self._cluster.knowledge.addresses.get(node_id, ()))
+        link = self._cluster.links.to(node_id)
+        announced = map(_host, self._cluster.peer_info.addresses.get(node_id, ()))
         return frozenset([*announced, *([link.remote] if link is not None else [])])
 
     async def close(self) -> None:

@@ -49,7 +49,7 @@ class Dialer:
         cluster.peers = self._dialing.remembered
         self._discovery = Discovery(self._sighted, log.warning)
         self._dials: set[asyncio.Task[None]] = set()
-        self._told: dict[str, tuple[str, float]] = {}
+        self._logged: dict[str, tuple[str, float]] = {}
         self._refusal = ""
         """The last word of a Mac that does not want this one, until a Mac that said it does."""
         self._addresses: Addresses | None = None
@@ -65,11 +65,11 @@ class Dialer:
             while True:
                 now = time.monotonic()
                 self._notice_interfaces(now)
-                members = self._cluster.coordination.roster.members()
+                members = self._cluster.leadership.roster.members()
                 for node_id in list(self._dialing.remembered()):
                     if node_id not in members:
                         self._dialing.forget(node_id)
-                for address in self._dialing.tick(now, self._cluster.neighbours.nodes()):
+                for address in self._dialing.tick(now, self._cluster.links.nodes()):
                     task = asyncio.ensure_future(self._dial(address))
                     self._dials.add(task)
                     task.add_done_callback(self._dials.discard)
@@ -128,7 +128,7 @@ class Dialer:
             reader, writer = await open_tls(host, int(port), self._context, ALPN_CONTROL, DIAL_S)
             try:
                 identity = peer_identity(writer.get_extra_info("ssl_object"))
-                node_id = await self._cluster.neighbours.dialled(reader, writer, identity)
+                node_id = await self._cluster.links.dialled(reader, writer, identity)
             except BaseException:
                 writer.transport.abort()
                 raise
@@ -140,24 +140,24 @@ class Dialer:
                 self._dialing.foreign(address, now())
             else:
                 self._dialing.failed(address, now())
-            self._say(address, error)
+            self._log_once(address, error)
             return
         self._dialing.reached(address, node_id, now())
-        said, _ = self._told.pop(address, ("", 0.0))
+        said, _ = self._logged.pop(address, ("", 0.0))
         if said == self._refusal:
             self._refusal = ""
             if self._cluster.problem == said:
                 self._cluster.problem = ""
 
-    def _say(self, address: str, error: MlxtpError) -> None:
+    def _log_once(self, address: str, error: MlxtpError) -> None:
         """What a person could mend is said, once in a while; that somebody is away is not."""
         quiet = error.code in (Code.LINK_LOST, Code.LINK_TIMEOUT)
-        said, at = self._told.get(address, ("", 0.0))
+        said, at = self._logged.get(address, ("", 0.0))
         if error.detail == said and time.monotonic() - at < TOLD_S:
             return
-        self._told[address] = (error.detail, time.monotonic())
-        if len(self._told) > MAX_ADDRESSES:  # somebody announces ever new ones
-            del self._told[next(iter(self._told))]
+        self._logged[address] = (error.detail, time.monotonic())
+        if len(self._logged) > MAX_ADDRESSES:  # somebody announces ever new ones
+            del self._logged[next(iter(self._logged))]
         if (
             "Errno 65" in error.detail
         ):  # macOS keeps this process from the local network, mostly without a word

@@ -49,7 +49,7 @@ class Discovery:
     ) -> None:
         self.problem = ""
         self._on_change = on_change
-        self._say = say
+        self._announce = say
         self._read_addresses = read_addresses
         self._sightings = PeerCache()
         self._advert: Advert
@@ -64,7 +64,7 @@ class Discovery:
         self._until_flooded: asyncio.Timeout
         self._leaving = False
         self._rest_s = FIRST_REST_S
-        self._copies_told: dict[str, None] = {}
+        self._copies_reported: dict[str, None] = {}
 
     @property
     def sightings(self) -> tuple[DiscoveredPeer, ...]:
@@ -175,7 +175,7 @@ class Discovery:
 
     def _report(self, problem: str) -> None:
         if problem != self.problem:
-            self._say(problem or "other Macs can be found by multicast again")
+            self._announce(problem or "other Macs can be found by multicast again")
             self.problem = problem
 
     # --- who else is there
@@ -194,7 +194,7 @@ class Discovery:
     async def _keep_looking(self) -> None:
         while True:
             self._news.clear()
-            self._look()
+            self._check_records()
             due = self._sightings.next_due()
             pause_s = None if due is None else max(due - _now(), RETRY_LOOK_S)
             if self._changed and _now() - self._told_at >= CHANGE_S:
@@ -206,7 +206,7 @@ class Discovery:
                 async with asyncio.timeout(pause_s):
                     await self._news.wait()
 
-    def _look(self) -> None:
+    def _check_records(self) -> None:
         """Judges names whose records are here, and asks for those of others."""
         for service in self._sightings.due(_now()):
             if self._network is None:
@@ -242,14 +242,14 @@ class Discovery:
             self._changed |= self._sightings.failed(service, _now())
         else:
             if is_copy(service, verdict, self._network.service, own):
-                self._tell_of_copy(verdict)
+                self._report_copy(verdict)
             self._changed |= self._sightings.resolved(service, Refused("our own"), _now())
 
-    def _tell_of_copy(self, sighting: DiscoveredPeer) -> None:
+    def _report_copy(self, sighting: DiscoveredPeer) -> None:
         where = ", ".join(sighting.addresses)
-        if where not in self._copies_told and len(self._copies_told) < _MAX_COPIES_TOLD:
-            self._copies_told[where] = None
-            self._say(
+        if where not in self._copies_reported and len(self._copies_reported) < _MAX_COPIES_TOLD:
+            self._copies_reported[where] = None
+            self._announce(
                 f"{sighting.name!r} at {where} announces the id of this node, {sighting.node_id}: was the "
                 "folder of mlxtp copied from one Mac to the other? On one of them it has to be removed."
             )

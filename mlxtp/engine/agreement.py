@@ -51,9 +51,9 @@ class NoLogitShaping:
 class Chooser:
     """Chooses tokens from gathered logits on one rank."""
 
-    def __init__(self, group: Group, desk: LogitShaping, special: tuple[int, ...] = ()) -> None:
+    def __init__(self, group: Group, shaping: LogitShaping, special: tuple[int, ...] = ()) -> None:
         self._group = group
-        self._desk = desk
+        self._shaping = shaping
         self._special = special
         self._sampler = Sampler(())
         self._samplings: tuple[Sampling, ...] = ()
@@ -80,18 +80,20 @@ class Chooser:
         """
         if samplings != self._samplings:
             self._sampler, self._samplings = Sampler(samplings, self._special), samplings
-        desk = self._desk
+        shaping = self._shaping
         shaped = logits
         if broadcast:
-            shaped = mx.stack([desk.shape(uid, logits[i]).astype(mx.float32) for i, uid in enumerate(rows)])
+            shaped = mx.stack(
+                [shaping.shape(uid, logits[i]).astype(mx.float32) for i, uid in enumerate(rows)]
+            )
         tokens = self._sampler.choose(shaped, at)
         if broadcast:
             tokens = self.agree(tokens)
         found: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
         for i, uid in enumerate(rows):
             if broadcast:
-                desk.chosen(uid, tokens[i, : widths[i]])
-            if (top := desk.top(uid)) >= 0:
+                shaping.chosen(uid, tokens[i, : widths[i]])
+            if (top := shaping.top(uid)) >= 0:
                 found[uid] = scores(logits[i], tokens[i], top)
         if found:
             mx.async_eval(tokens, [array for arrays in found.values() for array in arrays])

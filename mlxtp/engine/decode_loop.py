@@ -62,13 +62,13 @@ class DecodeLoop:
         mail: Mailbox,
         pipe: BlockingLink,
         followers: Followers,
-        desk: RequestShaping,
+        shaping: RequestShaping,
     ) -> None:
         self._rank = rank
         self._mail = mail
         self._pipe = pipe
         self._followers = followers
-        self._requests = Requests(rank, mail, desk, Emitter(pipe, rank.status))
+        self._requests = Requests(rank, mail, shaping, Emitter(pipe, rank.status))
         self._run_ahead = rank.bootstrap.run_ahead
         self._running: deque[Forward] = deque()
         self._unconfirmed: deque[Unconfirmed] = deque()

@@ -95,7 +95,7 @@ class RankExecutor:
         status: RankTelemetry,
         counter: CollectiveCounter,
         *,
-        desk: LogitShaping,
+        shaping: LogitShaping,
         exchange: SideChannelExchange,
     ) -> None:
         self.bootstrap = bootstrap
@@ -105,7 +105,7 @@ class RankExecutor:
         self._epoch = epoch
         self._folder = folder
         self._counter = counter
-        self._desk = desk
+        self._shaping = shaping
         self._exchange = exchange
         self.caches: CacheKind | None = None
         self._group: Group = LoneGroup()
@@ -287,7 +287,7 @@ class RankExecutor:
     def _new_runner(self, counter: CollectiveCounter) -> Runner:
         assert self.loaded is not None
         assert self.caches is not None
-        chooser = Chooser(self._group, self._desk, tuple(sorted(self.eos)))
+        chooser = Chooser(self._group, self._shaping, tuple(sorted(self.eos)))
         return Runner(self.loaded, self.caches, counter, chooser, compiled=self.bootstrap.compiled)
 
     def _first_forwards(self, chunk: int) -> None:

@@ -57,11 +57,11 @@ UNLIMITED = 1 << 40
 class Requests:
     """Those of the loaded model. `scheduler` is None while none is loaded."""
 
-    def __init__(self, rank: RankExecutor, mail: Mailbox, desk: RequestShaping, emitter: Emitter) -> None:
+    def __init__(self, rank: RankExecutor, mail: Mailbox, shaping: RequestShaping, emitter: Emitter) -> None:
         self.scheduler: Scheduler | None = None
         self._rank = rank
         self._mail = mail
-        self._desk = desk
+        self._shaping = shaping
         self._emitter = emitter
         self._policy: Policy | None = None
         self._reuses = False
@@ -110,7 +110,7 @@ class Requests:
         )
         self._begin_anew()
         size = rank.loaded.vocabulary.size
-        self._desk.open(size, rank.eos)
+        self._shaping.open(size, rank.eos)
         self._grammars = Grammars(Path(command.path), size, rank.eos)
         self._grammars.read()
         return kv_budget.fitting(self._policy.kv_tokens)
@@ -132,7 +132,7 @@ class Requests:
         self._compiling.clear()
         self._lined_up.clear()
         self._waiting_since.clear()
-        self._desk.clear()
+        self._shaping.clear()
         if self._policy is not None:
             self._begin_anew()
 
@@ -244,7 +244,7 @@ class Requests:
         except MlxtpError as error:
             self._emitter.fail(request.uid, error.code, error.detail)
             return
-        self._desk.enter(request, guide)
+        self._shaping.enter(request, guide)
         if not request.answered:  # what has begun is not ended for want of room
             self._waiting_since[request.uid] = time.monotonic()
         self._emitter.accept(request.uid)
@@ -271,7 +271,7 @@ class Requests:
         self._emitter.fail(uid, Code.OVERLOADED, f"no room for this request within {waited_s:.0f} s")
 
     def _forget(self, uid: int) -> None:
-        self._desk.leave(uid)
+        self._shaping.leave(uid)
         self._waiting_since.pop(uid, None)
 
     def emit(self, outcomes: tuple[StepResult, ...]) -> None:
@@ -289,9 +289,9 @@ class Requests:
         if isinstance(move, Prefill | PrefillTogether):
             for prompt in (move,) if isinstance(move, Prefill) else move.prompts:
                 self._waiting_since.pop(prompt.request, None)
-                self._desk.begin(prompt.uid, prompt.request)
+                self._shaping.begin(prompt.uid, prompt.request)
         elif isinstance(move, Decode) and move.agreement == "broadcast" and move.widths:
             at = 0
             for uid, width in zip(move.rows, move.widths, strict=True):
-                self._desk.forced(uid, move.tokens[at + 1 : at + width])
+                self._shaping.forced(uid, move.tokens[at + 1 : at + width])
                 at += width

@@ -228,14 +228,14 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
     from .logit_shaping import RequestShaping
     from .mlx_lm_shim import import_mlx_lm
 
-    desk = RequestShaping()
+    shaping = RequestShaping()
     rank = RankExecutor(
         bootstrap,
         process.epoch,
         process.folder,
         process.status,
         counter,
-        desk=NoLogitShaping() if process.rank else desk,
+        shaping=NoLogitShaping() if process.rank else shaping,
         exchange=_exchange(process, bootstrap),
     )
     process.memory = rank
@@ -247,7 +247,7 @@ def run(process: RankProcessLinks, listener: socket.socket | None, identity: Pat
         from .decode_loop import DecodeLoop
         from .followers import Followers
 
-        DecodeLoop(rank, mail, pipe, Followers(links, mail), desk).run()
+        DecodeLoop(rank, mail, pipe, Followers(links, mail), shaping).run()
     else:
         from .serve_loop import ServeLoop
 

@@ -32,7 +32,7 @@ class ClientRequest:
         self.generate = generate
         self.uid = 0
         """Under which the desk knows it; 0 while none does."""
-        self.desk: RequestBackend | None = None
+        self.backend: RequestBackend | None = None
         self.elsewhere = False
         """Whether that desk is on another Mac."""
         self.strikes = 0
@@ -70,7 +70,7 @@ class ClientRequest:
         return len(self._got)
 
     @property
-    def footing(self) -> RequestRecord:
+    def record(self) -> RequestRecord:
         """How it stands should the group fail now."""
         return RequestRecord(
             self.strikes, len(self._got) - self._got_before, self.length, running=self.uid != 0

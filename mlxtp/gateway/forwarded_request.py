@@ -33,10 +33,10 @@ class ForwardedRequest:
         self.generate = generate
         self.uid = 0
         """Under which rank 0 knows it; 0 while it does not."""
-        self.desk: RequestBackend | None = None
+        self.backend: RequestBackend | None = None
         self.elsewhere = False
         self.strikes = generate.strikes
-        self._tell = tell
+        self._notify = tell
         self._index = generate.answered
 
     def again(self, uid: int) -> Generate:
@@ -44,7 +44,7 @@ class ForwardedRequest:
         return replace(self.generate, uid=uid)
 
     @property
-    def footing(self) -> RequestRecord:
+    def record(self) -> RequestRecord:
         """How it stands should the group fail now."""
         progress = self._index - self.generate.answered
         return RequestRecord(self.strikes, progress, self.length, running=self.uid != 0)
@@ -56,14 +56,14 @@ class ForwardedRequest:
 
     def cancelled(self) -> None:
         """Its own gateway gave it up; this is the last word about it."""
-        self._tell(Finished(self.generate.uid, "cancel", self._index, 0))
+        self._notify(Finished(self.generate.uid, "cancel", self._index, 0))
 
     def advance(self, event: Accepted | Prefilled) -> None:
-        self._tell(replace(event, uid=self.generate.uid))
+        self._notify(replace(event, uid=self.generate.uid))
 
     def give_back(self, error: MlxtpError, *, struck: bool) -> None:
         """The group has ended; its own gateway asks again. `struck`: the failure may have been its doing."""
-        self._tell(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
+        self._notify(Error(Code.RANK_LOST if struck else Code.REPLANNED, error.detail, self.generate.uid))
 
     def put(self, item: ForwardedItem) -> None:
         uid = self.generate.uid
@@ -71,17 +71,17 @@ class ForwardedRequest:
             case Tokens(tokens, ()):
                 count = len(tokens)
                 indices = tuple(range(self._index, self._index + count))
-                self._tell(Delta((uid,) * count, indices, tokens))
+                self._notify(Delta((uid,) * count, indices, tokens))
                 self._index += count
             case Tokens(tokens, scores):
-                self._tell(_scored(uid, self._index, tokens, scores))
+                self._notify(_scored(uid, self._index, tokens, scores))
                 self._index += len(tokens)
             case StreamEnd():
-                self._tell(
+                self._notify(
                     Finished(uid, item.reason, item.generated, 0, item.cached, item.drafted, item.accepted)
                 )
             case _:
-                self._tell(Error(item.code, item.detail, uid))
+                self._notify(Error(item.code, item.detail, uid))
 
 
 def _scored(uid: int, index: int, tokens: tuple[int, ...], scores: tuple[TokenScore, ...]) -> ScoredDelta:

@@ -35,13 +35,13 @@ class ForwardingBackend:
         """Node, epoch and version of the model that is served, or about to be."""
         self._ready = False
         """Whether it is."""
-        self._desk: RemoteBackend | None = None
-        self._desk_at = ""
+        self._backend: RemoteBackend | None = None
+        self._backend_at = ""
         """The node that the requests link leads to. It outlives that node's epochs."""
         self._opening: asyncio.Task[None] | None = None
         self._retry_at = 0.0
 
-    def look(self) -> None:
+    def follow(self) -> None:
         """Follow what is served elsewhere, unless this node has an epoch of its own."""
         cluster = self._cluster
         if cluster.supervisor.in_epoch:
@@ -54,7 +54,7 @@ class ForwardingBackend:
                 self._show(ServingState.IDLE, 0, cluster.waiting or "nobody serves a model yet", None)
             return
         node_id, serving = found
-        if self._desk is not None and self._desk_at != node_id:
+        if self._backend is not None and self._backend_at != node_id:
             self._drop(f"{cluster.name_of(node_id)} serves now")
         if serving.state != ServingState.READY or cluster.model.version != serving.desired:
             self._rest()
@@ -86,10 +86,10 @@ class ForwardingBackend:
         cluster = self._cluster
         servings = {
             node: serving
-            for node, serving in cluster.knowledge.servings.items()
-            if cluster.membership.standing(node).present
+            for node, serving in cluster.peer_info.servings.items()
+            if cluster.membership.status_of(node).present
         }
-        coordinator = cluster.coordination.claim.node_id
+        coordinator = cluster.leadership.claim.node_id
         leading = servings.get(coordinator)
         if leading is not None and leading.participants:
             return coordinator, leading
@@ -112,7 +112,7 @@ class ForwardingBackend:
             if source is None:
                 raise GroupError("the model is gone", Code.MODEL_NOT_FOUND)
             defaults = await asyncio.to_thread(load_defaults, source.path)
-            if self._desk is None:
+            if self._backend is None:
                 await self._reach(node_id)
         except (MlxtpError, TimeoutError, OSError) as error:
             log.warning("no way to send requests to %s: %s", cluster.name_of(node_id), error)
@@ -121,7 +121,7 @@ class ForwardingBackend:
         if cluster.supervisor.in_epoch:  # it began while this link was being opened
             self._leave()
             return
-        assert self._desk is not None
+        assert self._backend is not None
         info = ModelInfo(
             id=source.id,
             aliases=("default",) if source.id != "default" else (),
@@ -134,7 +134,7 @@ class ForwardingBackend:
             features=source.text.features,
         )
         self._ready = True
-        gateway.serve(self._desk, info, source.text, here=False, load_s=serving.load_s)
+        gateway.serve(self._backend, info, source.text, here=False, load_s=serving.load_s)
         cluster.changed()
 
     def _opened(self, opening: asyncio.Task[None]) -> None:
@@ -154,8 +154,8 @@ class ForwardingBackend:
         reader, writer = await self._connect(node_id)
         try:
             async with asyncio.timeout(CONNECT_S):
-                self._desk = await RemoteBackend.open(reader, writer, gateway.on_event, self._lost)
-                self._desk_at = node_id
+                self._backend = await RemoteBackend.open(reader, writer, gateway.on_event, self._lost)
+                self._backend_at = node_id
         except BaseException:
             writer.transport.abort()
             raise
@@ -163,39 +163,39 @@ class ForwardingBackend:
     async def _connect(self, node_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Where its control link leads, at the port that it named. Raises MlxtpError."""
         cluster = self._cluster
-        link = cluster.neighbours.to(node_id)
+        link = cluster.links.to(node_id)
         if link is None or self.credentials is None:
             raise GroupError("the link to it is gone", Code.LINK_LOST)
-        found = next(filter(None, map(host_and_port, cluster.knowledge.addresses.get(node_id, ()))), None)
+        found = next(filter(None, map(host_and_port, cluster.peer_info.addresses.get(node_id, ()))), None)
         if found is None:
             raise GroupError("it has not said at which port it listens", Code.LINK_LOST)
         context = member_context_client(self.credentials, ALPN_REQUESTS)
         return await open_tls(link.remote, found[1], context, ALPN_REQUESTS, CONNECT_S)
 
     def _lost(self, error: MlxtpError) -> None:
-        self._desk, self._desk_at = None, ""
+        self._backend, self._backend_at = None, ""
         self._retry_at = time.monotonic() + RETRY_S
         self._rest()
-        self._cluster.supervisor.gateway.pause(GroupError(error.detail, Code.LINK_LOST))
+        self._cluster.supervisor.gateway.park_open_requests(GroupError(error.detail, Code.LINK_LOST))
         self._cluster.changed()
 
     def _drop(self, why: str) -> None:
         """Nobody there answers any more: end the link. What was open on it waits for another group."""
         if self._leave():
-            self._cluster.supervisor.gateway.pause(GroupError(why, Code.NOT_READY))
+            self._cluster.supervisor.gateway.park_open_requests(GroupError(why, Code.NOT_READY))
 
     def _leave(self) -> bool:
         """End the link, and say nothing about it to anybody here. Returns whether there was one."""
         self._forget()
-        desk, self._desk, self._desk_at = self._desk, None, ""
-        if desk is not None:
-            desk.drop()
-        return desk is not None
+        backend, self._backend, self._backend_at = self._backend, None, ""
+        if backend is not None:
+            backend.drop()
+        return backend is not None
 
     def _rest(self) -> None:
         """Nothing new for now. What was open is the other agent's until it says otherwise."""
         self._forget()
-        self._cluster.supervisor.gateway.rest()
+        self._cluster.supervisor.gateway.detach()
 
     def _forget(self) -> None:
         if self._opening is not None:
@@ -208,6 +208,6 @@ class ForwardingBackend:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
-        if self._desk is not None:
+        if self._backend is not None:
             with contextlib.suppress(MlxtpError):
-                await self._desk.close()
+                await self._backend.close()

@@ -76,7 +76,7 @@ class ModelSwitch(Protocol):
 
     async def on_request(self) -> tuple[StoredModelInfo, ...]: ...
 
-    async def turn(self, name: str | None, within_s: float) -> ModelLease: ...
+    async def acquire_model(self, name: str | None, within_s: float) -> ModelLease: ...
 
 
 class NoModelSwitch:
@@ -85,7 +85,7 @@ class NoModelSwitch:
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return ()
 
-    async def turn(self, _name: str | None, _within_s: float) -> ModelLease:
+    async def acquire_model(self, _name: str | None, _within_s: float) -> ModelLease:
         return AT_ONCE
 
 
@@ -134,7 +134,7 @@ class Gateway:
         self._suspects: deque[ClientRequest | ForwardedRequest] = deque()
         """What waits until the suspect before it has proven harmless."""
         self._suspect: ClientRequest | ForwardedRequest | None = None
-        self._desk: RequestBackend | None = None
+        self._backend: RequestBackend | None = None
         self._here = False
         self._model: ModelInfo | None = None
         self._served: ModelInfo | None = None
@@ -142,7 +142,7 @@ class Gateway:
         self._text: Text | None = None
         self._handover: MlxtpError | None = None
         """The reason for the gap between two groups, of which the second is on its way."""
-        self._held = ""
+        self._admission_hold = ""
         self.confirmed_tokens = 0
         """How many have come from rank 0 for requests of this gateway, and on the Mac of rank 0 for all."""
         self.elsewhere: Callable[[], str] = lambda: ""
@@ -158,35 +158,35 @@ class Gateway:
     # --- what the agent tells ------------------------------------------------------------------------
 
     def serve(
-        self, desk: RequestBackend, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
+        self, backend: RequestBackend, model: ModelInfo, text: Text, *, here: bool = True, load_s: float = 0.0
     ) -> None:
-        """From now on requests go to `desk`. `here`: that is rank 0, and requests of others may go there.
+        """From now on requests go to `backend`. `here`: that is rank 0, and requests of others may go there.
 
         `load_s`: seconds that the model took to load, 0 where that is not known.
         """
         if self._served is not None and (self._served.id, self._served.path) != (model.id, model.path):
             self._end_all(GroupError(f"{model.id} is served now", Code.SHUTTING_DOWN))
-        self._desk, self._model, self._text, self._here = desk, model, text, here
+        self._backend, self._model, self._text, self._here = backend, model, text, here
         self._handover = None
         self._served, self.load_s = model, load_s
         self._take_up()
         self.on_serving()
 
-    def rest(self) -> None:
+    def detach(self) -> None:
         """Nothing new for now; what is open stays with its desk."""
-        self._desk = self._model = self._text = self._handover = None
+        self._backend = self._model = self._text = self._handover = None
 
-    def pause(self, error: MlxtpError) -> None:
+    def park_open_requests(self, error: MlxtpError) -> None:
         """The group, or the way to it, has ended because of `error`: open requests wait for another one.
 
         Where a better group takes its place, new requests wait for that, too.
         """
         model, text = self._model, self._text
-        self.rest()
+        self.detach()
         if error.code is Code.REPLANNED and model is not None:
             self._model, self._text, self._handover = model, text, error
         requests = [*self._open.values(), *self._suspects]
-        strikes = strikes_after([request.footing for request in requests], error.code)
+        strikes = strikes_after([request.record for request in requests], error.code)
         self._open.clear()
         self._suspects.clear()
         self._suspect = None
@@ -200,9 +200,9 @@ class Gateway:
                 request.strikes = count
                 self._park(request, error)
 
-    def suspend(self, error: MlxtpError) -> None:
+    def fail_all(self, error: MlxtpError) -> None:
         """No requests from now on; those that are open end with `error`."""
-        self.rest()
+        self.detach()
         self._end_all(error)
 
     def close(self, error: MlxtpError) -> None:
@@ -214,7 +214,7 @@ class Gateway:
             uid: request for uid, request in self._open.items() if isinstance(request, ClientRequest)
         }
         self._suspects = deque(request for request in self._suspects if isinstance(request, ClientRequest))
-        self.suspend(error)
+        self.fail_all(error)
 
     def on_event(self, event: RequestEvent) -> None:
         """What rank 0 emitted."""
@@ -252,13 +252,13 @@ class Gateway:
             self._next_suspect()
 
     @contextlib.contextmanager
-    def held(self, why: str) -> Iterator[None]:
+    def hold_admission(self, why: str) -> Iterator[None]:
         """Meanwhile new requests are refused, with `why`; they may try again soon."""
-        self._held = why
+        self._admission_hold = why
         try:
             yield
         finally:
-            self._held = ""
+            self._admission_hold = ""
 
     @property
     def open_requests(self) -> int:
@@ -270,7 +270,7 @@ class Gateway:
         """Requests of other agents' clients that go on here."""
         return sum(isinstance(request, ForwardedRequest) for request in self._requests)
 
-    def census(self) -> OpenRequests:
+    def count_open(self) -> OpenRequests:
         """What is open right now."""
         own = [
             request
@@ -279,7 +279,7 @@ class Gateway:
         ]
         running = sum(request.uid != 0 and request.got > 0 for request in own)
         there = self._open.values() if self._here else ()
-        held = sum(request.length for request in there if request.footing.progress)
+        held = sum(request.length for request in there if request.record.progress)
         name = self._served.id if self._served is not None else ""
         return OpenRequests(name, running, len(own) - running, held)
 
@@ -290,7 +290,7 @@ class Gateway:
         `generating`: they have tokens of the present group. `first_token`: they wait for the first one, in
         rank 0's queue or in prefill. `group`: for a group to serve. `held_back`: for a suspect before them.
         """
-        progress = [request.footing.progress for request in self._open.values()]
+        progress = [request.record.progress for request in self._open.values()]
         generating = sum(count > 0 for count in progress)
         return {
             "generating": generating,
@@ -320,15 +320,15 @@ class Gateway:
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return await self.switch.on_request()
 
-    async def turn(self, name: str | None, within_s: float = 0.0) -> ModelLease:
-        return await self.switch.turn(name, within_s)
+    async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
+        return await self.switch.acquire_model(name, within_s)
 
     def generate(self, request: Request) -> TokenStream:
         """Start a request; see `Backend.generate`."""
         self._refuse_if_closing()
         client = client_number(request.client, self._salt)
         user = client_number(request.user, self._salt)
-        asked = self._start(self._free_desk(client, len(request.prompt)), request, client, user)
+        asked = self._start(self._available_backend(client, len(request.prompt)), request, client, user)
         assert self._served is not None
         asked.watch = self.meter.begin(self._served.id, request.prompt)
         return asked
@@ -339,16 +339,16 @@ class Gateway:
         Returns what cancels it. Raises RequestError when it is refused at once.
         """
         self._refuse_if_closing()
-        desk = self._free_desk(generate.client, len(generate.tokens))
+        backend = self._available_backend(generate.client, len(generate.tokens))
         # Two agents that each take the other for rank 0's would pass it on for ever.
-        if desk is None or not self._here:
+        if backend is None or not self._here:
             raise RequestError("rank 0 is not on this Mac any more", Code.NOT_READY, status=503)
-        relayed = ForwardedRequest(generate, tell)
-        self._admit(relayed, desk)
+        forwarded = ForwardedRequest(generate, tell)
+        self._admit(forwarded, backend)
 
         def cancel() -> None:
-            self._abandon(relayed)
-            relayed.cancelled()
+            self._abandon(forwarded)
+            forwarded.cancelled()
 
         return cancel
 
@@ -356,17 +356,17 @@ class Gateway:
         if self.closing:
             raise RequestError(f"{self.closing}; try again", Code.SHUTTING_DOWN, status=503)
 
-    def _free_desk(self, client: int, prompt: int) -> RequestBackend | None:
-        if self._desk is None and self._handover is None:
+    def _available_backend(self, client: int, prompt: int) -> RequestBackend | None:
+        if self._backend is None and self._handover is None:
             raise RequestError("no model is loaded right now; try again soon", Code.NOT_READY, status=503)
-        if self._held:
-            raise RequestError(self._held, Code.NOT_READY, status=503)
+        if self._admission_hold:
+            raise RequestError(self._admission_hold, Code.NOT_READY, status=503)
         open_ = [(request.generate.client, request.length) for request in self._requests]
         load = load_of(client, open_, self._bounds.request_tokens)
         refused = refusal(self._bounds, load, prompt, self._memory(), self.elsewhere())
         if refused is not None:
             raise refused
-        return self._desk
+        return self._backend
 
     @property
     def short(self) -> bool:
@@ -418,7 +418,7 @@ class Gateway:
     # --- one request ---------------------------------------------------------------------------------
 
     def _start(
-        self, desk: RequestBackend | None, request: Request, client: int = 0, user: int = 0
+        self, backend: RequestBackend | None, request: Request, client: int = 0, user: int = 0
     ) -> ClientRequest:
         if len(request.prompt) > MAX_FRAME_TOKENS:
             raise RequestError(
@@ -437,11 +437,11 @@ class Gateway:
             user=user,
         )
         asked = ClientRequest(generate, self._abandon)
-        if desk is None:
+        if backend is None:
             assert self._handover is not None
             self._park(asked, self._handover)
         else:
-            self._admit(asked, desk)
+            self._admit(asked, backend)
         deadline_s = min(request.deadline_s or self._deadline_s, self._deadline_s)
         loop = asyncio.get_running_loop()
         asked.deadline = loop.call_later(deadline_s, self._too_late, asked, deadline_s)
@@ -451,7 +451,7 @@ class Gateway:
         self._abandon(asked)
         asked.put(MlxtpError(f"the answer was not complete within {deadline_s:g} s", Code.DEADLINE))
 
-    def _admit(self, request: ClientRequest | ForwardedRequest, desk: RequestBackend) -> None:
+    def _admit(self, request: ClientRequest | ForwardedRequest, backend: RequestBackend) -> None:
         """To the desk, or behind the suspects that wait. Raises RequestError when nobody takes it."""
         if self._here and request.strikes >= SUSPECT:
             if self._suspect is not None:
@@ -462,12 +462,16 @@ class Gateway:
             self._suspect = request
         uid = next(self._uids)
         try:
-            desk.send(request.again(uid))
+            backend.send(request.again(uid))
         except MlxtpError as error:
             if self._suspect is request:
                 self._suspect = None
             raise RequestError(f"rank 0 is gone: {error.detail}", Code.NOT_READY, status=503) from error
-        request.uid, request.desk, request.elsewhere = uid, desk, desk is self._desk and not self._here
+        request.uid, request.backend, request.elsewhere = (
+            uid,
+            backend,
+            backend is self._backend and not self._here,
+        )
         self._open[uid] = request
 
     def _abandon(self, request: ClientRequest | ForwardedRequest) -> None:
@@ -479,9 +483,9 @@ class Gateway:
             self._suspects.remove(request)
         if self._open.get(request.uid) is request:
             del self._open[request.uid]
-            assert request.desk is not None
+            assert request.backend is not None
             with contextlib.suppress(MlxtpError):  # rank 0 is gone: nothing decodes any more
-                request.desk.send(Cancel(request.uid))
+                request.backend.send(Cancel(request.uid))
         if self._suspect is request:
             self._next_suspect()
 
@@ -502,14 +506,14 @@ class Gateway:
 
     def _take_up(self) -> None:
         """Ask this group for what is missing."""
-        paused, self._paused, desk = self._paused, {}, self._desk
-        assert desk is not None
+        paused, self._paused, backend = self._paused, {}, self._backend
+        assert backend is not None
         for asked in paused:
             if asked.got >= asked.generate.max_tokens:  # only the word that this was the last is missing
                 asked.put(StreamEnd("length", asked.got))
                 continue
             try:
-                self._admit(asked, desk)
+                self._admit(asked, backend)
             except RequestError as error:
                 self._park(asked, error)
 
@@ -523,24 +527,24 @@ class Gateway:
             request.put(error)
             return
         if error.code is Code.RANK_LOST:
-            request.strikes = struck(request.footing)
+            request.strikes = struck(request.record)
         self._park(request, error)
         asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again)
 
     def _ask_again(self) -> None:
-        if self._desk is not None:
+        if self._backend is not None:
             self._take_up()
 
     def _next_suspect(self) -> None:
         suspect = self._suspect
         assert suspect is not None
-        if self._open.get(suspect.uid) is suspect and suspect.footing.progress < PROVEN_TOKENS:
+        if self._open.get(suspect.uid) is suspect and suspect.record.progress < PROVEN_TOKENS:
             return
         self._suspect = None
-        while self._suspects and self._suspect is None and self._desk is not None:
+        while self._suspects and self._suspect is None and self._backend is not None:
             waiting = self._suspects.popleft()
             try:
-                self._admit(waiting, self._desk)
+                self._admit(waiting, self._backend)
             except RequestError as error:
                 if isinstance(waiting, ClientRequest):
                     self._park(waiting, error)

@@ -64,8 +64,8 @@ class GroupController:
     def __init__(self, cluster: Surroundings) -> None:
         self._cluster = cluster
         self._ready_for: asyncio.Future[EpochPlan] | None = None
-        self._mine: _OwnedEpoch | None = None
-        self._seats: dict[tuple[str, int], RemoteRank] = {}
+        self._owned: _OwnedEpoch | None = None
+        self._endpoints: dict[tuple[str, int], RemoteRank] = {}
         """By node id and epoch."""
         self._failed = FailedGroups()
         self._trials = Trials(cluster, self)
@@ -75,16 +75,16 @@ class GroupController:
         self._lacking: set[str] = set()
         """Nodes whose MLX turned out to have no JACCL."""
         self._seen: object = None
-        self._guest_of = (0, "")
+        self._hosted_rank_for = (0, "")
         """The epoch of the guest's rank, and the boot id that its host had when it came."""
 
     # --- for the supervisor --------------------------------------------------------------------------
 
     async def next(self) -> EpochPlan:
         """Wait until this node has to form an epoch."""
-        if self._mine is not None and self._mine.placement.backend == "jaccl":
+        if self._owned is not None and self._owned.placement.backend == "jaccl":
             # With a cable out, between whichever ranks, JACCL forms all the same.
-            await self._cluster.look_now(self._mine.form.plan.ranks)
+            await self._cluster.read_machine_now(self._owned.form.plan.ranks)
         self._let_go()
         await self._trials.stop()
         self._ready_for = asyncio.get_running_loop().create_future()
@@ -106,7 +106,7 @@ class GroupController:
 
         One failure is enough, except for a lost process or a TCP port that was taken, which may pass.
         """
-        mine, chosen = self._mine, self._mine.placement.chosen if self._mine is not None else None
+        mine, chosen = self._owned, self._owned.placement.chosen if self._owned is not None else None
         if mine is None or chosen is None or chosen.nodes == 1:
             return False
         if error.code in _OTHERWISE or of_the_model(error):
@@ -163,17 +163,17 @@ class GroupController:
         """End the group beside what serves, if there is one."""
         await self._trials.close()
 
-    def forget(self, number: int) -> None:
+    def release_endpoints(self, number: int) -> None:
         """Drop the seats of epoch `number`, which has ended."""
-        self._seats = {key: seat for key, seat in self._seats.items() if key[1] != number}
+        self._endpoints = {key: endpoint for key, endpoint in self._endpoints.items() if key[1] != number}
 
     def _let_go(self) -> None:
         """The last epoch is over. The others hear it: what they know of it would stand for ever."""
-        last, mine, self._mine = self.serving(), self._mine, None
+        last, mine, self._owned = self.serving(), self._owned, None
         if mine is not None:
-            self.forget(mine.form.number)
+            self.release_endpoints(mine.form.number)
         if last is not None:
-            self._cluster.neighbours.tell_all(last)
+            self._cluster.links.broadcast(last)
 
     # --- what is decided -----------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class GroupController:
         placement, why = self.placement()
         best = None
         chosen = placement.chosen if placement is not None else None
-        self._trials.look(chosen)
+        self._trials.end_stale(chosen)
         if placement is not None and chosen is not None:
             proven = self._trials.is_over(chosen)
             best = reconcile.GroupPlan(placement.ranks, self._key(placement), placement.backend, proven)
@@ -196,7 +196,7 @@ class GroupController:
             hold_until=hold_until,
             hold=hold,
             running=self._running(),
-            others=tuple(filter(None, map(self._as_running, self._cluster.knowledge.servings.items()))),
+            others=tuple(filter(None, map(self._as_running, self._cluster.peer_info.servings.items()))),
             plan=best,
             refusal=why,
         )
@@ -206,28 +206,28 @@ class GroupController:
         cluster = self._cluster
         return [
             node_id
-            for node_id, told in cluster.knowledge.models.items()
-            if node_id not in cluster.coordination.draining
+            for node_id, told in cluster.peer_info.models.items()
+            if node_id not in cluster.leadership.draining
             and told.fingerprint
             and told.desired == cluster.model.version
-            and cluster.membership.standing(node_id).present
+            and cluster.membership.status_of(node_id).present
         ]
 
     def _hold(self) -> tuple[float, str]:
         """A moment's patience with members that have not yet said whether they have the model."""
         cluster = self._cluster
         waits = [
-            (cluster.knowledge.met_at[node_id] + TELL_S, node_id)
-            for node_id in cluster.neighbours.nodes()
-            if node_id in cluster.knowledge.met_at and not self._has_told(node_id)
+            (cluster.peer_info.met_at[node_id] + TELL_S, node_id)
+            for node_id in cluster.links.nodes()
+            if node_id in cluster.peer_info.met_at and not self._has_reported(node_id)
         ]
         if not waits:
             return 0.0, ""
         until, node_id = max(waits)
         return until, f"{cluster.name_of(node_id)} has not said yet whether it has the model"
 
-    def _has_told(self, node_id: str) -> bool:
-        told = self._cluster.knowledge.models.get(node_id)
+    def _has_reported(self, node_id: str) -> bool:
+        told = self._cluster.peer_info.models.get(node_id)
         desired = self._cluster.model.version
         return told is not None and told.desired == desired and bool(told.fingerprint or told.problem)
 
@@ -244,14 +244,14 @@ class GroupController:
         ahead = self._trials.take(chosen)
         if ahead is not None:
             form = replace(form, number=ahead.epoch)
-        self._mine = _OwnedEpoch(form, placement, cluster.coordination.desired.model, cluster.model.version)
-        cluster.coordination.saw_epoch(form.number)
+        self._owned = _OwnedEpoch(form, placement, cluster.leadership.desired.model, cluster.model.version)
+        cluster.leadership.saw_epoch(form.number)
         names = " + ".join(map(cluster.name_of, placement.ranks))
         log.info("epoch %d: %s on %s", form.number, chosen.kind, names, extra={"epoch": form.number})
         for note in placement.notes:
             log.info("%s", note)
         if ahead is not None and (serving := self.serving()) is not None:
-            cluster.neighbours.tell_all(serving)  # its guests are no longer beside something
+            cluster.links.broadcast(serving)  # its guests are no longer beside something
         self._ready_for.set_result(ahead or EpochPlan(form.number, source, self.group(form.number, chosen)))
 
     def try_out(self, action: TryGroup) -> None:
@@ -262,9 +262,9 @@ class GroupController:
 
     def still_wanted(self, before: DesiredState, desired: DesiredState) -> None:
         """Only who wants it, or whether it is pinned, is different: the epoch goes on."""
-        mine = self._mine
+        mine = self._owned
         if mine is not None and (mine.model, mine.desired) == (before.model, before.version):
-            self._mine = replace(mine, desired=desired.version)
+            self._owned = replace(mine, desired=desired.version)
 
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`. `trial`: they are beside those that serve."""
@@ -273,19 +273,19 @@ class GroupController:
         if world == 1:
             return EpochGroup(1, 1, "none", kind=chosen.kind, machines=(self._machine(cluster.node_id),))
         fabric = chosen.ring_addresses or ("",) * world
-        members = cluster.coordination.roster.members()
+        members = cluster.leadership.roster.members()
 
-        def seats(ranks: ProcessGroup) -> tuple[RankEndpoint, ...]:
+        def endpoints(ranks: ProcessGroup) -> tuple[RankEndpoint, ...]:
             made = {}
             for rank, node_id in enumerate(chosen.ranks[1:], 1):
                 order = Prepare(number, rank, fabric[rank], cluster.model.version, trial)
                 made[node_id, number] = RemoteRank(
-                    partial(cluster.neighbours.send, node_id),
+                    partial(cluster.links.send, node_id),
                     cluster.name_of(node_id),
                     order,
                     ranks,
                 )
-            self._seats |= made
+            self._endpoints |= made
             return tuple(made.values())
 
         return EpochGroup(
@@ -293,7 +293,7 @@ class GroupController:
             world,
             chosen.backend,
             fabric=fabric[0],
-            seats=seats,
+            endpoints=endpoints,
             decode_hosts=("127.0.0.1", *map(self._addresses_for, chosen.ranks[1:])),
             pins=tuple(members[node_id].fingerprint for node_id in chosen.ranks),
             kind=chosen.kind,
@@ -305,20 +305,20 @@ class GroupController:
 
     def _addresses_for(self, node_id: str) -> str:
         """Return the node's addresses for a member: that on the fastest network, that of the control link."""
-        me, link = self._cluster.node_id, self._cluster.neighbours.to(node_id)
+        me, link = self._cluster.node_id, self._cluster.links.to(node_id)
         faster = [each.addresses[me] for each in self.topology().fastest(me, node_id)[:1]]
         return ",".join(dict.fromkeys([*faster, *([link.local] if link is not None else [])]))
 
     def _machine(self, node_id: str) -> str:
-        machine = self._cluster.knowledge.machines[node_id]
+        machine = self._cluster.peer_info.machines[node_id]
         return f"{machine.chip} {machine.build}"
 
     def _running(self) -> RunningEpoch | None:
         """The epoch that this node owns, or the one whose guest it is."""
         cluster = self._cluster
-        if self._mine is not None and cluster.supervisor.in_epoch:
-            form = self._mine.form
-            chosen = self._mine.placement.chosen
+        if self._owned is not None and cluster.supervisor.in_epoch:
+            form = self._owned.form
+            chosen = self._owned.placement.chosen
             if cluster.supervisor.state is ServingState.READY and chosen is not None:
                 self._trials.served(chosen)
                 self._failed.formed(chosen.kind, links_of(chosen.ranks, chosen.rdma))
@@ -327,21 +327,27 @@ class GroupController:
                 form.plan.ranks,
                 form.boots,
                 form.plan.key,
-                self._mine.model,
-                self._mine.desired,
+                self._owned.model,
+                self._owned.desired,
                 cluster.supervisor.state in (ServingState.READY, ServingState.DRAINING),
                 cluster.supervisor.gateway.open_requests,
                 cluster.supervisor.state is ServingState.DRAINING,
                 form.plan.backend,
             )
-        guest = cluster.guest
-        if not guest.epoch:
-            self._guest_of = (0, "")
+        hosted = cluster.hosted_rank
+        if not hosted.epoch:
+            self._hosted_rank_for = (0, "")
             return None
-        if self._guest_of[0] != guest.epoch:
-            self._guest_of = (guest.epoch, cluster.membership.standing(guest.host).boot_id)
+        if self._hosted_rank_for[0] != hosted.epoch:
+            self._hosted_rank_for = (hosted.epoch, cluster.membership.status_of(hosted.host).boot_id)
         return RunningEpoch(
-            guest.epoch, (guest.host, cluster.node_id), (self._guest_of[1], cluster.boot_id), (), "", 0, False
+            hosted.epoch,
+            (hosted.host, cluster.node_id),
+            (self._hosted_rank_for[1], cluster.boot_id),
+            (),
+            "",
+            0,
+            False,
         )
 
     def _as_running(self, told: tuple[str, Serving]) -> RunningEpoch | None:
@@ -369,11 +375,11 @@ class GroupController:
         """Return the members that are present and may take part, in the form that placement needs."""
         cluster = self._cluster
         found = []
-        for node_id, standing in cluster.membership.standings().items():
-            machine = cluster.knowledge.machines.get(node_id)
-            if not standing.present or machine is None:
+        for node_id, status in cluster.membership.statuses().items():
+            machine = cluster.peer_info.machines.get(node_id)
+            if not status.present or machine is None:
                 continue
-            link = cluster.neighbours.to(node_id)
+            link = cluster.links.to(node_id)
             found.append(
                 MemberMachine(
                     node_id,
@@ -383,7 +389,7 @@ class GroupController:
                     *self._has_model(node_id),
                     jaccl=False if node_id in self._lacking else None,
                     held_bytes=self.held_bytes(node_id),
-                    boot_id=standing.boot_id,
+                    boot_id=status.boot_id,
                 )
             )
         return sorted(found, key=lambda member: member.node_id)
@@ -394,13 +400,13 @@ class GroupController:
 
     def held_bytes(self, node_id: str) -> int:
         """Return what ranks hold of that Mac's memory, and give back for a group of this node."""
-        told = self._cluster.knowledge.servings.values()
+        told = self._cluster.peer_info.servings.values()
         theirs = [dict(zip(each.participants, each.held_mib, strict=False)) for each in told]
         return _steps(self._held_here(node_id) + sum(held.get(node_id, 0) * MIB for held in theirs))
 
     def _held_here(self, node_id: str) -> int:
         """Return what ranks of this node's groups hold of that Mac's memory."""
-        supervisor, mine = self._cluster.supervisor, self._mine
+        supervisor, mine = self._cluster.supervisor, self._owned
         groups = [(supervisor.beside, self._trials.ranks)]
         if mine is not None:
             groups.append((supervisor.ranks, mine.form.plan.ranks))
@@ -414,7 +420,7 @@ class GroupController:
     def _has_model(self, node_id: str) -> tuple[bool, str]:
         cluster = self._cluster
         ours = cluster.model.status
-        theirs = ours if node_id == cluster.node_id else cluster.knowledge.models.get(node_id)
+        theirs = ours if node_id == cluster.node_id else cluster.peer_info.models.get(node_id)
         if theirs is None or theirs.desired != ours.desired:
             return False, "it has not said yet whether it has the model"
         if theirs.problem:
@@ -435,7 +441,7 @@ class GroupController:
 
     def _mending(self, other: str) -> str:
         """Return the advice for files that differ between this Mac and another one."""
-        model, here = self._cluster.coordination.desired.model, self._cluster.name
+        model, here = self._cluster.leadership.desired.model, self._cluster.name
         if is_hub_id(model):
             return f"`mlxtp verify {model} --repair` on {other}, then on {here}, gets what is damaged anew"
         return f"bring the same files to {other} and {here}"
@@ -443,13 +449,13 @@ class GroupController:
     def placement(self) -> tuple[Placement | None, str]:
         """The best plan for those who are present, and why there is none. Kept until something changes."""
         cluster = self._cluster
-        source, desired = cluster.model.source, cluster.coordination.desired
+        source, desired = cluster.model.source, cluster.leadership.desired
         if not desired.model:
             return None, "nothing is to be served"
         if source is None:
             coming = cluster.coming(desired.model)
             return None, cluster.model.problem or coming or f"{desired.model} is still being looked for"
-        leaving = cluster.coordination.draining
+        leaving = cluster.leadership.draining
         members = [member for member in self.members() if member.node_id not in leaving]
         if not members:
             return None, "every Mac here is about to stop"
@@ -486,16 +492,15 @@ class GroupController:
         `nodes`: over how many Macs; empty for as many as were said last. `only` these may take part.
         """
         cluster = self._cluster
-        if any(each.state is Standing.SUSPECT for each in cluster.membership.standings().values()):
+        if any(each.state is Standing.SUSPECT for each in cluster.membership.statuses().values()):
             return ""
         members = [
             replace(member, machine=replace(member.machine, free_bytes=0), model_ok=True, held_bytes=0)
             for member in self.members()
-            if member.node_id not in cluster.coordination.draining
-            and (only is None or member.node_id in only)
+            if member.node_id not in cluster.leadership.draining and (only is None or member.node_id in only)
         ]
         try:
-            options = self._options(nodes or cluster.coordination.desired.nodes, shape.name)
+            options = self._options(nodes or cluster.leadership.desired.nodes, shape.name)
             options = replace(options, failed=self._failed_groups())
             placement = plan(members, shape, cluster.node_id, options)
         except MlxtpError as error:
@@ -547,7 +552,7 @@ class GroupController:
 
     def _overrides(self, settings: Settings) -> dict[str, dict[str, str]]:
         """RDMA devices by hand, by node id; people name nodes by name, or else by the start of an id."""
-        known = {self._cluster.node_id, *self._cluster.knowledge.machines}
+        known = {self._cluster.node_id, *self._cluster.peer_info.machines}
 
         def nodes(text: str) -> list[str]:
             named = [node for node in known if text == self._cluster.name_of(node)]
@@ -574,7 +579,7 @@ class GroupController:
 
     def remeasured(self) -> None:
         """Something was measured: from now on this node's group is compared by what it is known to do."""
-        mine = self._mine
+        mine = self._owned
         placement, _ = self.placement()
         if mine is None or mine.placement.chosen is None or placement is None:
             return
@@ -583,14 +588,14 @@ class GroupController:
             if (each.ranks, each.kind) == asked and each.speed is not None and each.speed.measured:
                 key = (*mine.form.plan.key[:-1], each.speed.tokens_per_second)
                 form = replace(mine.form, plan=replace(mine.form.plan, key=key))
-                self._mine = replace(mine, form=form)
+                self._owned = replace(mine, form=form)
 
     def _key(self, placement: Placement) -> tuple[float, ...]:
         """Return the order of plans: as many Macs as wanted, then tokens per second."""
         chosen = placement.chosen
         assert chosen is not None
         source = self._cluster.model.source
-        nodes = self._cluster.coordination.desired.nodes
+        nodes = self._cluster.leadership.desired.nodes
         everybody = source is not None and self._options(nodes, source.id).nodes == "all"
         speed = chosen.speed.tokens_per_second if chosen.speed is not None else 0.0
         return (float(len(chosen.ranks)) if everybody else 0.0, speed)
@@ -598,9 +603,9 @@ class GroupController:
     def _notice_changes(self) -> None:
         """End a failed state once a member comes or goes, or something else is wanted."""
         cluster = self._cluster
-        standings = cluster.membership.standings()
-        present = tuple(sorted((node, s.boot_id) for node, s in standings.items() if s.present))
-        now = (present, cluster.coordination.desired, cluster.coordination.leading)
+        statuses = cluster.membership.statuses()
+        present = tuple(sorted((node, s.boot_id) for node, s in statuses.items() if s.present))
+        now = (present, cluster.leadership.desired, cluster.leadership.leading)
         if now != self._seen:
             self._seen = now
             self._changed.set()
@@ -609,8 +614,8 @@ class GroupController:
 
     def received(self, node_id: str, message: RankWord) -> None:
         """An agent about the rank it runs for this node."""
-        if seat := self._seats.get((node_id, message.epoch)):
-            seat.received(message)
+        if endpoint := self._endpoints.get((node_id, message.epoch)):
+            endpoint.received(message)
 
     def _without_jaccl(self, nodes: list[str]) -> GroupError:
         """MLX turned out to have no JACCL on these: with `auto` the next epoch uses the ring."""
@@ -624,18 +629,18 @@ class GroupController:
 
     def lost(self, node_id: str, why: str) -> None:
         """The last link to an agent has ended."""
-        for (host, _), seat in self._seats.items():
+        for (host, _), endpoint in self._endpoints.items():
             if host == node_id:
-                seat.lost(why)
+                endpoint.lost(why)
 
     # --- what is told --------------------------------------------------------------------------------
 
     def serving(self) -> Serving | None:
         """The group of this node, for all others; None when it has none and another node coordinates."""
-        cluster, mine = self._cluster, self._mine
+        cluster, mine = self._cluster, self._owned
         supervisor = cluster.supervisor
         if mine is None:
-            return self._nothing() if cluster.coordination.leading else None
+            return self._nothing() if cluster.leadership.leading else None
         if supervisor.in_epoch:
             state, requests = supervisor.state, supervisor.gateway.open_requests
             info = next(iter(supervisor.gateway.models()), None)

@@ -59,16 +59,16 @@ class Drain:
         if self._cluster is not None:
             self._cluster.drain()
         self._supervisor.drain(ABOUT_TO_STOP)
-        self._looking = asyncio.ensure_future(self._look())
+        self._looking = asyncio.ensure_future(self._check())
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         before = None
         while not self._finished():
             if before != (before := self._supervisor.gateway.open_requests):
-                self._tell()
+                self._announce()
             await asyncio.sleep(LOOK_S)
         self.over.set()
-        self._tell()
+        self._announce()
 
     def _finished(self) -> bool:
         left = self._supervisor.gateway.open_requests
@@ -80,7 +80,7 @@ class Drain:
         log.info("drained")
         return True
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
 

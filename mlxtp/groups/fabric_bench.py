@@ -29,12 +29,12 @@ ANSWER_S = 50.0
 class FabricBench:
     """What is known of the fabrics of this cluster. The file is this node's own; others are told."""
 
-    def __init__(self, cluster: Surroundings, conductor: GroupController) -> None:
+    def __init__(self, cluster: Surroundings, controller: GroupController) -> None:
         self._cluster = cluster
-        self._conductor = conductor
+        self._controller = controller
         self._path = cluster.settings.home / FILE
         self.results = _load(self._path)
-        self._said: dict[str, FabricResult] = {}
+        self._logged: dict[str, FabricResult] = {}
         """What each node told last."""
         self._answers: dict[tuple[str, bytes], asyncio.Future[FabricResult]] = {}
         """What is waited for, by who was asked and with which nonce."""
@@ -49,7 +49,7 @@ class FabricBench:
         fast = self._cluster.settings.fast_fences
         return measurements.find(self.results, nodes, kind, fast_fences=fast)
 
-    def told(self) -> list[FabricReport]:
+    def report(self) -> list[FabricReport]:
         """What a node that has just come is told."""
         return list(map(_report, self.results))
 
@@ -58,15 +58,15 @@ class FabricBench:
         cluster = self._cluster
         if cluster.supervisor.in_epoch:
             return await self._bench_here()
-        servings = cluster.knowledge.servings.items()
+        servings = cluster.peer_info.servings.items()
         owners = [node for node, serving in servings if serving.state == ServingState.READY]
         if not owners:
             raise UserError("no group serves right now; `mlxtp status` says why", Code.NOT_READY)
-        coordinator = cluster.coordination.claim.node_id
+        coordinator = cluster.leadership.claim.node_id
         return await self._bench_at(coordinator if coordinator in owners else min(owners))
 
     async def _bench_here(self) -> FabricResult:
-        serving = self._conductor.serving()
+        serving = self._controller.serving()
         times = await self._cluster.supervisor.measure_fabric()
         assert serving is not None
         result = FabricResult(
@@ -86,7 +86,7 @@ class FabricBench:
         except ValueError as error:
             raise UserError(f"what was measured makes no sense and is not kept: {error}") from None
         self._keep(result)
-        self._cluster.neighbours.tell_all(_report(result))
+        self._cluster.links.broadcast(_report(result))
         return result
 
     async def _bench_at(self, node_id: str) -> FabricResult:
@@ -94,7 +94,7 @@ class FabricBench:
         answer: asyncio.Future[FabricResult] = asyncio.get_running_loop().create_future()
         self._answers[node_id, nonce] = answer
         try:
-            self._cluster.neighbours.send(node_id, FabricWanted(nonce))
+            self._cluster.links.send(node_id, FabricWanted(nonce))
             async with asyncio.timeout(ANSWER_S):
                 return await answer
         except TimeoutError:
@@ -111,10 +111,10 @@ class FabricBench:
                 task.add_done_callback(self._ended)
             case FabricReport():
                 result = FabricResult(*(getattr(message, name) for name in FabricResult.__match_args__))
-                self._said[node_id] = result
+                self._logged[node_id] = result
                 self._keep(result)
             case FabricAnswer(nonce, problem):
-                answer, said = self._answers.get((node_id, nonce)), self._said.get(node_id)
+                answer, said = self._answers.get((node_id, nonce)), self._logged.get(node_id)
                 if answer is None or answer.done():
                     return
                 if said is not None and not problem:
@@ -124,7 +124,7 @@ class FabricBench:
 
     def lost(self, node_id: str) -> None:
         """The last link to an agent has ended."""
-        self._said.pop(node_id, None)
+        self._logged.pop(node_id, None)
         for (asked, _), answer in self._answers.items():
             if asked == node_id and not answer.done():
                 answer.set_exception(UserError(f"{self._cluster.name_of(node_id)} went while it measured"))
@@ -138,7 +138,7 @@ class FabricBench:
         except MlxtpError as error:
             problem = error.detail
         with contextlib.suppress(MlxtpError):  # it is gone
-            self._cluster.neighbours.send(node_id, FabricAnswer(nonce, problem))
+            self._cluster.links.send(node_id, FabricAnswer(nonce, problem))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -158,7 +158,7 @@ class FabricBench:
             write_private(self._path, measurements.to_text(kept).encode())
         except MlxtpError as error:
             log.error("what was measured of the fabric counts until this agent ends: %s", error.detail)
-        self._conductor.remeasured()
+        self._controller.remeasured()
         self._cluster.changed()
 
     async def close(self) -> None:

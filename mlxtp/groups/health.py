@@ -203,7 +203,7 @@ class RankHealth:
         self.warming_up = False
         """First forwards may have kernels compiled: a forward may then take as long as warming up may."""
 
-    def heard(self, rank: int, pong: Pong, now: float) -> None:
+    def received_pong(self, rank: int, pong: Pong, now: float) -> None:
         """A rank answered. A forward that ended on rank 0 is a sign of all: each takes its part in it."""
         before, self.pongs[rank] = self.pongs.get(rank), pong
         self._heard[rank] = now

@@ -84,7 +84,7 @@ class History:
             story.lasted_s = round(now.clock - self._since, 3)
             story.code, story.reason = code, reason
 
-    def told(
+    def remote_epoch(
         self, epoch: int, now: Instant, *, state: str, reason: str, world_size: int, backend: str, kind: str
     ) -> None:
         """What another Mac says of its group, again and again. Epoch 0 is none.
@@ -143,6 +143,6 @@ class RateMeter:
         then, before = self._seen[0]
         return round((count - before) / (clock - then), 1) if clock - then >= self._least_s else None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was counted until now was for nobody."""
         self._seen.clear()

@@ -73,7 +73,7 @@ class HostedRank:
         self._send = send
         self._model = model
         self._worker = worker
-        self._stay: _HostedProcess | None = None
+        self._hosted: _HostedProcess | None = None
         self._alive: set[_HostedProcess] = set()
         """Those that may have a process."""
         self._closed = False
@@ -83,17 +83,17 @@ class HostedRank:
     @property
     def epoch(self) -> int:
         """The epoch whose rank runs here; 0 for none."""
-        return self._stay.order.epoch if self._stay is not None else 0
+        return self._hosted.order.epoch if self._hosted is not None else 0
 
     @property
     def host(self) -> str:
         """The node id of the coordinator whose rank runs here; empty for none."""
-        return self._stay.host if self._stay is not None else ""
+        return self._hosted.host if self._hosted is not None else ""
 
     @property
     def model(self) -> Path | None:
         """The folder of the model that the rank here has open, or is about to."""
-        return self._stay.model if self._stay is not None else None
+        return self._hosted.model if self._hosted is not None else None
 
     def received(self, host: str, message: Prepare | StartRank | EndEpoch | RankGathered) -> None:
         """An order of coordinator `host`. Carried out in turn, in the background; which epoch counts is
@@ -102,14 +102,14 @@ class HostedRank:
             return
         match message:
             case RankGathered():
-                stay = self._of(message.epoch)
-                if stay is not None and stay.host == host and stay.process is not None:
+                hosted = self._of(message.epoch)
+                if hosted is not None and hosted.host == host and hosted.process is not None:
                     with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
-                        stay.process.send(message.gathered)
+                        hosted.process.send(message.gathered)
             case Prepare():
-                before, self._stay = self._stay, _HostedProcess(message, host)
+                before, self._hosted = self._hosted, _HostedProcess(message, host)
                 self.last_epoch = message.epoch
-                self._background(self._prepare(self._stay, before))
+                self._background(self._prepare(self._hosted, before))
             case StartRank():
                 self._background(self._start(host, message))
             case EndEpoch():
@@ -117,60 +117,60 @@ class HostedRank:
 
     def lost(self, host: str) -> None:
         """The last control link to a node is gone: if it is the coordinator, its rank goes too."""
-        if self._stay is not None and self._stay.host == host:
+        if self._hosted is not None and self._hosted.host == host:
             self.clear("the coordinator's link is gone")
 
     def clear(self, why: str) -> None:
         """End the rank, in the background, and say so to whoever wanted it."""
-        if (stay := self._stay) is not None:
-            stay.failure = why
+        if (hosted := self._hosted) is not None:
+            hosted.failure = why
             error = GroupError(f"its agent ended it: {why}", Code.RANK_LOST)
-            self._report(stay, FailureReport(stay.order.rank, error, seen_from_outside=True))
-            self._background(self._leave(stay, why))
+            self._report(hosted, FailureReport(hosted.order.rank, error, seen_from_outside=True))
+            self._background(self._leave(hosted, why))
 
     async def close(self) -> None:
         """End whatever runs; no order counts from now on."""
         self._closed = True
-        if self._stay is not None:
-            await self._leave(self._stay, "the agent ends")
+        if self._hosted is not None:
+            await self._leave(self._hosted, "the agent ends")
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for stay in list(self._alive):  # whose end was cut short
-            await self._remove(stay)
+        for hosted in list(self._alive):  # whose end was cut short
+            await self._remove(hosted)
 
     # --- orders --------------------------------------------------------------------------------------
 
-    async def _prepare(self, stay: _HostedProcess, before: _HostedProcess | None) -> None:
-        order = stay.order
+    async def _prepare(self, hosted: _HostedProcess, before: _HostedProcess | None) -> None:
+        order = hosted.order
         if before is not None:
             await self._leave(before, f"epoch {order.epoch} comes")
         async with self._turn:
-            if self._stay is not stay:
+            if self._hosted is not hosted:
                 return
             try:
-                path = stay.model = self._model(order.desired)
+                path = hosted.model = self._model(order.desired)
                 async with asyncio.timeout(self._settings.limits.spawn_s):
-                    await self._spawn(stay)
+                    await self._spawn(hosted)
                 ring = f"{order.fabric}:{free_port(order.fabric)}" if order.fabric else ""
             except (MlxtpError, OSError, TimeoutError) as error:
-                self._report(stay, FailureReport(order.rank, _named(error)))
+                self._report(hosted, FailureReport(order.rank, _named(error)))
                 return
             finally:
-                if self._stay is not stay:  # it was ended before there was a process to end
-                    await self._remove(stay)
-            if self._stay is stay:
-                self._tell(stay.host, Prepared(order.epoch, ring, str(path)))
+                if self._hosted is not hosted:  # it was ended before there was a process to end
+                    await self._remove(hosted)
+            if self._hosted is hosted:
+                self._reply_to(hosted.host, Prepared(order.epoch, ring, str(path)))
 
-    async def _spawn(self, stay: _HostedProcess) -> None:
-        order, home = stay.order, self._settings.home
-        self._alive.add(stay)
-        stay.folder = epoch_folder(home, order.epoch)
-        make_epoch_folder(stay.folder, needed=True)
-        stay.process = process = RankProcess(
+    async def _spawn(self, hosted: _HostedProcess) -> None:
+        order, home = hosted.order, self._settings.home
+        self._alive.add(hosted)
+        hosted.folder = epoch_folder(home, order.epoch)
+        make_epoch_folder(hosted.folder, needed=True)
+        hosted.process = process = RankProcess(
             order.rank,
             order.epoch,
-            stay.folder,
+            hosted.folder,
             _Watcher(self, order.epoch),
             self._settings.limits,
             worker=self._worker,
@@ -180,59 +180,63 @@ class HostedRank:
 
     async def _start(self, host: str, order: StartRank) -> None:
         async with self._turn:
-            stay = self._stay
-            if stay is None or (stay.order.epoch, stay.host) != (order.epoch, host) or stay.process is None:
+            hosted = self._hosted
+            if (
+                hosted is None
+                or (hosted.order.epoch, hosted.host) != (order.epoch, host)
+                or hosted.process is None
+            ):
                 return  # it has ended meanwhile, and that was said
             try:
                 async with asyncio.timeout(self._settings.limits.form_s):
-                    jaccl = await stay.process.join(order.bootstrap)
+                    jaccl = await hosted.process.join(order.bootstrap)
             except (MlxtpError, TimeoutError) as error:
-                self._report(stay, FailureReport(stay.order.rank, _named(error)))
+                self._report(hosted, FailureReport(hosted.order.rank, _named(error)))
                 return
-            if self._stay is stay and stay.heart is None:
-                stay.heart = asyncio.ensure_future(self._beat(stay.process))
-                self._tell(host, RankStarted(order.epoch, jaccl))
+            if self._hosted is hosted and hosted.heart is None:
+                hosted.heart = asyncio.ensure_future(self._beat(hosted.process))
+                self._reply_to(host, RankStarted(order.epoch, jaccl))
 
     async def _end(self, host: str, order: EndEpoch) -> None:
-        stay = self._stay
-        if stay is not None and (stay.order.epoch, stay.host) == (order.epoch, host):
-            if not stay.silenced:  # a host that does not wait for an end in order has no failure to keep
-                stay.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
-            stay.silenced = True
-            if order.in_order and stay.heart is not None and stay.process is not None:
+        hosted = self._hosted
+        if hosted is not None and (hosted.order.epoch, hosted.host) == (order.epoch, host):
+            if not hosted.silenced:  # a host that does not wait for an end in order has no failure to keep
+                hosted.failure = "" if order.in_order else f"epoch {order.epoch} failed: its host knows why"
+            hosted.silenced = True
+            if order.in_order and hosted.heart is not None and hosted.process is not None:
                 with contextlib.suppress(MlxtpError, TimeoutError):
                     async with asyncio.timeout(self._settings.limits.shutdown_s):
-                        await stay.process.shut_down()
-            await self._leave(stay, "its epoch ended")
-        self._tell(host, EpochEnded(order.epoch))
+                        await hosted.process.shut_down()
+            await self._leave(hosted, "its epoch ended")
+        self._reply_to(host, EpochEnded(order.epoch))
 
-    async def _leave(self, stay: _HostedProcess, why: str) -> None:
+    async def _leave(self, hosted: _HostedProcess, why: str) -> None:
         """Have this one ended; who came after it stays."""
-        if self._stay is stay:
-            self._stay = None
-        about = {"epoch": stay.order.epoch, "rank": stay.order.rank}
-        log.info("rank %d of epoch %d ends: %s", stay.order.rank, stay.order.epoch, why, extra=about)
-        await self._remove(stay)
+        if self._hosted is hosted:
+            self._hosted = None
+        about = {"epoch": hosted.order.epoch, "rank": hosted.order.rank}
+        log.info("rank %d of epoch %d ends: %s", hosted.order.rank, hosted.order.epoch, why, extra=about)
+        await self._remove(hosted)
 
-    async def _remove(self, stay: _HostedProcess) -> None:
-        stay.silenced = True
-        if stay.heart is not None:
-            stay.heart.cancel()
-        if stay.process is not None:
-            await self._keep(stay, await stay.process.kill())
-        if stay.folder is not None:
-            shutil.rmtree(stay.folder, ignore_errors=True)
-        self._alive.discard(stay)
+    async def _remove(self, hosted: _HostedProcess) -> None:
+        hosted.silenced = True
+        if hosted.heart is not None:
+            hosted.heart.cancel()
+        if hosted.process is not None:
+            await self._keep(hosted, await hosted.process.kill())
+        if hosted.folder is not None:
+            shutil.rmtree(hosted.folder, ignore_errors=True)
+        self._alive.discard(hosted)
 
-    async def _keep(self, stay: _HostedProcess, end: failure_store.RankEnd) -> None:
+    async def _keep(self, hosted: _HostedProcess, end: failure_store.RankEnd) -> None:
         """What is known of a rank that failed, or whose epoch did, stays; not of one that never started."""
-        if not stay.failure or (stay.heart is None and end.by_agent):
+        if not hosted.failure or (hosted.heart is None and end.by_agent):
             return
-        cause = GroupError(stay.failure, Code.RANK_LOST)
+        cause = GroupError(hosted.failure, Code.RANK_LOST)
         failed = failure_store.FailedEpoch(
-            stay.order.epoch, self._settings.name, cause, reports=tuple(stay.reports)
+            hosted.order.epoch, self._settings.name, cause, reports=tuple(hosted.reports)
         )
-        stay.failure = ""
+        hosted.failure = ""
         try:
             folder = await asyncio.to_thread(failure_store.keep, self._settings.home, failed, (end,))
         except MlxtpError as error:
@@ -244,35 +248,35 @@ class HostedRank:
 
     # --- what the rank says --------------------------------------------------------------------------
 
-    def heard(self, epoch: int, pong: Pong) -> None:
-        if (stay := self._of(epoch)) is not None:
-            self._tell(stay.host, RankPong(epoch, stay.order.rank, pong))
+    def received_pong(self, epoch: int, pong: Pong) -> None:
+        if (hosted := self._of(epoch)) is not None:
+            self._reply_to(hosted.host, RankPong(epoch, hosted.order.rank, pong))
 
     def reported(self, epoch: int, report: FailureReport) -> None:
-        if (stay := self._of(epoch)) is not None:
-            self._report(stay, report)
+        if (hosted := self._of(epoch)) is not None:
+            self._report(hosted, report)
 
-    def _report(self, stay: _HostedProcess, report: FailureReport) -> None:
-        if not stay.silenced:
-            stay.reports.append(report)
+    def _report(self, hosted: _HostedProcess, report: FailureReport) -> None:
+        if not hosted.silenced:
+            hosted.reports.append(report)
             error, outside = report.error, report.seen_from_outside
-            trouble = RankTrouble(stay.order.epoch, stay.order.rank, error.code, error.detail, outside)
-            self._tell(stay.host, trouble)
+            trouble = RankTrouble(hosted.order.epoch, hosted.order.rank, error.code, error.detail, outside)
+            self._reply_to(hosted.host, trouble)
 
     def side(self, epoch: int, message: SideChannel) -> None:
-        if (stay := self._of(epoch)) is not None:
-            self._tell(stay.host, RankSide(epoch, stay.order.rank, message))
+        if (hosted := self._of(epoch)) is not None:
+            self._reply_to(hosted.host, RankSide(epoch, hosted.order.rank, message))
 
     def _of(self, epoch: int) -> _HostedProcess | None:
-        stay = self._stay
-        return stay if stay is not None and stay.order.epoch == epoch and not stay.silenced else None
+        hosted = self._hosted
+        return hosted if hosted is not None and hosted.order.epoch == epoch and not hosted.silenced else None
 
     async def _beat(self, process: RankProcess) -> None:
         while True:
             process.ping()
             await asyncio.sleep(self._settings.limits.heartbeat_s)
 
-    def _tell(self, host: str, message: Message) -> None:
+    def _reply_to(self, host: str, message: Message) -> None:
         with contextlib.suppress(MlxtpError):  # its link is gone, and `lost` does the rest
             self._send(host, message)
 
@@ -290,21 +294,21 @@ class HostedRank:
 class _Watcher:
     """Tells the guest which epoch's rank spoke."""
 
-    def __init__(self, guest: HostedRank, epoch: int) -> None:
-        self._guest = guest
+    def __init__(self, hosted_rank: HostedRank, epoch: int) -> None:
+        self._hosted_rank = hosted_rank
         self._epoch = epoch
 
-    def heard(self, rank: int, pong: Pong) -> None:
-        self._guest.heard(self._epoch, pong)
+    def received_pong(self, rank: int, pong: Pong) -> None:
+        self._hosted_rank.received_pong(self._epoch, pong)
 
     def report(self, report: FailureReport) -> None:
-        self._guest.reported(self._epoch, report)
+        self._hosted_rank.reported(self._epoch, report)
 
     def emitted(self, event: RequestEvent) -> None:
         """Only rank 0 has a voice, and that is never a guest."""
 
     def side(self, rank: int, message: SideChannel) -> None:
-        self._guest.side(self._epoch, message)
+        self._hosted_rank.side(self._epoch, message)
 
 
 def _named(error: Exception) -> MlxtpError:

@@ -183,7 +183,7 @@ class Supervisor:
             else:
                 log.error("epoch %d: %s; giving up", self.epoch, error.detail, extra=self._where)
                 self._enter(ServingState.FAILED)
-                self.gateway.suspend(error)
+                self.gateway.fail_all(error)
                 if plans is None:
                     return
                 await plans.changed()
@@ -241,7 +241,9 @@ class Supervisor:
                 f"{requests} open; a fabric is measured while nobody waits for it", Code.NOT_READY
             )
         async with self._busy:
-            with self.gateway.held("the fabric is being measured, which takes some seconds; try again"):
+            with self.gateway.hold_admission(
+                "the fabric is being measured, which takes some seconds; try again"
+            ):
                 try:
                     return await collective_bench.measure(ranks.time, collective_bench.row_bytes(model.path))
                 except MlxtpError as error:
@@ -365,7 +367,7 @@ class Supervisor:
 
     async def _unload(self, ranks: ProcessGroup) -> None:
         self._enter(ServingState.LOADING)
-        self.gateway.suspend(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        self.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
         self.recoveries.rested()
         self.kv_room = 0
         await ranks.do(Unload())
@@ -387,7 +389,7 @@ class Supervisor:
         else:
             plan = await plans.next()
             # Whoever was answered by another Mac until now will be by this one.
-            self.gateway.pause(GroupError("another group is formed", Code.REPLANNED))
+            self.gateway.park_open_requests(GroupError("another group is formed", Code.REPLANNED))
         self.epoch, self.group, self._desired = plan.epoch, plan.group, plan.model
         self._formed = self._served = self._at_ring = False
         self.history.began(
@@ -480,7 +482,7 @@ class Supervisor:
         self.recoveries.over(error.code, time.monotonic())
         self.history.ended(_now(), error.code, error.detail)
         self._enter(ServingState.RESTARTING)
-        self.gateway.pause(error)
+        self.gateway.park_open_requests(error)
         await _to_its_end(ranks.stop() if error.code is Code.REPLANNED else ranks.kill(error))
         return error
 
@@ -507,7 +509,7 @@ class Supervisor:
     def follow(self, state: ServingState, epoch: int, reason: str, group: EpochGroup) -> None:
         """What the coordinator on another Mac says of the group, while this one has no epoch of its own."""
         self.epoch, self.group = epoch, group
-        self.history.told(
+        self.history.remote_epoch(
             epoch,
             _now(),
             state=state,

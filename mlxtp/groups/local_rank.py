@@ -70,7 +70,7 @@ R = TypeVar("R", bound=Message)
 class Watcher(Protocol):
     """Who wants to know what becomes of a rank."""
 
-    def heard(self, rank: int, pong: Pong) -> None: ...
+    def received_pong(self, rank: int, pong: Pong) -> None: ...
 
     def report(self, report: FailureReport) -> None: ...
 
@@ -99,7 +99,7 @@ class RankProcess:
         self._folder = folder
         self._watcher = watcher
         self._limits = limits
-        self._spares = worker if isinstance(worker, WarmPool) else WarmPool(worker)
+        self._warm_pool = worker if isinstance(worker, WarmPool) else WarmPool(worker)
         self._process: asyncio.subprocess.Process | None = None
         self._connection: StreamLink | None = None
         self._replies: asyncio.Queue[Message] = asyncio.Queue()
@@ -126,7 +126,7 @@ class RankProcess:
             args += ["--recorder", str(self._recording)]
         if identity is not None:
             args += ["--identity", str(identity)]
-        started = await self._spares.start(args, listener)
+        started = await self._warm_pool.start(args, listener)
         self._process = started.process
         HERE.began()
         self._counted = True
@@ -250,12 +250,12 @@ class RankProcess:
     def _dispatch(self, connection: StreamLink, message: Message) -> None:
         match message:
             case Pong():
-                self._spares.heard(message)
+                self._warm_pool.received_pong(message)
                 if not self._ending:  # what SIGTERM woke says nothing of how long it was silent
                     self._end.pong, self._end.pong_at = message, time.monotonic()
                 elif self._end.asked_at:
                     self._leaves.set()
-                self._watcher.heard(self.rank, message)
+                self._watcher.received_pong(self.rank, message)
             case Delta() | ScoredDelta() | Accepted() | Prefilled() | Finished():
                 self._watcher.emitted(message)
             case Error() if message.uid:

@@ -106,7 +106,7 @@ class EpochGroup:
     world_size: int
     backend: str
     fabric: str = "127.0.0.1"
-    seats: Callable[[ProcessGroup], tuple[RankEndpoint, ...]] = lambda _ranks: ()
+    endpoints: Callable[[ProcessGroup], tuple[RankEndpoint, ...]] = lambda _ranks: ()
     decode_hosts: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     kind: str = ""
@@ -158,7 +158,7 @@ class ProcessGroup:
             RankProcess(rank, epoch, self._folder, self, self._limits, worker=worker)
             for rank in range(self.group.local)
         ]
-        self.seats = self.group.seats(self)
+        self.endpoints = self.group.endpoints(self)
         self._ready: tuple[RankReady, ...] = ()
         self._hub = SideChannelHub(self.group.world_size)
         self._hub_clock: asyncio.TimerHandle | None = None
@@ -219,7 +219,7 @@ class ProcessGroup:
 
         self._ready = tuple(
             await self.unless_failed(
-                _all(*map(greeted, self.processes), *(seat.prepare() for seat in self.seats)),
+                _all(*map(greeted, self.processes), *(endpoint.prepare() for endpoint in self.endpoints)),
                 self._limits.spawn_s,
                 "say hello",
             )
@@ -258,7 +258,7 @@ class ProcessGroup:
 
         joined = _all(
             *(process.join(bootstrap(process.rank)) for process in self.processes),
-            *(seat.join(bootstrap(seat.rank)) for seat in self.seats),
+            *(endpoint.join(bootstrap(endpoint.rank)) for endpoint in self.endpoints),
         )
         jaccl = await self.unless_failed(joined, self._limits.form_s + 5, "join the others")
         if self.group.backend == "jaccl" and not all(jaccl):
@@ -277,7 +277,7 @@ class ProcessGroup:
     async def load(self, path: str, eos: tuple[int, ...], draft_path: str = "") -> Loaded:
         """Load a model on every rank. Raises ModelError with every rank's words; the group stays usable."""
         settings = self._settings
-        paths = tuple(ready.path or path for ready in self._ready) if self.seats else ()
+        paths = tuple(ready.path or path for ready in self._ready) if self.endpoints else ()
         command = LoadShard(
             path,
             settings.prefill_chunk,
@@ -346,10 +346,10 @@ class ProcessGroup:
         finally:
             self._watch.warming_up = False
 
-    def heard(self, rank: int, pong: Pong) -> None:
+    def received_pong(self, rank: int, pong: Pong) -> None:
         """A rank's heartbeat came."""
         if self._watch is not None:
-            self._watch.heard(rank, pong, time.monotonic())
+            self._watch.received_pong(rank, pong, time.monotonic())
 
     def report(self, report: FailureReport) -> None:
         """Something happened to a rank: the epoch ends, as soon as everybody had time to say why."""
@@ -381,7 +381,7 @@ class ProcessGroup:
                 with contextlib.suppress(MlxtpError):  # it is gone, which its reader reports
                     self.processes[rank].send(gathered)
             else:
-                self.seats[rank - len(self.processes)].gathered(gathered)
+                self.endpoints[rank - len(self.processes)].gathered(gathered)
 
     def _conclude(self) -> None:
         if not self.failed.done():
@@ -389,7 +389,7 @@ class ProcessGroup:
 
     def _explained(self, cause: MlxtpError) -> MlxtpError:
         """The cause with the Mac of the rank it is about, and with the meaning of JACCL's words."""
-        detail = with_name(cause.detail, {seat.rank: seat.name for seat in self.seats})
+        detail = with_name(cause.detail, {endpoint.rank: endpoint.name for endpoint in self.endpoints})
         why = explain_crash(detail) if self.group.backend == "jaccl" else None
         if cause.code is Code.FORM_FAILED:
             why = explain(detail, {item.partition("=")[2] for item in self._settings.rdma})
@@ -421,7 +421,7 @@ class ProcessGroup:
             async with asyncio.timeout(self._limits.shutdown_s):
                 for process in self.processes:
                     await process.shut_down()
-                await _all(*(seat.shut_down() for seat in self.seats))
+                await _all(*(endpoint.shut_down() for endpoint in self.endpoints))
         except (MlxtpError, TimeoutError) as error:
             log.debug("epoch %d did not end in order: %s", self.epoch, error)
         ends, self._over = await self._end(), True
@@ -451,9 +451,9 @@ class ProcessGroup:
             self._heart.cancel()
         if self._hub_clock is not None:
             self._hub_clock.cancel()
-        seats = asyncio.gather(*(seat.kill() for seat in self.seats))
+        endpoints = asyncio.gather(*(endpoint.kill() for endpoint in self.endpoints))
         ends = await asyncio.gather(*(process.kill() for process in self.processes))
-        await seats
+        await endpoints
         shutil.rmtree(self._folder, ignore_errors=True)
         return ends
 
@@ -463,7 +463,7 @@ class ProcessGroup:
             self.epoch,
             here,
             cause,
-            (*(here for _ in self.processes), *(seat.name for seat in self.seats)),
+            (*(here for _ in self.processes), *(endpoint.name for endpoint in self.endpoints)),
             tuple(self._reports),
             self.pongs,
         )

@@ -99,7 +99,7 @@ class RemoteRank:
             case RankSide():
                 self._watcher.side(self.rank, message.side)
             case RankPong():
-                self._watcher.heard(self.rank, message.pong)
+                self._watcher.received_pong(self.rank, message.pong)
             case RankTrouble():
                 code = Code(message.code)
                 kind = ModelError if code.startswith("model_") else GroupError

@@ -30,7 +30,7 @@ class SideChannelHub:
         self._parts: dict[int, bytes] = {}
         self._began_at = 0.0
         self._seen: set[int] = set()
-        self._told: set[int] = set()
+        self._replied: set[int] = set()
         self.error = ""
         """Why there will be no more rounds; empty as long as there may be."""
 
@@ -40,7 +40,7 @@ class SideChannelHub:
             raise ValueError(f"rank {rank} of a group of {self._size}")
         self._seen.add(rank)
         if self.error:
-            return self._tell()
+            return self._reply()
         if wrong := self._fault(rank, message):
             return self.abort(wrong)
         if not self._parts:
@@ -64,11 +64,11 @@ class SideChannelHub:
         """No more rounds, because of `reason`, which is what all ranks are told; the first reason counts."""
         self.error = self.error or reason or "forming the group was given up"
         self._parts.clear()
-        return self._tell()
+        return self._reply()
 
-    def _tell(self) -> RoundReplies:
-        ranks = sorted(self._seen - self._told)
-        self._told |= self._seen
+    def _reply(self) -> RoundReplies:
+        ranks = sorted(self._seen - self._replied)
+        self._replied |= self._seen
         return [(rank, Gathered(min(self._round, MAX_ROUNDS), b"", self.error)) for rank in ranks]
 
     @property

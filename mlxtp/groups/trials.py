@@ -28,7 +28,7 @@ class TrialHost(Protocol):
     def group(self, number: int, chosen: Candidate, *, trial: bool = False) -> EpochGroup:
         """Return the ranks of epoch `number`."""
 
-    def forget(self, number: int) -> None:
+    def release_endpoints(self, number: int) -> None:
         """Drop the seats of epoch `number`, which has ended."""
 
     def serving(self) -> Serving | None:
@@ -117,14 +117,14 @@ class Trials:
         self._ahead, self.ranks = None, ()
         return ahead.plan
 
-    def look(self, chosen: Candidate | None) -> None:
+    def end_stale(self, chosen: Candidate | None) -> None:
         """End the loaded group, in the background, if it failed or is no longer the one that is planned."""
         ahead = self._ahead
         if ahead is None or ahead.plan.ranks is None:
             return
         failed = ahead.plan.ranks.failed
         planned = chosen is not None and self._identity(chosen) == ahead.identity
-        wanted = self._cluster.coordination.leading and self._cluster.model.source is ahead.plan.model
+        wanted = self._cluster.leadership.leading and self._cluster.model.source is ahead.plan.model
         if failed.done() or not (planned and wanted):
             self._ahead = None
             self._task = asyncio.ensure_future(self._end(ahead, failed.result() if failed.done() else None))
@@ -145,7 +145,7 @@ class Trials:
         cluster, identity = self._cluster, self._identity(tried)
         error: MlxtpError | None = None
         stages: list[str] = []
-        cluster.coordination.saw_epoch(number)
+        cluster.leadership.saw_epoch(number)
         names = " + ".join(map(cluster.name_of, tried.ranks))
         also = ", with the model" if model is not None else ""
         log.info("epoch %d: trying %s on %s beside what serves%s", number, tried.title, names, also)
@@ -165,7 +165,7 @@ class Trials:
             self._task = None
             if self._ahead is None:
                 self.ranks = ()
-                self._groups.forget(number)
+                self._groups.release_endpoints(number)
         left_out = False
         if error is None or (model is not None and error.code is Code.OUT_OF_MEMORY):
             self._proven.add(identity)
@@ -180,7 +180,7 @@ class Trials:
             await self._cluster.supervisor.end_beside(error)
         finally:
             self._task, self.ranks = None, ()
-            self._groups.forget(ahead.plan.epoch)
+            self._groups.release_endpoints(ahead.plan.epoch)
         if error is not None:
             self._leave_out(ahead.chosen, error, formed=True)
         self._cluster.changed()
@@ -188,7 +188,7 @@ class Trials:
     def _leave_out(self, chosen: Candidate, error: MlxtpError, *, formed: bool) -> bool:
         """Return whether the plan goes on without that group."""
         self.failed(chosen)
-        if not all(self._cluster.membership.standing(node).present for node in chosen.ranks):
+        if not all(self._cluster.membership.status_of(node).present for node in chosen.ranks):
             return True
         return self._groups.leave_out(chosen, error, formed=formed)
 
@@ -196,7 +196,7 @@ class Trials:
         """Return whether a group can load the model while the present one serves, and has not yet."""
         if self._identity(chosen) in self._loaded or parts(chosen, self._devices_in_use()) != [chosen]:
             return False
-        others = self._cluster.knowledge.servings.values()
+        others = self._cluster.peer_info.servings.values()
         if any(not each.held_mib and set(each.participants) & set(chosen.ranks) for each in others):
             return False  # no word here of how much their ranks hold
         return fits_beside(chosen.memory, {node: self._groups.held_bytes(node) for node in chosen.ranks})
@@ -211,7 +211,7 @@ class Trials:
         return [part for part in found if self._identity(part) not in self._proven]
 
     def _devices_in_use(self) -> set[Device]:
-        servings = [self._groups.serving(), *self._cluster.knowledge.servings.values()]
+        servings = [self._groups.serving(), *self._cluster.peer_info.servings.values()]
         over_jaccl = [each for each in servings if each is not None and each.backend == "jaccl"]
         if not over_jaccl:
             return set()
@@ -224,5 +224,5 @@ class Trials:
 
     def _identity(self, chosen: Candidate) -> object:
         """Return the properties that a group shares with one that was proven before."""
-        boots = tuple(self._cluster.membership.standing(node).boot_id for node in chosen.ranks)
+        boots = tuple(self._cluster.membership.status_of(node).boot_id for node in chosen.ranks)
         return chosen.kind, chosen.ranks, boots, chosen.rdma, chosen.ring_addresses

@@ -52,7 +52,7 @@ class WarmPoolPolicy:
         self._failures = 0
         self._not_before = 0.0
 
-    def heard(self, pong: Pong, now: float, *, spares: int, importing: int) -> bool:
+    def received_pong(self, pong: Pong, now: float, *, spares: int, importing: int) -> bool:
         """A rank of this machine says what it does: whether to start one spare now."""
         if not pong.model:
             self._loaded_at = None
@@ -113,8 +113,8 @@ class WarmPool:
         self._folder = folder
         self._heard = heard
         self._lines: list[WorkerOutput] = []
-        self._books = WarmPoolPolicy(wanted)
-        self._spares: list[_WarmRank] = []
+        self._policy = WarmPoolPolicy(wanted)
+        self._warm: list[_WarmRank] = []
         self._starting = False
         self._closed = False
         self._unused: asyncio.TimerHandle | None = None
@@ -128,7 +128,7 @@ class WarmPool:
         self._closed = True
         if self._unused is not None:
             self._unused.cancel()
-        self._drop(self._spares)
+        self._drop(self._warm)
         while self._tasks:
             await asyncio.wait(self._tasks)
         for lines in self._lines:
@@ -137,13 +137,13 @@ class WarmPool:
     @property
     def ready(self) -> tuple[int, ...]:
         """Pids of the spares that wait."""
-        return tuple(spare.process.pid for spare in self._spares if spare.ready)
+        return tuple(spare.process.pid for spare in self._warm if spare.ready)
 
     # --- handing out ---------------------------------------------------------------------------------
 
     async def start(self, arguments: Sequence[str], listener: socket.socket | None = None) -> Started:
         """A rank process with these arguments, and `listener` for its decode links. Raises OSError."""
-        while waiting := [spare for spare in self._spares if spare.ready]:
+        while waiting := [spare for spare in self._warm if spare.ready]:
             if started := await self._hand_over(waiting[0], arguments, listener):
                 return started
         ours, theirs = new_pipe()
@@ -159,7 +159,7 @@ class WarmPool:
         self, spare: _WarmRank, arguments: Sequence[str], listener: socket.socket | None
     ) -> Started | None:
         """None when it does not answer; then it is ended."""
-        self._spares.remove(spare)
+        self._warm.remove(spare)
         assert spare.watch is not None
         spare.watch.cancel()
         answer = b""
@@ -171,29 +171,29 @@ class WarmPool:
             log.warning("spare %d does not answer: %s", spare.process.pid, error or "it is late")
         finally:
             if answer != TAKEN:  # also when the agent stops meanwhile
-                self._books.lost(time.monotonic())
+                self._policy.lost(time.monotonic())
                 self._background(_end(spare))
         if answer != TAKEN:
             return None
-        self._books.used()
+        self._policy.used()
         return Started(spare.process, spare.pipe, spare.lines)
 
     # --- keeping some --------------------------------------------------------------------------------
 
-    def heard(self, pong: Pong) -> None:
+    def received_pong(self, pong: Pong) -> None:
         """What a rank of this machine does now, about twice a second: no timer has to find out."""
         if self._closed:
             return
         now = time.monotonic()
-        self._drop([spare for spare in self._spares if now - spare.born_at > MAX_AGE_S])
-        importing = self._starting + sum(not spare.ready for spare in self._spares)
-        if self._books.heard(pong, now, spares=len(self._spares), importing=importing):
+        self._drop([spare for spare in self._warm if now - spare.born_at > MAX_AGE_S])
+        importing = self._starting + sum(not spare.ready for spare in self._warm)
+        if self._policy.received_pong(pong, now, spares=len(self._warm), importing=importing):
             self._starting = True
             self._background(self._start_one())
-        if self._spares or self._starting:
+        if self._warm or self._starting:
             if self._unused is not None:
                 self._unused.cancel()
-            self._unused = asyncio.get_running_loop().call_later(UNUSED_S, self._drop, self._spares)
+            self._unused = asyncio.get_running_loop().call_later(UNUSED_S, self._drop, self._warm)
 
     async def _start_one(self) -> None:
         try:
@@ -205,7 +205,7 @@ class WarmPool:
                 started = await self._spawn(arguments, [fd], ours)
         except OSError as error:
             log.warning("no spare rank process: %s", error)
-            self._books.lost(time.monotonic())
+            self._policy.lost(time.monotonic())
             return
         finally:
             self._starting = False
@@ -213,7 +213,7 @@ class WarmPool:
         if self._closed:
             await _end(spare)
             return
-        self._spares.append(spare)
+        self._warm.append(spare)
         spare.watch = self._background(self._watch(spare))
 
     async def _spawn(self, arguments: Sequence[str], fds: Sequence[int], ours: socket.socket) -> Started:
@@ -250,14 +250,14 @@ class WarmPool:
                 spare.ready = await asyncio.get_running_loop().sock_recv(spare.pipe, 1) == READY
             if spare.ready:
                 await spare.process.wait()
-        self._spares.remove(spare)
-        self._books.lost(time.monotonic())
+        self._warm.remove(spare)
+        self._policy.lost(time.monotonic())
         await _end(spare)
         log.warning("spare %d ended with %s", spare.process.pid, spare.process.returncode)
 
     def _drop(self, spares: Sequence[_WarmRank]) -> None:
         for spare in list(spares):
-            self._spares.remove(spare)
+            self._warm.remove(spare)
             assert spare.watch is not None
             spare.watch.cancel()
             self._background(_end(spare))

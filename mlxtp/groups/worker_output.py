@@ -59,7 +59,7 @@ class WorkerOutput:
             pass
         if self.open:
             asyncio.get_running_loop().remove_reader(self._ours)
-            self._tell(self._rest)
+            self._log(self._rest)
             self._close()
 
     def _close(self) -> None:
@@ -74,17 +74,17 @@ class WorkerOutput:
             return False
         *whole, self._rest = (self._rest + data).split(b"\n")
         for line in whole:
-            self._tell(line)
+            self._log(line)
         if len(self._rest) > MAX_LINE:
-            self._tell(self._rest)
+            self._log(self._rest)
             self._rest = b""
         if not data:
-            self._tell(self._rest)
+            self._log(self._rest)
             asyncio.get_running_loop().remove_reader(self._ours)
             self._close()
         return bool(data)
 
-    def _tell(self, line: bytes) -> None:
+    def _log(self, line: bytes) -> None:
         for start in range(0, len(line), MAX_LINE):
             if text := line[start : start + MAX_LINE].decode(errors="replace").rstrip():
                 self._heard(text, self.about)

@@ -184,7 +184,7 @@ class Host:
         self,
         authority: Authority,
         certificate: bytes,
-        desk: TokenIssuer,
+        issuer: TokenIssuer,
         nonce: bytes,
         *,
         members: Mapping[str, str],
@@ -195,7 +195,7 @@ class Host:
         self._authority = authority
         self._address = address
         self._certificate = certificate
-        self._desk = desk
+        self._issuer = issuer
         self._members = members
         self._cluster = cluster
         self._peers = peers
@@ -204,17 +204,17 @@ class Host:
     def on_request(self, request: JoinRequest, now: float) -> JoinReply:
         """The answer to a request, at `now` (seconds, the desk's clock). A grant uses the token up."""
         transcript = _transcript(self.offer, request, self._certificate)
-        token_key = self._desk.key(request.token_id)
+        token_key = self._issuer.key(request.token_id)
         proven = hmac.compare_digest(_proof(_REQUEST, token_key, transcript), request.proof)
-        if not proven or not self._desk.knows(request.token_id):
-            self._desk.fail(request.token_id, self._address)
+        if not proven or not self._issuer.knows(request.token_id):
+            self._issuer.fail(request.token_id, self._address)
             return self._refusal(transcript, _UNKNOWN)
         key = _signer(request, transcript)
         if key is None:
-            self._desk.fail(request.token_id, self._address)
+            self._issuer.fail(request.token_id, self._address)
             return self._refusal(transcript, "this Mac does not hold the key that it showed")
         holder, node_id = fingerprint(key), request.node_id.hex()
-        if reason := self._desk.why_not(request.token_id, holder, now, self._address):
+        if reason := self._issuer.why_not(request.token_id, holder, now, self._address):
             return self._refusal(transcript, f"{reason}; {_NEW_TOKEN}")
         if self._members.get(node_id, holder) != holder:
             return self._refusal(
@@ -222,10 +222,10 @@ class Host:
                 f"another member has node id {node_id} already: this Mac's mlxtp folder is a copy of its. "
                 f"Remove the folder identity in it, so that this Mac gets an id of its own",
             )
-        asked_by = self._desk.asked_by(request.token_id)
+        asked_by = self._issuer.requested_by(request.token_id)
         if asked_by == node_id:
             return self._refusal(transcript, "a member cannot join by a token that it requested itself")
-        self._desk.use(request.token_id, holder, now)
+        self._issuer.use(request.token_id, holder, now)
         certificate = self._authority.certify(node_id, key)
         proof = _proof(_GRANT, token_key, transcript, certificate)
         return JoinReply(

@@ -119,7 +119,7 @@ class _Slip:
 
     key: bytes = field(repr=False)
     expires_at: float
-    asked_by: str
+    requested_by: str
     """The node id of the member that asked for it."""
     failures: Counter[str] = field(default_factory=Counter)
     """Wrong proofs by address, so that no address ends a token for the others."""
@@ -170,14 +170,14 @@ class TokenIssuer:
         """Whether there is such a token, good or not."""
         return token_id in self._slips
 
-    def asked_by(self, token_id: bytes) -> str:
+    def requested_by(self, token_id: bytes) -> str:
         """Return the node id of the member that asked for a known token."""
-        return self._slips[token_id].asked_by
+        return self._slips[token_id].requested_by
 
     def keep(self, members: Container[str]) -> None:
         """End the tokens for which other nodes than these members asked, also if they come back later."""
         for slip in self._slips.values():
-            slip.void |= bool(slip.asked_by) and slip.asked_by not in members
+            slip.void |= bool(slip.requested_by) and slip.requested_by not in members
 
     def fail(self, token_id: bytes, address: str = "") -> None:
         """A Mac at this address named this token and could not prove to have it."""

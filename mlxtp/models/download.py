@@ -58,11 +58,11 @@ class Fetch:
         self._stop.set()
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes that are here."""
         if self.manifest is None or self._parts is None:
             return 0
-        return self.manifest.size - sum(part.file.size - part.held for part in self._parts)
+        return self.manifest.size - sum(part.file.size - part.held_bytes for part in self._parts)
 
     def from_hub(self) -> Path:
         """Have all of it here; the folder. Raises ModelError and Stopped."""
@@ -185,21 +185,21 @@ def _hub_work(manifest: Manifest, parts: Sequence[PartialFile], stopped: ShouldS
 
 
 def _asked(connect: Connect, model: str) -> Manifest:
-    channel = connect()
+    connection = connect()
     try:
-        return peer_copy.ask(channel, model)[0]
+        return peer_copy.ask(connection, model)[0]
     finally:
-        channel.close()
+        connection.close()
 
 
 def _copy(
     model: str, manifest: Manifest, connect: Connect, board: peer_copy.PieceQueue, stopped: ShouldStop
 ) -> None:
-    channel = connect()
+    connection = connect()
     try:
-        peer_copy.bring(channel, manifest, model, board, stopped)
+        peer_copy.bring(connection, manifest, model, board, stopped)
     finally:
-        channel.close()
+        connection.close()
 
 
 def _finish(parts: Sequence[PartialFile]) -> None:

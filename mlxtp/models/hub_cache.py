@@ -151,7 +151,7 @@ class Repo:
         found = (self.manifest(path.stem) for path in reversed(kept))
         return next((each for each in found if each and self.snapshot(each.revision) is None), None)
 
-    def held(self, manifest: Manifest) -> int:
+    def held_bytes(self, manifest: Manifest) -> int:
         """Bytes of it that are here."""
         return sum(self._held(file) for file in manifest.blobs)
 
@@ -280,7 +280,7 @@ class Repo:
 
     def check_room(self, manifest: Manifest) -> None:
         """Raises ModelError, with the numbers, when the disk has no room for the rest of it."""
-        missing, free = manifest.size - self.held(manifest), free_bytes(self.cache)
+        missing, free = manifest.size - self.held_bytes(manifest), free_bytes(self.cache)
         if missing + ROOM_BYTES > free:
             raise ModelError(
                 f"{self.name} needs {gigabytes(missing)} more, and {self.cache} has {gigabytes(free)} free, "
@@ -457,7 +457,7 @@ class PartialFile:
         return self.file.size if gap < 0 else gap * CHUNK_BYTES
 
     @property
-    def held(self) -> int:
+    def held_bytes(self) -> int:
         """Bytes of all pieces that are here."""
         return _bytes_of(self.file, self._here)
 
@@ -471,7 +471,7 @@ class PartialFile:
                 count = len(part) if self._here[chunk] else os.pwrite(self._data, part, at)
                 view, at = view[count:], at + count
 
-    def came(self, chunk: int) -> None:
+    def wrote(self, chunk: int) -> None:
         """All of a piece was written."""
         with self._changed:
             if self._is_open():
@@ -479,7 +479,7 @@ class PartialFile:
                 os.pwrite(self._marks, b"\1", chunk)
                 self._changed.notify_all()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Nothing of it is here any more."""
         with self._changed:
             if self._is_open():

@@ -198,7 +198,7 @@ class _Into(io.RawIOBase):
         return offset
 
     def truncate(self, size: int | None = None) -> int:
-        self._part.forget()
+        self._part.discard()
         return self._at
 
     def write(self, data: object) -> int:
@@ -210,7 +210,7 @@ class _Into(io.RawIOBase):
         self._part.write(self._at, view)
         self._at += len(view)
         while self._next < self._part.file.chunks and sum(self._part.file.span(self._next)) <= self._at:
-            self._part.came(self._next)
+            self._part.wrote(self._next)
             self._next += 1
         return len(view)
 

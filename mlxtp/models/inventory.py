@@ -101,7 +101,7 @@ def revisions_here(only: str = "", cache: Path | None = None) -> list[Revision]:
             manifest, folder = repo.manifest(commit), repo.snapshot(commit)
             named = tuple(ref for ref, at in refs.items() if at == commit)
             if manifest is not None:
-                held = manifest.size if folder is not None else repo.held(manifest)
+                held = manifest.size if folder is not None else repo.held_bytes(manifest)
                 if folder is None and not held:
                     continue
                 found.append(Revision(repo.name, commit, named, held, manifest.size, folder is not None))

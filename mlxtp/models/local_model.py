@@ -52,7 +52,7 @@ class LocalModel:
         """What the other members are told."""
         return ModelStatus(self.version, self.fingerprint, self.problem, self._revision)
 
-    def want(self, desired: DesiredState) -> None:
+    def resolve(self, desired: DesiredState) -> None:
         """From now on this model is looked for; what is known of it stays when only the version is new."""
         self.version, self._download = desired.version, desired.pinned
         if desired.model == self._model and not self.problem:
@@ -68,14 +68,14 @@ class LocalModel:
             self._task = asyncio.ensure_future(self._find(desired.model))
             self._task.add_done_callback(self._ended)
 
-    def look_again(self) -> None:
+    def retry(self) -> None:
         """Somebody may have put there what was missing; what failed on the Hub is left to people."""
         looks = self._task is not None and not self._task.done()
         if self.problem and not looks and not is_hub_id(self._model):
             self._task = asyncio.ensure_future(self._find(self._model))
             self._task.add_done_callback(self._ended)
 
-    def came(self, name: str) -> None:
+    def files_arrived(self, name: str) -> None:
         """Files of OWNER/NAME have come, or differ: perhaps what is wanted is there now, or another one."""
         looks = self._task is not None and not self._task.done()
         if not looks and is_hub_id(self._model) and self._model.partition("@")[0] == name:
@@ -104,7 +104,7 @@ class LocalModel:
     async def _find(self, model: str) -> None:
         try:
             model = await asyncio.to_thread(in_folders, model, self._folders)
-            self._path = await self._look(model)
+            self._path = await self._resolve(model)
             self.fingerprint = await asyncio.to_thread(self_test.fingerprint, self._path)
             self.problem = ""
             if self._get is not None and is_hub_id(self._draft):
@@ -119,7 +119,7 @@ class LocalModel:
             self.problem = f"{model}: {error}"
         self._on_change()
 
-    async def _look(self, model: str) -> Path:
+    async def _resolve(self, model: str) -> Path:
         if self._get is not None and self._download and is_hub_id(model):
             return await find_model(str(await self._get(model)), download=False)
         return await find_model(model, download=self._download)

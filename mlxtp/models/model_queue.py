@@ -93,14 +93,14 @@ class ModelSwitcher:
         gateway = cluster.supervisor.gateway
         gateway.switch, gateway.on_serving = self, cluster.changed
         self._unplanned = unplanned
-        self._foresight = ModelPreflight(cluster.settings.kv_bits, no_place, cluster.changed)
+        self._preflight = ModelPreflight(cluster.settings.kv_bits, no_place, cluster.changed)
         self._turns = ModelQueues()
         self._turn = UNHEARD
         """The last that was heard, of the coordinator in `_by`."""
         self._by = NOBODY
         self._waiting: dict[QueuedLease, None] = {}
         self._running: set[QueuedLease] = set()
-        self._told: object = None
+        self._reported: object = None
         self._refused: dict[str, tuple[RequestError, float]] = {}
         """By model: why it could not be served, and until when it is not tried again."""
         self._before: DesiredState | None = None
@@ -121,8 +121,8 @@ class ModelSwitcher:
         folders = [(name, Path(path)) for name, path in self._folders.items()]
         return await asyncio.to_thread(stored_models, folders)
 
-    async def turn(self, name: str | None, within_s: float) -> ModelLease:
-        """See `Backend.turn`."""
+    async def acquire_model(self, name: str | None, within_s: float) -> ModelLease:
+        """See `Backend.acquire_model`."""
         target = self._known(name)
         if target is None and self._on:
             target = await self._stored(name or "")
@@ -136,15 +136,15 @@ class ModelSwitcher:
                 Code.NOT_READY,
                 status=503,
             )
-        waiter = self._waiter(target, within_s, named=name not in UNNAMED)
-        self._waiting[waiter] = None
+        lease = self._waiter(target, within_s, named=name not in UNNAMED)
+        self._waiting[lease] = None
         if not self._on or self._cluster.supervisor.gateway.closing:  # it is refused as it always was
-            self._begin(waiter)
+            self._begin(lease)
         else:
             self._admit()
-            if not waiter.come:
+            if not lease.come:
                 self._cluster.changed()
-        return waiter
+        return lease
 
     async def _stored(self, name: str) -> str | None:
         """What `DesiredState` would call a model on this Mac's disk; None for what is not there."""
@@ -156,12 +156,12 @@ class ModelSwitcher:
                 raise RequestError(detail, error.code, status=404, param="model") from None
             raise RequestError(detail, Code.MODEL_INVALID, param="model") from None
 
-    def leave(self, waiter: QueuedLease) -> None:
+    def leave(self, lease: QueuedLease) -> None:
         """A request has ended, or waits no more."""
-        known = waiter in self._waiting or waiter in self._running
-        self._waiting.pop(waiter, None)
-        self._running.discard(waiter)
-        if known and (self._waiting or self._pending or self._told is not None):
+        known = lease in self._waiting or lease in self._running
+        self._waiting.pop(lease, None)
+        self._running.discard(lease)
+        if known and (self._waiting or self._pending or self._reported is not None):
             self._cluster.changed()
 
     def progress(self, target: str) -> str:
@@ -200,27 +200,27 @@ class ModelSwitcher:
     def received(self, node_id: str, message: ModelTurn | ModelQueue, now: float) -> None:
         """A member said something. Turns are given by who coordinates alone."""
         if isinstance(message, ModelQueue):
-            self._turns.heard(node_id, message, now)
+            self._turns.received(node_id, message, now)
             if self._behind(message):
                 with contextlib.suppress(MlxtpError):  # it hears of it over the next link
-                    self._cluster.neighbours.send(node_id, self._turn)
-        elif LeaderClaim(message.term, node_id) == self._cluster.coordination.claim:
-            self._hear(message, now)
-            self._told = None  # it asks, by saying it, whether this node has heard
+                    self._cluster.links.send(node_id, self._turn)
+        elif LeaderClaim(message.term, node_id) == self._cluster.leadership.claim:
+            self._received_turn(message, now)
+            self._reported = None  # it asks, by saying it, whether this node has heard
         self._cluster.changed()
 
     def met(self) -> ModelTurn | None:
         """There is a new link to a member: this node repeats its word, and a coordinator the turn."""
-        self._told = None
-        return self._turn if self._cluster.coordination.leading and self._given else None
+        self._reported = None
+        return self._turn if self._cluster.leadership.leading and self._given else None
 
     def _behind(self, queue: ModelQueue) -> bool:
         """Whether a member has not heard the turn that this coordinator gave last."""
-        turn, leading = self._turn, self._cluster.coordination.leading and self._given
+        turn, leading = self._turn, self._cluster.leadership.leading and self._given
         return leading and (queue.term, queue.number) < (turn.term, turn.number)
 
-    def _hear(self, turn: ModelTurn, now: float) -> None:
-        claim = self._cluster.coordination.claim
+    def _received_turn(self, turn: ModelTurn, now: float) -> None:
+        claim = self._cluster.leadership.claim
         if self._by == claim and turn.number <= self._turn.number:
             return
         self._turn, self._by = turn, claim
@@ -228,22 +228,22 @@ class ModelSwitcher:
             return
         if turn.refused != turn.model:  # what is wanted all the same may be there any moment
             self._refused[turn.refused] = (_cannot(turn), now + REFUSED_S)
-        for waiter in self._waiting:
-            if waiter.target == turn.refused:
-                _refuse(waiter, _cannot(turn))
+        for lease in self._waiting:
+            if lease.target == turn.refused:
+                _refuse(lease, _cannot(turn))
 
     # --- what follows --------------------------------------------------------------------------------
 
-    def look(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """After each change, and twice a second."""
         self._refused = {model: said for model, said in self._refused.items() if said[1] > now}
         if not self._desired.model or self._ready:
             self._before = self._desired
         self._remember()
-        if self._cluster.coordination.leading:
+        if self._cluster.leadership.leading:
             self._lead(now)
         self._admit()
-        self._tell()
+        self._report_queue()
 
     def _remember(self) -> None:
         """A folder that is served keeps the short name that clients see, when it is served no more."""
@@ -258,8 +258,8 @@ class ModelSwitcher:
 
     def remind(self) -> None:
         """With each beat: who has not heard yet hears it again."""
-        if self._cluster.coordination.leading and self._pending:
-            self._cluster.neighbours.tell_all(self._turn)
+        if self._cluster.leadership.leading and self._pending:
+            self._cluster.links.broadcast(self._turn)
 
     @property
     def _on(self) -> bool:
@@ -267,7 +267,7 @@ class ModelSwitcher:
 
     @property
     def _desired(self) -> DesiredState:
-        return self._cluster.coordination.desired
+        return self._cluster.leadership.desired
 
     @property
     def _ready(self) -> bool:
@@ -278,7 +278,7 @@ class ModelSwitcher:
     @property
     def _given(self) -> bool:
         """Whether the present coordinator has given anybody a turn. Of one term there may have been two."""
-        return self._turn.number > 0 and self._by == self._cluster.coordination.claim
+        return self._turn.number > 0 and self._by == self._cluster.leadership.claim
 
     @property
     def _pending(self) -> bool:
@@ -319,83 +319,83 @@ class ModelSwitcher:
         if target != desired.model or here.version != desired.version or cluster.supervisor.gateway.models():
             return ""
         elsewhere = any(
-            told.fingerprint and told.desired == here.version for told in cluster.knowledge.models.values()
+            told.fingerprint and told.desired == here.version for told in cluster.peer_info.models.values()
         )
         return here.problem if desired.pinned or elsewhere else ""  # else the coordinator gives it up
 
     def _admit(self) -> None:
         """Let begin whose turn has come, and say why to those whose turn never will."""
         gateway = self._cluster.supervisor.gateway
-        for waiter in list(self._waiting):
+        for lease in list(self._waiting):
             if gateway.closing:
-                _refuse(waiter, RequestError(f"{gateway.closing}; try again", Code.SHUTTING_DOWN, status=503))
-            elif waiter.refusal is None and (refusal := self._refusal(waiter.target)) is not None:
-                _refuse(waiter, refusal)
+                _refuse(lease, RequestError(f"{gateway.closing}; try again", Code.SHUTTING_DOWN, status=503))
+            elif lease.refusal is None and (refusal := self._refusal(lease.target)) is not None:
+                _refuse(lease, refusal)
             elif (
-                waiter.refusal is None
-                and waiter.target == self._desired.model
-                and self._may_begin(waiter.target)
+                lease.refusal is None
+                and lease.target == self._desired.model
+                and self._may_begin(lease.target)
                 and gateway.models()
             ):
-                waiter.model = gateway.models()[0].id
-                self._begin(waiter)
+                lease.model = gateway.models()[0].id
+                self._begin(lease)
 
-    def _begin(self, waiter: QueuedLease) -> None:
-        del self._waiting[waiter]
-        self._running.add(waiter)
-        waiter.come = True
-        waiter.news.set()
+    def _begin(self, lease: QueuedLease) -> None:
+        del self._waiting[lease]
+        self._running.add(lease)
+        lease.come = True
+        lease.news.set()
 
     def _queue(self) -> ModelQueue:
-        waiting = dict.fromkeys(waiter.target for waiter in self._waiting if waiter.refusal is None)
+        waiting = dict.fromkeys(lease.target for lease in self._waiting if lease.refusal is None)
         turn = self._turn if self._given else UNHEARD
         running = len(self._running) + self._cluster.supervisor.gateway.relayed  # some perhaps twice
         return ModelQueue(turn.term, turn.number, tuple(waiting)[:MAX_WAITING], running)
 
-    def _tell(self) -> None:
+    def _report_queue(self) -> None:
         """The coordinator hears of this node's queue, if there ever was one."""
-        claim, queue = self._cluster.coordination.claim, self._queue()
-        if self._cluster.coordination.leading or not claim.node_id:
+        claim, queue = self._cluster.leadership.claim, self._queue()
+        if self._cluster.leadership.leading or not claim.node_id:
             return
         word = (claim, queue if self._pending else (queue.term, queue.number, queue.waiting))
-        if word == self._told or not (queue.waiting or self._told or self._given):
+        if word == self._reported or not (queue.waiting or self._reported or self._given):
             return
         with contextlib.suppress(MlxtpError):  # it hears of it over the next link
-            self._cluster.neighbours.send(claim.node_id, queue)
-            self._told = word
+            self._cluster.links.send(claim.node_id, queue)
+            self._reported = word
 
     # --- where this node coordinates -----------------------------------------------------------------
 
     def _lead(self, now: float) -> None:
         cluster = self._cluster
-        standings = cluster.membership.standings()
+        statuses = cluster.membership.statuses()
         here = (Standing.ALIVE, Standing.SUSPECT)  # whose link broke may be back with requests that go on
-        present = {cluster.node_id, *(node for node, each in standings.items() if each.state in here)}
+        present = {cluster.node_id, *(node for node, each in statuses.items() if each.state in here)}
         while True:
-            self._turns.heard(cluster.node_id, self._queue(), now)
+            self._turns.received(cluster.node_id, self._queue(), now)
             action = self._turns.decide(
-                cluster.coordination.claim.term, self._desired, present, served=self._ready, now=now
+                cluster.leadership.claim.term, self._desired, present, served=self._ready, now=now
             )
             if isinstance(action, AnnounceModel):
-                self._give(action.turn, now)
+                self._give(action.announcement, now)
                 continue
             if not self._turn.model or not self._pending:
                 break
-            looked, error = self._foresight.about(self._turn)
+            looked, error = self._preflight.about(self._turn)
             if error is not None:
                 log.warning("%s is not loaded for a request: %s", self._turn.model, error.detail)
                 self._give_up(self._turn.model, error, self._desired.model, now)
             elif looked and isinstance(action, LoadModel):
                 log.info("%s is loaded for a request", action.model)
-                cluster.want(action.model, by_person=False)
+                cluster.set_desired(action.model, by_person=False)
             else:
                 break
         if (error := self._why_not(now)) is not None:
             self._go_back(error, now)
 
     def _give(self, turn: ModelTurn, now: float) -> None:
-        self._hear(turn, now)
-        self._cluster.neighbours.tell_all(turn)
+        self._received_turn(turn, now)
+        self._cluster.links.broadcast(turn)
         self._admit()
 
     def _why_not(self, now: float) -> MlxtpError | None:
@@ -417,7 +417,7 @@ class ModelSwitcher:
 
     def _all_have_looked(self) -> bool:
         """Whether every member with a link has said whether it has what is wanted: one of them may."""
-        told = [self._cluster.knowledge.models.get(node) for node in self._cluster.neighbours.nodes()]
+        told = [self._cluster.peer_info.models.get(node) for node in self._cluster.links.nodes()]
         return all(
             each is not None
             and each.desired == self._cluster.model.version
@@ -437,15 +437,15 @@ class ModelSwitcher:
         instead = before.model or "nothing"
         log.warning("%s cannot be served: %s; %s is again", desired.model, error.detail, instead)
         self._give_up(desired.model, error, before.model, now)
-        self._cluster.want(before.model, before.nodes, by_person=False)
+        self._cluster.set_desired(before.model, before.nodes, by_person=False)
 
     def _give_up(self, model: str, error: MlxtpError, instead: str, now: float) -> None:
         broken = of_the_model(error) and not self._desired.pinned  # that is no client's choice
-        self._give(self._turns.refuse(model, error.detail, instead, broken=broken).turn, now)
+        self._give(self._turns.refuse(model, error.detail, instead, broken=broken).announcement, now)
 
     async def close(self) -> None:
         """Nothing is looked at any more."""
-        await self._foresight.close()
+        await self._preflight.close()
 
 
 def _cannot(turn: ModelTurn) -> RequestError:
@@ -455,6 +455,6 @@ def _cannot(turn: ModelTurn) -> RequestError:
     return RequestError(f"{detail}; try again later", Code.NOT_READY, status=503)
 
 
-def _refuse(waiter: QueuedLease, refusal: RequestError) -> None:
-    waiter.refusal = refusal
-    waiter.news.set()
+def _refuse(lease: QueuedLease, refusal: RequestError) -> None:
+    lease.refusal = refusal
+    lease.news.set()

@@ -158,13 +158,13 @@ def connect(addresses: Sequence[str], node_id: str, credentials: Credentials) ->
     raise LinkError(f"nothing can be copied from there: {why}")
 
 
-def ask(channel: PeerConnection, model: str) -> tuple[Manifest, list[bytes]]:
+def ask(connection: PeerConnection, model: str) -> tuple[Manifest, list[bytes]]:
     """What is there of a model, and of each of its blobs which pieces.
 
     Raises LinkError when there is nothing, RemoteProtocolError for what makes no sense.
     """
-    channel.send(FilesWanted(model))
-    held = channel.receive(FilesHeld)
+    connection.send(FilesWanted(model))
+    held = connection.receive(FilesHeld)
     if not held.manifest:
         raise LinkError(f"nothing of {model} is there any more")
     try:
@@ -202,11 +202,11 @@ class PieceQueue:
 
 
 def bring(
-    channel: PeerConnection, manifest: Manifest, model: str, board: PieceQueue, stopped: Callable[[], bool]
+    connection: PeerConnection, manifest: Manifest, model: str, board: PieceQueue, stopped: Callable[[], bool]
 ) -> None:
     """Copy pieces until there are none left. Raises LinkError, RemoteProtocolError, Stopped, OSError."""
-    channel.hurry()
-    here = _ask_again(channel, manifest, model)
+    connection.hurry()
+    here = _ask_again(connection, manifest, model)
     block = memoryview(bytearray(_BLOCK_BYTES))
     asked: deque[tuple[PartialFile, int]] = deque()
     while asked or not board.empty:
@@ -215,40 +215,40 @@ def bring(
         while len(asked) < PIECES_AHEAD and (taken := board.take(here)) is not None:
             part, place, chunk = taken
             part.open()
-            channel.send(PieceWanted(place, chunk))
+            connection.send(PieceWanted(place, chunk))
             asked.append((part, chunk))
         if asked:
-            _receive(channel, *asked.popleft(), block, stopped)
-            channel.hurry()
+            _receive(connection, *asked.popleft(), block, stopped)
+            connection.hurry()
         elif not board.empty:
             threading.Event().wait(AGAIN_S)  # it has not come there yet either
-            now = _ask_again(channel, manifest, model)
+            now = _ask_again(connection, manifest, model)
             if now != here:
-                channel.hurry()
+                connection.hurry()
             here = now
 
 
-def _ask_again(channel: PeerConnection, manifest: Manifest, model: str) -> list[bytes]:
-    now, here = ask(channel, model)
+def _ask_again(connection: PeerConnection, manifest: Manifest, model: str) -> list[bytes]:
+    now, here = ask(connection, model)
     if now != manifest:
         raise LinkError("the other Mac gets another revision by now")
     return here
 
 
 def _receive(
-    channel: PeerConnection, part: PartialFile, chunk: int, block: memoryview, stopped: Callable[[], bool]
+    connection: PeerConnection, part: PartialFile, chunk: int, block: memoryview, stopped: Callable[[], bool]
 ) -> None:
     at, size = part.file.span(chunk)
-    if channel.receive(PieceHeld).size != size:
+    if connection.receive(PieceHeld).size != size:
         raise LinkError(f"a piece of {part.file.path} is not there any more")
     while size:
         if stopped():
             raise Stopped
         count = min(size, _BLOCK_BYTES)
-        channel.receive_into(block[:count])
+        connection.receive_into(block[:count])
         part.write(at, block[:count])
         at, size = at + count, size - count
-    part.came(chunk)
+    part.wrote(chunk)
 
 
 class PeerServer:
@@ -299,11 +299,11 @@ class PeerServer:
     def _attend(self, sock: socket.socket, address: str) -> None:
         with sock:
             try:
-                channel, identity = self._welcome(sock)
+                connection, identity = self._welcome(sock)
                 try:
-                    self._serve(channel, identity)
+                    self._serve(connection, identity)
                 finally:
-                    channel.close()
+                    connection.close()
             except (MlxtpError, OSError) as error:
                 log.debug("a copy by %s ended: %s", address, error)
             finally:
@@ -338,15 +338,15 @@ class PeerServer:
             self._open[sock] = identity.node_id
         return PeerConnection(tls, MAX_OPENING_FRAME), identity
 
-    def _serve(self, channel: PeerConnection, identity: NodeIdentity) -> None:
+    def _serve(self, connection: PeerConnection, identity: NodeIdentity) -> None:
         lent: tuple[Repo, Manifest] | None = None
         while self._may_copy(identity):
-            match channel.next():
+            match connection.next():
                 case FilesWanted(model):
                     lent = self._lent(model)
-                    channel.send(_held(lent))
+                    connection.send(_held(lent))
                 case PieceWanted(place, chunk) if lent is not None:
-                    _lend(channel, *lent, place, chunk)
+                    _lend(connection, *lent, place, chunk)
                 case other:
                     raise RemoteProtocolError(f"{type(other).__name__} is not due here", Code.OUT_OF_ORDER)
 
@@ -364,7 +364,7 @@ def _held(lent: tuple[Repo, Manifest] | None) -> FilesHeld:
     return FilesHeld(to_bytes(manifest), b"".join(repo.chunks(file) for file in manifest.blobs))
 
 
-def _lend(channel: PeerConnection, repo: Repo, manifest: Manifest, place: int, chunk: int) -> None:
+def _lend(connection: PeerConnection, repo: Repo, manifest: Manifest, place: int, chunk: int) -> None:
     files = manifest.blobs
     if place >= len(files) or chunk >= files[place].chunks:
         raise RemoteProtocolError(f"no file has the number {place} and a piece {chunk}", Code.FIELD_INVALID)
@@ -374,17 +374,17 @@ def _lend(channel: PeerConnection, repo: Repo, manifest: Manifest, place: int, c
             raise FileNotFoundError
         descriptor = os.open(repo.readable(file), os.O_RDONLY)
     except OSError:  # it has just got its name, or is gone: whoever wants it asks again
-        channel.send(PieceHeld(0))
+        connection.send(PieceHeld(0))
         return
     try:
         at, size = file.span(chunk)
-        channel.send(PieceHeld(size))
+        connection.send(PieceHeld(size))
         block = memoryview(bytearray(_BLOCK_BYTES))
         while size:
             count = os.preadv(descriptor, [block[: min(size, _BLOCK_BYTES)]], at)
             if not count:
                 raise LinkError(f"{file.path} is shorter than it was")
-            channel.send_bytes(block[:count])
+            connection.send_bytes(block[:count])
             at, size = at + count, size - count
     finally:
         os.close(descriptor)

@@ -32,12 +32,12 @@ class ModelPreflight:
         if turn != self._turn:
             if self._task is not None:
                 self._task.cancel()
-            self._turn, self._task = turn, asyncio.ensure_future(self._look(turn.model))
+            self._turn, self._task = turn, asyncio.ensure_future(self._inspect(turn.model))
             self._task.add_done_callback(lambda _: self._on_change())
         assert self._task is not None
         return (True, self._task.result()) if self._task.done() else (False, None)
 
-    async def _look(self, model: str) -> MlxtpError | None:
+    async def _inspect(self, model: str) -> MlxtpError | None:
         try:
             folder = await find_model(model, download=False)
         except ModelError:  # it is on another Mac's disk

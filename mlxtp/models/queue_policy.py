@@ -19,7 +19,7 @@ from ..wire.cluster_messages import DesiredState, ModelQueue, ModelTurn
 class AnnounceModel:
     """Everybody shall hear whose turn it is now."""
 
-    turn: ModelTurn
+    announcement: ModelTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModelQueues:
     """What the coordinator knows of all queues. `turn` is the last that was told."""
 
     def __init__(self) -> None:
-        self.turn = ModelTurn(0, 0, "", "", "")
+        self.current = ModelTurn(0, 0, "", "", "")
         self._queues: dict[str, ModelQueue] = {}
         self._since: dict[tuple[str, str], float] = {}
         """By node id and model: when the first of those that wait there was heard of."""
@@ -45,10 +45,10 @@ class ModelQueues:
         """Whether anybody does."""
         return any(waited == model for _, waited in self._since)
 
-    def heard(self, node_id: str, queue: ModelQueue, now: float) -> None:
+    def received(self, node_id: str, queue: ModelQueue, now: float) -> None:
         """What a member, or this node itself, tells."""
         self._queues[node_id] = queue
-        turn = self.turn
+        turn = self.current
         stale = (queue.term, queue.number) < (turn.term, turn.number)
         waiting = {
             (node_id, model) for model in queue.waiting if model and not (stale and model == turn.refused)
@@ -62,22 +62,22 @@ class ModelQueues:
         self, term: int, desired: DesiredState, present: Collection[str], *, served: bool, now: float
     ) -> AnnounceModel | LoadModel | None:
         """What the coordinator of `term` does next; `served`: the group of what is desired is ready."""
-        if term != self.turn.term:
-            self.turn, self._desired = ModelTurn(term, 0, desired.model, "", ""), None
+        if term != self.current.term:
+            self.current, self._desired = ModelTurn(term, 0, desired.model, "", ""), None
         for node_id in self._queues.keys() - set(present):
             del self._queues[node_id]
         self._since = {key: since for key, since in self._since.items() if key[0] in self._queues}
         if desired != self._desired:
             self._desired, self._served_at = desired, math.inf
-            if self.turn.number == 0:  # nobody has ever waited
-                self.turn = replace(self.turn, model=desired.model)
-            elif self.turn.model != desired.model:  # a person said so
-                return self._tell(desired.model)
+            if self.current.number == 0:  # nobody has ever waited
+                self.current = replace(self.current, model=desired.model)
+            elif self.current.model != desired.model:  # a person said so
+                return self._announce(desired.model)
         if served:
             self._served_at = min(self._served_at, now)
         wanted = desired.model if desired.pinned else self._first(desired.model)
-        if wanted != self.turn.model:
-            return self._tell(wanted)
+        if wanted != self.current.model:
+            return self._announce(wanted)
         if wanted != desired.model and self._quiet(present):
             return LoadModel(wanted)
         return None
@@ -85,11 +85,11 @@ class ModelQueues:
     def refuse(self, model: str, why: str, instead: str, *, broken: bool = False) -> AnnounceModel:
         """`model` cannot be served: whoever waits for it is told, and `instead` has the turn."""
         self._since = {key: since for key, since in self._since.items() if key[1] != model}
-        return self._tell(instead, model, why, broken)
+        return self._announce(instead, model, why, broken)
 
-    def _tell(self, model: str, refused: str = "", why: str = "", broken: bool = False) -> AnnounceModel:
-        self.turn = ModelTurn(self.turn.term, self.turn.number + 1, model, refused, why, broken)
-        return AnnounceModel(self.turn)
+    def _announce(self, model: str, refused: str = "", why: str = "", broken: bool = False) -> AnnounceModel:
+        self.current = ModelTurn(self.current.term, self.current.number + 1, model, refused, why, broken)
+        return AnnounceModel(self.current)
 
     def _first(self, loaded: str) -> str:
         """What whoever has waited longest wants. Who waited for the loaded one when it came is first."""
@@ -101,7 +101,7 @@ class ModelQueues:
         return min(self._since, key=place)[1] if self._since else loaded
 
     def _quiet(self, present: Collection[str]) -> bool:
-        turn, queues = self.turn, [self._queues.get(node_id) for node_id in present]
+        turn, queues = self.current, [self._queues.get(node_id) for node_id in present]
         return all(
             queue is not None and (queue.term, queue.number) == (turn.term, turn.number) and not queue.running
             for queue in queues

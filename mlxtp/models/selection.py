@@ -34,7 +34,7 @@ _SERVES = (ServingState.READY, ServingState.DRAINING, ServingState.LOADING)
 class SelectionParts(Surroundings, Protocol):
     """The parts of one node that this needs beside."""
 
-    getting: TransferCoordinator
+    transfers: TransferCoordinator
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +55,22 @@ class ModelSelection:
     ) -> None:
         self._cluster = cluster
         self._no_place = no_place
-        self._said = 0
+        self._progress = 0
         self._next: tuple[str, str] | None = None
         """A model that is on its way, and the name under which it comes."""
         self._problem = ""
         self._task: asyncio.Task[None] | None = None
 
-    def told(self) -> list[str]:
+    def progress(self) -> list[str]:
         """What comes to this Mac, for people: what is served next, and what else is pulled."""
-        getting = self._cluster.getting
+        transfers = self._cluster.transfers
         model, name = self._next or ("", "")
-        found = [f"{model} is served as soon as it is here{_far(getting, name)}"] if model else []
+        found = [f"{model} is served as soon as it is here{_far(transfers, name)}"] if model else []
         found += [self._problem] if self._problem else []
-        wanted = self._cluster.coordination.desired.model
+        wanted = self._cluster.leadership.desired.model
         return found + [
-            f"{each} is on its way here{_far(getting, each)}"
-            for each in getting.under_way()
+            f"{each} is on its way here{_far(transfers, each)}"
+            for each in transfers.under_way()
             if each not in (name, wanted)
         ]
 
@@ -79,14 +79,14 @@ class ModelSelection:
 
         Raises UserError for what can be known to fail; then nothing changes.
         """
-        cluster, number = self._cluster, self.forget()
-        present = cluster.coordination.desired
+        cluster, number = self._cluster, self.cancel()
+        present = cluster.leadership.desired
         over = nodes or present.nodes
         if (model, over) == (present.model, present.nodes):
-            return SelectionResult(model, cluster.want(model, nodes))
+            return SelectionResult(model, cluster.set_desired(model, nodes))
         found = await asyncio.to_thread(in_folders, model, cluster.settings.model_folders)
-        shape = await self._look(found)
-        if number != self._said or cluster.coordination.desired.version != present.version:
+        shape = await self._inspect(found)
+        if number != self._progress or cluster.leadership.desired.version != present.version:
             raise UserError(f"meanwhile somebody else said what to serve, so {model} is not")
         if present.model and cluster.supervisor.state in _SERVES:
             self._check_place(model, shape, over)
@@ -95,19 +95,19 @@ class ModelSelection:
                 self._task = asyncio.ensure_future(self._bring(model, over, present.version))
                 self._task.add_done_callback(_ended)
                 return SelectionResult(model, present, coming=True)
-        return SelectionResult(model, cluster.want(model, nodes))
+        return SelectionResult(model, cluster.set_desired(model, nodes))
 
-    def forget(self) -> int:
+    def cancel(self) -> int:
         """Something else is said: what is on its way is brought all the same, and not served."""
-        self._said += 1
+        self._progress += 1
         self._next, self._problem = None, ""
         if self._task is not None:
             self._task.cancel()
-        return self._said
+        return self._progress
 
-    async def _look(self, model: str) -> ModelShape | None:
+    async def _inspect(self, model: str) -> ModelShape | None:
         cluster = self._cluster
-        elsewhere = cluster.getting.is_elsewhere(model)
+        elsewhere = cluster.transfers.is_elsewhere(model)
         return await apart(partial(look_ahead, model, cluster.settings.kv_bits, elsewhere=elsewhere))
 
     def _check_place(self, model: str, shape: ModelShape | None, nodes: str) -> None:
@@ -123,30 +123,30 @@ class ModelSelection:
 
     def _who_have(self, model: str) -> list[str]:
         cluster = self._cluster
-        return [node_id for node_id in cluster.neighbours.nodes() if cluster.getting.has(node_id, model)]
+        return [node_id for node_id in cluster.links.nodes() if cluster.transfers.has(node_id, model)]
 
     async def _bring(self, model: str, nodes: str, version: int) -> None:
         cluster, loop = self._cluster, asyncio.get_running_loop()
         try:
-            name = await cluster.getting.pull(model, everywhere=True)
+            name = await cluster.transfers.pull(model, everywhere=True)
             self._next, began = (model, name), loop.time()
             while True:
                 await asyncio.sleep(LOOK_S)  # at first for the others to say what they have
-                rows = cluster.getting.progress(name)
-                silent = not rows or (len(rows) == 1 and cluster.neighbours.nodes())
+                rows = cluster.transfers.progress(name)
+                silent = not rows or (len(rows) == 1 and cluster.links.nodes())
                 over = all(row["complete"] or row["problem"] for row in rows)
                 if over and (not silent or loop.time() - began > SILENT_S):
                     break
-                if cluster.coordination.desired.version != version:
+                if cluster.leadership.desired.version != version:
                     return
             have = {row["node_id"] for row in rows if row["complete"]}
             problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
-            shape = await self._look(model) if have else None
-            if cluster.coordination.desired.version != version:
+            shape = await self._inspect(model) if have else None
+            if cluster.leadership.desired.version != version:
                 return
             why = self._no_place(shape, nodes, have | {*self._who_have(name)}) if shape is not None else ""
             if have and not why:
-                cluster.want(model, nodes)
+                cluster.set_desired(model, nodes)
             else:
                 reasons = "; ".join(filter(None, [why, *problems])) or "nobody has said how far it is"
                 self._problem = f"{model} was to be served, and cannot be: {reasons}"
@@ -159,13 +159,13 @@ class ModelSelection:
 
     async def close(self) -> None:
         """Wait for nothing more."""
-        self.forget()
+        self.cancel()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
-def _far(getting: TransferCoordinator, name: str) -> str:
-    rows = [row for row in getting.progress(name) if row["self"]]
+def _far(transfers: TransferCoordinator, name: str) -> str:
+    rows = [row for row in transfers.progress(name) if row["self"]]
     return f": {described(rows[0])}" if rows and not rows[0]["complete"] else ""
 
 

@@ -87,10 +87,10 @@ class _Transfer:
         self.refs: set[str] = set()
         self.of_hub: set[str] = set()
         """Those of which the Hub itself said here that they are this commit."""
-        self.mine: Holding | None = None
+        self.own: Holding | None = None
         """None until somebody here or elsewhere wanted it."""
-        self.told: ModelHeld | None = None
-        self.told_at = 0.0
+        self.reported: ModelHeld | None = None
+        self.reported_at = 0.0
         self.others: dict[str, ModelHeld] = {}
         self.lender: str | None = None
         """Whom the coordinator named; None until it has."""
@@ -98,7 +98,7 @@ class _Transfer:
         self.fetch: Fetch | None = None
         self.task: asyncio.Task[Path] | None = None
         self.waiting = 0
-        self.looks = False
+        self.inspecting = False
         """Whether the disk is looked at, because somebody else wants it."""
         self.everywhere = False
         """Whether it was asked for on all Macs, and so goes on when somebody has it later."""
@@ -110,7 +110,7 @@ class _Transfer:
         return self.task is not None and not self.task.done()
 
     @property
-    def came(self) -> bool:
+    def complete(self) -> bool:
         """Whether all of it was here when it was last asked for."""
         task = self.task
         return task is not None and task.done() and not task.cancelled() and task.exception() is None
@@ -145,7 +145,7 @@ class TransferCoordinator:
         """What comes now (the first AT_ONCE), and what waits for its turn."""
         self._asked: Counter[str] = Counter()
         """How many models come by the word of each other member."""
-        self._blamed: set[str] = set()
+        self._failures: set[str] = set()
         """Whose words were refused, so that the log says it once."""
 
     # --- what is asked -------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class TransferCoordinator:
     def _run(self, job: _Transfer, *refs: str) -> asyncio.Task[Path]:
         """Begin, unless it runs."""
         if job.task is None or job.task.done():
-            job.mine, job.refs = None, set()
+            job.own, job.refs = None, set()
             job.task = asyncio.ensure_future(self._get(job))
             job.task.add_done_callback(_ended)
         job.refs |= {ref for ref in (job.revision, *refs) if not is_commit(ref)}
@@ -191,7 +191,7 @@ class TransferCoordinator:
             self._job(name).of_hub.add(revision)
         self._begin(name, revision, everywhere=everywhere)
         if everywhere:
-            self._cluster.neighbours.tell_all(ModelPull(model, commit))
+            self._cluster.links.broadcast(ModelPull(model, commit))
         return name
 
     def _begin(self, name: str, *refs: str, everywhere: bool) -> asyncio.Task[Path]:
@@ -199,7 +199,7 @@ class TransferCoordinator:
         job = self._job(name)
         job.everywhere = everywhere or job.everywhere
         if job.ends:
-            job.mine = None
+            job.own = None
         else:
             self._run(job, *refs)
         if everywhere:  # the others try it again as well
@@ -219,8 +219,8 @@ class TransferCoordinator:
 
     def changed(self, name: str) -> None:
         """Files of OWNER/NAME on this disk are others than before."""
-        self.look_at_disk()
-        self._cluster.model.came(name)
+        self.report_stored()
+        self._cluster.model.files_arrived(name)
 
     def progress(self, model: str) -> list[dict[str, Any]]:
         """How far each member that wants a model is: bytes, bytes per second, seconds left."""
@@ -228,7 +228,7 @@ class TransferCoordinator:
         if job is None:
             return []
         cluster = self._cluster
-        mine = job.mine or (Holding() if job.runs else None)
+        mine = job.own or (Holding() if job.runs else None)
         if why := job.failure:
             mine = mine or Holding()
             mine = replace(mine, wants=True, problem=mine.problem or why)
@@ -237,7 +237,7 @@ class TransferCoordinator:
         found = []
         for node, held in rows:
             came = held.complete or (
-                node == cluster.node_id and job.came and held.revision and not held.total
+                node == cluster.node_id and job.complete and held.revision and not held.total
             )
             if not (held.wants or (came and not held.total)):
                 continue
@@ -260,7 +260,7 @@ class TransferCoordinator:
             )
         return found
 
-    def said(self, model: str, node_id: str = "") -> str:
+    def progress_text(self, model: str, node_id: str = "") -> str:
         """How far a model is on its way to a node, this one unless another is named, for people; or empty."""
         node_id = node_id or self._cluster.node_id
         rows = [row for row in self.progress(model) if row["node_id"] == node_id]
@@ -285,7 +285,7 @@ class TransferCoordinator:
     def under_way(self) -> list[str]:
         """The models that come to this Mac now, by the names that `progress` knows."""
         return [
-            name for name, job in self._jobs.items() if job.runs and job.mine is not None and job.mine.wants
+            name for name, job in self._jobs.items() if job.runs and job.own is not None and job.own.wants
         ]
 
     def is_getting(self, name: str) -> bool:
@@ -312,25 +312,25 @@ class TransferCoordinator:
         return self._jobs[model]
 
     def _is_busy(self, job: _Transfer) -> bool:
-        return job.runs or job.looks or self._lends(job)
+        return job.runs or job.inspecting or self._lends(job)
 
     def _stop(self, job: _Transfer) -> None:
         if job.fetch is not None:
             job.fetch.stop()
         if job.task is not None:
             job.task.cancel()
-        if job.mine is not None:
-            job.mine = replace(job.mine, wants=False)
-            self._tell(job)
+        if job.own is not None:
+            job.own = replace(job.own, wants=False)
+            self._report(job)
 
     async def _get(self, job: _Transfer) -> Path:
         job.lender, job.began = None, time.monotonic()
         here, mine = await asyncio.to_thread(_look, job.repo, job.revision, True)
-        job.mine = mine
+        job.own = mine
         if here is not None and not mine.total:
             await self._refer(job, here)
             return here
-        self._tell(job)
+        self._report(job)
         tries, copied = 0, False
         while True:
             lender = await self._named(job, here is not None)
@@ -346,8 +346,8 @@ class TransferCoordinator:
             except Stopped:
                 continue  # another one is to be copied from
             except ModelError as error:
-                job.mine = replace(job.mine or mine, problem=error.detail[:1000])
-                self._tell(job)
+                job.own = replace(job.own or mine, problem=error.detail[:1000])
+                self._report(job)
                 hopeless = error.code is not Code.MODEL_NOT_FOUND or tries >= TRIES
                 if hopeless or not await self._another(job, patient=copied):
                     raise
@@ -357,8 +357,8 @@ class TransferCoordinator:
                 log.warning("%s from %s: %s", job.model, self._cluster.name_of(lender), error)
                 await asyncio.sleep(AGAIN_S)
         await self._refer(job, here)
-        _, job.mine = await asyncio.to_thread(_look, job.repo, here.name, True)
-        self._tell(job)
+        _, job.own = await asyncio.to_thread(_look, job.repo, here.name, True)
+        self._report(job)
         return here
 
     async def _refer(self, job: _Transfer, here: Path) -> None:
@@ -380,8 +380,8 @@ class TransferCoordinator:
             while job in self._line[AT_ONCE:]:
                 if job.lender not in (named, None):
                     raise Stopped
-                if time.monotonic() - job.told_at >= TOLD_S:
-                    self._tell(job)  # whoever waits for it here hears that it will come
+                if time.monotonic() - job.reported_at >= TOLD_S:
+                    self._report(job)  # whoever waits for it here hears that it will come
                 await _pause(job)
             return await self._brought(job, lender, named)
         finally:
@@ -423,8 +423,8 @@ class TransferCoordinator:
             match job.lender:
                 case None:
                     pass
-                case "" if job.mine is not None and job.mine.problem:
-                    raise ModelError(job.mine.problem, Code.MODEL_NOT_FOUND)
+                case "" if job.own is not None and job.own.problem:
+                    raise ModelError(job.own.problem, Code.MODEL_NOT_FOUND)
                 case lender if lender == self._cluster.node_id or complete:
                     return lender
                 case lender if (word := job.others.get(lender)) is not None and word.port and word.total:
@@ -456,8 +456,8 @@ class TransferCoordinator:
     def _hosts(self, node_id: str) -> list[str]:
         """Where a member is, by the fastest network first."""
         cluster = self._cluster
-        me, link = cluster.node_id, cluster.neighbours.to(node_id)
-        machines = cluster.knowledge.machines
+        me, link = cluster.node_id, cluster.links.to(node_id)
+        machines = cluster.peer_info.machines
         near = link.remote if link is not None else ""
         found: list[str] = []
         if me in machines and node_id in machines:
@@ -480,11 +480,11 @@ class TransferCoordinator:
                 return
             job = self._job(message.model)
         except ModelError as error:
-            self._blame(node_id, error.detail)
+            self._count_failure(node_id, error.detail)
             return
         if isinstance(message, ModelHeld):
-            self._hears(job, node_id, message)
-        elif node_id == self._cluster.coordination.claim.node_id:
+            self._reaches(job, node_id, message)
+        elif node_id == self._cluster.leadership.claim.node_id:
             job.lender = message.node_id
         job.changed.set()
 
@@ -493,32 +493,32 @@ class TransferCoordinator:
         if self._asked[node_id] >= MAX_ASKED:
             why = f"{MAX_ASKED} models come here by your word already; ask for {name} when some have come"
             self._send(node_id, ModelHeld(name, "", 0, 0, 0, wants=True, problem=why, port=0))
-            self._blame(node_id, f"no more than {MAX_ASKED} models come here at one time by its word")
+            self._count_failure(node_id, f"no more than {MAX_ASKED} models come here at one time by its word")
             return
         task = self._begin(name, ref, everywhere=True)
         self._asked[node_id] += 1
         task.add_done_callback(lambda _: self._asked.subtract((node_id,)))
 
-    def _blame(self, node_id: str, why: str) -> None:
-        if node_id not in self._blamed:
-            self._blamed.add(node_id)
+    def _count_failure(self, node_id: str, why: str) -> None:
+        if node_id not in self._failures:
+            self._failures.add(node_id)
             log.warning("%s asks for what cannot be: %s", self._cluster.name_of(node_id), why)
 
-    def _hears(self, job: _Transfer, node_id: str, word: ModelHeld) -> None:
+    def _reaches(self, job: _Transfer, node_id: str, word: ModelHeld) -> None:
         first = node_id not in job.others
         had_it = not first and _held(job.others[node_id]).complete
         job.others[node_id] = word
         job.speeds.setdefault(node_id, TransferRate()).add(time.monotonic(), word.held)
-        if job.mine is None and not job.runs and not job.looks:
-            job.looks = True
+        if job.own is None and not job.runs and not job.inspecting:
+            job.inspecting = True
             task = asyncio.ensure_future(self._look_for(job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif first:
-            self._tell(job)
+            self._report(job)
         if first:
             job.began = time.monotonic()
-        if self._cluster.coordination.leading and job.lender is not None and word.wants:
+        if self._cluster.leadership.leading and job.lender is not None and word.wants:
             self._send(node_id, ModelLender(job.model, job.lender))
         if _held(word).complete and not had_it and self._is_left(job):
             self._begin(job.model, *job.refs, everywhere=job.everywhere)
@@ -526,40 +526,42 @@ class TransferCoordinator:
 
     def _is_left(self, job: _Transfer) -> bool:
         """Whether it could not be had, and is to come all the same when it can."""
-        wanted = job.everywhere or job.model == self._cluster.coordination.desired.model
-        return wanted and not job.runs and job.mine is not None and bool(job.mine.wants and job.mine.problem)
+        wanted = job.everywhere or job.model == self._cluster.leadership.desired.model
+        return wanted and not job.runs and job.own is not None and bool(job.own.wants and job.own.problem)
 
     async def _look_for(self, job: _Transfer) -> None:
         """Somebody else wants it: perhaps it is here."""
-        wants = job.mine is not None and job.mine.wants
+        wants = job.own is not None and job.own.wants
         _, mine = await asyncio.to_thread(_look, job.repo, job.revision, False)
-        job.looks = False
-        if not job.runs and mine != job.mine:
-            job.mine = replace(mine, wants=wants and mine.complete)
-            self._tell(job)
+        job.inspecting = False
+        if not job.runs and mine != job.own:
+            job.own = replace(mine, wants=wants and mine.complete)
+            self._report(job)
 
-    def _tell(self, job: _Transfer) -> None:
-        if job.mine is None:
+    def _report(self, job: _Transfer) -> None:
+        if job.own is None:
             return
         port = self._lender.port if self._lender is not None and self._lends(job) else 0
-        word = ModelHeld(model=job.model, port=port, **asdict(job.mine))
-        job.told, job.told_at = word, time.monotonic()
-        self._cluster.neighbours.tell_all(word)
+        word = ModelHeld(model=job.model, port=port, **asdict(job.own))
+        job.reported, job.reported_at = word, time.monotonic()
+        self._cluster.links.broadcast(word)
         job.changed.set()
 
     def _send(self, node_id: str, message: ModelHeld | ModelLender | ModelsHere) -> None:
         with contextlib.suppress(MlxtpError):  # it has just gone
-            self._cluster.neighbours.send(node_id, message)
+            self._cluster.links.send(node_id, message)
 
     def met(self) -> list[ModelHeld | ModelsHere]:
         """What a member that has just come is told."""
-        words = [job.told for job in self._jobs.values() if job.told is not None and job.told.wants]
+        words = [
+            job.reported for job in self._jobs.values() if job.reported is not None and job.reported.wants
+        ]
         return [*words, ModelsHere(self._here)]
 
     def lost(self, node_id: str) -> None:
         """The last link to an agent has ended."""
         self.stored.pop(node_id, None)
-        self._blamed.discard(node_id)
+        self._failures.discard(node_id)
         for job in self._jobs.values():
             job.others.pop(node_id, None)
             job.speeds.pop(node_id, None)
@@ -570,7 +572,7 @@ class TransferCoordinator:
 
     # --- what follows --------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def advance(self) -> None:
         """Called a few times a second."""
         for job in list(self._jobs.values()):
             self._decide(job)
@@ -579,18 +581,18 @@ class TransferCoordinator:
     def _decide(self, job: _Transfer) -> None:
         """The coordinator names whom to copy from."""
         cluster = self._cluster
-        if not cluster.coordination.leading or job.mine is None:
+        if not cluster.leadership.leading or job.own is None:
             return
-        members = {cluster.node_id: job.mine, **{node: _held(word) for node, word in job.others.items()}}
+        members = {cluster.node_id: job.own, **{node: _held(word) for node, word in job.others.items()}}
         if not any(held.wants for held in members.values()):
             return
-        silent = cluster.neighbours.nodes() - members.keys()
+        silent = cluster.links.nodes() - members.keys()
         if silent and time.monotonic() - job.began < ALL_SAY_S:
             return
         chosen = elect_seeder(members, job.lender or "")
         if chosen != job.lender:
             job.lender = chosen
-            cluster.neighbours.tell_all(ModelLender(job.model, chosen))
+            cluster.links.broadcast(ModelLender(job.model, chosen))
             job.changed.set()
             self._lend()
 
@@ -613,13 +615,17 @@ class TransferCoordinator:
             self._lender.close()
             self._lender = None
         for job in lent:
-            if self._lender is not None and job.told is not None and job.told.port != self._lender.port:
-                self._tell(job)
+            if (
+                self._lender is not None
+                and job.reported is not None
+                and job.reported.port != self._lender.port
+            ):
+                self._report(job)
 
     def _lent(self, model: str) -> tuple[Repo, Manifest] | None:
         """Called from threads."""
         job = self._jobs.get(model)
-        if job is None or job.mine is None:
+        if job is None or job.own is None:
             return None
         manifest = job.fetch.manifest if job.fetch is not None else None
         if manifest is None:
@@ -628,21 +634,21 @@ class TransferCoordinator:
 
     def _may_copy(self, identity: NodeIdentity) -> bool:
         """Called from threads. Members with a control link, as with requests."""
-        removed = self._cluster.coordination.roster.removed(identity.fingerprint)
-        return not removed and identity.node_id in self._cluster.neighbours.nodes()
+        removed = self._cluster.leadership.roster.removed(identity.fingerprint)
+        return not removed and identity.node_id in self._cluster.links.nodes()
 
     def _look_at(self, job: _Transfer) -> None:
         """How far is it here?"""
         fetch = job.fetch
-        if fetch is None or fetch.manifest is None or job.mine is None:
+        if fetch is None or fetch.manifest is None or job.own is None:
             return
-        manifest, held = fetch.manifest, min(fetch.held, fetch.manifest.size - 1)
-        job.mine = replace(job.mine, revision=manifest.revision, held=held, total=manifest.size)
+        manifest, held = fetch.manifest, min(fetch.held_bytes, fetch.manifest.size - 1)
+        job.own = replace(job.own, revision=manifest.revision, held=held, total=manifest.size)
         job.speeds.setdefault(self._cluster.node_id, TransferRate()).add(time.monotonic(), held)
-        self._tell(job)
+        self._report(job)
         self._cluster.changed()
 
-    def look_at_disk(self) -> None:
+    def report_stored(self) -> None:
         """Tell the others which models are here, when that has changed."""
         task = asyncio.ensure_future(self._list())
         self._tasks.add(task)
@@ -654,10 +660,10 @@ class TransferCoordinator:
         found = tuple(StoredModel(each.name, each.revision, each.total, each.complete) for each in largest)
         if found != self._here:
             self._here = found
-            self._cluster.neighbours.tell_all(ModelsHere(found))
+            self._cluster.links.broadcast(ModelsHere(found))
             for job in list(self._jobs.values()):
                 if (
-                    job.mine is not None and job.mine.complete and not job.runs
+                    job.own is not None and job.own.complete and not job.runs
                 ):  # what was told of it may be wrong by now
                     await self._look_for(job)
 
@@ -700,7 +706,7 @@ def _look(repo: Repo, revision: str, wants: bool) -> tuple[Path | None, Holding]
         free = 0
     if folder is None:
         begun = repo.begun()
-        return None, Holding("", repo.held(begun) if begun is not None else 0, 0, free, wants)
+        return None, Holding("", repo.held_bytes(begun) if begun is not None else 0, 0, free, wants)
     manifest = repo.manifest(folder.name)
     if manifest is None:  # by a program that names its files otherwise: it can be used, not lent
         return folder, Holding(folder.name, 0, 0, free, wants=False)

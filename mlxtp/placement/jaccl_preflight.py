@@ -182,7 +182,7 @@ def _place(port: Port) -> str:
 class _Meaning:
     """A pattern of JACCL's words, the trouble it means, and whether to name a device by hand helps."""
 
-    said: str
+    pattern: str
     trouble: Trouble
     by_hand: bool = False
 
@@ -257,7 +257,7 @@ def explain(message: str, named: Collection[str] = ()) -> Trouble | None:
     """
     said = message.partition("[jaccl] ")[2]
     for meaning in _MEANINGS:
-        if match := re.search(meaning.said, said):
+        if match := re.search(meaning.pattern, said):
             device = match.groupdict().get("device")
             hand = _by_hand(bool(named) if device is None else device in named)
             trouble = meaning.trouble

@@ -170,7 +170,7 @@ class CommandResult:
     """How a command ended, and what it wrote. 127: it is not there; 124: it took too long."""
 
     status: int
-    said: str = ""
+    output: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,9 +90,9 @@ class Launchd:
         if outcome.status == NOT_FOUND:
             return ServiceState()
         if outcome.status:
-            raise UserError(self.explain(self.ask(), outcome) or f"launchctl print: {outcome.said}")
+            raise UserError(self.explain(self.ask(), outcome) or f"launchctl print: {outcome.output}")
         found = dict(
-            re.findall(r"^\t(pid|last exit code|last terminating signal) = (.+)$", outcome.said, re.M)
+            re.findall(r"^\t(pid|last exit code|last terminating signal) = (.+)$", outcome.output, re.M)
         )
         pid = found.get("pid", "")
         last = ""

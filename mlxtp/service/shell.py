@@ -93,7 +93,7 @@ class Shell:
             outcome = self._run(replace(command, within_s=max(left, LOOK_S)))
         if outcome.status in command.fine:
             return
-        said = f": {outcome.said}" if outcome.said else ""
+        said = f": {outcome.output}" if outcome.output else ""
         why = self.manager.explain(command, outcome)
         raise UserError(
             f"`{' '.join(command.argv)}` ended with {outcome.status}{said}" + (f"\n{why}" if why else "")

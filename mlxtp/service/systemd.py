@@ -97,8 +97,8 @@ class Systemd:
     def state(self, outcome: CommandResult) -> ServiceState:
         """`loaded` is whether the unit is active, or about to be again."""
         if outcome.status:
-            raise UserError(self.explain(self.ask(), outcome) or f"systemctl show: {outcome.said}")
-        found = dict(re.findall(r"^(\w+)=(.*)$", outcome.said, re.MULTILINE))
+            raise UserError(self.explain(self.ask(), outcome) or f"systemctl show: {outcome.output}")
+        found = dict(re.findall(r"^(\w+)=(.*)$", outcome.output, re.MULTILINE))
         pid, result = found.get("MainPID", "0"), found.get("Result", "success")
         last = ""
         if result == "exit-code":
@@ -147,7 +147,7 @@ class Systemd:
 
     def explain(self, command: ServiceCommand, outcome: CommandResult) -> str:
         """By its words: its status is 1 for nearly everything."""
-        said = outcome.said
+        said = outcome.output
         if outcome.status == 127 or "not been booted with systemd" in said:
             return "systemd does not run on this machine; start `mlxtp node` by what does start services here"
         if "Failed to connect to bus" in said:

@@ -45,12 +45,12 @@ def plainer_messages(conversation: Conversation, knows_tools: bool) -> Iterator[
 
 def _ways_to_say(conversation: Conversation, knows_tools: bool) -> Iterator[list[Json]]:
     if knows_tools:
-        yield [_message(turn) for turn in _matched(conversation.turns)]
-        numbered = _matched(conversation.turns, numbered=True)
+        yield [_message(turn) for turn in _matched(conversation.messages)]
+        numbered = _matched(conversation.messages, numbered=True)
         yield [_message(turn) for turn in numbered]
         yield [_message(turn) for turn in _one_at_a_time(numbered)]
     else:
-        turns = _with_tools([_told_apart(turn) for turn in conversation.turns], conversation.tools)
+        turns = _with_tools([_told_apart(turn) for turn in conversation.messages], conversation.tools)
         yield [{"role": turn.role, "content": turn.text} for turn in turns]
         yield [{"role": turn.role, "content": turn.text} for turn in _taking_turns(turns)]
 
@@ -65,7 +65,9 @@ def template_options(conversation: Conversation) -> Json:
 
 def characters(conversation: Conversation) -> int:
     """How long it is before the template adds its own."""
-    turns = sum(len(turn.text) + len(turn.reasoning) + _call_characters(turn) for turn in conversation.turns)
+    turns = sum(
+        len(turn.text) + len(turn.reasoning) + _call_characters(turn) for turn in conversation.messages
+    )
     return turns + sum(len(json.dumps(tool_json(tool))) for tool in conversation.tools)
 
 

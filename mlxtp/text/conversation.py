@@ -49,7 +49,7 @@ class Conversation:
     `template_options` go to the template as they are. With `needs_thinking`, a model that cannot is refused.
     """
 
-    turns: tuple[ChatMessage, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = AUTO
     parallel: bool = True

@@ -265,7 +265,7 @@ class FakeBackend:
     async def on_request(self) -> tuple[StoredModelInfo, ...]:
         return self.stored
 
-    async def turn(self, name: str | None, within_s: float = 0.0) -> ModelLease:
+    async def acquire_model(self, name: str | None, within_s: float = 0.0) -> ModelLease:
         return self.take_turn(name, within_s)
 
     def shortage(self) -> RequestError | None:

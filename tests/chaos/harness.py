@@ -105,7 +105,7 @@ class FaultyCluster(Cluster):
 
     def _observe(self) -> None:
         supervisor, gateway = self.supervisor, self.supervisor.gateway
-        enter, pause, generate = supervisor._enter, gateway.pause, gateway.generate
+        enter, pause, generate = supervisor._enter, gateway.park_open_requests, gateway.generate
 
         def observed_enter(state: ServingState) -> None:
             self.moments.append(Moment(time.time(), supervisor.epoch, state))
@@ -122,7 +122,7 @@ class FaultyCluster(Cluster):
             self.asked += 1
             return answer
 
-        supervisor._enter, gateway.pause = observed_enter, observed_pause  # type: ignore[method-assign]
+        supervisor._enter, gateway.park_open_requests = observed_enter, observed_pause  # type: ignore[method-assign]
         gateway.generate = observed_generate  # type: ignore[method-assign]
 
     # --- ordering faults -----------------------------------------------------------------------------

@@ -89,8 +89,8 @@ class Node:
     def __init__(self, world: World, node_id: str, boot_id: str, kept: ClusterState) -> None:
         self.world, self.id, self.boot_id = world, node_id, boot_id
         self.journal = world.journals.setdefault(node_id, Journal())
-        self.coordination = Leadership(node_id, kept, world.now)
-        others = [other for other in self.coordination.roster.members() if other != node_id]
+        self.leadership = Leadership(node_id, kept, world.now)
+        others = [other for other in self.leadership.roster.members() if other != node_id]
         self.membership = Membership(node_id, boot_id, others, world.now)
         self.links: dict[int, tuple[Wire, int, str, str]] = {}
         """Link number → wire, our end of it, node id and boot id of the other end."""
@@ -112,16 +112,16 @@ class Node:
         number = wire.numbers[end]
         address = f"10.0.0.{ord(peer.id[-1])}:{number}"
         if not self.membership.link_up(number, peer.id, peer.boot_id, address, self.world.now):
-            if self.membership.standing(peer.id).state is MemberState.REMOVED:
-                for message in self.coordination.roster.messages():
+            if self.membership.status_of(peer.id).state is MemberState.REMOVED:
+                for message in self.leadership.roster.messages():
                     wire.send(end, message)
             wire.close(end)
             self.step()
             return
         self.links[number] = (wire, end, peer.id, peer.boot_id)
         self.send(number, self.report())
-        self.send(number, self.coordination.desired)
-        for message in self.coordination.roster.messages():
+        self.send(number, self.leadership.desired)
+        for message in self.leadership.roster.messages():
             self.send(number, message)
         self.close_second_links(peer)
         self.step()
@@ -150,14 +150,14 @@ class Node:
         for number in [number for number in numbers if number not in self.ending][-1:]:
             self.send(number, payload)
 
-    def tell_all(self, *payloads: object) -> None:
+    def broadcast(self, *payloads: object) -> None:
         for number in [number for number in self.links if number not in self.ending]:
             for payload in payloads:
                 self.send(number, payload)
 
     def dial(self) -> None:
         linked = {node for _, _, node, _ in self.links.values()}
-        for node_id in self.coordination.roster.members():
+        for node_id in self.leadership.roster.members():
             due = self.dialled.get(node_id, -1.0) + REDIAL_S <= self.world.now
             if node_id != self.id and node_id not in linked and due:
                 self.dialled[node_id] = self.world.now
@@ -183,22 +183,22 @@ class Node:
                 if not self.membership.counts(number):
                     return
                 self.reports[sender] = owns
-                if self.coordination.heard(sender, boot_id, beat, now):
+                if self.leadership.received_beat(sender, boot_id, beat, now):
                     self.step()
-                    self.tell_all(self.report())
-                lacks_desired, lacks_roster = self.coordination.lacks(beat)
+                    self.broadcast(self.report())
+                lacks_desired, lacks_roster = self.leadership.lacks(beat)
                 if lacks_desired:
-                    self.send(number, self.coordination.desired)
+                    self.send(number, self.leadership.desired)
                 if lacks_roster:
-                    for message in self.coordination.roster.messages():
+                    for message in self.leadership.roster.messages():
                         self.send(number, message)
             case DesiredState():
-                if self.coordination.desires(payload):
-                    self.tell_all(payload)
+                if self.leadership.desires(payload):
+                    self.broadcast(payload)
                     self.step()
             case Members(entries):
-                if self.coordination.enrols(entries):
-                    self.tell_all(*self.coordination.roster.messages())
+                if self.leadership.enrols(entries):
+                    self.broadcast(*self.leadership.roster.messages())
                     self.follow_roster()
             case _:
                 self.receive_of_epoch(sender, payload)
@@ -207,8 +207,8 @@ class Node:
         mine = self.running
         match payload:
             case Offer(running):
-                problem = refusal(sender, running.number, self.coordination.claim, self.joined)
-                if self.id in self.coordination.draining:
+                problem = refusal(sender, running.number, self.leadership.claim, self.joined)
+                if self.id in self.leadership.draining:
                     problem = "it is about to stop"
                 if problem is None:
                     self.leave("for a newer one")
@@ -235,7 +235,7 @@ class Node:
         assert self.running is None, f"{self.id} takes part in two epochs"
         assert running.number > self.joined, f"{self.id} joins epoch {running.number} after {self.joined}"
         self.joined, self.running = running.number, running
-        self.coordination.saw_epoch(running.number)
+        self.leadership.saw_epoch(running.number)
         self.log("join", running)
 
     def leave(self, why: str) -> None:
@@ -252,8 +252,8 @@ class Node:
         self.hold_until = self.world.now + RETRY_S
 
     def form(self, action: FormEpoch) -> None:
-        assert self.coordination.leading, f"{self.id} forms an epoch and does not coordinate"
-        desired, plan = self.coordination.desired, action.plan
+        assert self.leadership.leading, f"{self.id} forms an epoch and does not coordinate"
+        desired, plan = self.leadership.desired, action.plan
         running = RunningEpoch(
             action.number, plan.ranks, action.boots, plan.key, desired.model, desired.version, ready=False
         )
@@ -273,13 +273,13 @@ class Node:
 
     def plan(self) -> GroupPlan | None:
         """The strongest one, two or four of those who are here, this node among them if it can be."""
-        wanted = self.coordination.desired.nodes
-        standings = self.membership.standings()
+        wanted = self.leadership.desired.nodes
+        standings = self.membership.statuses()
         here = sorted(
             (
                 node_id
                 for node_id, standing in standings.items()
-                if standing.present and node_id not in self.coordination.draining
+                if standing.present and node_id not in self.leadership.draining
             ),
             key=lambda node_id: (-self.world.strength.get(node_id, 1), node_id != self.id, node_id),
         )
@@ -295,7 +295,7 @@ class Node:
         mine = self.running
         if mine is None or mine.owner != self.id:
             return mine
-        leaving = not self.coordination.draining.isdisjoint(mine.ranks)
+        leaving = not self.leadership.draining.isdisjoint(mine.ranks)
         return replace(
             mine, open_requests=self.open_requests, draining=leaving, ready=mine.ready and not leaving
         )
@@ -303,7 +303,7 @@ class Node:
     def report(self) -> Report:
         mine = self.own()
         owns = mine if mine and mine.owner == self.id else None
-        return Report(self.coordination.beat(healthy=self.membership.healthy), owns)
+        return Report(self.leadership.beat(healthy=self.membership.healthy), owns)
 
     def tick(self) -> None:
         if not self.running_process:
@@ -312,7 +312,7 @@ class Node:
         if self.paused_until > self.world.now:
             return
         self.step()
-        self.tell_all(self.report())
+        self.broadcast(self.report())
         self.dial()
 
     def step(self) -> None:
@@ -324,25 +324,25 @@ class Node:
                 self.journal.duplicates.append(change)
             else:
                 self.journal.changes.append((now, change))
-        if self.coordination.tick(self.membership, changes, now):
-            self.tell_all(self.report())
+        if self.leadership.tick(self.membership, changes, now):
+            self.broadcast(self.report())
         for number in [number for number in self.links if not self.membership.counts(number)]:
             self.close(number)
         for _ in range(4):
             others = [
                 running for node_id, running in self.reports.items()
-                if running is not None and self.membership.standing(node_id).present
+                if running is not None and self.membership.status_of(node_id).present
             ]  # fmt: skip
             situation = Situation(
                 self.own(), others, self.plan(), "too few Macs", self.hold_until, "the last one failed"
             )
-            view = self.coordination.view(self.membership, situation, now)
-            action = self.coordination.decide(self.membership, situation, now)
+            view = self.leadership.view(self.membership, situation, now)
+            action = self.leadership.decide(self.membership, situation, now)
             if not self.act(action):
                 break
         else:
             raise AssertionError(f"{self.id} never comes to rest: {action}")
-        if self.id in self.coordination.draining and may_leave(view) and not self.open_requests:
+        if self.id in self.leadership.draining and may_leave(view) and not self.open_requests:
             self.world.leave(self.id)
 
     def act(self, action: Action) -> bool:
@@ -354,18 +354,18 @@ class Node:
             case StopEpoch(reason):
                 self.leave(reason)
             case HandOver(node_id):
-                self.coordination.hand_over(node_id, self.world.now)
+                self.leadership.hand_over(node_id, self.world.now)
             case _:
                 return False
-        self.tell_all(self.report())
+        self.broadcast(self.report())
         return True
 
     def follow_roster(self) -> None:
-        members = self.coordination.roster.members()
+        members = self.leadership.roster.members()
         if self.id not in members:
             self.world.kill(self.id)
             return
-        for node_id, standing in self.membership.standings().items():
+        for node_id, standing in self.membership.statuses().items():
             if node_id not in members and standing.state is not MemberState.REMOVED:
                 self.membership.removed(node_id)
         for node_id in members:

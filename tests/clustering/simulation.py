@@ -143,7 +143,7 @@ class World:
         node.running_process = False
         if node.running is not None:
             node.log("leave: killed", node.running)
-        self.disks[name] = to_text(SavedState(node.coordination.kept()))
+        self.disks[name] = to_text(SavedState(node.leadership.persistent_state()))
         if not power:
             self._forget_wires_of(name)
 
@@ -151,14 +151,14 @@ class World:
         """The agent is stopped in order."""
         if node := self.nodes.get(name):
             node.leave("stopped")
-            node.tell_all(Goodbye())
+            node.broadcast(Goodbye())
             self.kill(name)
 
     def drain(self, name: str) -> None:
         """The agent is told to stop: it leaves once the others can do without it."""
         node = self.nodes[name]
-        node.coordination.drain()
-        node.tell_all(node.report())
+        node.leadership.drain()
+        node.broadcast(node.report())
         node.step()
 
     def _forget_wires_of(self, name: str) -> None:
@@ -228,7 +228,7 @@ class World:
         """Whether they run, take each other for members, and nothing stands between them."""
         if not {one, other} <= self.nodes.keys() or self.is_cut(one, other):
             return False
-        return all(b in self.nodes[a].coordination.roster.members() for a, b in ((one, other), (other, one)))
+        return all(b in self.nodes[a].leadership.roster.members() for a, b in ((one, other), (other, one)))
 
     def complaint(self) -> str:
         """What is not as it should be once everything has calmed down; empty when all is well."""
@@ -245,11 +245,11 @@ class World:
 
 
 def _beliefs_of(nodes: Sequence[Node]) -> str:
-    leaders = [node.id for node in nodes if node.coordination.leading]
+    leaders = [node.id for node in nodes if node.leadership.leading]
     if len(leaders) != 1:
         return f"{leaders} coordinate {[node.id for node in nodes]}"
     for what in ("claim", "desired", "roster", "epoch"):
-        held = {node.id: getattr(node.coordination, what) for node in nodes}
+        held = {node.id: getattr(node.leadership, what) for node in nodes}
         if len(set(map(repr, held.values()))) != 1:
             return f"{what}: {held}"
     return ""
@@ -257,7 +257,7 @@ def _beliefs_of(nodes: Sequence[Node]) -> str:
 
 def _standings_of(world: World, nodes: Sequence[Node]) -> str:
     for node in nodes:
-        for peer, standing in node.membership.standings().items():
+        for peer, standing in node.membership.statuses().items():
             if not world.reach(node.id, peer):
                 if standing.state in (MemberState.ALIVE, MemberState.SUSPECT):
                     return f"{node.id} sees a ghost of {peer}"
@@ -267,8 +267,8 @@ def _standings_of(world: World, nodes: Sequence[Node]) -> str:
 
 
 def _epochs_of(nodes: Sequence[Node]) -> str:
-    leader = next(node for node in nodes if node.coordination.leading)
-    plan = leader.plan() if leader.coordination.desired.model else None
+    leader = next(node for node in nodes if node.leadership.leading)
+    plan = leader.plan() if leader.leadership.desired.model else None
     running = {node.id: node.running for node in nodes if node.running is not None}
     if plan is None:
         return f"nothing should run: {running}" if running else ""

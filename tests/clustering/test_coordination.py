@@ -30,7 +30,7 @@ class Story:
     def __init__(self, kept: ClusterState | None = None, known: tuple[str, ...] = ("a", "c")) -> None:
         self.now = 100.0
         self.membership = Membership("b", "b-1", known, self.now)
-        self.coordination = Leadership("b", kept or ClusterState(), self.now, CALM)
+        self.leadership = Leadership("b", kept or ClusterState(), self.now, CALM)
         self.claimed = 0
         self.pulses = 0
         self.boots = {1: "a-1", 3: "c-1"}
@@ -41,11 +41,11 @@ class Story:
 
     def hear(self, link: int, word: Beat) -> bool:
         self.membership.beat(link, self.now)
-        return self.coordination.heard(self.boots[link][0], self.boots[link], word, self.now)
+        return self.leadership.received_beat(self.boots[link][0], self.boots[link], word, self.now)
 
     def tick(self) -> None:
         changes = self.membership.tick(self.now)
-        self.claimed += self.coordination.tick(self.membership, changes, self.now)
+        self.claimed += self.leadership.tick(self.membership, changes, self.now)
 
     def beats(self, seconds: float, **words: Beat) -> Story:
         """`link_1=word` and `link_3=word` come at every beat; a pulse that they have rises each time."""
@@ -59,7 +59,7 @@ class Story:
 
     @property
     def claim(self) -> LeaderClaim:
-        return self.coordination.claim
+        return self.leadership.claim
 
 
 def led_by(claim: LeaderClaim) -> Story:
@@ -83,7 +83,7 @@ C5 = LeaderClaim(5, "c")
 def test_a_node_alone_claims_at_once() -> None:
     story = Story(known=())
     story.tick()
-    assert (story.claim, story.coordination.leading) == (LeaderClaim(1, "b"), True)
+    assert (story.claim, story.leadership.leading) == (LeaderClaim(1, "b"), True)
 
 
 def test_a_node_that_misses_others_gives_them_time_to_show_up() -> None:
@@ -120,8 +120,8 @@ def test_the_smallest_of_the_living_claims_and_the_others_wait() -> None:
 
 def test_terms_go_on_after_a_restart_and_an_old_claim_is_nobodys() -> None:
     story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=())
-    assert not story.coordination.leading
-    assert story.coordination.kept().claim == LeaderClaim(7)
+    assert not story.leadership.leading
+    assert story.leadership.persistent_state().claim == LeaderClaim(7)
     story.tick()
     assert story.claim == LeaderClaim(8, "b")
 
@@ -130,7 +130,7 @@ def test_hearing_of_ones_own_past_makes_nobody_coordinator() -> None:
     story = Story(ClusterState(claim=LeaderClaim(7, "b")), known=("c",))
     story.up(3, "c-1")
     story.hear(3, beat(LeaderClaim(7, "b"), 10))
-    assert not story.coordination.leading
+    assert not story.leadership.leading
     story.tick()
     assert story.claim == LeaderClaim(8, "b")
 
@@ -139,7 +139,7 @@ def test_a_lower_term_than_before_is_followed_and_topped_later() -> None:
     story = Story(ClusterState(claim=LeaderClaim(9, "z")), known=("c",))
     story.up(3, "c-1")
     assert story.beats(3, link_3=beat(C5, 10)).claim == C5
-    assert story.coordination.kept().claim == LeaderClaim(9)
+    assert story.leadership.persistent_state().claim == LeaderClaim(9)
     story.membership.goodbye(3, story.now)
     story.tick()
     assert story.claim == LeaderClaim(10, "b")
@@ -168,17 +168,17 @@ def test_a_claim_without_a_name_is_none() -> None:
 def test_a_coordinator_gives_way_to_a_stronger_claim() -> None:
     story = Story(known=("a", "c"))
     story.beats(3)
-    assert story.coordination.leading
+    assert story.leadership.leading
     story.up(1, "a-1")
     assert story.hear(1, beat(A5, 10))
-    assert not story.coordination.leading
+    assert not story.leadership.leading
     assert story.claim == A5
 
 
 def test_whoever_is_named_coordinates() -> None:
     story = led_by(A5)
     assert story.hear(1, beat(B6))
-    assert story.coordination.leading
+    assert story.leadership.leading
 
 
 # --- losing the coordinator -------------------------------------------------------------------------------
@@ -284,59 +284,59 @@ def test_time_that_we_stood_still_does_not_depose_it() -> None:
 
 def test_only_the_coordinator_adds_to_the_pulse() -> None:
     story = led_by(A5)
-    pulses = [story.coordination.beat(healthy=True).pulse for _ in range(3)]
+    pulses = [story.leadership.beat(healthy=True).pulse for _ in range(3)]
     assert len(set(pulses)) == 1
-    story.coordination.hand_over("b", story.now)
-    assert [story.coordination.beat(healthy=True).pulse for _ in range(3)] == [1, 2, 3]
+    story.leadership.hand_over("b", story.now)
+    assert [story.leadership.beat(healthy=True).pulse for _ in range(3)] == [1, 2, 3]
 
 
 def test_a_beat_tells_everything_in_short() -> None:
     story = led_by(A5)
-    story.coordination.want("llama")
-    story.coordination.admit("a", "studio", "key", unsealed)
-    story.coordination.saw_epoch(17)
-    word = story.coordination.beat(healthy=False)
+    story.leadership.set_desired("llama")
+    story.leadership.admit("a", "studio", "key", unsealed)
+    story.leadership.saw_epoch(17)
+    word = story.leadership.beat(healthy=False)
     assert (word.term, word.coordinator, word.desired, word.epoch, word.healthy) == (5, "a", 1, 17, False)
-    assert word.roster == story.coordination.roster.digest()
+    assert word.roster == story.leadership.roster.digest()
 
 
 def test_who_lacks_something_is_sent_it() -> None:
     story = Story()
-    assert story.coordination.lacks(beat()) == (False, False)
-    story.coordination.want("llama")
-    story.coordination.admit("a", "studio", "key", unsealed)
-    assert story.coordination.lacks(beat()) == (True, True)
+    assert story.leadership.lacks(beat()) == (False, False)
+    story.leadership.set_desired("llama")
+    story.leadership.admit("a", "studio", "key", unsealed)
+    assert story.leadership.lacks(beat()) == (True, True)
 
 
 def test_a_persons_word_wins_over_requests_that_had_not_heard_of_it() -> None:
     """Here requests have chosen three times while a person spoke on the other side of a partition."""
-    coordination = Story().coordination
+    coordination = Story().leadership
     for model in ("one", "two", "three"):
-        coordination.want(model, by_person=False)
+        coordination.set_desired(model, by_person=False)
     wish = DesiredState(2, "c", "llama", "auto", 2)
     assert coordination.lacks(replace(beat(), desired=9)) == (True, False), "it may rest on an older word"
     assert coordination.desires(wish)
     assert coordination.desired.pinned
     assert not coordination.desires(DesiredState(3, "a", "three", "auto"))
-    assert coordination.want("") == DesiredState(3, "b", "", "auto", 3)
-    assert coordination.want("one", by_person=False) == DesiredState(4, "b", "one", "auto", 3)
+    assert coordination.set_desired("") == DesiredState(3, "b", "", "auto", 3)
+    assert coordination.set_desired("one", by_person=False) == DesiredState(4, "b", "one", "auto", 3)
     assert not coordination.desires(wish)
     with pytest.raises(RemoteProtocolError, match="version 5 rests on 6, a later one"):
         coordination.desires(DesiredState(5, "c", "llama", "auto", 6))
 
 
 def test_wishes_and_rosters_are_taken_over_once() -> None:
-    coordination = Story().coordination
+    coordination = Story().leadership
     wish = DesiredState(4, "c", "llama", "auto")
     assert [coordination.desires(wish) for _ in range(2)] == [True, False]
     assert not coordination.desires(NOTHING)
-    assert coordination.want("qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
+    assert coordination.set_desired("qwen", "2") == DesiredState(5, "b", "qwen", "2", 5)
     entry = RosterEntry("c", "mini", "key", False, 1)
     assert [coordination.enrols([entry]) for _ in range(2)] == [True, False]
 
 
 def test_the_roster_is_changed_here_or_the_reason_told() -> None:
-    coordination = Story().coordination
+    coordination = Story().leadership
     coordination.admit("a", "studio", "key", unsealed)
     coordination.remove("a", unsealed)
     assert coordination.roster.members() == {}
@@ -348,11 +348,11 @@ def test_the_roster_is_changed_here_or_the_reason_told() -> None:
 
 def test_what_is_kept_is_what_the_next_start_begins_with() -> None:
     story = led_by(A5)
-    story.coordination.want("llama")
-    story.coordination.admit("a", "studio", "key", unsealed)
-    story.coordination.saw_epoch(17)
+    story.leadership.set_desired("llama")
+    story.leadership.admit("a", "studio", "key", unsealed)
+    story.leadership.saw_epoch(17)
     story.hear(1, beat(A5, 90, epoch=21))
-    kept = story.coordination.kept()
+    kept = story.leadership.persistent_state()
     assert (kept.claim, kept.epoch) == (A5, 21)
     again = Leadership("b", kept, 0.0)
     assert (again.desired, again.roster, again.epoch) == (kept.desired, kept.roster, 21)
@@ -365,20 +365,20 @@ PLAN = GroupPlan(("b", "c"), (2.0,))
 
 def leading() -> Story:
     story = led_by(A5)
-    story.coordination.want("llama")
+    story.leadership.set_desired("llama")
     story.membership.goodbye(1, story.now)
     story.beats(0.5, link_3=beat(A5, 30))
-    assert story.coordination.leading
+    assert story.leadership.leading
     return story
 
 
 def test_changes_settle_before_anything_is_formed() -> None:
     story = leading()
     situation = Situation(plan=PLAN)
-    action = story.coordination.decide(story.membership, situation, story.now)
+    action = story.leadership.decide(story.membership, situation, story.now)
     assert action == Wait("members come and go", story.now + CALM.settle_s)
     story.beats(0.5, link_3=beat(B6))
-    assert story.coordination.decide(story.membership, situation, story.now) == FormEpoch(
+    assert story.leadership.decide(story.membership, situation, story.now) == FormEpoch(
         1, PLAN, ("b-1", "c-1")
     )
 
@@ -394,9 +394,9 @@ def test_changes_that_never_settle_are_not_waited_for_longer_than_their_limit() 
         else:
             story.up(11 + 10 * step, "a-2")
         story.hear(3, beat(B6))
-        story.coordination.heard("a", "a-2", beat(B6), story.now)
+        story.leadership.received_beat("a", "a-2", beat(B6), story.now)
         story.tick()
-        actions.append(story.coordination.decide(story.membership, Situation(plan=PLAN), story.now))
+        actions.append(story.leadership.decide(story.membership, Situation(plan=PLAN), story.now))
     waited = [isinstance(action, Wait) for action in actions]
     assert waited == sorted(waited, reverse=True)
     assert 1.5 <= 0.25 * sum(waited) <= CALM.settle_most_s
@@ -412,11 +412,11 @@ def test_whoever_was_lost_is_shaky_for_a_while() -> None:
     story.up(4, "c-1")
     story.beats(1, link_4=beat(B6))
     situation = Situation(running=alone, plan=PLAN)
-    action = story.coordination.decide(story.membership, situation, story.now)
+    action = story.leadership.decide(story.membership, situation, story.now)
     assert isinstance(action, Wait)
-    assert action.until == lost + CALM.shaky_s
-    story.beats(CALM.shaky_s, link_4=beat(B6))
-    assert isinstance(story.coordination.decide(story.membership, situation, story.now), StopEpoch)
+    assert action.until == lost + CALM.flapping_s
+    story.beats(CALM.flapping_s, link_4=beat(B6))
+    assert isinstance(story.leadership.decide(story.membership, situation, story.now), StopEpoch)
 
 
 def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
@@ -425,7 +425,7 @@ def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
     busy = RunningEpoch(1, ("b",), ("b-1",), (1.0,), "llama", 1, ready=True, open_requests=1)
 
     def ask(plan: GroupPlan | None) -> object:
-        return story.coordination.decide(story.membership, Situation(running=busy, plan=plan), story.now)
+        return story.leadership.decide(story.membership, Situation(running=busy, plan=plan), story.now)
 
     began = story.now
     for _ in range(3):
@@ -444,12 +444,12 @@ def test_patience_begins_with_the_first_wait_and_anew_after_each() -> None:
 def test_after_handing_over_this_node_follows() -> None:
     story = leading()
     story.beats(1, link_3=beat(B6))
-    action = story.coordination.decide(
+    action = story.leadership.decide(
         story.membership, Situation(plan=GroupPlan(("c", "b"), (2.0,))), story.now
     )
     assert action == HandOver("c")
-    story.coordination.hand_over("c", story.now)
-    assert (story.claim, story.coordination.leading) == (LeaderClaim(7, "c"), False)
+    story.leadership.hand_over("c", story.now)
+    assert (story.claim, story.leadership.leading) == (LeaderClaim(7, "c"), False)
     assert story.beats(2.5, link_3=beat(B6)).claim == LeaderClaim(7, "c")
     assert story.beats(0.5, link_3=beat(B6)).claim == LeaderClaim(8, "b")  # it never heard of it
 
@@ -458,10 +458,10 @@ def test_a_node_that_returns_has_to_tell_again_what_it_believes() -> None:
     story = leading()
     story.membership.link_down(3, story.now)
     story.beats(3)
-    assert story.membership.standing("c").state is MemberState.DEAD
+    assert story.membership.status_of("c").state is MemberState.DEAD
     story.up(4, "c-1")
     story.beats(1)
-    action = story.coordination.decide(story.membership, Situation(plan=PLAN), story.now)
+    action = story.leadership.decide(story.membership, Situation(plan=PLAN), story.now)
     assert isinstance(action, Wait)
     assert "has not yet told" in action.reason
 
@@ -475,24 +475,24 @@ def leaving(claim: LeaderClaim, pulse: int = 0) -> Beat:
 
 def test_who_is_about_to_stop_says_so_with_every_beat() -> None:
     story = led_by(A5)
-    assert not story.coordination.beat(healthy=True).draining
-    story.coordination.drain()
+    assert not story.leadership.beat(healthy=True).draining
+    story.leadership.drain()
     story.beats(1, link_1=beat(A5, 10), link_3=beat(A5, 10))
-    assert story.coordination.beat(healthy=True).draining
-    assert story.coordination.draining == {"b"}
+    assert story.leadership.beat(healthy=True).draining
+    assert story.leadership.draining == {"b"}
 
 
 def test_what_a_start_of_an_agent_said_of_itself_ends_with_it() -> None:
     story = led_by(C5)
     story.hear(1, leaving(C5, 10))
-    assert story.coordination.draining == {"a"}
+    assert story.leadership.draining == {"a"}
     story.membership.goodbye(1, story.now)
     story.tick()
-    assert story.coordination.draining == frozenset()
+    assert story.leadership.draining == frozenset()
     story.up(4, "a-2")
     story.boots[1] = "a-2"
     story.beats(1, link_4=beat(C5, 10), link_3=beat(C5, 10))
-    assert story.coordination.draining == frozenset()
+    assert story.leadership.draining == frozenset()
 
 
 def test_a_restart_that_nobody_announced_ends_it_too() -> None:
@@ -502,7 +502,7 @@ def test_a_restart_that_nobody_announced_ends_it_too() -> None:
     story.boots[4] = "a-2"
     story.hear(4, beat(C5, 10))
     story.tick()
-    assert story.coordination.draining == frozenset()
+    assert story.leadership.draining == frozenset()
 
 
 def test_whoever_is_about_to_stop_claims_only_if_nobody_else_is_here() -> None:
@@ -513,7 +513,7 @@ def test_whoever_is_about_to_stop_claims_only_if_nobody_else_is_here() -> None:
     assert story.claim == B6  # not a, though it has the smaller id
     story = led_by(C5)
     story.hear(1, leaving(C5, 10))
-    story.coordination.drain()
+    story.leadership.drain()
     story.membership.goodbye(3, story.now)
     story.tick()
     assert story.claim == C5  # now a is the smallest of all again

@@ -56,7 +56,7 @@ VIEW = ClusterView(
     self_id="a",
     leading=True,
     claim=LeaderClaim(5, "a"),
-    standings=here("a", "b", "c"),
+    statuses=here("a", "b", "c"),
     desired=LLAMA,
     plan=plan("a", "b"),
     epoch=8,
@@ -93,7 +93,7 @@ def test_it_waits_until_members_have_stopped_coming_and_going() -> None:
 
 
 def test_it_waits_for_what_present_members_have_to_tell() -> None:
-    assert decided(untold=["c"]) == Wait("book has not yet told what it knows")
+    assert decided(unsynced=["c"]) == Wait("book has not yet told what it knows")
 
 
 def test_without_a_plan_it_waits_with_the_reason() -> None:
@@ -107,7 +107,7 @@ def test_after_failed_epochs_it_waits_its_time() -> None:
 
 def test_nobody_silent_is_taken_along() -> None:
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
-    assert decided(standings=silent) == Wait("mini is silent")
+    assert decided(statuses=silent) == Wait("mini is silent")
 
 
 def test_it_hands_over_to_whoever_gets_rank_0() -> None:
@@ -131,9 +131,9 @@ LOST = {
 def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
     action = decided(
         running=epoch("a", "b", open_requests=3),
-        standings=here("a", "c", b=LOST[said]),
+        statuses=here("a", "c", b=LOST[said]),
         settled_at=NOW + 1,
-        untold=["c"],
+        unsynced=["c"],
     )
     assert isinstance(action, StopEpoch)
     assert action.lost
@@ -144,7 +144,7 @@ def test_an_epoch_ends_at_once_when_a_participant_is_gone(said: str) -> None:
 @pytest.mark.parametrize("said", LOST)
 @pytest.mark.parametrize("leading", [True, False])
 def test_a_participant_leaves_an_epoch_whose_owner_is_gone(said: str, leading: bool) -> None:
-    action = decided(running=epoch("b", "a"), standings=here("a", "c", b=LOST[said]), leading=leading)
+    action = decided(running=epoch("b", "a"), statuses=here("a", "c", b=LOST[said]), leading=leading)
     assert isinstance(action, StopEpoch)
     assert action.lost
     assert "(rank 0)" in action.reason
@@ -152,15 +152,15 @@ def test_a_participant_leaves_an_epoch_whose_owner_is_gone(said: str, leading: b
 
 def test_a_participant_that_is_merely_silent_is_not_gone() -> None:
     silent = here("a", "c", b=MemberStatus(MemberState.SUSPECT, "b-1", True))
-    assert decided(running=epoch("a", "b"), standings=silent) == NoAction()
+    assert decided(running=epoch("a", "b"), statuses=silent) == NoAction()
 
 
 def test_participants_do_not_judge_each_other() -> None:
-    assert decided(running=epoch("b", "a", "c"), standings=here("a", "b"), **FOLLOWING) == NoAction()
+    assert decided(running=epoch("b", "a", "c"), statuses=here("a", "b"), **FOLLOWING) == NoAction()
 
 
 def test_an_unknown_participant_is_gone() -> None:
-    action = decided(running=epoch("a", "zeta-node-id"), standings=here("a"))
+    action = decided(running=epoch("a", "zeta-node-id"), statuses=here("a"))
     assert isinstance(action, StopEpoch)
     assert "lost zeta-nod (rank 1)" in action.reason
 
@@ -192,7 +192,7 @@ def test_a_running_epoch_is_left_alone() -> None:
     assert decided(running=epoch("a", "b")) == NoAction()
     assert decided(running=epoch("a", "c")) == NoAction()
     assert decided(running=epoch("a", "b"), plan=None, refusal="too slow") == NoAction()
-    assert decided(running=epoch("a", "b", "c", "d"), standings=here(*"abcd")) == NoAction()
+    assert decided(running=epoch("a", "b", "c", "d"), statuses=here(*"abcd")) == NoAction()
 
 
 def test_a_better_group_takes_over_when_nobody_asks() -> None:
@@ -218,7 +218,7 @@ def test_a_group_that_never_formed_is_tried_beside_the_one_that_serves() -> None
     busy = epoch("a", open_requests=2)
     assert decided(running=busy, plan=unproven) == TryGroup(9, unproven)
     assert isinstance(decided(running=busy, plan=unproven, settled_at=NOW + 1), Wait)
-    assert isinstance(decided(running=busy, plan=unproven, shaky={"b": NOW + 7}), Wait)
+    assert isinstance(decided(running=busy, plan=unproven, flapping={"b": NOW + 7}), Wait)
     assert decided(running=epoch("a", ready=False), plan=unproven) == NoAction()
     three = replace(plan("a", "b", "c"), proven=False)
     elsewhere = epoch("b", "a", number=7)
@@ -250,15 +250,15 @@ def test_open_requests_are_waited_for_and_not_for_ever() -> None:
 
 def test_a_better_group_has_to_hold_still_first() -> None:
     assert decided(running=ALONE, settled_at=NOW + 1) == Wait("members come and go", NOW + 1)
-    assert decided(running=ALONE, untold=["b"]) == Wait("mini has not yet told what it knows")
+    assert decided(running=ALONE, unsynced=["b"]) == Wait("mini has not yet told what it knows")
 
 
 def test_a_member_that_was_lost_a_moment_ago_ends_no_running_epoch() -> None:
-    action = decided(running=ALONE, shaky={"b": NOW + 7})
+    action = decided(running=ALONE, flapping={"b": NOW + 7})
     assert isinstance(action, Wait)
     assert action.until == NOW + 7
-    assert isinstance(decided(running=ALONE, shaky={"b": NOW, "c": NOW + 7}), StopEpoch)
-    assert isinstance(decided(shaky={"b": NOW + 7}), FormEpoch)  # where nothing runs it is welcome
+    assert isinstance(decided(running=ALONE, flapping={"b": NOW, "c": NOW + 7}), StopEpoch)
+    assert isinstance(decided(flapping={"b": NOW + 7}), FormEpoch)  # where nothing runs it is welcome
 
 
 # --- after a partition has healed -------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_a_coordinator_without_an_epoch_hands_over_to_one_that_serves() -> None:
 def test_it_does_not_when_that_serves_something_else_or_is_gone_or_could_be_bettered() -> None:
     assert isinstance(decided(others=[replace(PAIR, model="qwen")]), FormEpoch)
     assert isinstance(
-        decided(others=[PAIR], standings=here("a", "b", "c") | {"b": LOST["dead"]}), Wait | FormEpoch
+        decided(others=[PAIR], statuses=here("a", "b", "c") | {"b": LOST["dead"]}), Wait | FormEpoch
     )
     three = GroupPlan(("a", "b", "c"), (3.0,))
     assert isinstance(decided(others=[PAIR], plan=three), FormEpoch)
@@ -304,8 +304,8 @@ def test_a_coordinator_that_takes_part_elsewhere_leaves_before_it_forms() -> Non
 
 def test_of_two_epochs_the_worse_one_ends() -> None:
     assert decided(running=ALONE, others=[PAIR]) == StopEpoch("mini has a better group")
-    assert decided(running=epoch("a", "d"), standings=here(*"abcd"), others=[PAIR]) == NoAction()
-    mine = {"running": epoch("a", "d"), "standings": here(*"abcd"), **FOLLOWING}
+    assert decided(running=epoch("a", "d"), statuses=here(*"abcd"), others=[PAIR]) == NoAction()
+    mine = {"running": epoch("a", "d"), "statuses": here(*"abcd"), **FOLLOWING}
     assert decided(others=[PAIR], **mine) == StopEpoch("mini coordinates and serves the model")
     assert decided(others=[epoch("b")], **mine) == NoAction()
 
@@ -313,17 +313,17 @@ def test_of_two_epochs_the_worse_one_ends() -> None:
 def test_an_epoch_that_serves_does_not_end_for_one_that_is_not_ready() -> None:
     loading = replace(PAIR, ready=False)
     assert decided(running=ALONE, others=[loading], plan=None) == NoAction()
-    mine = {"running": epoch("a", "d"), "standings": here(*"abcd"), **FOLLOWING}
+    mine = {"running": epoch("a", "d"), "statuses": here(*"abcd"), **FOLLOWING}
     assert decided(others=[loading], **mine) == NoAction()
     best = replace(loading, ranks=("b", "c", "d"), key=(3.0,))
     both = [best, replace(PAIR, ranks=("c", "d"))]
-    action = decided(running=ALONE, others=both, plan=None, standings=here(*"abcd"))
+    action = decided(running=ALONE, others=both, plan=None, statuses=here(*"abcd"))
     assert action == StopEpoch("book has a better group")
 
 
 def test_the_better_of_several_is_handed_over_to() -> None:
     several = [epoch("b"), epoch("d", "e"), epoch("c", "f"), epoch("e", "g")]
-    assert decided(standings=here(*"abcdefg"), others=several) == HandOver("c")
+    assert decided(statuses=here(*"abcdefg"), others=several) == HandOver("c")
 
 
 _name = st.sampled_from("abcd")
@@ -344,13 +344,13 @@ def test_of_two_owners_never_both_give_way_and_never_both_go_on(
     mine: RunningEpoch | None,
     theirs: RunningEpoch | None,
     candidate: RunningEpoch | None,
-    standings: dict[str, MemberStatus],
+    statuses: dict[str, MemberStatus],
     since: bool,
 ) -> None:
     """Two nodes that see the same: `a` coordinates, `b` did."""
     both = {
-        "standings": here("a", "b")
-        | {k: replace(v, boot_id=f"{k}-1") for k, v in standings.items()}
+        "statuses": here("a", "b")
+        | {k: replace(v, boot_id=f"{k}-1") for k, v in statuses.items()}
         | here("a", "b"),
         "claim": LeaderClaim(5, "a"),
         "waiting_since": NOW - 10 if since else None,
@@ -438,7 +438,7 @@ def test_a_group_ends_at_once_when_another_can_do_without_whoever_stops() -> Non
     """Requests outlive groups, so nothing is waited for: neither they, nor the load, nor calm."""
     busy = epoch("a", "b", open_requests=3)
     stop = StopEpoch("mini is about to stop, and another group goes on")
-    for changes in ({}, {"settled_at": NOW + 1}, {"untold": ["c"]}, {"shaky": {"c": NOW + 5}}):
+    for changes in ({}, {"settled_at": NOW + 1}, {"unsynced": ["c"]}, {"flapping": {"c": NOW + 5}}):
         assert decided(running=busy, plan=plan("a", "c"), **B_STOPS, **changes) == stop
     assert decided(running=epoch("a", "b", ready=False), plan=plan("a"), **B_STOPS) == stop
     assert decided(running=busy, plan=plan("b", "c"), **A_STOPS) == StopEpoch(

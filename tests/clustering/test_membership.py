@@ -55,7 +55,7 @@ class Story:
                 self.duplicates.append(event)
 
     def state(self, node_id: str = "b") -> MemberState:
-        return self.members.standing(node_id).state
+        return self.members.status_of(node_id).state
 
     def whys(self, node_id: str = "b") -> list[ChangeCause]:
         self.tick()
@@ -132,11 +132,11 @@ def test_a_link_that_comes_back_in_time_is_nothing_but_a_scare() -> None:
 def test_a_suspect_with_a_link_can_be_counted_on_and_one_without_cannot() -> None:
     story = Story()
     story.up(1, "b-1")
-    assert story.beats(2).members.standing("b") == MemberStatus(MemberState.SUSPECT, "b-1", True)
-    assert story.members.standing("b").present
+    assert story.beats(2).members.status_of("b") == MemberStatus(MemberState.SUSPECT, "b-1", True)
+    assert story.members.status_of("b").present
     story.members.link_down(1, story.now)
-    assert story.members.standing("b") == MemberStatus(MemberState.SUSPECT, "b-1", False)
-    assert not story.members.standing("b").present
+    assert story.members.status_of("b") == MemberStatus(MemberState.SUSPECT, "b-1", False)
+    assert not story.members.status_of("b").present
 
 
 def test_when_a_member_is_dead_its_links_no_longer_count() -> None:
@@ -204,7 +204,7 @@ def test_a_restart_is_noticed_while_the_old_link_still_stands() -> None:
     story.beats(5, 1)
     story.up(2, "b-2")
     assert story.beats(5, 2).whys()[-2:] == [ChangeCause.ENDED, ChangeCause.RESTARTED]
-    assert story.members.standing("b") == MemberStatus(MemberState.ALIVE, "b-2", True)
+    assert story.members.status_of("b") == MemberStatus(MemberState.ALIVE, "b-2", True)
     assert not story.members.counts(1)
     assert story.duplicates == []
 
@@ -232,7 +232,7 @@ def test_what_is_over_never_counts_again() -> None:
     assert not story.up(3, "b-1")
     story.members.beat(3, story.now)
     story.tick()
-    assert story.members.standing("b") == MemberStatus(MemberState.ALIVE, "b-2", True)
+    assert story.members.status_of("b") == MemberStatus(MemberState.ALIVE, "b-2", True)
 
 
 def test_a_late_beat_of_an_incarnation_that_was_followed_is_not_its_successors() -> None:
@@ -257,7 +257,7 @@ def test_two_first_words_in_the_wrong_order_come_right() -> None:
         elif ended_by == "goodbye":
             story.members.goodbye(1, story.now)
         story.beats(5, 2)
-        assert story.members.standing("b") == MemberStatus(MemberState.ALIVE, "b-2", True), ended_by
+        assert story.members.status_of("b") == MemberStatus(MemberState.ALIVE, "b-2", True), ended_by
         assert story.duplicates == []
         assert not story.up(3, "b-1")
 
@@ -401,7 +401,7 @@ def test_strangers_have_no_link() -> None:
     story = Story()
     assert not story.up(1, "z-1")
     assert story.state("z") is MemberState.AWAY
-    assert set(story.members.standings()) == {"a", "b", "c"}
+    assert set(story.members.statuses()) == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize("links", [0, 1, 2])
@@ -432,7 +432,7 @@ def test_there_is_room_for_64() -> None:
         story.members.admitted("one more")
     story.members.removed("n3")
     story.members.admitted("one more")
-    assert len(story.members.standings()) == MAX_MEMBERS
+    assert len(story.members.statuses()) == MAX_MEMBERS
     story.members.admitted("a")  # this node itself takes no room
 
 
@@ -490,7 +490,7 @@ def test_whatever_happens_moves_are_legal_and_what_is_over_stays_over(
             case "tick":
                 story.now += number * BEAT_S
         story.tick()
-        standing = members.standing("b")
+        standing = members.status_of("b")
         linked = {boot for link in members._members["b"].links.values() for boot in [link.boot_id]}
         assert standing.linked == (standing.boot_id in linked)
         assert (standing.state in (MemberState.ALIVE, MemberState.SUSPECT)) or not linked

@@ -31,7 +31,7 @@ def serving(names: str, seed: int = 0) -> World:
 
 def want(world: World, name: str, model: str, nodes: str = "auto") -> None:
     node = world.nodes[name]
-    node.tell_all(node.coordination.want(model, nodes))
+    node.broadcast(node.leadership.set_desired(model, nodes))
     node.step()
 
 
@@ -47,8 +47,8 @@ def formed(world: World) -> list[tuple[float, str, int]]:
 
 def remove(world: World, by: str, name: str) -> None:
     node = world.nodes[by]
-    node.coordination.remove(name, unsealed)
-    node.tell_all(*node.coordination.roster.messages())
+    node.leadership.remove(name, unsealed)
+    node.broadcast(*node.leadership.roster.messages())
     node.follow_roster()
 
 
@@ -85,7 +85,7 @@ def test_a_coordinator_that_is_killed_is_followed_by_the_next_within_three_secon
     world.kill("a")
     killed = world.now
     world.run(3.0)
-    assert [world.nodes[name].coordination.claim.node_id for name in "bc"] == ["b", "b"]
+    assert [world.nodes[name].leadership.claim.node_id for name in "bc"] == ["b", "b"]
     world.run_until(world.complaint, within_s=10.0)
     assert formed(world)[-1][0] - killed < 3.5
 
@@ -123,10 +123,10 @@ def test_a_node_that_comes_back_takes_nothing_over() -> None:
     world.run(3.0)
     want(world, "b", "llama")
     world.run(3.0)
-    term = world.nodes["b"].coordination.claim
+    term = world.nodes["b"].leadership.claim
     world.start("a")
     world.run(3.0)
-    assert world.nodes["a"].coordination.claim == term
+    assert world.nodes["a"].leadership.claim == term
 
 
 def test_a_better_group_waits_for_open_requests_and_not_for_ever() -> None:
@@ -156,7 +156,7 @@ def test_a_better_group_forms_at_once_when_nobody_asks() -> None:
 
 def test_a_link_that_flaps_does_not_stop_a_running_epoch_each_time() -> None:
     world = serving("ab")
-    world.nodes["a"].coordination.want("llama")
+    world.nodes["a"].leadership.set_desired("llama")
     for _ in range(8):
         world.cut("ab")
         world.run(3.0)
@@ -186,10 +186,10 @@ def owner_of(world: World, name: str) -> int:
 
 def test_a_node_that_only_others_can_reach_does_not_depose_the_coordinator() -> None:
     world = serving("abc")
-    term = world.nodes["a"].coordination.claim.term
+    term = world.nodes["a"].leadership.claim.term
     world.cut("ac")
     world.run(30.0)
-    assert {node.coordination.claim.term for node in world.nodes.values()} == {term}
+    assert {node.leadership.claim.term for node in world.nodes.values()} == {term}
     assert len(formed(world)) == 1
 
 
@@ -198,10 +198,10 @@ def test_the_coordinator_that_only_others_could_reach_is_missed_when_it_dies() -
     world.cut("ac", "ad")
     world.start(*"abcd")
     world.run(4.0)
-    assert {node.coordination.claim.node_id for node in world.nodes.values()} == {"a"}
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"a"}
     world.kill("a")
     world.run(5.0)
-    assert {node.coordination.claim.node_id for node in world.nodes.values()} == {"b"}
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
 
 
 def test_a_coordinator_outside_of_the_best_group_hands_over_to_it() -> None:
@@ -254,14 +254,14 @@ def test_what_was_wanted_on_both_sides_of_a_partition_becomes_one_wish() -> None
     world.run_until(world.complaint, within_s=15.0)
     world.heal()
     world.run_until(world.complaint, within_s=QUIET_S)
-    assert {node.coordination.desired.model for node in world.nodes.values()} == {"qwen"}
+    assert {node.leadership.desired.model for node in world.nodes.values()} == {"qwen"}
 
 
 def test_a_removed_member_is_cut_off_by_everybody_at_once() -> None:
     world = serving("abc")
     remove(world, "b", "c")
     world.run(1.0)
-    assert {world.nodes[name].membership.standing("c").state for name in "ab"} == {MemberState.REMOVED}
+    assert {world.nodes[name].membership.status_of("c").state for name in "ab"} == {MemberState.REMOVED}
     world.run_until(world.complaint, within_s=10.0)
     assert "c" not in world.nodes  # it was told so, and stopped
 
@@ -286,10 +286,10 @@ def test_a_member_that_joins_is_known_to_everybody_a_moment_later() -> None:
     want(world, "a", "llama", "3")
     world.names.append("c")
     node = world.nodes["b"]
-    node.coordination.admit("c", "mac-c", "key of c", unsealed)
-    node.tell_all(*node.coordination.roster.messages())
+    node.leadership.admit("c", "mac-c", "key of c", unsealed)
+    node.broadcast(*node.leadership.roster.messages())
     node.follow_roster()
-    world.disks["c"] = to_text(SavedState(node.coordination.kept()))
+    world.disks["c"] = to_text(SavedState(node.leadership.persistent_state()))
     world.start("c")
     joined = world.now
     world.run_until(world.complaint, within_s=10.0)
@@ -305,7 +305,7 @@ def test_a_copied_home_folder_is_noticed_by_whoever_meets_both() -> None:
         (duplicate,) = world.journals[name].duplicates
         assert (duplicate.node_id, duplicate.boot_ids) == ("b", (first, second))
         assert len(set(duplicate.addresses)) == 2
-        assert world.nodes[name].membership.standing("b").state is MemberState.DEAD
+        assert world.nodes[name].membership.status_of("b").state is MemberState.DEAD
 
 
 def test_a_copy_started_while_the_first_one_slept_is_noticed_when_that_wakes() -> None:
@@ -443,7 +443,7 @@ def test_a_coordinator_that_is_told_to_stop_hands_over_first_and_then_leaves() -
     world.run(5.0)
     assert world.nodes["a"].running is None
     assert owner(world) == "b"
-    assert {node.coordination.claim.node_id for node in world.nodes.values()} == {"b"}
+    assert {node.leadership.claim.node_id for node in world.nodes.values()} == {"b"}
     assert [world.nodes[name].running.ranks for name in "bc" if world.nodes[name].running] == [("b", "c")] * 2
     world.nodes["a"].open_requests = 0
     world.run(1.0)
@@ -549,6 +549,6 @@ def test_whoever_drains_whenever_all_is_well_in_the_end(
         world.run(after_s)
     world.heal()
     world.run(15.0)
-    assert not [name for name, node in world.nodes.items() if name in node.coordination.draining]
+    assert not [name for name, node in world.nodes.items() if name in node.leadership.draining]
     world.start(*names)
     world.run_until(world.complaint, within_s=QUIET_S)

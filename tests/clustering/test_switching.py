@@ -26,9 +26,9 @@ class Story:
     def queue(self, node: str, *waiting: str, running: int = 0, behind: bool = False) -> None:
         """What `node` tells; `behind`: before it has heard of the present turn."""
         self.now += 1
-        turn = self.turns.turn
+        turn = self.turns.current
         number = turn.number - 1 if behind else turn.number
-        self.turns.heard(node, ModelQueue(TERM, max(number, 0), waiting, running), self.now)
+        self.turns.received(node, ModelQueue(TERM, max(number, 0), waiting, running), self.now)
 
     def decide(self) -> AnnounceModel | LoadModel | None:
         self.now += 1
@@ -37,7 +37,7 @@ class Story:
     def told(self) -> ModelTurn:
         action = self.decide()
         assert isinstance(action, AnnounceModel)
-        return action.turn
+        return action.announcement
 
     def load(self) -> str:
         """It is loaded."""
@@ -56,10 +56,10 @@ def test_as_long_as_nobody_waits_nobody_is_told_anything() -> None:
     story.queue("a", running=3)
     story.queue("b")
     assert story.decide() is None
-    assert story.turns.turn.number == 0
+    assert story.turns.current.number == 0
     story.queue("b", "old")  # it is loaded, and begins as soon as it is ready there
     assert story.decide() is None
-    assert story.turns.turn.number == 0
+    assert story.turns.current.number == 0
 
 
 def test_a_model_is_loaded_when_everybody_has_heard_and_nothing_runs() -> None:
@@ -129,7 +129,7 @@ def test_neither_model_starves_however_many_come_for_the_other() -> None:
         served.append(story.load())
         story.queue("b", running=1)  # it has begun
         assert story.told().model == ("new" if other == "old" else "old")
-        story.queue("a", story.turns.turn.model)
+        story.queue("a", story.turns.current.model)
         story.queue("b", "third")
         served.append(story.load())
         story.queue("a")
@@ -192,7 +192,7 @@ def test_who_waited_for_what_cannot_be_served_is_told_once_and_may_ask_again() -
     assert story.load() == "new"
     story.turns.refuse("new", "it does not fit", "old")
     story.want("old")
-    assert story.turns.turn == ModelTurn(TERM, 2, "old", "new", "it does not fit")
+    assert story.turns.current == ModelTurn(TERM, 2, "old", "new", "it does not fit")
     story.queue("b", "new", behind=True)  # on its way before it heard
     assert story.decide() is None
     story.queue("b")
@@ -211,10 +211,10 @@ def test_a_new_coordinator_knows_nothing_until_it_is_told() -> None:
         ModelTurn(TERM + 1, 1, "new", "", "")
     )
     for node in story.present:
-        turns.heard(node, ModelQueue(TERM, 1, ("new",), 0), 51.0)
+        turns.received(node, ModelQueue(TERM, 1, ("new",), 0), 51.0)
     assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=52.0) is None
     for node in story.present:
-        turns.heard(node, ModelQueue(TERM + 1, 1, ("new",), 0), 53.0)
+        turns.received(node, ModelQueue(TERM + 1, 1, ("new",), 0), 53.0)
     assert turns.decide(TERM + 1, story.desired, story.present, served=True, now=54.0) == LoadModel("new")
 
 
@@ -256,7 +256,7 @@ def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_an
     turns, desired = ModelQueues(), DesiredState(1, "a", "old", "auto")
     wire: dict[str, list[ModelQueue]] = {name: [] for name in macs}
     for name, mac in macs.items():
-        turns.heard(name, mac.queue(), 0.0)
+        turns.received(name, mac.queue(), 0.0)
     told: list[ModelTurn] = [macs["a"].turn]
     heard = dict.fromkeys(macs, 0)
     ready, now = True, 0.0
@@ -265,7 +265,7 @@ def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_an
         nonlocal desired, ready
         while (action := turns.decide(TERM, desired, tuple(macs), served=ready, now=now)) is not None:
             if isinstance(action, AnnounceModel):
-                told.append(action.turn)
+                told.append(action.announcement)
                 continue
             assert not any(mac.running for mac in macs.values()), "unloaded under a running request"
             desired, ready = DesiredState(desired.version + 1, "a", action.model, "auto"), False
@@ -285,7 +285,7 @@ def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_an
                 heard[name] += 1
                 mac.turn = told[heard[name]]
             case "tell" if wire[name]:
-                turns.heard(name, wire[name].pop(0), now)
+                turns.received(name, wire[name].pop(0), now)
             case "ready":
                 ready = True
         if ready:
@@ -302,8 +302,8 @@ def test_whatever_comes_in_whatever_order_nothing_is_unloaded_under_a_request_an
             step("hear", name, "")
             step("end", name, "")
             while wire[name]:
-                turns.heard(name, wire[name].pop(0), now)
-            turns.heard(name, mac.queue(), now)
+                turns.received(name, wire[name].pop(0), now)
+            turns.received(name, mac.queue(), now)
             decide()
         while any(mac.running for mac in macs.values()):
             for name in macs:

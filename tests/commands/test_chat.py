@@ -270,7 +270,7 @@ def test_the_speed_of_an_answer() -> None:
         (12.0, Piece(text="a")),
         (13.0, Piece(tokens=5, prompt_tokens=7)),
     ):
-        answer.hear(piece, at)
+        answer.add(piece, at)
     assert (answer.text, answer.thoughts, answer.ttft_s, answer.tokens_per_second) == ("a", "so", 1.0, 2.0)
     assert (EndpointAnswer(1.0).ttft_s, EndpointAnswer(1.0).tokens_per_second) == (0.0, 0.0)
 
@@ -293,7 +293,7 @@ def test_which_blocks_of_markdown_are_finished(text: str, stands: str) -> None:
 
 def test_a_conversation_is_saved_as_it_would_be_asked(tmp_path: Path) -> None:
     talk = Talk(tmp_path, {"model": "default"}, "Be brief.")
-    talk.said("Who?", "Me.")
+    talk.add_exchange("Who?", "Me.")
     talk.save(tmp_path / "talk.json")
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert saved["model"] == "default"

@@ -209,7 +209,7 @@ def test_the_embedded_model_is_planned_as_a_cluster_would_place_it() -> None:
 def test_a_plan_and_a_cluster_take_the_same_wish_alike(tmp_path: Path, model: str, nodes: str | int) -> None:
     settings = resolve_settings({"home": tmp_path}, {})
     nobody = SimpleNamespace(machines={})
-    parts = {"settings": settings, "node_id": "", "knowledge": nobody, "measured": Measured}
+    parts = {"settings": settings, "node_id": "", "peer_info": nobody, "measured": Measured}
     conductor = GroupController(cast(Any, SimpleNamespace(**parts)))
     served = conductor._options(str(nodes), model)
     assert plan.as_served(model, PlacementOptions(nodes=nodes)).nodes == served.nodes

@@ -121,7 +121,7 @@ class Observed:
         self.over = asyncio.Event()
         self.told: dict[str, Any] = MOMENT
 
-    def moment(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         return self.told
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     nothing: Any = None
     here = Path(tempfile.gettempdir())
     rank = RankExecutor(
-        bootstrap, 1, here, RankTelemetry(), CollectiveCounter(), desk=RequestShaping(), exchange=nothing
+        bootstrap, 1, here, RankTelemetry(), CollectiveCounter(), shaping=RequestShaping(), exchange=nothing
     )
     rank.execute(LoadShard(folder, CHUNK, ()))
     assert rank.loaded is not None

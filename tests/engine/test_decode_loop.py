@@ -75,7 +75,7 @@ class Story:
             tmp_path,
             self.status,
             CollectiveCounter(),
-            desk=desk,
+            shaping=desk,
             exchange=None,  # type: ignore[arg-type]  # JACCL's
         )
         pipe: Any = self

@@ -37,7 +37,13 @@ def test_on_metal_a_rank_of_several_runs_its_first_forwards_alone(
     bootstrap = Bootstrap(0, ranks, "ring", (), "", bytes(32), 5.0, 5.0, 1)
     nothing: Any = None
     rank = RankExecutor(
-        bootstrap, 1, tmp_path, RankTelemetry(), CollectiveCounter(), desk=RequestShaping(), exchange=nothing
+        bootstrap,
+        1,
+        tmp_path,
+        RankTelemetry(),
+        CollectiveCounter(),
+        shaping=RequestShaping(),
+        exchange=nothing,
     )
     rank.execute(Init())
     folder = write_model(tmp_path / "model")

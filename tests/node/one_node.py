@@ -61,7 +61,7 @@ class FakeLink:
         self.close()
 
     def close(self, goodbye: bool = False) -> None:
-        links = self._node.cluster.neighbours._links
+        links = self._node.cluster.links._links
         if links.pop(self.number, None) is not None:
             self._node.cluster.closed(cast(Any, self), "closed here", False)
 
@@ -92,14 +92,14 @@ class Node:
         chosen = Settings(home, "", 0, 1, "tiny", cluster=True, name="studio", **changes)
         self.cluster = NodeLoop(chosen, member.identity, Supervisor(chosen), machine or MACHINE)
         self.orders: list[tuple[str, Message]] = []
-        self.cluster.guest.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
+        self.cluster.hosted_rank.received = lambda host, order: self.orders.append((host, order))  # type: ignore[method-assign]
         self._numbers = iter(range(1, 10_000))
 
     def meet(self, node_id: str, boot_id: str = "boot") -> FakeLink:
         link = FakeLink(next(self._numbers), node_id, boot_id, self.cluster.identity.cluster_id, self)
-        self.cluster.neighbours._links[link.number] = cast(Any, link)
+        self.cluster.links._links[link.number] = cast(Any, link)
         if not self.cluster.opened(cast(Any, link)):
-            self.cluster.neighbours._links.pop(link.number, None)
+            self.cluster.links._links.pop(link.number, None)
         return link
 
     def hear(self, link: FakeLink, *messages: Message) -> None:
@@ -114,9 +114,9 @@ class Node:
     def tick(self, seconds: float = 0.5) -> None:
         """What `live` does, twice a second, but for writing to the disk."""
         CLOCK.now += seconds
-        self.cluster.neighbours.tell_all(self.cluster.coordination.beat(healthy=True))
-        if (serving := self.cluster.conductor.serving()) is not None:
-            self.cluster.neighbours.tell_all(serving)
+        self.cluster.links.broadcast(self.cluster.leadership.beat(healthy=True))
+        if (serving := self.cluster.controller.serving()) is not None:
+            self.cluster.links.broadcast(serving)
         self.cluster._tick(CLOCK.now)
 
     async def tick_and_save(self) -> None:
@@ -137,20 +137,20 @@ class Node:
     def follow(self, link: FakeLink, term: int = 5) -> None:
         """From now on the other end of this link coordinates."""
         self.hear(link, Beat(term, link.node_id, 0, 0, 0, True, 1))
-        assert self.cluster.coordination.claim.node_id == link.node_id
+        assert self.cluster.leadership.claim.node_id == link.node_id
 
     def lead(self, source: ModelSource, machines: Mapping[str, Machine] = {}) -> None:
         """From now on this node coordinates, and has the model that is wanted, as all others have."""
         model = self.cluster.model
-        model.want = lambda desired: setattr(model, "version", desired.version)  # type: ignore[method-assign]
+        model.resolve = lambda desired: setattr(model, "version", desired.version)  # type: ignore[method-assign]
         model.source, model.fingerprint = source, FINGERPRINT
-        self.cluster.want("tiny", self.cluster.settings.nodes)
-        for link in cast(list[Any], list(self.cluster.neighbours.links())):
+        self.cluster.set_desired("tiny", self.cluster.settings.nodes)
+        for link in cast(list[Any], list(self.cluster.links.links())):
             self.hear(link, Beat(0, "", 0, 0, 0, True, 0), report(machines.get(link.node_id, MACHINE)))
             self.hear(link, ModelStatus(1, FINGERPRINT, ""))
-        self.cluster.coordination.hand_over(self.cluster.node_id, CLOCK.now)
+        self.cluster.leadership.hand_over(self.cluster.node_id, CLOCK.now)
         self.tick()
-        assert self.cluster.coordination.leading
+        assert self.cluster.leadership.leading
 
 
 @contextmanager

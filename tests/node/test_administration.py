@@ -67,12 +67,12 @@ def test_an_agent_that_starts_with_what_is_wanted_already_disturbs_nobody(
         cluster, a = node.cluster, node.meet(A)
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
         cluster.supervisor.state = ServingState.STARTING
-        assert cluster.want("org/model", "2").version == 7
-        assert cluster.want("org/model").version == 7
+        assert cluster.set_desired("org/model", "2").version == 7
+        assert cluster.set_desired("org/model").version == 7
         assert [desired.version for desired in a.heard(DesiredState)] == [0, 7]
-        assert cluster.want("org/model", "auto").version == 8
+        assert cluster.set_desired("org/model", "auto").version == 8
         cluster.supervisor.state = ServingState.FAILED
-        assert cluster.want("org/model", "auto").version == 9
+        assert cluster.set_desired("org/model", "auto").version == 9
 
     play(tmp_path, member, story)
 
@@ -85,10 +85,10 @@ def test_a_member_that_could_not_get_it_tries_again_when_it_is_asked_for_again(
         node.hear(a, DesiredState(7, A, "org/model", "2", 7))
         cluster.supervisor.state = ServingState.READY
         node.hear(a, ModelStatus(6, "", "no room for what was wanted before"), ModelStatus(7, "f", ""))
-        assert cluster.want("org/model", "2").version == 7
+        assert cluster.set_desired("org/model", "2").version == 7
         node.hear(a, ModelStatus(7, "", "no room"))
-        assert cluster.want("org/model", "2").version == 8
-        assert cluster.want("org/model", "2").version == 8, "it has not said yet what came of that"
+        assert cluster.set_desired("org/model", "2").version == 8
+        assert cluster.set_desired("org/model", "2").version == 8, "it has not said yet what came of that"
 
     play(tmp_path, member, story)
 
@@ -115,8 +115,8 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
         with pytest.raises(UserError):
             await ClusterAdmin(node.cluster, member.store).serve(model, nodes)
         node.tick()
-        assert node.cluster.coordination.desired.version == 0
-        assert node.cluster.neighbours.nodes() == {A}
+        assert node.cluster.leadership.desired.version == 0
+        assert node.cluster.links.nodes() == {A}
         assert {desired.version for desired in a.heard(DesiredState)} == {0}
 
     play(tmp_path, member, story)
@@ -144,12 +144,12 @@ def test_a_member_is_named_by_name_or_by_the_beginning_of_its_id(
         ):
             with pytest.raises(UserError, match=words):
                 await admin.remove(wrong, "")
-        assert len(cluster.coordination.roster.members()) == 6
+        assert len(cluster.leadership.roster.members()) == 6
         removed = [await admin.remove(each, "") for each in ("ff", "ff", "1111", "mini")]
         assert [each["removed"] for each in removed] == ["ff", "mac-f", "mini", "mini"]  # first by its name
         assert [each["node_id"] for each in removed] == ["3" * 32, B, "1" * 32, "2" * 32]
         assert removed[-1]["saved_by"] == []
-        assert set(cluster.coordination.roster.members()) == {cluster.node_id, A}
+        assert set(cluster.leadership.roster.members()) == {cluster.node_id, A}
 
     play(tmp_path, member, story)
 
@@ -176,7 +176,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         assert admin.let_in("mini") == {"name": "mini", "let_in": let_in}
         removing = asyncio.ensure_future(admin.remove("mini", "yes"))
         await asyncio.sleep(0)
-        digest = cluster.coordination.roster.digest()
+        digest = cluster.leadership.roster.digest()
         node.hear(a, RosterSaved(digest ^ 1))
         await asyncio.sleep(0)
         assert not removing.done(), "what the other has on its disk is something else"
@@ -184,7 +184,7 @@ def test_whom_a_member_let_in_is_told_and_goes_with_it_if_that_is_asked(
         answer = await removing
         assert (answer["let_in"], answer["with_admitted"]) == (let_in, True)
         assert (answer["saved_by"], answer["others"]) == (["mac-a"], 2)
-        assert set(cluster.coordination.roster.members()) == {cluster.node_id, A, other}
+        assert set(cluster.leadership.roster.members()) == {cluster.node_id, A, other}
         node.tick()
         saved = [report.roster for report in a.heard(RosterSaved)]
         assert saved[-1] == digest, "this one's disk has it, too"
@@ -307,8 +307,8 @@ def test_files_are_repaired_while_no_rank_here_has_them_open_and_somebody_can_gi
     async def story(node: Node) -> None:
         cluster, admin, a = node.cluster, ClusterAdmin(node.cluster, member.store), node.meet(A)
         hub.models = {NAME: Model(embedded())}
-        cluster.model.want = lambda _: None  # type: ignore[method-assign]
-        cluster.want(NAME)
+        cluster.model.resolve = lambda _: None  # type: ignore[method-assign]
+        cluster.set_desired(NAME)
         with pytest.raises(UserError, match="cannot be removed: the cluster serves it, or is to"):
             admin.removable(NAME)
         assert await admin.repairable(name) == {"repairable": NAME}
@@ -320,8 +320,8 @@ def test_files_are_repaired_while_no_rank_here_has_them_open_and_somebody_can_gi
         snapshot = Repo(NAME).folder / "snapshots" / COMMIT
         snapshot.mkdir(parents=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(cluster.guest), "epoch", 5)
-            patch.setattr(type(cluster.guest), "model", snapshot)
+            patch.setattr(type(cluster.hosted_rank), "epoch", 5)
+            patch.setattr(type(cluster.hosted_rank), "model", snapshot)
             with pytest.raises(UserError, match="a rank of this Mac has it open; `mlxtp unload` first"):
                 await admin.repairable(name)
         source = ModelSource(NAME, snapshot, cast(Text, None))

@@ -39,7 +39,7 @@ def test_a_member_is_seen_from_both_ends(tmp_path: Path, member: Member) -> None
         b.close()
         with socket.create_server(("127.0.0.1", 0)) as server:
             there = f"127.0.0.1:{server.getsockname()[1]}"
-            cluster.knowledge.addresses.update({A: (there,), B: ("127.0.0.1:1",)})
+            cluster.peer_info.addresses.update({A: (there,), B: ("127.0.0.1:1",)})
             asking = asyncio.ensure_future(agent._members(MACHINE))
             async with asyncio.timeout(10):
                 while not a.heard(ReachWanted):  # noqa: ASYNC110 - the link is played by hand
@@ -77,7 +77,7 @@ def test_the_port_that_is_drawn_for_a_question_is_closed_after_it(tmp_path: Path
             return {}
 
         node.cluster.listens_at = lambda _machine: ("127.0.0.1:52414",)
-        node.cluster.reach.ask = ask  # type: ignore[method-assign,assignment]
+        node.cluster.reachability.ask = ask  # type: ignore[method-assign,assignment]
         assert await agent._answers(node.cluster) == {}
         drawn = int(asked[-1].rpartition(":")[2])
         with socket.socket() as sock:

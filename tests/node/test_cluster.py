@@ -73,7 +73,7 @@ def test_only_the_coordinator_may_have_a_rank_started(tmp_path: Path, member: Me
         node.hear(a, Prepare(7, 1, "", 1))
         assert node.orders == [(A, Prepare(7, 1, "", 1))]
         assert a.heard(RankTrouble) == []
-        assert node.cluster.coordination.epoch == 7
+        assert node.cluster.leadership.epoch == 7
 
     play(tmp_path, member, story)
 
@@ -82,7 +82,7 @@ def test_an_epoch_is_joined_once_and_not_by_a_node_that_has_its_own(tmp_path: Pa
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.follow(a)
-        node.cluster.guest.last_epoch = 7
+        node.cluster.hosted_rank.last_epoch = 7
         for epoch in (6, 7):
             node.hear(a, Prepare(epoch, 1, "", 1))
             assert "is not newer than epoch 7" in a.heard(RankTrouble)[-1].detail
@@ -107,21 +107,21 @@ def test_a_trial_goes_on_beside_the_epoch_that_serves(tmp_path: Path, member: Me
         a, cluster = node.meet(A), node.cluster
         node.follow(a)
         orders: list[Any] = []
-        cluster.trial_guest.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
+        cluster.trial_rank.received = lambda _, order: orders.append(order)  # type: ignore[method-assign]
         cluster.supervisor._current = cast(Any, object())
         trial = Prepare(8, 1, "", 1, trial=True)
         node.hear(a, trial)
         assert (orders, node.orders, a.heard(RankTrouble)) == ([trial], [], [])
-        cluster.trial_guest._stay = cast(Any, type("Stay", (), {"order": trial, "host": A})())
+        cluster.trial_rank._hosted = cast(Any, type("Stay", (), {"order": trial, "host": A})())
         cleared: list[str] = []
-        cluster.trial_guest.clear = cleared.append  # type: ignore[method-assign]
+        cluster.trial_rank.clear = cleared.append  # type: ignore[method-assign]
         node.hear(a, EndEpoch(8, in_order=True), EndEpoch(7, in_order=True))
         assert orders[1:] == [EndEpoch(8, in_order=True)]
         assert [order for _, order in node.orders] == [EndEpoch(7, in_order=True)]
         cluster.supervisor._current = None
         node.hear(a, Prepare(9, 1, "", 1))
         assert cleared == ["epoch 9 comes"]
-        cluster.trial_guest._stay = None
+        cluster.trial_rank._hosted = None
 
     play(tmp_path, member, story)
 
@@ -133,14 +133,14 @@ def test_requests_outlive_a_wish_for_the_same_model_and_no_other(
     async def story(node: Node) -> None:
         cluster, a = node.cluster, node.meet(A)
         ended: list[MlxtpError] = []
-        cluster.supervisor.gateway.suspend = ended.append  # type: ignore[method-assign]
+        cluster.supervisor.gateway.fail_all = ended.append  # type: ignore[method-assign]
 
         def want(model: str) -> None:
             if heard:
-                now = cluster.coordination.desired
+                now = cluster.leadership.desired
                 node.hear(a, replace(now, version=now.version + 1, model=model))
             else:
-                cluster.want(model)
+                cluster.set_desired(model)
 
         want("tiny")
         ended.clear()
@@ -170,7 +170,7 @@ def test_words_about_ranks_that_nobody_asked_for_change_nothing(tmp_path: Path, 
             TokenIssued(bytes(16), "TOKEN", ""),
         )
         node.tick()
-        assert node.cluster.neighbours.nodes() == {A}
+        assert node.cluster.links.nodes() == {A}
         node.hear(a, EndEpoch(3, True))
         assert node.orders == [(A, EndEpoch(3, True))]  # whose it is, the guest knows
 
@@ -182,10 +182,10 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
 ) -> None:
     async def story(node: Node) -> None:
         cleared: list[str] = []
-        guest = node.cluster.guest
+        guest = node.cluster.hosted_rank
         guest.clear = cleared.append  # type: ignore[method-assign]
         stay = cast(Any, type("Stay", (), {"order": Prepare(7, 1, "", 1), "host": A, "process": None})())
-        guest._stay = stay
+        guest._hosted = stay
         a, b = node.meet(A), node.meet(B)
         serving = Serving(8, "loading", "", "ring", "", (A,), (1.0, 1.0), 0, "tiny", 1, 0, 0, ())
         node.hear(b, serving)
@@ -193,7 +193,7 @@ def test_a_rank_whose_end_was_not_heard_of_ends_with_its_host_s_next_epoch(
         assert cleared == []
         node.hear(a, serving)
         assert cleared == ["its host is at epoch 8"]
-        guest._stay = None
+        guest._hosted = None
 
     play(tmp_path, member, story)
 
@@ -206,10 +206,10 @@ def test_only_rank_0_s_agent_speaks_for_a_group(tmp_path: Path, member: Member, 
         group = Serving(9, "ready", "", "ring", "", (A, B), (9.0, 1e9), 0, "tiny", 1, 0, 0, ())
         node.hear(b, group)
         node.live(a, b)
-        assert node.cluster.coordination.leading
+        assert node.cluster.leadership.leading
         node.hear(a, group)
         node.live(a, b)
-        assert node.cluster.coordination.claim.node_id == A
+        assert node.cluster.leadership.claim.node_id == A
 
     play(tmp_path, member, story)
 
@@ -224,13 +224,13 @@ def test_who_was_removed_is_heard_no_more(tmp_path: Path, member: Member) -> Non
         assert told
         node.hear(a, Prepare(7, 1, "", 1), DesiredState(99, A, "org/model", "auto"))
         assert node.orders == []
-        assert node.cluster.coordination.desired.version == 0
+        assert node.cluster.leadership.desired.version == 0
         node.tick()
-        assert node.cluster.neighbours.nodes() == {B}
+        assert node.cluster.links.nodes() == {B}
         assert any(entry.removed for members in b.heard(Members) for entry in members.entries)
         assert not node.cluster.over.done()
         node.meet(A, "another start")
-        assert node.cluster.neighbours.nodes() == {B}
+        assert node.cluster.links.nodes() == {B}
 
     play(tmp_path, member, story)
 
@@ -276,19 +276,19 @@ def test_more_members_than_there_can_be_displace_nobody(
     async def story(node: Node) -> None:
         me = node.cluster
         a, b = node.meet(A), node.meet(B)
-        before = set(me.coordination.roster.members())
+        before = set(me.leadership.roster.members())
         for start in range(1, 300, MAX_TOLD):
             node.hear(a, told(start, version=0), told(start, version=50))
             node.live_once(a, b)
-        members = me.coordination.roster.members()
+        members = me.leadership.roster.members()
         assert before == {me.node_id, A, B}
         assert before < set(members)
-        assert len(members) == len(me.membership.standings()) == MAX_MEMBERS
-        assert me.neighbours.nodes() == {A, B}
+        assert len(members) == len(me.membership.statuses()) == MAX_MEMBERS
+        assert me.links.nodes() == {A, B}
         assert caplog.text.count("mac-a tells of more than 64 members") == 1
         ghost = next(node_id for node_id in members if node_id not in before)
         node.hear(b, removed_by(first, members[ghost]))
-        assert ghost not in me.coordination.roster.members()
+        assert ghost not in me.leadership.roster.members()
         me.admit("e" * 32, "newcomer", "e" * 64)
         node.hear(a, removed_by(first, members[me.node_id]), told(400, version=70))
         assert me.over.done()
@@ -321,7 +321,7 @@ def test_who_is_short_of_memory_says_so_and_the_group_it_is_in_takes_nothing_new
         gateway = node.cluster.supervisor.gateway
         for free, short in ((1 << 20, True), (1 << 40, False)):
             gateway._memory = lambda free=free: SystemMemory(free)
-            node.cluster._tell_beat()
+            node.cluster._send_beat()
             assert a.heard(Beat)[-1].short is short
 
     play(tmp_path, member, story)
@@ -334,9 +334,9 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
     async def story(node: Node) -> None:
         me = node.cluster
         with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
-            await me.issuing.token()
+            await me.token_issuing.token()
         a, b = node.meet(A), node.meet(B)
-        asking = asyncio.ensure_future(me.issuing.token())
+        asking = asyncio.ensure_future(me.token_issuing.token())
         await asyncio.sleep(0)
         [wanted] = a.heard(TokenWanted)
         assert b.heard(TokenWanted) == []
@@ -348,15 +348,15 @@ def test_tokens_come_from_the_founder_only(tmp_path: Path, member: Member) -> No
         token, second = (desk.issue(bytes((i,)) * 16, 0.0).text() for i in (1, 2))
         node.hear(a, TokenIssued(wanted.nonce, token, ""), TokenIssued(wanted.nonce, second, ""))
         assert await asking == token
-        refused = asyncio.ensure_future(me.issuing.token())
+        refused = asyncio.ensure_future(me.token_issuing.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[1].nonce, "", "16 tokens are open"))
         with pytest.raises(UserError, match="16 tokens are open"):
             await refused
         a.close()
         with pytest.raises(UserError, match=r"only mac-a can issue join tokens, and it is away"):
-            await me.issuing.token()
-        assert me.issuing._answers == {}
+            await me.token_issuing.token()
+        assert me.token_issuing._answers == {}
 
     play(tmp_path, member, story)
 
@@ -373,7 +373,7 @@ def test_what_is_no_token_of_this_cluster_is_not_printed(tmp_path: Path, member:
 
     async def story(node: Node) -> None:
         a = node.meet(A)
-        asking = asyncio.ensure_future(node.cluster.issuing.token())
+        asking = asyncio.ensure_future(node.cluster.token_issuing.token())
         await asyncio.sleep(0)
         node.hear(a, TokenIssued(a.heard(TokenWanted)[0].nonce, said[of], ""))
         with pytest.raises(UserError, match="mac-a answered with what is no join token of this cluster"):
@@ -388,13 +388,13 @@ def test_who_founded_the_cluster_is_the_authority_s_word(
     async def story(node: Node) -> None:
         own = removed_by(first)
         node.hear(node.meet(B), own)
-        assert node.cluster.coordination.roster.founder() == first.identity.node_id
+        assert node.cluster.leadership.roster.founder() == first.identity.node_id
         node.meet(A)  # which says that it has the authority
         with pytest.raises(UserError, match="the Mac that founded this cluster can issue join tokens"):
-            await node.cluster.issuing.token()
+            await node.cluster.token_issuing.token()
         with pytest.raises(UserError, match="first founded this cluster, and no other Mac can remove it"):
             node.cluster.remove(A, first.identity.node_id)
-        assert {A, first.identity.node_id} <= node.cluster.coordination.roster.members().keys()
+        assert {A, first.identity.node_id} <= node.cluster.leadership.roster.members().keys()
 
     play(tmp_path, member, story)
 
@@ -418,7 +418,7 @@ def test_a_name_by_the_system_that_cannot_be_printed_is_told_all_the_same(
         cluster = NodeLoop(chosen, member.identity, Supervisor(chosen), MACHINE)
         assert cluster.hello().name == "studio?[2J?"
         encode(cluster.hello(), 0, 1)
-        for members in cluster.coordination.roster.messages():
+        for members in cluster.leadership.roster.messages():
             encode(members, 0, 1)
         await cluster.close()
 
@@ -436,7 +436,7 @@ def test_a_name_that_no_message_could_carry_is_refused_where_it_is_typed(
     async def story(node: Node) -> None:
         a = node.meet(A)
         with pytest.raises(UserError):
-            node.cluster.want(model)
+            node.cluster.set_desired(model)
         node.tick()
         assert {desired.version for desired in a.heard(DesiredState)} == {0}
 
@@ -448,7 +448,7 @@ def test_a_state_that_cannot_be_written_is_said_and_the_node_goes_on(
 ) -> None:
     async def story(node: Node) -> None:
         (tmp_path / ".state.json.new").mkdir()
-        node.cluster.want("org/model")
+        node.cluster.set_desired("org/model")
         await node.tick_and_save()
         await node.tick_and_save()
         assert "state.json cannot be written" in caplog.text
@@ -560,7 +560,7 @@ def test_whatever_members_say_the_node_goes_on(
                 links[then].close()
             elif what == "up":
                 links[then] = node.meet(links[then].node_id, f"boot{len(steps)}")
-            elif links[what].number in node.cluster.neighbours._links:
+            elif links[what].number in node.cluster.links._links:
                 node.hear(links[what], _ours(then, node.cluster.node_id))
             await asyncio.sleep(0)
         for _ in range(3):
@@ -593,7 +593,7 @@ def test_a_member_that_is_asked_reports_its_machine_though_nothing_changed(
     async def story(node: Node) -> None:
         go = looks(monkeypatch, MACHINE, MACHINE)
         a, b = node.meet(A), node.meet(B)
-        node.cluster.machine.look_again()
+        node.cluster.machine.read_again()
         await asyncio.sleep(0)
         told = len(a.heard(MachineReport))
         node.hear(a, MachineWanted())
@@ -617,7 +617,7 @@ def test_a_look_waits_for_the_reports_of_members_and_not_for_ever(
         go = looks(monkeypatch, MACHINE)
         go.release()
         a, b = node.meet(A), node.meet(B)
-        looking = asyncio.ensure_future(node.cluster.look_now((node.cluster.node_id, A, B, "e" * 32)))
+        looking = asyncio.ensure_future(node.cluster.read_machine_now((node.cluster.node_id, A, B, "e" * 32)))
         await sees(lambda: a.heard(MachineWanted) and b.heard(MachineWanted))
         await sees(go.locked)
         node.hear(b, report(MACHINE))

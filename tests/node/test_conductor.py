@@ -35,17 +35,17 @@ def desk(cables: bool = True) -> dict[str, Machine]:
 
 def ready(node: Node) -> None:
     """As if the supervisor waited for a plan."""
-    node.cluster.conductor._ready_for = asyncio.get_running_loop().create_future()
+    node.cluster.controller._ready_for = asyncio.get_running_loop().create_future()
 
 
 def formed(node: Node, *links: FakeLink) -> EpochGroup:
     """The next group that is formed, and nothing more becomes of it."""
     ready(node)
     node.live(*links)
-    future = node.cluster.conductor._ready_for
+    future = node.cluster.controller._ready_for
     assert future is not None
     assert future.done(), node.cluster.waiting
-    node.cluster.conductor._mine = None
+    node.cluster.controller._owned = None
     group: EpochGroup = future.result().group
     return group
 
@@ -106,7 +106,7 @@ def test_who_lacks_the_model_is_left_out_and_named(
         a = node.meet(A)
         node.lead(weights, machines)
         node.hear(a, status)
-        placement, _ = node.cluster.conductor.placement()
+        placement, _ = node.cluster.controller.placement()
         assert placement is not None
         assert placement.ranks == (node.cluster.node_id,)
         assert placement.notes[0] == f"mac-a is left out: {words}"
@@ -126,7 +126,7 @@ def test_who_has_another_revision_is_left_out_and_told_what_to_do(
         model._model, model._path = "org/one", tmp_path / ("c" * 40)
         for revision, left_out in (("c" * 40, False), ("", False), ("d" * 40, True)):
             node.hear(a, ModelStatus(1, FINGERPRINT, "", revision))
-            placement, _ = node.cluster.conductor.placement()
+            placement, _ = node.cluster.controller.placement()
             assert placement is not None
             words = "mac-a is left out: it has the model at commit dddddddddddd, studio at cccccccccccc; "
             assert any(note.startswith(words) for note in placement.notes) is left_out
@@ -138,7 +138,7 @@ def test_memory_that_ranks_of_another_coordinator_hold_counts_as_held(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        conductor, a = node.cluster.conductor, node.meet(A)
+        conductor, a = node.cluster.controller, node.meet(A)
         node.lead(weights)
         node.hear(a, serving("ring", A, B))
         assert conductor.held_bytes(A) == 0
@@ -159,7 +159,7 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         a = node.meet(A)
         node.lead(weights, machines)
         node.live(a)
-        conductor = node.cluster.conductor
+        conductor = node.cluster.controller
         placement, _ = conductor.placement()
         assert placement is not None
         chosen = placement.chosen
@@ -169,9 +169,9 @@ def test_a_group_that_fails_after_it_served_is_proven_no_longer(
         conductor._trials._loaded.add(conductor._trials._identity(chosen))
         assert conductor._trials.is_over(chosen)
         form = SimpleNamespace(plan=SimpleNamespace(ranks=chosen.ranks))
-        conductor._mine = cast(Any, SimpleNamespace(placement=placement, form=form))
+        conductor._owned = cast(Any, SimpleNamespace(placement=placement, form=form))
         conductor.failed(GroupError("it hangs", Code.FORM_FAILED), formed=False)
-        conductor._mine = None
+        conductor._owned = None
         assert not conductor._trials.is_over(chosen)
 
     play(tmp_path, member, story, machine=machines[""], nodes="all")
@@ -184,16 +184,16 @@ def test_ports_are_read_again_after_a_group_over_jaccl(
     """With a cable out JACCL forms all the same, and hangs."""
 
     async def story(node: Node) -> None:
-        conductor, looked = node.cluster.conductor, []
+        conductor, looked = node.cluster.controller, []
 
         async def look(nodes: tuple[str, ...]) -> None:
-            looked.append((conductor._mine, nodes))
+            looked.append((conductor._owned, nodes))
 
-        node.cluster.look_now = look  # type: ignore[method-assign]
+        node.cluster.read_machine_now = look  # type: ignore[method-assign]
         ranks = (node.cluster.node_id, A, B)
         form = SimpleNamespace(number=1, plan=SimpleNamespace(ranks=ranks))
         mine = SimpleNamespace(placement=SimpleNamespace(backend=backend), form=form)
-        conductor._mine = cast(Any, mine)
+        conductor._owned = cast(Any, mine)
         conductor.serving = lambda: None  # type: ignore[method-assign]
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -225,7 +225,7 @@ def test_why_nothing_is_served_is_logged_once_with_the_way_out(
         assert lines() == [f"tiny is not served: {cluster.waiting}"]
         node.live()
         assert len(lines()) == 1, "it is still so"
-        cluster.want("tiny", "auto")
+        cluster.set_desired("tiny", "auto")
         node.live()
         assert cluster.waiting == ""
         assert len(lines()) == 1
@@ -239,7 +239,7 @@ def test_what_no_number_of_macs_can_serve_names_no_way_out(
 ) -> None:
     async def story(node: Node) -> None:
         node.lead(weights)
-        _, why = node.cluster.conductor.placement()
+        _, why = node.cluster.controller.placement()
         assert "needs 2 nodes" in why
         assert "--nodes auto" not in why
 
@@ -259,11 +259,11 @@ def test_a_member_that_has_just_come_has_a_moment_to_say_whether_it_has_the_mode
         ready(node)
         for _ in range(int(TELL_S / 0.5) - 2):
             node.live_once(a)
-        assert not cast(Any, node.cluster.conductor._ready_for).done()
+        assert not cast(Any, node.cluster.controller._ready_for).done()
         assert node.cluster.waiting == "mac-a has not said yet whether it has the model"
         for _ in range(4):
             node.live_once(a)
-        assert cast(Any, node.cluster.conductor._ready_for).result().group.world_size == 1
+        assert cast(Any, node.cluster.controller._ready_for).result().group.world_size == 1
 
     play(tmp_path, member, story, machine=machines[""])
 
@@ -276,7 +276,7 @@ def test_a_model_whose_disk_is_gone_is_said(tmp_path: Path, member: Member) -> N
     async def story(node: Node) -> None:
         shutil.rmtree(folder)
         node.lead(source)
-        placement, why = node.cluster.conductor.placement()
+        placement, why = node.cluster.controller.placement()
         assert placement is None
         assert f"{folder} cannot be read" in why
         node.live()
@@ -291,9 +291,9 @@ def test_files_of_the_hub_that_differ_are_repaired_by_a_command(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.lead(weights, desk())
-        node.cluster.want("org/model")
+        node.cluster.set_desired("org/model")
         node.hear(a, ModelStatus(node.cluster.model.version, "6" * 64, ""))
-        placement, _ = node.cluster.conductor.placement()
+        placement, _ = node.cluster.controller.placement()
         assert placement is not None
         assert "; `mlxtp verify org/model --repair` on mac-a, then on studio, gets" in placement.notes[0]
 
@@ -309,7 +309,7 @@ def test_a_configuration_that_makes_no_sense_ends_nobody(tmp_path: Path, member:
 
     async def story(node: Node) -> None:
         node.lead(source)
-        assert node.cluster.conductor.placement()[0] is None
+        assert node.cluster.controller.placement()[0] is None
         node.live()
         assert node.cluster.waiting
 
@@ -376,7 +376,7 @@ def test_what_would_keep_jaccl_from_forming_is_said_before(
         if backend is None:
             ready(node)
             node.live(a)
-            assert not cast(Any, node.cluster.conductor._ready_for).done()
+            assert not cast(Any, node.cluster.controller._ready_for).done()
             assert "bridge0" in node.cluster.waiting
         else:
             assert formed(node, a).backend == backend
@@ -401,7 +401,7 @@ def test_a_name_counts_more_than_the_beginning_of_an_id(tmp_path: Path, member: 
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
         node.cluster.name = "aa"
-        found = node.cluster.conductor._overrides(node.cluster.settings)
+        found = node.cluster.controller._overrides(node.cluster.settings)
         assert set(found) == {node.cluster.node_id}, "and not that of the Mac whose id begins so"
 
     jaccl(tmp_path, member, story, rdma=("aa=en3",))
@@ -411,7 +411,7 @@ def test_a_device_may_be_for_one_cable_of_many(tmp_path: Path, member: Member) -
     async def story(node: Node) -> None:
         for node_id in (A, B):
             node.hear(node.meet(node_id), report(desk()[A]))
-        found = node.cluster.conductor._overrides(node.cluster.settings)
+        found = node.cluster.controller._overrides(node.cluster.settings)
         assert found == {node.cluster.node_id: {A: "en3"}, A: {node.cluster.node_id: "en5", B: "en5"}}
 
     jaccl(tmp_path, member, story, rdma=("studio/mac-a=en3", "mac-a=en5", "nobody=en6", "mac-a/nobody=en7"))
@@ -432,7 +432,7 @@ def test_what_is_told_of_a_group_from_its_forming_to_its_end(
         assert first.participants == (node.cluster.node_id, A)
         assert first.state != "ready"
         told = len(a.heard(Serving))
-        cast(Any, node.cluster.conductor)._let_go()
+        cast(Any, node.cluster.controller)._let_go()
         assert len(a.heard(Serving)) == told + 1
         last = a.heard(Serving)[-1]
         assert (last.epoch, last.state) == (first.epoch, "restarting")
@@ -449,13 +449,13 @@ def test_an_epoch_goes_on_for_whoever_wants_the_same_model(
         a = node.meet(A)
         node.lead(weights, desk())
         for _ in range(3):
-            node.cluster.want("", by_person=False)
-            node.cluster.want("tiny", by_person=False)
+            node.cluster.set_desired("", by_person=False)
+            node.cluster.set_desired("tiny", by_person=False)
         ready(node)
         node.hear(a, ModelStatus(7, FINGERPRINT, ""))
         node.live(a)
         assert a.heard(Serving)[-1].desired == 7
-        node.hear(a, DesiredState(3, A, "tiny", node.cluster.coordination.desired.nodes, 3))
+        node.hear(a, DesiredState(3, A, "tiny", node.cluster.leadership.desired.nodes, 3))
         node.tick()
         assert a.heard(Serving)[-1].desired == 3
 
@@ -471,7 +471,7 @@ def test_words_about_another_epoch_reach_no_seat(
         group = formed(node, a)
         reports: list[Any] = []
         watcher = cast(Any, type("Ranks", (), {"report": lambda _, each: reports.append(each)})())
-        [seat] = group.seats(watcher)
+        [seat] = group.endpoints(watcher)
         node.hear(a, RankTrouble(cast(Any, seat).epoch + 1, 1, Code.RANK_LOST, "not this one", True))
         b = node.meet(B)
         node.hear(b, RankTrouble(cast(Any, seat).epoch, 1, Code.RANK_LOST, "not its rank", True))

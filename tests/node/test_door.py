@@ -88,7 +88,7 @@ def test_who_knocks_at_another_door_is_sent_to_the_founder_s(tmp_path: Path) -> 
             await house.join(house.token())
         a = house.node.meet(A)
         a.remote = "10.0.5.1"
-        house.node.cluster.knowledge.addresses[A] = (
+        house.node.cluster.peer_info.addresses[A] = (
             "nonsense", "10.0.0.1:99999", "x" * MAX_ADDRESS + ":1", *(f"10.0.{i}.1:4711" for i in range(8))
         )  # fmt: skip
         with pytest.raises(AskElsewhere, match="mac-a can, at") as elsewhere:
@@ -102,12 +102,12 @@ def test_a_newcomer_is_told_where_the_others_are(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         node = house.node
         node.meet(A)
-        node.cluster.knowledge.addresses[A] = ("nonsense", *(f"10.0.0.{i}:4711" for i in range(1, 30)))
+        node.cluster.peer_info.addresses[A] = ("nonsense", *(f"10.0.0.{i}:4711" for i in range(1, 30)))
         node.cluster.listens_at = lambda _: ("10.0.0.99:4711",)
         token = read_token(house.door.token())
         granted = await house.join(token)
         assert granted.peers == ("10.0.0.99:4711", *(f"10.0.0.{i}:4711" for i in range(1, MAX_PEERS)))
-        await sees(lambda: len(node.cluster.coordination.roster.members()) == 3)
+        await sees(lambda: len(node.cluster.leadership.roster.members()) == 3)
         with pytest.raises(UserError):
             await house.join(token)
 
@@ -126,9 +126,9 @@ def test_what_a_removed_member_prepared_lets_nobody_in(tmp_path: Path) -> None:
         node.hear(link, *(TokenWanted(bytes((number,)) * 16) for number in range(2)))
         used, kept = (read_token(issued.token) for issued in link.heard(TokenIssued))
         await house.join(used)
-        await sees(lambda: len(node.cluster.coordination.roster.members()) == 3)
-        [friend] = node.cluster.coordination.roster.let_in(node_id)
-        entry = node.cluster.coordination.roster.members()[friend]
+        await sees(lambda: len(node.cluster.leadership.roster.members()) == 3)
+        [friend] = node.cluster.leadership.roster.let_in(node_id)
+        entry = node.cluster.leadership.roster.members()[friend]
         assert (entry.name, entry.address, entry.at) == ("newcomer", "127.0.0.1", int(CLOCK.now))
         node.cluster.remove(node_id)
         with pytest.raises(Denied, match="the member that asked for this join token was removed or left"):
@@ -157,9 +157,9 @@ def test_a_member_that_is_removed_has_no_requests_any_more(tmp_path: Path) -> No
         counted: list[int] = []
 
         async def called(*_: object) -> None:
-            counted.append(house.door._doorman.strangers)
+            counted.append(house.door._acceptor.strangers)
 
-        cluster.neighbours.called = called  # type: ignore[method-assign]
+        cluster.links.called = called  # type: ignore[method-assign]
         context = member_context_client(other.credentials, ALPN_CONTROL)
         _, silent = await open_tls("127.0.0.1", house.port, context, ALPN_CONTROL, 5.0)
         await sees(lambda: counted == [1])  # as a stranger, whose places are few

@@ -55,7 +55,7 @@ def test_nothing_new_is_taken_and_what_is_open_goes_on_from_group_to_group() -> 
             stage.gateway.relay(Generate(1, (1,), 9), lambda _: None)
         assert relayed.value.code is Code.SHUTTING_DOWN
         stage.say(1, 50)
-        stage.gateway.pause(GroupError("another group goes on", Code.REPLANNED))
+        stage.gateway.park_open_requests(GroupError("another group goes on", Code.REPLANNED))
         elsewhere = FakeRanks()
         stage.gateway.serve(cast(Any, elsewhere), MODEL, TEXT, here=False)
         assert elsewhere.sent == [Generate(2, (1, 50), 9, answered=1)]
@@ -207,11 +207,11 @@ def test_a_coordinator_plans_without_itself_and_hands_over(
         node.lead(weights)
         node.cluster.drain()
         assert not node.cluster.may_leave
-        placement, _ = node.cluster.conductor.placement()
+        placement, _ = node.cluster.controller.placement()
         assert placement is not None
         assert placement.ranks == (A,)
         node.live(a)
-        assert node.cluster.coordination.claim.node_id == A
+        assert node.cluster.leadership.claim.node_id == A
         assert a.heard(Beat)[-1].coordinator == A
         assert node.cluster.may_leave
 
@@ -226,9 +226,9 @@ def test_a_coordinator_without_anybody_to_hand_over_to_just_leaves(
         node.lead(weights)
         node.hear(a, Beat(0, "", 0, 0, 0, True, 0, draining=True))
         node.cluster.drain()
-        assert node.cluster.conductor.placement() == (None, "every Mac here is about to stop")
+        assert node.cluster.controller.placement() == (None, "every Mac here is about to stop")
         node.tick()
-        assert node.cluster.coordination.leading
+        assert node.cluster.leadership.leading
         assert node.cluster.may_leave
 
     one_node.play(tmp_path, member, story)
@@ -257,7 +257,7 @@ def test_what_drains_elsewhere_is_shown_and_not_asked(tmp_path: Path, member: Me
         node.tick()
         health = node.cluster.supervisor.gateway.health()
         assert (health.state, health.reason, health.ready) == ("draining", why, False)
-        [running] = node.cluster.conductor.situation().others
+        [running] = node.cluster.controller.situation().others
         assert (running.ready, running.draining, running.open_requests) == (False, True, 2)
 
     one_node.play(tmp_path, member, story)
@@ -294,7 +294,7 @@ def test_a_rank_that_the_group_needs_stays_until_all_requests_are_done(tmp_path:
             assert client.end.reason == "stop"
             await over
             assert first.supervisor.epoch == epoch
-            assert of_cluster(first).coordination.draining == {of_cluster(second).node_id}
+            assert of_cluster(first).leadership.draining == {of_cluster(second).node_id}
 
     run(within(story()))
 

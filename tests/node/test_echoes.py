@@ -14,7 +14,7 @@ from .one_node import A, B, Node, play
 def test_the_best_trip_of_the_last_counts_and_is_told(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        echoes: RoundTripTimes = node.cluster.echoes
+        echoes: RoundTripTimes = node.cluster.round_trips
         for at, took in ((10.0, 0.004), (12.0, 0.0005), (14.0, 0.9)):
             echoes.ask(at)
             question = a.heard(Echo)[-1]
@@ -35,7 +35,7 @@ def test_the_best_trip_of_the_last_counts_and_is_told(tmp_path: Path, member: Me
 def test_a_question_is_answered_at_once_and_no_other_answer_counts(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        here, echoes = node.cluster.node_id, node.cluster.echoes
+        here, echoes = node.cluster.node_id, node.cluster.round_trips
         node.hear(a, Echo(77, False, (Trip(B, 180),)))
         assert a.heard(Echo) == [Echo(77, True, ())]
         assert echoes.between(A, B) == echoes.between(B, A) == 180

@@ -62,7 +62,7 @@ def test_on_loopback_it_is_for_this_mac_and_says_nothing(
 ) -> None:
     found = opened(tmp_path)
     port = found.url.rpartition(":")[2]
-    assert found.url == found.told == f"http://127.0.0.1:{port}"
+    assert found.url == found.summary == f"http://127.0.0.1:{port}"
     assert found.hosts == ()
     assert found.keys is not None
     assert not found.keys.needed
@@ -76,12 +76,12 @@ def test_beyond_loopback_it_has_names_and_asks_for_keys(
     found = opened(tmp_path, host)
     port = found.url.rpartition(":")[2]
     assert found.url == f"http://{local}:{port}"  # a command's Host is a name of loopback
-    assert found.told == f"http://192.168.1.5:{port}"
+    assert found.summary == f"http://192.168.1.5:{port}"
     assert found.hosts == ("studio.lan", "studio", "studio.local")
     assert found.keys is not None
     assert found.keys.needed
     said = warnings(caplog)
-    assert f"{found.told} asks other machines for an API key, and there is none yet" in said
+    assert f"{found.summary} asks other machines for an API key, and there is none yet" in said
     assert f"`mlxtp key create NAME --home '{tmp_path}'` makes one" in said
     assert "is plain HTTP: whoever is on the network can read prompts, answers and keys" in said
 
@@ -100,7 +100,7 @@ def test_with_a_key_only_the_network_is_warned_about(
 def test_never_a_key_beyond_loopback_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = opened(tmp_path, "0.0.0.0", api_keys="never")
     assert found.keys is None
-    assert f"whoever reaches {found.told} can use it" in warnings(caplog)
+    assert f"whoever reaches {found.summary} can use it" in warnings(caplog)
     caplog.clear()
     assert opened(tmp_path, api_keys="never").keys is None
     assert caplog.records == []
@@ -146,7 +146,7 @@ def test_its_own_certificate_is_for_all_it_is_called(
     assert stands.get_values_for_type(x509.DNSName) == names
     assert set(map(str, stands.get_values_for_type(x509.IPAddress))) == addresses
     said = caplog.text
-    assert f"HTTPS at {found.told}, with a certificate whose SHA-256 is {found.tls.fingerprint}" in said
+    assert f"HTTPS at {found.summary}, with a certificate whose SHA-256 is {found.tls.fingerprint}" in said
     assert f"clients have to trust {tmp_path / 'https-cert.pem'}" in said
 
 
@@ -156,17 +156,17 @@ def test_its_certificate_stays_where_the_network_calls_it_otherwise(
     """Else people would have to trust it anew after each new lease."""
     caplog.set_level(logging.INFO, logger="mlxtp")
     first = opened(tmp_path, "0.0.0.0", http_tls=True)
-    assert first.told.startswith("https://192.168.1.5:")
+    assert first.summary.startswith("https://192.168.1.5:")
     monkeypatch.setattr(module, "addresses_here", lambda: ("192.168.1.7",))
     monkeypatch.setattr(socket, "gethostname", lambda: "Studio.office.example")
     moved = opened(tmp_path, "0.0.0.0", http_tls=True)
     assert moved.certificate == first.certificate
-    assert moved.told.startswith("https://studio.local:")  # for which the certificate is
+    assert moved.summary.startswith("https://studio.local:")  # for which the certificate is
     assert "it is not for 192.168.1.7, studio.office.example, as which this Mac is known now" in caplog.text
 
     named = opened(tmp_path, "0.0.0.0", http_tls=True, allowed_hosts=("192.168.1.7",))
     assert named.certificate != first.certificate
-    assert named.told.startswith("https://192.168.1.7:")
+    assert named.summary.startswith("https://192.168.1.7:")
     keys = [x509.load_pem_x509_certificate(each.certificate.encode()).public_key() for each in (first, named)]
     assert keys[0] == keys[1]
     assert opened(tmp_path, "0.0.0.0", http_tls=True).certificate == named.certificate

@@ -95,7 +95,7 @@ def test_a_false_announcement_keeps_nobody_out(tmp_path: Path, monkeypatch: pyte
     """Though it is all that is heard at first."""
 
     async def story(street: Street) -> None:
-        doorman = street.other.door._doorman
+        doorman = street.other.door._acceptor
         attend, attended = doorman._on_connection, asyncio.Event()
 
         async def note(*connection: Any) -> None:
@@ -113,7 +113,7 @@ def test_a_false_announcement_keeps_nobody_out(tmp_path: Path, monkeypatch: pyte
         assert entered.joined
         assert entered.identity.cluster_id == street.cluster_id
         node_id = entered.identity.node_id
-        await sees(lambda: node_id in street.house.node.cluster.coordination.roster.members())
+        await sees(lambda: node_id in street.house.node.cluster.leadership.roster.members())
 
     play(tmp_path, monkeypatch, story)
 
@@ -125,8 +125,8 @@ def test_who_answers_to_nobody_holds_nobody_up(tmp_path: Path, monkeypatch: pyte
             # A member that cannot let anybody in names the Mac that can.
             cluster = street.member.node.cluster
             first = street.house.member.identity.node_id
-            cluster.knowledge.authority = first
-            cluster.knowledge.addresses[first] = (f"127.0.0.1:{street.house.port}",)
+            cluster.peer_info.authority = first
+            cluster.peer_info.addresses[first] = (f"127.0.0.1:{street.house.port}",)
             assert (await street.enter(street.house.door.token())).joined
 
     monkeypatch.setattr(join_queue, "PATIENCE_S", (1000.0,))

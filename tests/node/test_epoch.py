@@ -132,7 +132,7 @@ class Story:
         ends_at = self.now + seconds
         while self.now < ends_at:
             for name, answer in pongs.items():
-                self.watch.heard(int(name.removeprefix("rank_")), answer, self.now)
+                self.watch.received_pong(int(name.removeprefix("rank_")), answer, self.now)
             self.now += LIMITS.heartbeat_s
             if error := self.watch.tick(self.now):
                 return error
@@ -318,8 +318,8 @@ def test_after_a_while_on_time_the_limits_are_what_they_were() -> None:
 
 def test_the_newest_answer_of_each_rank_is_kept() -> None:
     watch = RankHealth(2, LIMITS, 0)
-    watch.heard(1, pong(step=1), 0.1)
-    watch.heard(1, pong(step=2), 0.2)
+    watch.received_pong(1, pong(step=1), 0.1)
+    watch.received_pong(1, pong(step=2), 0.2)
     assert watch.pongs == {1: pong(step=2)}
 
 

@@ -97,7 +97,7 @@ def test_the_row_of_a_model(tmp_path: Path) -> None:
 
 def test_who_has_rank_0_is_asked_and_everybody_keeps_what_it_tells(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        fabric = node.cluster.fabric
+        fabric = node.cluster.fabric_bench
         a, b = node.meet(A), node.meet(B)
         node.hear(a, serving(A, B, state="loading"))
         with pytest.raises(UserError, match="no group serves right now"):
@@ -123,7 +123,7 @@ def test_who_has_rank_0_is_asked_and_everybody_keeps_what_it_tells(tmp_path: Pat
 
 def test_what_keeps_it_from_measuring_is_passed_on(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
-        fabric, a = node.cluster.fabric, node.meet(A)
+        fabric, a = node.cluster.fabric_bench, node.meet(A)
         node.hear(a, serving(A, B))
         for answer, words in (
             (FabricAnswer, "3 requests are open"),
@@ -148,7 +148,7 @@ def test_who_has_no_rank_0_says_so_and_asks_nobody_else(tmp_path: Path, member: 
         a, b = node.meet(A), node.meet(B)
         node.hear(b, serving(B, A))
         node.hear(a, FabricWanted(b"n" * 16))
-        await asyncio.gather(*node.cluster.fabric._tasks)
+        await asyncio.gather(*node.cluster.fabric_bench._tasks)
         [answer] = a.heard(FabricAnswer)
         assert answer == FabricAnswer(b"n" * 16, "rank 0 is not on studio any more; try again")
         assert b.heard(FabricWanted) == []
@@ -166,7 +166,7 @@ def test_it_is_known_after_a_restart_and_told_to_whoever_comes(tmp_path: Path, m
         node.hear(a, report(RESULT), report(replace(RESULT, kind="another")))
 
     async def second(node: Node) -> None:
-        assert [each.kind for each in node.cluster.fabric.results] == [RING_ETHERNET, "another"]
+        assert [each.kind for each in node.cluster.fabric_bench.results] == [RING_ETHERNET, "another"]
         assert len(node.meet(B).heard(FabricReport)) == 2
 
     play(tmp_path, member, first)
@@ -179,7 +179,7 @@ def test_what_makes_no_sense_is_not_kept(
     async def story(node: Node) -> None:
         a = node.meet(A)
         node.hear(a, report(replace(RESULT, sums_s=(0.5,))), report(replace(RESULT, nodes=(A, A))))
-        assert node.cluster.fabric.results == ()
+        assert node.cluster.fabric_bench.results == ()
         assert not (tmp_path / FILE).exists()
         assert caplog.text.count("is left aside: ") == 2
 
@@ -211,10 +211,10 @@ def test_a_file_that_cannot_be_used_stops_nobody(
         (tmp_path / FILE).chmod(0o600)
 
     async def story(node: Node) -> None:
-        assert node.cluster.fabric.results == ()
+        assert node.cluster.fabric_bench.results == ()
         assert f"{tmp_path / FILE} is left aside, speeds of fabrics are assumed" in caplog.text
         node.hear(node.meet(A), report(RESULT))
-        assert node.cluster.fabric.results == (RESULT,)
+        assert node.cluster.fabric_bench.results == (RESULT,)
 
     with caplog.at_level(logging.WARNING):
         play(tmp_path, member, story)
@@ -237,7 +237,7 @@ def test_what_was_measured_changes_the_next_group(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.cluster.conductor
+        a, conductor = node.meet(A), node.cluster.controller
         node.lead(weights, desk())
         before, _ = conductor.placement()
         assert before is not None
@@ -262,7 +262,7 @@ def test_the_group_that_runs_is_compared_by_what_was_measured_of_it(
     tmp_path: Path, member: Member, weights: ModelSource
 ) -> None:
     async def story(node: Node) -> None:
-        a, conductor = node.meet(A), node.cluster.conductor
+        a, conductor = node.meet(A), node.cluster.controller
         node.lead(weights, desk())
         conductor._ready_for = asyncio.get_running_loop().create_future()
         node.live(a)

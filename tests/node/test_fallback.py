@@ -99,13 +99,13 @@ def test_a_first_group_that_does_not_form_over_jaccl_forms_over_the_ring(
         ):
             await first.wait_ready()
             await second.wait_ready()
-            leader = first if first.cluster and first.cluster.coordination.leading else second
+            leader = first if first.cluster and first.cluster.leadership.leading else second
             group = leader.supervisor.group
             assert group is not None
             assert (group.backend, group.world_size) == ("ring", 2)
             assert await say(first) == await say(second)
             assert leader.cluster is not None
-            [line] = leader.cluster.conductor.left_out_lines()
+            [line] = leader.cluster.controller.left_out_lines()
             assert line.startswith("JACCL mesh on a + b is left out: it did not form: ")
 
     asyncio.run(story())
@@ -150,9 +150,9 @@ def test_a_newcomer_with_a_bad_device_joins_over_the_ring_and_interrupts_nobody(
             assert client.states.isdisjoint({ServingState.FAILED, ServingState.LOADING})
             assert len(set(client.answers)) == 1
             assert first.cluster is not None
-            leader = first if first.cluster.coordination.leading else second
+            leader = first if first.cluster.leadership.leading else second
             assert leader.cluster is not None
-            ((failed, left_s),) = leader.cluster.conductor.left_out()
+            ((failed, left_s),) = leader.cluster.controller.left_out()
             assert "errno 22" in failed.reason
             assert left_s > 0
 
@@ -204,10 +204,10 @@ def test_a_group_that_loaded_beside_another_one_takes_over_with_all_its_ranks(tm
             assert first.cluster is not None
             assert second.cluster is not None
             epoch = first.supervisor.epoch
-            assert second.cluster.guest.epoch == epoch
-            assert second.cluster.trial_guest.epoch == 0
+            assert second.cluster.hosted_rank.epoch == epoch
+            assert second.cluster.trial_rank.epoch == 0
             before = await say(second)
-            [stay] = second.cluster.guest._alive
+            [stay] = second.cluster.hosted_rank._alive
             assert stay.process is not None
             os.kill(stay.process.pid, signal.SIGKILL)
             await sees(lambda: first.supervisor.epoch > epoch)
@@ -245,7 +245,7 @@ def test_whichever_mac_coordinates_a_newcomer_s_group_loads_beside_what_serves(
         async with joined(tmp_path) as (first, second, client):
             assert first.cluster is not None
             assert second.cluster is not None
-            first.cluster.coordination.hand_over(second.cluster.node_id, time.monotonic())
+            first.cluster.leadership.hand_over(second.cluster.node_id, time.monotonic())
             await serve_together(first, second)
             assert first.supervisor.in_epoch != second.supervisor.in_epoch
             assert ServingState.LOADING not in client.states
@@ -260,8 +260,8 @@ def test_a_newcomer_that_cannot_load_the_model_interrupts_nobody(tmp_path: Path)
         async with joined(tmp_path, (sys.executable, "-c", BROKEN_LOADER)) as (first, second, client):
             assert first.cluster is not None
             epoch = first.supervisor.epoch
-            await sees(first.cluster.conductor.left_out)
-            ((failed, _),) = first.cluster.conductor.left_out()
+            await sees(first.cluster.controller.left_out)
+            ((failed, _),) = first.cluster.controller.left_out()
             assert failed.reason.startswith("it formed, and failed then: ")
             assert "model.safetensors ends too early" in failed.reason
             await second.wait_ready()

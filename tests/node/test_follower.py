@@ -60,11 +60,11 @@ class Stage:
         self.present = True
         self.node = SimpleNamespace(
             supervisor=self.supervisor,
-            knowledge=self.knowledge,
+            peer_info=self.knowledge,
             waiting="members come and go",
-            membership=SimpleNamespace(standing=lambda _: SimpleNamespace(present=self.present)),
-            coordination=SimpleNamespace(claim=SimpleNamespace(node_id=HOST)),
-            neighbours=SimpleNamespace(to=lambda _: SimpleNamespace(remote="127.0.0.1")),
+            membership=SimpleNamespace(status_of=lambda _: SimpleNamespace(present=self.present)),
+            leadership=SimpleNamespace(claim=SimpleNamespace(node_id=HOST)),
+            links=SimpleNamespace(to=lambda _: SimpleNamespace(remote="127.0.0.1")),
             model=SimpleNamespace(
                 version=3, problem="", source=ModelSource("tiny", embedded_model_path(), TEXT)
             ),
@@ -88,7 +88,7 @@ class Stage:
         self.knowledge.servings.clear()
         if serving is not None:
             self.knowledge.servings[HOST] = serving
-        self.follower.look()
+        self.follower.follow()
 
     async def follows(self) -> None:
         self.hears(READY)
@@ -96,7 +96,7 @@ class Stage:
 
     def shows(self, state: ServingState) -> Callable[[], bool]:
         def look() -> bool:
-            self.follower.look()
+            self.follower.follow()
             return self.supervisor.state is state
 
         return look
@@ -184,7 +184,7 @@ def test_what_the_other_agent_no_longer_serves_waits_for_another_group(tmp_path:
         stage.hears(None)
         assert stage.supervisor.gateway.models() == ()
         await sees(lambda: stage.ranks.sent_of(Cancel))
-        stage.follower.look()
+        stage.follower.follow()
         assert stage.follower._served is None
         mine = FakeRanks()
         stage.supervisor.gateway.serve(cast(Any, mine), *stage.model_here)
@@ -207,7 +207,7 @@ def test_between_two_groups_of_the_other_agent_its_link_stays(tmp_path: Path, se
             stage.ask()
         stage.host.on_event(Finished(1, "stop", 0, 0))
         assert await everything(kept) == [StreamEnd("stop", 0)]
-        stage.host.pause(GroupError("rank 1 is gone", Code.RANK_LOST))
+        stage.host.park_open_requests(GroupError("rank 1 is gone", Code.RANK_LOST))
         await sees(lambda: stage.host.open_requests == 0)
         again = FakeRanks()
         stage.host.serve(cast(Any, again), MODEL, TEXT)
@@ -242,10 +242,10 @@ def test_a_group_of_its_own_is_not_disturbed_by_the_one_it_followed(tmp_path: Pa
         await stage.follows()
         mine = FakeRanks()
         stage.supervisor._current = cast(Any, object())
-        stage.supervisor.gateway.suspend(MlxtpError("another group is formed"))
+        stage.supervisor.gateway.fail_all(MlxtpError("another group is formed"))
         stage.supervisor.gateway.serve(cast(Any, mine), MODEL, TEXT)
         answer = stage.ask()
-        stage.follower.look()
+        stage.follower.follow()
         await sees(lambda: stage.connections == 0)
         stage.supervisor.gateway.on_event(Finished(1, "stop", 0, 0))
         assert await everything(answer) == [StreamEnd("stop", 0)]
@@ -353,10 +353,10 @@ def test_of_several_groups_the_coordinators_counts(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         stage.knowledge.servings[OTHER] = replace(READY, epoch=9)
         stage.knowledge.servings[HOST] = replace(READY, state="loading")
-        stage.follower.look()
+        stage.follower.follow()
         assert (stage.supervisor.state, stage.supervisor.epoch) == (ServingState.LOADING, 7)
         stage.present = False
-        stage.follower.look()
+        stage.follower.follow()
         assert stage.supervisor.state is ServingState.IDLE
 
     play(tmp_path, story)

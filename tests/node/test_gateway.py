@@ -127,7 +127,7 @@ def test_an_answer_tells_what_it_waits_for() -> None:
         assert answer.progress().time_ms >= 0
         stage.say(1, 50, 51)
         assert answer.progress() == Progress()
-        stage.gateway.pause(LinkError("gone", Code.LINK_LOST))
+        stage.gateway.park_open_requests(LinkError("gone", Code.LINK_LOST))
         assert answer.progress() == Progress("restarting")
         stage.gateway.serve(cast(ProcessGroup, stage.ranks), MODEL, TEXT)
         stage.gateway.on_event(Accepted(2))
@@ -252,7 +252,7 @@ def test_a_failure_after_acceptance_is_raised_to_the_reader() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
         stage.gateway.on_event(Accepted(1))
-        stage.gateway.suspend(GroupError("rank 1 is gone"))
+        stage.gateway.fail_all(GroupError("rank 1 is gone"))
         await answer.accepted()
         with pytest.raises(GroupError, match="rank 1 is gone"):
             await everything(answer)
@@ -349,7 +349,7 @@ def test_cancelling_at_a_rank_that_is_gone_is_no_error() -> None:
 
 def test_without_a_model_nothing_is_started() -> None:
     async def story(stage: Stage) -> None:
-        stage.gateway.suspend(GroupError("gone"))
+        stage.gateway.fail_all(GroupError("gone"))
         assert stage.gateway.models() == ()
         assert stage.gateway.text() is None
         with pytest.raises(RequestError) as refused:
@@ -436,7 +436,7 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(3)]
         stage.say(2, 50)
         stage.finish(3)
-        stage.gateway.suspend(GroupError("rank 1 is gone", Code.RANK_LOST))
+        stage.gateway.fail_all(GroupError("rank 1 is gone", Code.RANK_LOST))
         assert stage.open == 0
         waiting, answered = answers[0], cast(Any, answers[1])
         with pytest.raises(GroupError, match="rank 1 is gone"):
@@ -452,7 +452,7 @@ def test_when_the_epoch_ends_every_open_request_ends_after_the_tokens_it_got() -
 def test_a_late_word_of_the_old_epoch_harms_nobody_in_the_new_one() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.generate(Request((1,), 9))
-        stage.gateway.suspend(GroupError("gone"))
+        stage.gateway.fail_all(GroupError("gone"))
         ranks = FakeRanks()
         stage.gateway.serve(cast(ProcessGroup, ranks), MODEL, TEXT)
         answer = stage.gateway.generate(Request((7,), 9))
@@ -469,7 +469,7 @@ def test_a_late_word_of_the_old_epoch_harms_nobody_in_the_new_one() -> None:
 def test_closing_an_answer_of_the_old_epoch_says_nothing_to_the_new_one() -> None:
     async def story(stage: Stage) -> None:
         old: Any = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.suspend(GroupError("gone"))
+        stage.gateway.fail_all(GroupError("gone"))
         ranks = FakeRanks()
         stage.gateway.serve(cast(ProcessGroup, ranks), MODEL, TEXT)
         await old.aclose()
@@ -514,7 +514,7 @@ def test_warming_up_fails_as_a_request_would() -> None:
         )
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        stage.gateway.suspend(GroupError("rank 1 is gone"))
+        stage.gateway.fail_all(GroupError("rank 1 is gone"))
         with pytest.raises(GroupError, match="rank 1 is gone"):
             await warming
 

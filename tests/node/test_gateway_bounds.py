@@ -101,7 +101,7 @@ def test_tokens_of_prompts_and_answers_are_bounded_until_somebody_ends() -> None
 def test_a_request_that_goes_on_in_another_group_still_counts() -> None:
     async def story(stage: Stage) -> None:
         stage.ask(60)
-        stage.gateway.pause(GroupError("gone"))
+        stage.gateway.park_open_requests(GroupError("gone"))
         stage.serve()
         assert stage.gateway.open_requests == 1
         assert stage.refused(prompt=41)[0] == 503
@@ -189,7 +189,7 @@ def test_the_pause_between_two_groups_counts() -> None:
         answer = stage.ask()
         stage.gateway.on_event(Accepted(1))
         stage.say(1, 2)
-        stage.gateway.pause(GroupError("gone", Code.RANK_LOST))
+        stage.gateway.park_open_requests(GroupError("gone", Code.RANK_LOST))
         assert await heard(answer) == (2, Code.DEADLINE)
         stage.serve()
         assert len(stage.ranks.sent_of(Generate)) == 1
@@ -202,7 +202,7 @@ def test_another_group_gives_no_more_time() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ask()
         stage.gateway.on_event(Accepted(1))
-        stage.gateway.pause(GroupError("gone", Code.RANK_LOST))
+        stage.gateway.park_open_requests(GroupError("gone", Code.RANK_LOST))
         stage.serve()
         stage.gateway.on_event(Accepted(2))
         stage.say(2, 1)

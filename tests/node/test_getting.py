@@ -37,9 +37,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def leads(node: Node) -> TransferCoordinator:
-    node.cluster.coordination.hand_over(node.cluster.node_id, CLOCK.now)
+    node.cluster.leadership.hand_over(node.cluster.node_id, CLOCK.now)
     node.tick()
-    return node.cluster.getting
+    return node.cluster.transfers
 
 
 def row(getting: TransferCoordinator, name: str, node_id: str) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_too_much_is_refused_in_words(
 
     async def story(node: Node) -> None:
         with pytest.raises(ModelError, match="0 models are under way here; ask for o/m when some have come"):
-            await node.cluster.getting.get("o/m")
+            await node.cluster.transfers.get("o/m")
 
     play(tmp_path, member, story)
 

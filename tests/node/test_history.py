@@ -37,7 +37,7 @@ class Told:
 
     def told(self, epoch: int, state: str, reason: str = "", after: float = 0.5) -> None:
         self.clock += after
-        self.history.told(
+        self.history.remote_epoch(
             epoch, self.now, state=state, reason=reason, world_size=2, backend="ring", kind="ring over Wi-Fi"
         )
 
@@ -164,6 +164,6 @@ def test_a_rate_is_not_known_when_nobody_has_looked_for_long() -> None:
 def test_a_rate_begins_anew_with_a_new_group() -> None:
     meter = RateMeter(window_s=4.0, least_s=0.5)
     meter.rate(0, 0.0)
-    meter.forget()
+    meter.reset()
     assert meter.rate(500, 1.0) is None
     assert meter.rate(500, 2.0) == 0.0

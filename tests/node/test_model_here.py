@@ -55,7 +55,7 @@ class Stage:
         return ModelSource(name, self.home / name, cast(Text, None))
 
     def want(self, name: str, version: int, *, pinned: bool = True) -> None:
-        self.model.want(DesiredState(version, "", name, "auto", version if pinned else 0))
+        self.model.resolve(DesiredState(version, "", name, "auto", version if pinned else 0))
 
     async def has(self, name: str) -> None:
         await sees(lambda: self.model.source is not None and self.model.source.id == name)
@@ -153,7 +153,7 @@ def test_why_it_is_not_there_is_told_and_it_may_come_later(
         assert refused.value.detail == problem
         stage.gates["one"] = asyncio.Event()
         for _ in range(3):
-            stage.model.look_again()
+            stage.model.retry()
         await sees(lambda: stage.finding)
         assert stage.finding == 1, "one search at a time"
         del stage.errors["one"]
@@ -197,12 +197,12 @@ def test_nobody_looks_again_for_what_is_there_or_on_the_hub(tmp_path: Path) -> N
     async def story(stage: Stage) -> None:
         stage.want("one", 1)
         await stage.has("one")
-        stage.model.look_again()
+        stage.model.retry()
         stage.errors["org/two"] = ModelError("the Hub knows no such model")
         stage.want("org/two", 2)
         await sees(lambda: stage.model.problem)
         before: Any = stage.model._task
-        stage.model.look_again()
+        stage.model.retry()
         assert stage.model._task is before
 
     play(tmp_path, story)
@@ -213,18 +213,18 @@ def test_files_that_came_or_were_repaired_are_looked_at_again(tmp_path: Path) ->
         stage.errors["org/two"] = ModelError("the Hub knows no such model")
         stage.want("org/two", 2)
         await sees(lambda: stage.model.problem)
-        stage.model.came("org/other")
+        stage.model.files_arrived("org/other")
         assert stage.model.problem
         del stage.errors["org/two"]
-        stage.model.came("org/two")
+        stage.model.files_arrived("org/two")
         await stage.has("org/two")
         await sees(lambda: stage.model.fingerprint == print_of("two"))
         opened = len(stage.opened)
-        stage.model.came("org/two")
+        stage.model.files_arrived("org/two")
         await sees(lambda: stage.model._task is not None and stage.model._task.done())
         assert len(stage.opened) == opened, "nothing is different"
         stage.print = "6" * 64
-        stage.model.came("org/two")
+        stage.model.files_arrived("org/two")
         await sees(lambda: stage.changes[-1] == ModelStatus(2, "6" * 64, ""))
 
     play(tmp_path, story)

@@ -148,15 +148,15 @@ def test_a_link_from_its_hello_to_its_goodbye(tmp_path: Path) -> None:
         assert here.fingerprint == b.member.identity.fingerprint
         assert a.neighbours.nodes() == {b.node_id}
         a.neighbours.send(b.node_id, BEAT)
-        a.neighbours.tell_all(DESIRED)
-        b.neighbours.tell_all(BEAT)
+        a.neighbours.broadcast(DESIRED)
+        b.neighbours.broadcast(BEAT)
         await sees(lambda: (b.events.messages, a.events.messages) == ([BEAT, DESIRED], [BEAT]))
         await a.neighbours.close()
         await sees(lambda: b.events.ends == [("said goodbye", True)])
         assert b.neighbours.nodes() == frozenset()
         with pytest.raises(LinkError, match="no link to node"):
             b.neighbours.send(a.node_id, BEAT)
-        b.neighbours.tell_all(BEAT)  # who is gone is told nothing
+        b.neighbours.broadcast(BEAT)  # who is gone is told nothing
 
     play(tmp_path, story)
 
@@ -306,7 +306,7 @@ def test_an_agent_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pyt
         link._writer.transport.pause_reading()  # type: ignore[attr-defined]
         entries = tuple(RosterEntry(f"{i:032x}", "n" * 80, "f" * 64, False, i) for i in range(32))
         while not stage.b.events.ends:
-            stage.b.neighbours.tell_all(Members(entries))
+            stage.b.neighbours.broadcast(Members(entries))
             await asyncio.sleep(0)
         assert stage.b.neighbours.nodes() == frozenset()
         link._writer.transport.abort()

@@ -35,7 +35,7 @@ from .test_supervisor import play as play_epochs
 
 def moment(observer: Observer) -> dict[str, Any]:
     """As a client gets it; `mlxtp status --watch` can draw each."""
-    found: dict[str, Any] = json.loads(json.dumps(observer.moment()))
+    found: dict[str, Any] = json.loads(json.dumps(observer.snapshot()))
     Console(file=io.StringIO()).print(picture(found, 0.0))
     return found
 

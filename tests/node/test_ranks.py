@@ -115,7 +115,7 @@ class Story:
                 1,
                 world,
                 group.pop("backend", "ring"),
-                seats=lambda ranks: tuple(peer.sit(ranks) for peer in self.peers),
+                endpoints=lambda ranks: tuple(peer.sit(ranks) for peer in self.peers),
                 decode_hosts=("127.0.0.1",) * world,
                 **group,
             ),
@@ -129,7 +129,7 @@ class Story:
     def beat(self) -> None:
         """Ranks elsewhere are alive: their agents say so."""
         for peer in self.peers:
-            self.ranks.heard(peer.rank, PONG.pong)
+            self.ranks.received_pong(peer.rank, PONG.pong)
         asyncio.get_running_loop().call_later(0.2, self.beat)
 
     async def fails(self) -> MlxtpError:

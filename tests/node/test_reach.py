@@ -65,7 +65,7 @@ def test_an_address_is_tried_by_connecting_to_it() -> None:
 def test_a_member_is_asked_and_its_clock_is_compared(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = alike(node.meet(A)), node.meet(B)  # which runs something else
-        asking = asyncio.ensure_future(node.cluster.reach.ask(("10.0.0.1:52414",)))
+        asking = asyncio.ensure_future(node.cluster.reachability.ask(("10.0.0.1:52414",)))
         wanted = await asked(a)
         assert wanted.addresses == ("10.0.0.1:52414",)
         heard_us = int((time.time() + 60) * 1e6)
@@ -78,7 +78,7 @@ def test_a_member_is_asked_and_its_clock_is_compared(tmp_path: Path, member: Mem
         assert answers[A].clock_s == pytest.approx(61.5, abs=0.5)  # it says it took 3 s for the answer
         assert answers[A].clock_error_s < 0.5
         assert b.heard(ReachWanted) == []
-        assert answers[B] == ReachabilityReply(unasked="it runs another version of mlxtp")
+        assert answers[B] == ReachabilityReply(not_asked="it runs another version of mlxtp")
 
     play(tmp_path, member, story)
 
@@ -88,14 +88,14 @@ def test_who_goes_or_says_nothing_is_not_waited_for(
 ) -> None:
     async def story(node: Node) -> None:
         a = alike(node.meet(A))
-        asking = asyncio.ensure_future(node.cluster.reach.ask(()))
+        asking = asyncio.ensure_future(node.cluster.reachability.ask(()))
         await asked(a)
         a.close()
-        assert await asking == {A: ReachabilityReply(unasked="its link ended")}
+        assert await asking == {A: ReachabilityReply(not_asked="its link ended")}
         monkeypatch.setattr(reachability, "ANSWER_S", 0.05)
         alike(node.meet(B))
-        assert await node.cluster.reach.ask(()) == {
-            B: ReachabilityReply(unasked="it did not answer within 0.05 s")
+        assert await node.cluster.reachability.ask(()) == {
+            B: ReachabilityReply(not_asked="it did not answer within 0.05 s")
         }
 
     play(tmp_path, member, story)
@@ -107,7 +107,7 @@ def test_who_asks_is_told_and_nobody_is_knocked_at_in_its_name(tmp_path: Path, m
         with listening() as there, socket.create_server(("127.0.0.2", 0)) as stranger:
             other = f"127.0.0.2:{stranger.getsockname()[1]}"
             node.hear(a, ReachWanted(NONCE, (there, other)), ReachWanted(b"m" * 16, (there,)))
-            await asyncio.gather(*node.cluster.reach._answers.values())
+            await asyncio.gather(*node.cluster.reachability._answers.values())
             stranger.setblocking(False)
             with pytest.raises(BlockingIOError):
                 stranger.accept()

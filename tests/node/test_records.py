@@ -24,7 +24,7 @@ ID = "ab" * 6
 def test_everybody_is_asked_and_what_all_say_is_taken(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        asking = asyncio.ensure_future(node.cluster.records.gather(7, ID))
+        asking = asyncio.ensure_future(node.cluster.failure_files.gather(7, ID))
         await asyncio.sleep(0)
         [wanted] = a.heard(RecordsWanted)
         assert b.heard(RecordsWanted) == [wanted]
@@ -51,13 +51,13 @@ def test_who_goes_or_says_nothing_is_waited_for_no_longer(
 ) -> None:
     async def story(node: Node) -> None:
         a = node.meet(A)
-        asking = asyncio.ensure_future(node.cluster.records.gather(7, ID))
+        asking = asyncio.ensure_future(node.cluster.failure_files.gather(7, ID))
         await asyncio.sleep(0)
         a.close()
         assert await asking == []
         node.meet(B)
         monkeypatch.setattr(failure_files, "ANSWER_S", 0.05)
-        assert await node.cluster.records.gather(7, ID) == []
+        assert await node.cluster.failure_files.gather(7, ID) == []
 
     play(tmp_path, member, story)
 
@@ -67,13 +67,13 @@ def test_who_asks_is_told_all_there_is(tmp_path: Path, member: Member) -> None:
         a = node.meet(A)
         keep(node.cluster.settings.home, FAILED, [RankEnd(1)])
         node.hear(a, RecordsWanted(b"n" * 16, 7, ID))
-        await asyncio.gather(*node.cluster.records._answers.values())
+        await asyncio.gather(*node.cluster.failure_files._answers.values())
         assert a.heard(RecordsTold) == [RecordsTold(b"n" * 16)]
         kinds = [json.loads(record.body)["kind"] for record in a.heard(Record)]
         assert kinds == ["epoch", "rank"]
         node.hear(a, RecordsWanted(b"m" * 16, 8, ID))
         await asyncio.sleep(0)
-        await asyncio.gather(*node.cluster.records._answers.values())
+        await asyncio.gather(*node.cluster.failure_files._answers.values())
         assert len(a.heard(RecordsTold)) == 2
         assert len(a.heard(Record)) == 2
 
@@ -83,7 +83,7 @@ def test_who_asks_is_told_all_there_is(tmp_path: Path, member: Member) -> None:
 def test_one_member_leaves_room_for_the_others(tmp_path: Path, member: Member) -> None:
     async def story(node: Node) -> None:
         a, b = node.meet(A), node.meet(B)
-        asking = asyncio.ensure_future(node.cluster.records.gather(7, ID))
+        asking = asyncio.ensure_future(node.cluster.failure_files.gather(7, ID))
         await asyncio.sleep(0)
         [wanted] = a.heard(RecordsWanted)
         node.hear(a, *(Record(wanted.nonce, b'{"rank": 1}') for _ in range(100)), RecordsTold(wanted.nonce))
@@ -99,13 +99,13 @@ def test_two_who_ask_at_one_time_are_both_told(tmp_path: Path, member: Member) -
         keep(node.cluster.settings.home, FAILED, [RankEnd(1)])
         node.hear(a, RecordsWanted(b"n" * 16, 7, ID), RecordsWanted(b"a" * 16, 7, ID))
         node.hear(b, RecordsWanted(b"m" * 16, 7, ID))
-        assert len(node.cluster.records._answers) == 2
-        await asyncio.gather(*node.cluster.records._answers.values())
+        assert len(node.cluster.failure_files._answers) == 2
+        await asyncio.gather(*node.cluster.failure_files._answers.values())
         assert a.heard(RecordsTold) == [RecordsTold(b"n" * 16)]
         assert b.heard(RecordsTold) == [RecordsTold(b"m" * 16)]
         assert len(a.heard(Record)) == len(b.heard(Record)) == 2
         await asyncio.sleep(0)
-        assert node.cluster.records._answers == {}
+        assert node.cluster.failure_files._answers == {}
 
     play(tmp_path, member, story)
 

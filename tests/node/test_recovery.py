@@ -51,7 +51,7 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
         answer = stage.gateway.generate(wanted)
         stage.gateway.on_event(Accepted(1))
         stage.say(1, 50, 51)
-        stage.gateway.pause(why)
+        stage.gateway.park_open_requests(why)
         stage.say(1, 52, start=2)  # from ranks that are being ended
         ranks = next_group(stage)
         [again] = asked(ranks)
@@ -69,7 +69,7 @@ def test_the_next_group_is_asked_for_what_is_missing(why: GroupError) -> None:
 def test_a_request_that_was_not_even_accepted_is_asked_again() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1, 2), 9))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         accepted = asyncio.ensure_future(answer.accepted())
         await asyncio.sleep(0)
         assert not accepted.done()
@@ -87,7 +87,7 @@ def test_it_survives_several_groups() -> None:
         answer = stage.gateway.generate(Request((1,), 9))
         for uid in range(1, 6):
             stage.say(uid, 50 + uid, start=uid - 1)
-            stage.gateway.pause(REPLANNED)
+            stage.gateway.park_open_requests(REPLANNED)
             [again] = asked(next_group(stage))
             assert (again.uid, again.answered) == (uid + 1, uid)
         stage.finish(6, "length", 5)
@@ -106,7 +106,7 @@ def test_an_answer_that_lacks_only_its_end_is_not_asked_again() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 2))
         stage.say(1, 50, 51)
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         assert asked(next_group(stage)) == []
         assert (await everything(answer))[-1] == StreamEnd("length", 2)
         assert stage.open == 0
@@ -123,7 +123,7 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
         for _ in range(SUSPECT):
             for sent in asked(stage.ranks):
                 stage.gateway.on_event(Accepted(sent.uid))
-            stage.gateway.pause(LOST)
+            stage.gateway.park_open_requests(LOST)
             ranks = next_group(stage)
         for turn in range(3):
             *_, alone = asked(ranks)
@@ -140,7 +140,7 @@ def test_who_waits_for_its_turn_alone_is_not_given_up_while_there_is_a_group(
 def test_meanwhile_new_requests_are_refused_and_old_ones_count() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((1,), 9)) for _ in range(2)]
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         assert stage.open == 2
         with pytest.raises(MlxtpError) as refused:
             stage.gateway.generate(Request((1,), 9))
@@ -157,7 +157,7 @@ def test_meanwhile_new_requests_are_refused_and_old_ones_count() -> None:
 def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         await answer.aclose()
         assert stage.open == 0
         assert stage.ranks.sent_of(Cancel) == []  # those ranks are gone
@@ -169,7 +169,7 @@ def test_a_client_that_leaves_during_the_pause_leaves_nothing_behind() -> None:
 def test_a_client_that_leaves_after_the_pause_cancels_where_its_request_is_now() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         ranks = next_group(stage)
         await answer.aclose()
         assert ranks.sent_of(Cancel) == [Cancel(2)]
@@ -184,7 +184,7 @@ def test_nobody_waits_longer_than_the_limit() -> None:
         open_one = stage.gateway.generate(Request((1,), 9))
         stage.gateway.on_event(Accepted(1))
         never_accepted = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         error = await error_of(open_one)
         assert (error.code, "rank 1 is gone" in error.detail) == (Code.RANK_LOST, True)
         with pytest.raises(GroupError):
@@ -201,7 +201,7 @@ def test_a_model_that_takes_long_to_load_is_waited_for(load_s: float, waits_s: f
         stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT, load_s=load_s)
         answer = stage.gateway.generate(Request((1,), 9))
         began = asyncio.get_running_loop().time()
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         assert answer.pending is not None
         assert answer.pending.when() - began == pytest.approx(waits_s, abs=5.0)
         await answer.aclose()
@@ -214,7 +214,7 @@ def test_a_group_that_takes_it_up_and_says_nothing_is_not_waited_for_either() ->
         stage.gateway._recovery_s = 0.05
         answer = stage.gateway.generate(Request((1,), 9))
         stage.gateway.on_event(Accepted(1))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         ranks = next_group(stage)
         await error_of(answer)
         assert ranks.sent_of(Cancel) == [Cancel(2)]
@@ -226,7 +226,7 @@ def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway._recovery_s = 0.05
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         next_group(stage)
         stage.gateway.on_event(Accepted(2))
         await asyncio.sleep(0.1)
@@ -239,7 +239,7 @@ def test_who_was_accepted_again_has_all_the_time_it_needs() -> None:
 def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.pause(REPLANNED)
+        stage.gateway.park_open_requests(REPLANNED)
         ranks = FakeRanks()
         stage.gateway.serve(cast(Any, ranks), replace(MODEL, id="other", path=Path("/other")), TEXT)
         assert (await error_of(answer)).code is Code.SHUTTING_DOWN
@@ -251,12 +251,12 @@ def test_another_model_ends_what_was_asked_of_the_last_one() -> None:
 def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         broken = FakeRanks()
         broken.broken = LinkError("gone", Code.LINK_LOST)
         stage.gateway.serve(cast(Any, broken), MODEL, TEXT)
         assert stage.open == 1
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         [again] = asked(next_group(stage))
         stage.finish(again.uid)
         assert await everything(answer) == [StreamEnd("stop", 1)]
@@ -270,9 +270,9 @@ def test_a_desk_that_breaks_at_once_leaves_requests_waiting() -> None:
 def test_a_request_alone_under_two_failures_is_ended() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.gateway.generate(Request((1,), 99))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         next_group(stage)
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         assert (await error_of(answer)).code is Code.REQUEST_FATAL
         assert asked(next_group(stage)) == []
 
@@ -282,13 +282,13 @@ def test_a_request_alone_under_two_failures_is_ended() -> None:
 def test_who_gets_on_between_two_failures_goes_on() -> None:
     async def story(stage: Stage) -> None:
         stage.gateway.generate(Request((1,), 99))
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         next_group(stage)
         say(stage, 2, [5] * PROVEN_TOKENS, 0)
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         [again] = asked(next_group(stage))
         assert (again.strikes, again.answered) == (0, PROVEN_TOKENS)
-        stage.gateway.suspend(LOST)
+        stage.gateway.fail_all(LOST)
 
     play(story)
 
@@ -299,14 +299,14 @@ def test_of_several_suspects_one_goes_at_a_time() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
         for _ in range(2):
-            stage.gateway.pause(LOST)
+            stage.gateway.park_open_requests(LOST)
             ranks = next_group(stage)
         [first] = asked(ranks)
         assert (first.tokens, first.strikes) == ((1,), 2)
         say(stage, first.uid, [5] * PROVEN_TOKENS, 0)
         second = asked(ranks)[1]
         assert (second.tokens, len(asked(ranks))) == ((2,), 2)
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         assert (await error_of(answers[1])).code is Code.REQUEST_FATAL
         ranks = next_group(stage)
         again = {each.tokens[0]: each for each in asked(ranks)}
@@ -325,7 +325,7 @@ def test_the_next_suspect_goes_when_the_one_before_it_is_over(how: str) -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2)]
         for _ in range(2):
-            stage.gateway.pause(LOST)
+            stage.gateway.park_open_requests(LOST)
             ranks = next_group(stage)
         [first] = asked(ranks)
         if how == "finishes":
@@ -345,11 +345,11 @@ def test_a_suspect_that_waits_can_be_cancelled_and_ended() -> None:
     async def story(stage: Stage) -> None:
         answers = [stage.gateway.generate(Request((number,), 99)) for number in (1, 2, 3)]
         for _ in range(2):
-            stage.gateway.pause(LOST)
+            stage.gateway.park_open_requests(LOST)
             next_group(stage)
         await answers[1].aclose()
         assert stage.open == 2
-        stage.gateway.suspend(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
+        stage.gateway.fail_all(GroupError("the model was unloaded", Code.SHUTTING_DOWN))
         assert (await error_of(answers[2])).code is Code.SHUTTING_DOWN
         assert stage.open == 0
 
@@ -359,7 +359,7 @@ def test_a_suspect_that_waits_can_be_cancelled_and_ended() -> None:
 def test_when_memory_runs_out_who_did_it_is_told_and_the_others_go_on() -> None:
     async def story(stage: Stage) -> None:
         small, large = (stage.gateway.generate(Request((1,) * size, 9)) for size in (5, 500))
-        stage.gateway.pause(GroupError("rank 1 ran out of memory", Code.OUT_OF_MEMORY))
+        stage.gateway.park_open_requests(GroupError("rank 1 ran out of memory", Code.OUT_OF_MEMORY))
         assert (await error_of(large)).code is Code.OUT_OF_MEMORY
         [again] = asked(next_group(stage))
         assert (len(again.tokens), again.strikes) == (5, 0)
@@ -379,11 +379,11 @@ def test_requests_of_other_agents_are_given_back_to_them() -> None:
         assert asked(stage.ranks) == [Generate(1, (1, 2, 3), 9, answered=1)]
         stage.say(1, 50, start=1)
         assert told == [Delta((70,), (1,), (50,))]
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         assert told[1:] == [Error(Code.RANK_LOST, "rank 1 is gone", 70)]
         assert asked(next_group(stage)) == []
         stage.gateway.relay(Generate(71, (1,), 9), told.append)
-        stage.gateway.pause(REPLANNED)
+        stage.gateway.park_open_requests(REPLANNED)
         assert told[2:] == [Error(Code.REPLANNED, "a better group is there", 71)]
         stage.gateway.serve(cast(Any, stage.ranks), MODEL, TEXT)
         for uid in (72, 73):
@@ -401,7 +401,7 @@ def test_a_suspect_of_another_agent_waits_its_turn_too() -> None:
         for uid in (70, 71):
             stage.gateway.relay(Generate(uid, (uid,), 9, strikes=2), told.append)
         [first] = asked(stage.ranks)
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         assert [(each.code, each.uid) for each in told if isinstance(each, Error)] == [
             (Code.REQUEST_FATAL, 70),
             (Code.REPLANNED, 71),
@@ -463,13 +463,13 @@ def test_the_first_refusal_of_another_agent_is_the_clients() -> None:
 def test_while_a_better_group_takes_over_new_requests_wait_for_it() -> None:
     async def story(stage: Stage) -> None:
         next_group(stage)
-        stage.gateway.pause(REPLANNED)
+        stage.gateway.park_open_requests(REPLANNED)
         assert stage.gateway.models()
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.pause(REPLANNED)
+        stage.gateway.park_open_requests(REPLANNED)
         ranks = next_group(stage)
         assert [each.tokens for each in ranks.sent_of(Generate)] == [(1,)]
-        stage.gateway.pause(LOST)
+        stage.gateway.park_open_requests(LOST)
         with pytest.raises(MlxtpError, match="no model is loaded right now"):
             stage.gateway.generate(Request((1,), 9))
         assert not stage.gateway.models()
@@ -482,7 +482,7 @@ def test_while_it_rests_open_requests_stay_where_they_are() -> None:
     async def story(stage: Stage) -> None:
         ranks = next_group(stage, here=False)
         answer = stage.gateway.generate(Request((1,), 9))
-        stage.gateway.rest()
+        stage.gateway.detach()
         with pytest.raises(MlxtpError):
             stage.gateway.generate(Request((1,), 9))
         stage.say(1, 50)

@@ -63,9 +63,9 @@ class Pair:
         if supervisor.ranks is not None:
             pid = supervisor.ranks.leader.pid
         else:
-            assert cluster.guest._stay is not None
-            assert cluster.guest._stay.process is not None
-            pid = cluster.guest._stay.process.pid
+            assert cluster.hosted_rank._hosted is not None
+            assert cluster.hosted_rank._hosted.process is not None
+            pid = cluster.hosted_rank._hosted.process.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def test_answers_go_on_whatever_ends_their_group(tmp_path: Path, faults: tuple[s
             for agent in (first, second):
                 await agent.wait_ready()
             assert first.cluster is not None
-            pair = Pair(first, second) if first.cluster.coordination.leading else Pair(second, first)
+            pair = Pair(first, second) if first.cluster.leadership.leading else Pair(second, first)
             clients = [(agent, request) for agent in (first, second) for request in (GREEDY, DRAWN)]
             right = [await Client(*client).read() for client in clients]
             assert right[:2] == right[2:]

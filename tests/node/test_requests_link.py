@@ -251,7 +251,7 @@ def test_when_rank_0_s_agent_is_gone_the_client_hears_of_it() -> None:
         stage.serving.cancel()
         await asyncio.wait({stage.serving})
         await sees(lambda: stage.lost)
-        stage.ours.suspend(stage.lost[0])  # as the follower does; nothing looked like an end before
+        stage.ours.fail_all(stage.lost[0])  # as the follower does; nothing looked like an end before
         assert await stage.read(answer) == stage.lost
         assert stage.ranks.sent_of(Cancel) == [Cancel(1)]
         stage.ours.serve(stage.desk, MODEL, TEXT, here=False)
@@ -268,7 +268,7 @@ def test_when_the_group_ends_requests_come_back_and_go_on_in_the_next() -> None:
         answers = [stage.ours.generate(Request((1,), 9)) for _ in range(2)]
         await stage.asked(2)
         stage.say(Delta((1,), (0,), (50,)))
-        stage.theirs.pause(GroupError("rank 1 is gone", Code.RANK_LOST))
+        stage.theirs.park_open_requests(GroupError("rank 1 is gone", Code.RANK_LOST))
         late = stage.ours.generate(Request((1,), 9))
         [refused] = await stage.read(late)
         assert (refused.code, refused.status) == (Code.NOT_READY, 503)
@@ -290,7 +290,7 @@ def test_a_model_that_is_taken_away_ends_its_requests_everywhere() -> None:
     async def story(stage: Stage) -> None:
         answer = stage.ours.generate(Request((1,), 9))
         await stage.asked()
-        stage.theirs.suspend(GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
+        stage.theirs.fail_all(GroupError("tiny was unloaded", Code.SHUTTING_DOWN))
         [error] = await stage.read(answer)
         assert (error.code, error.detail) == (Code.SHUTTING_DOWN, "tiny was unloaded")
         assert stage.open_requests == (0, 0)

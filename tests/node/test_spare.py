@@ -53,16 +53,18 @@ def pong(phase: str = "idle", phase_s: float = QUIET_S, model: str = "tiny", in_
     ],
 )
 def test_a_spare_is_started_beside_a_rank_that_has_been_idle(word: Pong, due: bool) -> None:
-    assert WarmPoolPolicy(1).heard(word, 100.0, spares=0, importing=0) == due
+    assert WarmPoolPolicy(1).received_pong(word, 100.0, spares=0, importing=0) == due
 
 
 def test_a_rank_that_is_never_idle_gets_one_in_the_end() -> None:
     books = WarmPoolPolicy(1)
     busy = pong("decode", 0.0)
-    due = [books.heard(busy, now, spares=0, importing=0) for now in (5.0, 5.0 + BUSY_S - 1, 5.0 + BUSY_S)]
+    due = [
+        books.received_pong(busy, now, spares=0, importing=0) for now in (5.0, 5.0 + BUSY_S - 1, 5.0 + BUSY_S)
+    ]
     assert due == [False, False, True]
-    books.heard(pong("loading", 0.0, ""), 100.0, spares=0, importing=0)  # the next epoch
-    assert not books.heard(busy, 101.0, spares=0, importing=0)
+    books.received_pong(pong("loading", 0.0, ""), 100.0, spares=0, importing=0)  # the next epoch
+    assert not books.received_pong(busy, 101.0, spares=0, importing=0)
 
 
 @pytest.mark.parametrize(
@@ -79,21 +81,21 @@ def test_a_rank_that_is_never_idle_gets_one_in_the_end() -> None:
 def test_one_after_the_other_until_there_are_enough(
     wanted: int, spares: int, importing: int, due: bool
 ) -> None:
-    assert WarmPoolPolicy(wanted).heard(pong(), 5.0, spares=spares, importing=importing) == due
+    assert WarmPoolPolicy(wanted).received_pong(pong(), 5.0, spares=spares, importing=importing) == due
 
 
 def test_those_that_end_by_themselves_are_replaced_ever_more_slowly() -> None:
     books, now, waits = WarmPoolPolicy(1), 100.0, []
     for _ in range(15):
         books.lost(now)
-        wait = next(w for w in range(10_000) if books.heard(pong(), now + w, spares=0, importing=0))
+        wait = next(w for w in range(10_000) if books.received_pong(pong(), now + w, spares=0, importing=0))
         waits.append(wait)
         now += wait
     assert waits[:4] == [RETRY_S, 2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S]
     assert waits[-1] == MAX_RETRY_S
     books.used()
     books.lost(now)
-    assert books.heard(pong(), now + RETRY_S, spares=0, importing=0)
+    assert books.received_pong(pong(), now + RETRY_S, spares=0, importing=0)
 
 
 # --- what becomes of them: ranks that compute nothing -------------------------------------------------
@@ -232,7 +234,7 @@ def test_one_that_cannot_start_costs_nothing_but_itself(
         [note] = stage.orders.notes_of(SPARE, "started")
         await sees(lambda: "ended with 1" in caplog.text)
         assert not psutil.pid_exists(note["pid"])
-        stage.spares.heard(pong())
+        stage.spares.received_pong(pong())
         assert not stage.spares._starting
         await stage.end()
         await stage.serve()
@@ -302,7 +304,7 @@ def test_without_ranks_there_are_no_spares_after_a_while(
 
 def test_nothing_is_left_of_one_that_is_just_started(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
-        stage.spares.heard(pong())  # and the agent ends in the same turn
+        stage.spares.received_pong(pong())  # and the agent ends in the same turn
 
     play(tmp_path, story)
 
@@ -310,7 +312,7 @@ def test_nothing_is_left_of_one_that_is_just_started(tmp_path: Path) -> None:
 def test_nothing_is_left_of_one_that_imports(tmp_path: Path) -> None:
     async def story(stage: Story) -> None:
         stage.orders.give(SPARE, silent=True)
-        stage.spares.heard(pong())
+        stage.spares.received_pong(pong())
         await sees(lambda: stage.starts() == 1)
 
     play(tmp_path, story)
@@ -418,5 +420,5 @@ def test_after_a_kill_the_group_is_made_of_spares_and_answers_as_before(tmp_path
 
 def spares_of(cluster: Cluster) -> set[int]:
     """Pids of both spares, once they wait."""
-    spares = cluster.agent.spares
+    spares = cluster.agent.warm_pool
     return set(until(lambda: len(spares.ready) == 2 and spares.ready, "two spares", 60 * SLOWNESS))

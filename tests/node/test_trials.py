@@ -66,9 +66,9 @@ class Stage:
         self.standing = standing = SimpleNamespace(boot_id="boot", present=True)
         cluster = SimpleNamespace(
             model=SimpleNamespace(source=self.model),
-            coordination=SimpleNamespace(leading=True, saw_epoch=lambda _number: None),
-            knowledge=SimpleNamespace(servings={}),
-            membership=SimpleNamespace(standing=lambda _node: standing),
+            leadership=SimpleNamespace(leading=True, saw_epoch=lambda _number: None),
+            peer_info=SimpleNamespace(servings={}),
+            membership=SimpleNamespace(status_of=lambda _node: standing),
             supervisor=SimpleNamespace(try_out=self.try_out, end_beside=self.end_beside),
             name_of=lambda node: node,
             changed=lambda: None,
@@ -76,7 +76,7 @@ class Stage:
         self.cluster = cluster
         groups = SimpleNamespace(
             group=lambda number, tried, **_: self.groups.append((number, tried.ranks)),
-            forget=self.forgotten.append,
+            release_endpoints=self.forgotten.append,
             held_bytes=lambda _node: self.held,
             leave_out=self.leave_out,
             serving=lambda: self.serving,
@@ -125,7 +125,7 @@ def test_a_loaded_group_waits_until_it_is_taken_over() -> None:
         assert [plan.model for plan in stage.tried] == [MODEL]
         assert trials.is_over(PAIR)
         assert trials.ranks == PAIR.ranks
-        trials.look(PAIR)
+        trials.end_stale(PAIR)
         other = Candidate(RING_ETHERNET, 3, ranks=("a", "b", "c"))
         assert not trials.is_over(other)
         assert trials.take(other) is None
@@ -243,7 +243,7 @@ def test_a_loaded_group_that_fails_is_ended_and_left_out() -> None:
         assert ahead.plan.ranks is not None
         lost = GroupError("rank 1 is gone", Code.RANK_LOST)
         ahead.plan.ranks.failed.set_result(lost)
-        stage.trials.look(PAIR)
+        stage.trials.end_stale(PAIR)
         assert stage.trials.take(PAIR) is None
         await sees(lambda: not stage.trials.busy)
         assert (stage.ended, stage.left_out, stage.forgotten) == ([lost], [lost], [5])
@@ -257,8 +257,8 @@ def test_a_loaded_group_that_is_no_longer_planned_is_ended(change: str) -> None:
         await stage.tries()
         if change == "model":
             stage.cluster.model.source = object()
-        stage.cluster.coordination.leading = change != "coordinator"
-        stage.trials.look(None if change == "plan" else PAIR)
+        stage.cluster.leadership.leading = change != "coordinator"
+        stage.trials.end_stale(None if change == "plan" else PAIR)
         assert stage.trials.busy
         await sees(lambda: not stage.trials.busy)
         assert (stage.ended, stage.left_out) == ([None], [])
@@ -286,7 +286,7 @@ def test_of_a_larger_group_the_newcomer_s_cable_is_tried_while_devices_are_in_us
 def test_a_newcomer_that_coordinates_tries_each_of_its_cables() -> None:
     async def story(stage: Stage) -> None:
         chosen = jaccl(A, B, C)
-        stage.cluster.knowledge.servings = {B: serving("jaccl", B, C, held_mib=(1, 1))}
+        stage.cluster.peer_info.servings = {B: serving("jaccl", B, C, held_mib=(1, 1))}
         await stage.tries(5, chosen)
         assert not stage.trials.is_over(chosen)
         stage.error = GroupError("errno 60", Code.FORM_FAILED)
@@ -303,7 +303,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
 
     async def story(stage: Stage) -> None:
         chosen = jaccl(A, B, C)
-        stage.cluster.knowledge.servings = {
+        stage.cluster.peer_info.servings = {
             B: serving("jaccl", B, A, held_mib=(1, 1)),
             C: serving("jaccl", C, A, held_mib=(1, 1)),
         }
@@ -311,7 +311,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
             stage.trials.begin(number, replace(chosen, reason=f"as planned for the {number}th time"))
             assert not stage.trials.busy
             assert not stage.trials.is_over(chosen)
-        stage.cluster.knowledge.servings = {}
+        stage.cluster.peer_info.servings = {}
         await stage.tries(7, chosen)
         assert stage.trials.is_over(chosen)
 
@@ -321,7 +321,7 @@ def test_a_group_whose_free_cables_are_elsewhere_ends_nothing(caplog: pytest.Log
 
 def test_a_group_loads_beside_another_coordinator_s_where_memory_permits_both() -> None:
     async def story(stage: Stage) -> None:
-        servings = stage.cluster.knowledge.servings
+        servings = stage.cluster.peer_info.servings
         servings["b"] = serving("none", "b")
         await stage.tries()
         assert [plan.model for plan in stage.tried] == [None], "it is not known what b's rank holds"

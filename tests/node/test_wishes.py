@@ -40,7 +40,7 @@ def there(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def served(node: Node, model: str = "tiny") -> None:
-    node.cluster.want(model)
+    node.cluster.set_desired(model)
     node.cluster.supervisor.state = ServingState.READY
 
 
@@ -50,8 +50,8 @@ class Coming:
     def __init__(self, node: Node) -> None:
         self.node_id = node.cluster.node_id
         self.rows: list[dict[str, Any]] = [self.row(complete=False)]
-        node.cluster.getting.pull = self.pull  # type: ignore[method-assign]
-        node.cluster.getting.progress = lambda name: self.rows  # type: ignore[method-assign]
+        node.cluster.transfers.pull = self.pull  # type: ignore[method-assign]
+        node.cluster.transfers.progress = lambda name: self.rows  # type: ignore[method-assign]
 
     async def pull(self, model: str, *, everywhere: bool) -> str:
         assert everywhere
@@ -68,7 +68,7 @@ class Coming:
 
 
 async def until_no_more_is_awaited(node: Node) -> None:
-    task = node.cluster.wishes._task
+    task = node.cluster.selection._task
     assert task is not None
     await asyncio.wait_for(asyncio.wait({task}), 10)
 
@@ -99,7 +99,7 @@ def test_what_nobody_can_get_leaves_what_is_served(tmp_path: Path, member: membe
         for revision in ("typo", NEWER):
             with pytest.raises(UserError, match="the Hub cannot be reached"):
                 await admin.serve(f"{MODEL}@{revision}", "")
-        assert node.cluster.coordination.desired.model == "tiny"
+        assert node.cluster.leadership.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -116,8 +116,8 @@ def test_what_has_no_place_leaves_what_is_served(
         monkeypatch.setattr("mlxtp.models.hub_cache.free_bytes", lambda folder: 7_000_000)
         with pytest.raises(UserError, match=r"all stays as it is: .* has 7.0 MB free"):
             await admin.serve(MODEL, "")
-        assert node.cluster.coordination.desired.version == 1
-        node.cluster.want("")
+        assert node.cluster.leadership.desired.version == 1
+        node.cluster.set_desired("")
         assert (await admin.serve("tiny", "3"))["nodes"] == "3", "where nothing is served, nothing is lost"
 
     play(tmp_path, member, story)
@@ -130,12 +130,12 @@ def test_what_has_to_come_is_wanted_once_it_is_here(tmp_path: Path, member: memb
         said = await admin.serve(MODEL, "")
         assert (said["coming"], said["until_then"], said["version"]) == (True, "tiny", 1)
         await asyncio.sleep(0.2)
-        assert node.cluster.coordination.desired.model == "tiny"
+        assert node.cluster.leadership.desired.model == "tiny"
         (told,) = admin.status()["coming"]
         assert told.startswith(f"{MODEL} is served as soon as it is here: 0.0 MB of 0.0 MB")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.cluster.coordination.desired.model == MODEL
+        assert node.cluster.leadership.desired.model == MODEL
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -152,11 +152,11 @@ def test_what_is_said_later_counts(tmp_path: Path, member: members.Member, hub: 
         elif later == "unload":
             admin.unload()
         else:
-            node.cluster.want("org/other")
-        before = node.cluster.coordination.desired
+            node.cluster.set_desired("org/other")
+        before = node.cluster.leadership.desired
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.cluster.coordination.desired == before
+        assert node.cluster.leadership.desired == before
         assert admin.status()["coming"] == []
 
     play(tmp_path, member, story)
@@ -171,7 +171,7 @@ def test_what_does_not_come_is_told(tmp_path: Path, member: members.Member, hub:
         await until_no_more_is_awaited(node)
         (told,) = admin.status()["coming"]
         assert told == f"{MODEL} was to be served, and cannot be: studio: it is gated; mac-a: it is gated"
-        assert node.cluster.coordination.desired.model == "tiny"
+        assert node.cluster.leadership.desired.model == "tiny"
 
     play(tmp_path, member, story)
 
@@ -190,11 +190,11 @@ def test_what_a_mac_that_it_needs_cannot_get_leaves_what_is_served(
         assert told.startswith(f"{MODEL} was to be served, and cannot be: ")
         assert "needs 2 nodes" in told
         assert told.endswith("; mac-a: no room")
-        assert node.cluster.coordination.desired.model == "tiny"
+        assert node.cluster.leadership.desired.model == "tiny"
         await admin.serve(MODEL, "2")
         coming.end()
         await until_no_more_is_awaited(node)
-        assert node.cluster.coordination.desired.model == MODEL
+        assert node.cluster.leadership.desired.model == MODEL
 
     play(tmp_path, member, story)
 
@@ -209,6 +209,6 @@ def test_what_was_said_while_the_hub_was_asked_counts(
         await admin.serve("tiny", "")
         with pytest.raises(UserError, match="meanwhile somebody else said what to serve"):
             await asking
-        assert node.cluster.coordination.desired.model == "tiny"
+        assert node.cluster.leadership.desired.model == "tiny"
 
     play(tmp_path, member, story)

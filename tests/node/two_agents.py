@@ -41,6 +41,6 @@ async def two_agents(
     async with running_agent(of("a", **founder), worker=worker) as first:
         assert first.cluster is not None
         await meanwhile(first)
-        token = await first.cluster.issuing.token()
+        token = await first.cluster.token_issuing.token()
         async with running_agent(of("b", join=token, peers=first.cluster.addresses), worker=worker) as second:
             yield first, second

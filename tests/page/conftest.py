@@ -123,7 +123,7 @@ class FakeObserved:
         self.shown: Mapping[str, Any] = MOMENT
         self.looks = 0
 
-    def moment(self) -> Mapping[str, Any]:
+    def snapshot(self) -> Mapping[str, Any]:
         self.looks += 1
         return self.shown
 

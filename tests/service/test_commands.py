@@ -382,7 +382,7 @@ def test_commands_are_run() -> None:
 def test_root_makes_folders_as_their_owner(tmp_path: Path) -> None:
     other = next(each for each in pwd.getpwall() if each.pw_uid and each.pw_gid)
     done = run(ServiceCommand(("/bin/sh", "-c", "id -un; id -g; id -G"), user=other.pw_name))
-    assert done.said.split() == [other.pw_name, str(other.pw_gid), str(other.pw_gid)]
+    assert done.output.split() == [other.pw_name, str(other.pw_gid), str(other.pw_gid)]
 
 
 def test_files_are_written_whole_and_removed(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def _ask(request: CountRequest) -> GenerationRequest:
     theirs = request.model is not None and request.model.startswith("claude-")
     thinking = request.thinking or Thinking(type="")
     conversation = Conversation(
-        turns=_turns(request),
+        messages=_turns(request),
         tools=_tools(request),
         tool_choice=_tool_choice(request),
         parallel=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),

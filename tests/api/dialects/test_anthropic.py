@@ -649,7 +649,7 @@ def conversation(**fields: Any) -> Conversation:
 
 
 def turns(*messages: dict[str, Any], **fields: Any) -> list[ChatMessage]:
-    return list(conversation(messages=list(messages), **fields).turns)
+    return list(conversation(messages=list(messages), **fields).messages)
 
 
 def text(text: str) -> dict[str, Any]:
@@ -848,4 +848,4 @@ def test_a_count_takes_what_an_answer_does_not() -> None:
     half = {"messages": [*HELLO, {"role": "assistant", "content": "I"}]}
     asked = parse_count(json.dumps(half).encode()).prompt
     assert isinstance(asked, Conversation)
-    assert asked.turns[-1] == ChatMessage("assistant", "I")
+    assert asked.messages[-1] == ChatMessage("assistant", "I")

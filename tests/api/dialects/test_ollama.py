@@ -615,7 +615,7 @@ def turns_of(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Id and name of the call that each "tool" message answers."""
     ask_ = parse_chat(Arrival(0, ()), json.dumps({"messages": messages}).encode())
     assert isinstance(ask_.prompt, Conversation)
-    return [(turn.call_id, turn.name) for turn in ask_.prompt.turns if turn.role == "tool"]
+    return [(turn.call_id, turn.name) for turn in ask_.prompt.messages if turn.role == "tool"]
 
 
 def called(*names: str, **ids: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def refusal(**fields: Any) -> RequestError:
 
 
 def turns(*given: dict[str, Any]) -> tuple[ChatMessage, ...]:
-    return talk(messages=list(given)).turns
+    return talk(messages=list(given)).messages
 
 
 # --- what is accepted -------------------------------------------------------------------------------------

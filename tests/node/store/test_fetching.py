@@ -177,7 +177,7 @@ def test_a_break_costs_nothing_that_has_come(hub: Hub) -> None:
     worker.join(20)
     assert stopped
     assert Repo(NAME).snapshot("main") is None, "what is half there is no model"
-    held = Repo(NAME).held(Repo(NAME).begun() or pytest.fail("nothing was kept"))
+    held = Repo(NAME).held_bytes(Repo(NAME).begun() or pytest.fail("nothing was kept"))
     model.pace, model.sent = 0.0, {}
     folder = fetch().from_hub()
     assert same(folder, dict(model.files))
@@ -219,8 +219,8 @@ def test_what_is_here_behind_a_gap_is_left_as_it_is(hub: Hub) -> None:
     part = hub_cache.PartialFile(repo, next(f for f in manifest.files if f.path == BIG), lambda: False)
     part.open()
     part.write(3 * CHUNK, honest[3 * CHUNK : 5 * CHUNK])
-    part.came(3)
-    part.came(4)
+    part.wrote(3)
+    part.wrote(4)
     part.close()
     model.lies = {BIG: honest[: 3 * CHUNK] + bytes(2 * CHUNK) + honest[5 * CHUNK :]}
     assert same(fetch().from_hub(), dict(model.files))
@@ -549,12 +549,12 @@ def test_a_copy_takes_what_the_lender_itself_still_gets(pair: Pair) -> None:
     for chunk in reversed(range(file.chunks)):  # in no order, as it comes to one who copies itself
         at, size = file.span(chunk)
         part.write(at, body[at : at + size])
-        part.came(chunk)
+        part.wrote(chunk)
         if chunk == file.chunks // 2:
             ends_at = time.monotonic() + 20
-            while ours.held < 7 * CHUNK and time.monotonic() < ends_at:
+            while ours.held_bytes < 7 * CHUNK and time.monotonic() < ends_at:
                 threading.Event().wait(0.01)
-            assert ours.held > 3 * CHUNK
+            assert ours.held_bytes > 3 * CHUNK
             assert ours.repo.snapshot("main") is None
     part.finish()
     part.close()
@@ -594,7 +594,7 @@ def test_a_lender_that_goes_leaves_what_has_come(
     repo = Repo(NAME, pair.cache)
     begun = repo.begun()
     assert begun is not None
-    assert 0 < repo.held(begun) < begun.size
+    assert 0 < repo.held_bytes(begun) < begun.size
     hub.models[NAME].sent = {}
     assert same(fetch(pair.cache).from_hub(), with_weights(EXTRA)), "and the Hub brings the rest"
     assert sum(hub.models[NAME].sent.values()) < begun.size

@@ -130,7 +130,7 @@ def test_pieces_that_come_when_nobody_wants_them_any_more_are_left_out(tmp_path:
     part = PartialFile(repo, NOTE, lambda: False)
     part.open()
     part.close()
-    for late in (part.open, lambda: part.write(0, b"late"), lambda: part.came(0), part.forget):
+    for late in (part.open, lambda: part.write(0, b"late"), lambda: part.wrote(0), part.discard):
         with pytest.raises(Stopped):
             late()
     assert repo.part(NOTE).read_bytes() == bytes(4)
@@ -139,10 +139,10 @@ def test_pieces_that_come_when_nobody_wants_them_any_more_are_left_out(tmp_path:
     worker = threading.Thread(target=done.finish)
     worker.start()
     done.write(0, b"note")
-    done.came(0)
+    done.wrote(0)
     worker.join(10)
     done.write(0, b"late")
-    done.forget()
+    done.discard()
     done.close()
     done.open()
     assert repo.blob(NOTE).read_bytes() == b"note"

@@ -39,7 +39,7 @@ async def _at_once(stage: Stage) -> list[Row]:
                 stage, [Ask(user(prompts.count(next(numbers))), tokens) for _ in range(streams)]
             )
             inside = [
-                Request(text_of(agent).prompt_ids(list(user(prompts.count(next(numbers))))), tokens)
+                Request(prompts.ids(text_of(agent), prompts.count(next(numbers))), tokens)
                 for _ in range(streams)
             ]
             rate = await _pipe_rate(agent, inside)

@@ -23,7 +23,7 @@ async def measure(stage: Stage) -> list[Row]:
     agent = await stage.agent(speculation=False)
     bare, server, client = await stage.bare(), await stage.server(), await stage.client()
     tokens = stage.pick(full=170, quick=120)
-    prompt = text_of(agent).prompt_ids(list(user(PROMPT)))
+    prompt = prompts.ids(text_of(agent), PROMPT)
     asks = [Ask(user(PROMPT), tokens)]
 
     async def at_bare() -> Decoded:

@@ -90,7 +90,7 @@ async def _decode_loop(stage: Stage) -> Row:
             async with stage.own_agent({"ranks": 1, "speculation": False}) as agent:
                 text = text_of(agent)
                 requests = [
-                    Request(tuple(text.prompt_ids(list(ask.messages))), tokens, ignore_eos=True)
+                    Request(prompts.ids(text, ask.messages[0]["content"]), tokens, ignore_eos=True)
                     for ask in asks
                 ]
 

@@ -43,9 +43,7 @@ async def measure(stage: Stage) -> list[Row]:
         "speculation": False,
     }
     async with stage.own_agent(settings, model=model, worker=worker) as agent:
-        request = Request(
-            text_of(agent).prompt_ids(list(user(prompts.count(0)))), stage.pick(full=150, quick=60)
-        )
+        request = Request(prompts.ids(text_of(agent), prompts.count(0)), stage.pick(full=150, quick=60))
         plain, late = [], []
         for number in stage.rounds("delayed decode link", full=5, quick=2):
             undelayed = await decode(agent, request)

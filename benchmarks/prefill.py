@@ -104,4 +104,4 @@ def longest_gap_s(times: Sequence[float], begins_at: float, ends_at: float) -> f
 
 def _text(agent: Agent, number: int, tokens: int) -> tuple[str, str]:
     text = text_of(agent)
-    return prompts.haystack(number, lambda candidate: len(text.prompt_ids(list(user(candidate)))) <= tokens)
+    return prompts.haystack(number, lambda candidate: len(prompts.ids(text, candidate)) <= tokens)

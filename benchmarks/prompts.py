@@ -10,11 +10,19 @@ import random
 import string
 from collections.abc import Callable
 
+from mlxtp.text.conversation import ChatMessage, Conversation
+from mlxtp.text.tokenizer import Text
+
 _NUMBERS = 60
 """The most it learned to count in one go: 171 tokens and more."""
 _LAST_START = 140
 _SENTENCES = 400
 _CODES = string.ascii_uppercase + string.digits
+
+
+def ids(text: Text, message: str) -> tuple[int, ...]:
+    """Return the prompt that a chat request with this one user message becomes."""
+    return text.conversation_ids(Conversation((ChatMessage("user", message),)))
 
 
 def count(number: int) -> str:

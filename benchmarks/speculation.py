@@ -9,7 +9,6 @@ from mlxtp.api.backend import Request
 
 from . import models, prompts
 from .errors import Unmeasured
-from .http_client import user
 from .measures import Row, compare
 from .stage import Stage, decode, in_turn, require, serving, text_of
 
@@ -22,7 +21,7 @@ async def measure(stage: Stage) -> list[Row]:
     agents = await stage.agent(speculation=True), await stage.agent(speculation=False)
 
     def ask(question: str, tokens: int) -> Request:
-        return Request(text_of(agents[0]).prompt_ids(list(user(question))), tokens)
+        return Request(prompts.ids(text_of(agents[0]), question), tokens)
 
     copy = await _race(stage, agents, "copy-heavy text", lambda i: ask(prompts.repeat(i, _COPIED), 160))
     count = await _race(stage, agents, "counting", lambda i: ask(prompts.count(20 * i), 150))

@@ -12,7 +12,6 @@ from mlxtp.api.backend import Request, Tokens
 
 from . import child, prompts
 from .errors import Unmeasured
-from .http_client import user
 from .measures import Row, absolute, compare
 from .stage import Stage, in_turn, text_of
 
@@ -33,7 +32,7 @@ async def measure(stage: Stage) -> list[Row]:
         "speculation": False,
     }
     async with stage.own_agent(alone | {"interface": "127.0.0.1", "discovery": False}) as agent:
-        prompt = text_of(agent).prompt_ids(list(user(prompts.count(0))))
+        prompt = prompts.ids(text_of(agent), prompts.count(0))
         request = Request(tuple(prompt), length, ignore_eos=True)
         for number in stage.rounds("strangers", full=5, quick=2):
             for flooding in in_turn(number, False, True):

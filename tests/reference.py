@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxtp.api.backend import PLAIN, Request, TokenScore
 from mlxtp.config import embedded_model_path
+from mlxtp.text.conversation import ChatMessage, Conversation
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Text
 
@@ -34,7 +35,14 @@ def text(folder: Path = TINY) -> Text:
 
 def prompt_ids(message: str) -> tuple[int, ...]:
     """The prompt that a chat request with this one user message becomes."""
-    return text().prompt_ids([{"role": "user", "content": message}])
+    return chat_ids(text(), [{"role": "user", "content": message}])
+
+
+def chat_ids(text: Text, messages: Sequence[Mapping[str, Any]], **fields: Any) -> tuple[int, ...]:
+    """Return the prompt that plain messages become."""
+    return text.conversation_ids(
+        Conversation(tuple(ChatMessage(each["role"], each["content"]) for each in messages), **fields)
+    )
 
 
 def spoken(tokens: Sequence[int]) -> str:

@@ -37,6 +37,7 @@ from mlxtp.tokenizer_file import (
 
 from .api.conftest import byte_level, save
 from .hub import Model, put, running_hub
+from .reference import chat_ids
 
 NAMED = ["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|tool_call_begin|>"]
 TEMPLATE = (
@@ -158,7 +159,7 @@ def test_a_converted_tokenizer_has_the_ids_of_tiktoken_and_gives_the_text_back()
 
 def test_kimi_chats_without_running_the_code_of_its_repository(tmp_path: Path) -> None:
     text = Text(LocalRenderer.load(kimi(tmp_path)))
-    prompt = text.prompt_ids([{"role": "user", "content": "Hello 日本"}])
+    prompt = chat_ids(text, [{"role": "user", "content": "Hello 日本"}])
     assert prompt == tuple(reference("<|im_user|>Hello 日本<|im_end|><|im_assistant|>"))
     assert text.eos == (len(TOKENS) + 1,)
     begin = len(TOKENS) + NAMED.index("<|tool_call_begin|>")
@@ -303,7 +304,9 @@ def test_deepseek_chats_by_the_template_of_mlx_lm(
     assert text.has_chat_template
     for thinking, end in ((True, "<think>"), (False, "</think>")):
         options = {"enable_thinking": thinking, "thinking": thinking}
-        prompt = text.decoded(text.prompt_ids([{"role": "user", "content": "hello"}], (), options))
+        prompt = text.decoded(
+            chat_ids(text, [{"role": "user", "content": "hello"}], template_options=options)
+        )
         assert prompt.startswith(begins)
         assert begins == "jinja" or prompt.endswith(f"<｜User｜>hello<｜Assistant｜>{end}")
 
@@ -323,9 +326,8 @@ def test_a_template_module_gets_tools_and_their_calls_as_text(tmp_path: Path) ->
 
 def test_a_template_module_refuses_what_it_cannot_write(tmp_path: Path) -> None:
     text = Text(LocalRenderer.load(deepseek(tmp_path, chat_template_type="deepseek_v32")))
-    for messages in ([{"role": "pope", "content": "x"}], [{"role": "tool", "content": "x"}]):
-        with pytest.raises(RequestError, match="refuses these messages"):
-            text.prompt_ids(messages)
+    with pytest.raises(RequestError, match="refuses these messages"):
+        chat_ids(text, [{"role": "pope", "content": "x"}])
 
 
 @pytest.mark.parametrize("name", ["muse_spark", "missing", "../utils", "__init__", "os.path", ""])

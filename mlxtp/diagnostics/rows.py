@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from . import cluster_checks as cluster
 from . import machine_checks as machine
 from . import network_checks as network
@@ -193,12 +191,3 @@ ROWS: tuple[CheckRow, ...] = (
         machine.of_power,
     ),
 )  # fmt: skip
-
-
-def as_markdown() -> Iterator[str]:
-    """The lines of the table in `docs/doctor.md`."""
-    yield "| row | what is looked at | why it matters | what mends it |"
-    yield "|---|---|---|---|"
-    for row in ROWS:
-        only = " (macOS)" if row.systems == MAC else ""
-        yield f"| **{row.title}** `{row.id}`{only} | {row.looks_at} | {row.why} | {row.fix} |"

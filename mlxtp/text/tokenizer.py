@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from ..errors import Code, ModelError, RequestError, is_library_error
@@ -109,13 +108,16 @@ class Text:
         return () if token < 0 else (token,)
 
     def conversation_ids(self, conversation: Conversation) -> tuple[int, ...]:
-        """The prompt that makes the model answer a conversation. Raises RequestError as `prompt_ids` does."""
+        """Return the prompt that makes the model answer a conversation. Raises RequestError as `rendered`.
+
+        The template writes the beginning-of-sequence token, so the tokenizer must not add another.
+        """
         return self.encoded(self.rendered(conversation), special=False)
 
     def rendered(self, conversation: Conversation, prompting: bool = True) -> str:
         """Return a conversation as the chat template writes it; `prompting` adds the beginning of an answer.
 
-        Raises RequestError as `prompt_ids` does.
+        Raises RequestError when there is no template or the template refuses the messages.
         """
         messages = template_messages(conversation, self.knows_tools)
         tools = [tool_json(tool) for tool in conversation.tools] if self.knows_tools else []
@@ -177,20 +179,6 @@ class Text:
         if self.markup.think is None:
             return False
         return self.decoded(prompt[-_LONGEST_MARKER:]).rstrip().endswith(self.markup.think[0])
-
-    def prompt_ids(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> tuple[int, ...]:
-        """The prompt that makes the model answer `messages` (`role` and `content` each).
-
-        The template writes the beginning-of-sequence token, so the tokenizer must not add another. `options`
-        are variables of the template.
-        Raises RequestError when there is no template or the template refuses the messages.
-        """
-        return self.encoded(self._rendered(messages, tools, options), special=False)
 
     def _rendered(
         self,

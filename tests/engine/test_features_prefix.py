@@ -12,7 +12,7 @@ from mlxtp.api.backend import Request as Wanted
 from mlxtp.api.backend import Sampling
 
 from ..cluster import Cluster
-from ..reference import answer, endless_prompt, prompt_ids, random_text, reference, spoken, text
+from ..reference import answer, chat_ids, endless_prompt, prompt_ids, random_text, reference, spoken, text
 
 pytestmark = pytest.mark.group
 
@@ -60,7 +60,7 @@ def test_a_second_turn_computes_only_what_is_new(cluster: Cluster) -> None:
     chat: list[dict[str, Any]] = [{"role": "user", "content": fresh(2, 12)}]
     held: tuple[int, ...] = ()
     for turn in range(3):
-        prompt = text().prompt_ids(chat)
+        prompt = chat_ids(text(), chat)
         expected = answer(prompt, MAX_TOKENS)
         cached = ask(cluster, prompt)
         if turn:
@@ -75,7 +75,7 @@ def test_a_second_turn_computes_only_what_is_new(cluster: Cluster) -> None:
 def test_a_shared_beginning_is_computed_once(cluster: Cluster) -> None:
     """Also among requests that come at the same time."""
     system = {"role": "system", "content": random_text(Random(30), 60)}
-    prompts = [text().prompt_ids([system, {"role": "user", "content": fresh(31 + i, 8)}]) for i in range(8)]
+    prompts = [chat_ids(text(), [system, {"role": "user", "content": fresh(31 + i, 8)}]) for i in range(8)]
     shared = min(common(prompts[0], prompt) for prompt in prompts[1:])
     assert shared > 40
     outcomes = cluster.ask_all([Wanted(prompt, MAX_TOKENS) for prompt in prompts])

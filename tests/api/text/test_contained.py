@@ -23,6 +23,7 @@ from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.sandbox import SandboxedRenderer
 from mlxtp.text.tokenizer import Text
 
+from ...reference import chat_ids
 from ..conftest import TEMPLATE, WAIT_S, FakeBackend, Loaded, byte_level, save, says, serving
 
 HOSTILE = {
@@ -66,7 +67,7 @@ def test_it_writes_what_the_same_code_writes_in_this_process(loaded: dict[str, L
         with pytest.raises(RequestError, match="half a character"):
             text.continued_ids("\ud800")
         with pytest.raises(RequestError, match="first word is the user's"):
-            text.prompt_ids([{"role": "assistant", "content": "I"}])
+            chat_ids(text, [{"role": "assistant", "content": "I"}])
 
 
 @pytest.mark.parametrize(

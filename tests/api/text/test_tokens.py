@@ -14,6 +14,7 @@ from mlxtp.errors import Code, ModelError, RequestError
 from mlxtp.text.renderer import LocalRenderer
 from mlxtp.text.tokenizer import Detokenizer, Text
 
+from ...reference import chat_ids
 from ..conftest import BYTE_FALLBACK, BYTE_LEVEL, KINDS, METASPACE, Loaded, byte_level, save
 
 HALF = "\ufffd"
@@ -128,8 +129,8 @@ def test_special_and_skipped_tokens_have_no_text(loaded: dict[str, Loaded]) -> N
 
 def test_the_prompt_has_one_bos_and_ends_where_the_answer_begins(loaded: dict[str, Loaded]) -> None:
     tokenizer = loaded[BYTE_LEVEL].tokenizer
-    ids = loaded[BYTE_LEVEL].text.prompt_ids(
-        [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
+    ids = chat_ids(
+        loaded[BYTE_LEVEL].text, [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
     )
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|system|>be<|user|>hello<|assistant|>"
     assert ids.count(tokenizer.token_to_id("<s>")) == 1
@@ -138,14 +139,14 @@ def test_the_prompt_has_one_bos_and_ends_where_the_answer_begins(loaded: dict[st
 
 def test_what_the_template_refuses_is_the_clients_mistake(loaded: dict[str, Loaded]) -> None:
     with pytest.raises(RequestError, match="the first word is the user's") as caught:
-        loaded[BYTE_LEVEL].text.prompt_ids([{"role": "assistant", "content": "I"}])
+        chat_ids(loaded[BYTE_LEVEL].text, [{"role": "assistant", "content": "I"}])
     assert caught.value.status == 400
 
 
 def test_a_model_without_template_says_so(tmp_path: Path) -> None:
     text = Text(LocalRenderer.load(save(byte_level(), tmp_path, template=None)))
     with pytest.raises(RequestError, match="no chat template") as caught:
-        text.prompt_ids([{"role": "user", "content": "hello"}])
+        chat_ids(text, [{"role": "user", "content": "hello"}])
     assert caught.value.code == Code.NOT_SUPPORTED
 
 
@@ -178,7 +179,7 @@ def test_the_http_side_computes_nothing_and_starts_quickly(loaded: dict[str, Loa
         "import sys; import mlxtp.api.app, mlxtp.api.server\n"
         "assert 'transformers' not in sys.modules and 'tokenizers' not in sys.modules\n"
         "from pathlib import Path; from mlxtp.text.tokenizer import Text\n"
-        "Text.load(Path(sys.argv[1])).prompt_ids([{'role': 'user', 'content': 'x'}])\n"
+        "Text.load(Path(sys.argv[1])).continued_ids('x')\n"
         "assert not {name.split('.')[0] for name in sys.modules} & {'mlx', 'mlx_lm', 'torch'}\n"
     )
     done = subprocess.run(
@@ -192,5 +193,5 @@ def test_the_http_side_computes_nothing_and_starts_quickly(loaded: dict[str, Loa
 
 def test_the_embedded_model_speaks() -> None:
     text = Text(LocalRenderer.load(TINY))
-    ids = text.prompt_ids([{"role": "user", "content": "Hello 😀"}])
+    ids = chat_ids(text, [{"role": "user", "content": "Hello 😀"}])
     assert "".join(push_all(text.detokenizer(), list(ids), [])).removeprefix(" ") == "Hello 😀"

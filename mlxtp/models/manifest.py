@@ -1,8 +1,8 @@
 """Manifest of a model: its files, by size and hash. Pure.
 
 A model on the Hub is called OWNER/NAME, or OWNER/NAME@REVISION: a branch, a tag or a commit. A manifest names
-the commit. The hash of a file is its blob's name on the Hub: SHA-256 of large files (64 hex digits), git's id
-of a blob for the others (40).
+the commit. The hash of a file is its blob's name on the Hub. It is SHA-256 for large files (64 hex digits),
+git's id of a blob for the others (40).
 """
 
 from __future__ import annotations

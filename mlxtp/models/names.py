@@ -131,8 +131,8 @@ def look_ahead(name: str, kv_bits: int, *, elsewhere: bool = False) -> ModelShap
     """Return the shape of a model for placement, before anything of it is loaded or downloaded.
 
     None for a model that is not here but `elsewhere`, complete on another member's disk. Raises ModelError
-    for a model that cannot be served: it is neither here nor on the Hub, lacks files, has no room on this
-    disk, or no group could run its configuration. Waits for disk and network: call it in a thread.
+    for a model that is neither here nor on the Hub, lacks files, or has no room on this disk. It does so,
+    too, for a configuration that no group could run. Waits for disk and network: call it in a thread.
     """
     try:
         if not is_hub_id(name):

@@ -49,7 +49,7 @@ class ModelSelection:
     """Owner of the pending selection.
 
     `no_place` returns the reason why the present members, or some of them, cannot serve a model of this shape
-    over so many Macs; "" if they can.
+    on `nodes` Macs, else "".
     """
 
     def __init__(

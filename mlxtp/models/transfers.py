@@ -1,9 +1,9 @@
 """Transfers of models: one member gets a model from the Hub, the others copy it from there.
 
 A member that needs a model broadcasts what it has of it (`ModelHeld`). The other members reply with what is
-on their disks. When all have replied, the coordinator names the seeder (`ModelLender`): a member that has all
-of it, or one that is to download it from the Hub. The others copy while the seeder is still getting it. When
-it fails or leaves, the coordinator names another one, and the pieces that have come count.
+on their disks. When all have replied, the coordinator names the seeder (`ModelLender`). It has all of the
+model, or is to download it from the Hub. The others copy while the seeder is still getting it. When it fails
+or leaves, the coordinator names another one, and the pieces that have come count.
 """
 
 from __future__ import annotations
